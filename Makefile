@@ -1,0 +1,33 @@
+# `make demo` and `make test` set everything up by themselves: a virtual environment in .venv, then the package.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types docs clean
+
+.venv/.installed: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/.installed
+	$(BIN)/contrastive-zoo demo
+
+test: .venv/.installed lint types
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+.venv/.docs-installed: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[docs]'
+	touch $@
+
+docs: .venv/.docs-installed
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv site demo-output

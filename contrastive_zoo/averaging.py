@@ -1,0 +1,70 @@
+"""Averaging gradients by hand, for a training loop without DDP."""
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.meeting import meet
+from contrastive_zoo.world import Processes, World
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are sent together in messages of about this size, DDP's default."""
+
+
+def average_gradients(module: nn.Module, process_group: Processes = None) -> None:
+    """Replace every gradient of ``module`` by its mean over all ranks: what DDP does during the backward pass.
+
+    Equal to ``p.grad = all_reduce(p.grad) / W`` for every parameter p. A parameter that got a gradient on some ranks
+    only counts as zero on the others; one that got none anywhere keeps none.
+
+    Call it after ``backward()`` and before ``optimizer.step()``, on every rank. It is a trainer that averages, so a
+    ``DistributedLoss`` before it has ``grad_reduction="mean"``.
+
+    Args:
+        module: the same on every rank.
+        process_group: whose ranks; None is the default group at the time of the call.
+
+    Raises:
+        ValueError: ranks whose modules differ in the number or the size of their parameters.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> average_gradients(model)             # one process: nothing to average
+        >>> model.weight.grad
+        tensor([[1., 1.]])
+    """
+    world = World.of(process_group)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    shapes = {"parameters": [list(parameter.shape) for parameter in parameters]}
+    meet("average_gradients", {}, world=World(world.rank, world.size, world.group), settings=shapes)
+    if world.size == 1 or not parameters:
+        return
+    with torch.no_grad():
+        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        anywhere = sum_over_ranks(has.to(world.device), gradient="complete", world=world).tolist()
+        touched = [parameter for parameter, ranks in zip(parameters, anywhere, strict=True) if ranks]
+        for bucket in _buckets(touched):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            flat = sum_over_ranks(flat, gradient="complete", world=world) / world.size
+            parts = flat.split([p.numel() for p in bucket])
+            for parameter, mean in zip(bucket, parts, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(mean.view_as(parameter))
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[Tensor]]:
+    """Parameters in their order, cut where dtype or device changes or a message would get too large."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for parameter in parameters:
+        last = buckets[-1][-1] if buckets else None
+        same = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        size = size + parameter.nbytes if same else parameter.nbytes
+        if not same or size > BUCKET_BYTES:
+            buckets.append([])
+            size = parameter.nbytes
+        buckets[-1].append(parameter)
+    return buckets

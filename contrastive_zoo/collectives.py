@@ -1,0 +1,492 @@
+"""The collectives of torch.distributed as differentiable functions, each with its adjoint beside it.
+
+What "gradient" means here. The ranks together compute one number L. A tensor that lives on several ranks is several
+variables, one per rank, and each rank's gradient is the derivative of L by *its* variable. The adjoint of a collective
+then follows from its matrix: where the forward pass copies, the backward pass sums, and where it sums, it copies.
+
+| forward                  | backward (``gradient="partial"``) | backward (``gradient="complete"``) |
+|--------------------------|-----------------------------------|------------------------------------|
+| all_reduce(sum)          | all_reduce(sum)                   | the gradient itself                |
+| all_reduce(mean)         | all_reduce(sum) / W               | the gradient itself / W            |
+| all_reduce(max)          | all_reduce(sum), to the winners   | the gradient itself, to the winners|
+| all_gather               | reduce_scatter(sum)               | my own slice                       |
+| reduce(sum) to dst       | broadcast from dst                |                                    |
+| broadcast from src       | reduce(sum) to src                |                                    |
+| scatter from src         | gather to src                     |                                    |
+| gather to dst            | scatter from dst                  |                                    |
+| reduce_scatter(sum)      | all_gather                        |                                    |
+| replicated (no movement) | all_reduce(sum)                   |                                    |
+
+``gradient="complete"`` is for results from which every rank computes the *same* thing: each then holds the whole
+derivative already, and summing W equal copies would count it W times.
+
+Every rank must call the backward pass through what it got, in the same order, as it must the forward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastive_zoo._compat import all_gather_single
+from contrastive_zoo.meeting import meet
+from contrastive_zoo.world import Processes, Shards, World
+
+Reduction = Literal["sum", "mean", "max", "min"]
+Gradient = Literal["partial", "complete"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+# --------------------------------------------------------------------------------------- moving bytes, no gradient
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """[n, …] of any dtype as [n, bytes of a row]: what every backend can move."""
+    return rows.contiguous().reshape(len(rows), -1 if rows.numel() else _row_numel(rows)).view(torch.uint8)
+
+
+def _row_numel(rows: Tensor) -> int:
+    return rows.shape[1:].numel()
+
+
+def _from_bytes(moved: Tensor, like: Tensor) -> Tensor:
+    return moved.view(like.dtype).reshape(len(moved), *like.shape[1:])
+
+
+def gather_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    """Everybody's rows in rank order."""
+    if world.size == 1:
+        return rows
+    mine = _as_bytes(rows)
+    highest = max(shards.sizes)
+    if len(mine) < highest:
+        mine = torch.cat([mine, mine.new_zeros(highest - len(mine), mine.shape[1])])
+    everybody = mine.new_empty(world.size * highest, mine.shape[1])
+    all_gather_single(everybody, mine, group=world.group)
+    if min(shards.sizes) < highest:
+        parts = everybody.view(world.size, highest, -1)
+        everybody = torch.cat([part[:size] for part, size in zip(parts, shards.sizes, strict=True)])
+    return _from_bytes(everybody, rows)
+
+
+def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    """My slice of the sum of everybody's [N, …], added in rank order.
+
+    An all-to-all and a local sum: the same bytes as a reduce-scatter, for uneven slices too.
+    """
+    if world.size == 1:
+        return rows
+    parts = _exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
+    parts = parts.view(world.size, shards.size, *rows.shape[1:])
+    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    return parts.sum(0, dtype=wide).to(rows.dtype)
+
+
+def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Tensor:
+    """Elementwise extreme, without gradient."""
+    return x if world.size == 1 else _reduced(x, op, world, lambda y: dist.all_reduce(y, _OPS[op], world.group))
+
+
+def _exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
+    """``send[r]`` of my rows to rank r, ``receive[r]`` rows from it, both in rank order."""
+    mine = _as_bytes(rows)
+    got = mine.new_empty(sum(receive), mine.shape[1])
+    dist.all_to_all_single(got, mine, list(receive), list(send), group=world.group)
+    return _from_bytes(got, rows)
+
+
+def _reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]) -> Tensor:
+    """``run`` on a copy of x, 16-bit numbers summed in 32."""
+    wide = x.detach().to(torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype, copy=True)
+    wide = wide.contiguous()
+    run(wide)
+    if op == "mean":
+        wide = wide / world.size
+    return wide.to(x.dtype) if x.is_floating_point() else wide
+
+
+# ------------------------------------------------------------------------------------------- forward and its adjoint
+
+
+class _AllReduce(torch.autograd.Function):
+    """y_r = Σ_s x_s on every rank r;  dx_s = Σ_r dy_r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: Reduction, gradient: Gradient, world: World) -> Tensor:
+        ctx.op, ctx.gradient, ctx.world = op, gradient, world
+        y = _reduced(x, op, world, lambda wide: dist.all_reduce(wide, _OPS[op], world.group))
+        if op in ("max", "min"):
+            ctx.save_for_backward(_winners(x, y, world))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradient == "partial":
+            dy = _AllReduce.apply(dy, "sum", "partial", ctx.world)
+        return _to_sources(dy, ctx), None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """y_dst = Σ_s x_s, zero elsewhere;  dx_s = dy_dst."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dst: int, op: Reduction, world: World) -> Tensor:
+        ctx.dst, ctx.op, ctx.world = dst, op, world
+        y = _reduced(x, op, world, lambda wide: dist.reduce(wide, op=_OPS[op], group=world.group, group_dst=dst))
+        if world.rank != dst:
+            y = torch.zeros_like(y)  # torch leaves a half-finished sum here
+        if op in ("max", "min"):
+            best = _Broadcast.apply(y, dst, world)
+            ctx.save_for_backward(_winners(x, best, world))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_sources(_Broadcast.apply(dy, ctx.dst, ctx.world), ctx), None, None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    """y_r = x_src on every rank r;  dx_src = Σ_r dy_r, zero elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: int, world: World) -> Tensor:
+        ctx.src, ctx.world = src, world
+        y = _as_bytes(x.detach().reshape(1, *x.shape)).clone()
+        dist.broadcast(y, group=world.group, group_src=src)
+        return _from_bytes(y, x.reshape(1, *x.shape)).reshape(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _Reduce.apply(dy, ctx.src, "sum", ctx.world), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """Y_r = [x_0; …; x_{W−1}] on every rank r;  dx_s = Σ_r (slice s of dY_r)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shards: Shards, gradient: Gradient, world: World) -> Tensor:
+        ctx.shards, ctx.gradient, ctx.world = shards, gradient, world
+        return gather_rows(rows.detach(), shards, world)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradient == "complete":
+            return dy[ctx.shards.mine], None, None, None
+        return _ReduceScatter.apply(dy, ctx.shards, ctx.world), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """y_r = Σ_s (slice r of X_s);  dX_s = [dy_0; …; dy_{W−1}]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shards: Shards, world: World) -> Tensor:
+        ctx.shards, ctx.world = shards, world
+        return add_up_rows(rows.detach(), shards, world)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllGather.apply(dy, ctx.shards, "partial", ctx.world), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Y_dst = [x_0; …; x_{W−1}], no rows elsewhere;  dx_s = slice s of dY_dst."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dst: int, shards: Shards, world: World) -> Tensor:
+        ctx.dst, ctx.shards, ctx.world = dst, shards, world
+        send = [shards.size if rank == dst else 0 for rank in range(world.size)]
+        receive = shards.sizes if world.rank == dst else [0] * world.size
+        return _exchange_rows(rows.detach(), send, receive, world)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _Scatter.apply(dy, ctx.dst, ctx.shards, ctx.world), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """y_r = slice r of X_src;  dX_src = [dy_0; …; dy_{W−1}], zero elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, src: int, shards: Shards, world: World) -> Tensor:
+        ctx.src, ctx.shards, ctx.world, ctx.count = src, shards, world, len(rows)
+        send = shards.sizes if world.rank == src else [0] * world.size
+        receive = [shards.size if rank == src else 0 for rank in range(world.size)]
+        return _exchange_rows(rows.detach()[: sum(send)], send, receive, world)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _Gather.apply(dy, ctx.src, ctx.shards, ctx.world)
+        if ctx.world.rank != ctx.src:
+            dx = torch.cat([dx, dx.new_zeros(ctx.count, *dx.shape[1:])])  # what was brought for its width alone
+        return dx, None, None, None
+
+
+class _Replicated(torch.autograd.Function):
+    """y_r = x, which every rank holds already;  dx = Σ_r dy_r on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllReduce.apply(dy, "sum", "partial", ctx.world), None
+
+
+def _winners(x: Tensor, best: Tensor, world: World) -> Tensor:
+    """Each rank's share in a maximum: 1 where it alone holds it, 1/k among k that tie, 0 elsewhere."""
+    won = (x.detach() == best).to(x.dtype if x.is_floating_point() else torch.float32)
+    return won / _reduced(won, "sum", world, lambda wide: dist.all_reduce(wide, group=world.group))
+
+
+def _to_sources(dy: Tensor, ctx: Any) -> Tensor:
+    if ctx.op == "mean":
+        return dy / ctx.world.size
+    return dy * ctx.saved_tensors[0] if ctx.op in ("max", "min") else dy
+
+
+# ----------------------------------------------------------------------------------------------------- public names
+
+
+def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
+    """:func:`all_reduce` for those who have met already: no checks, no message but its own.
+
+    Example:
+        >>> sum_over_ranks(torch.tensor(2.0), gradient="complete", world=World())
+        tensor(2.)
+    """
+    return x if world.size == 1 else _AllReduce.apply(x, "sum", gradient, world)
+
+
+def all_reduce(
+    x: Tensor, op: Reduction = "sum", *, gradient: Gradient = "partial", process_group: Processes = None
+) -> Tensor:
+    """Reduce x elementwise over all ranks; every rank gets the result.
+
+    Args:
+        x: the same shape and dtype on every rank. 16-bit numbers are summed in 32 bits.
+        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; of equal extremes each gets an equal share of the gradient.
+        gradient: ``"partial"`` if each rank goes on to compute its own part of L from the result (gradients are
+            summed), ``"complete"`` if all compute the same from it (they are not).
+        process_group: whose ranks; None is the default group at the time of the call.
+
+    Raises:
+        ValueError: unknown ``op`` or ``gradient``, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> all_reduce(torch.tensor([1.0, 2.0]))   # one process: nothing to add
+        tensor([1., 2.])
+    """
+    world = World.of(process_group)
+    _agree("all_reduce", x, world, op=op, gradient=gradient)
+    return x if world.size == 1 else _AllReduce.apply(x, op, gradient, world)
+
+
+def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Processes = None) -> Tensor:
+    """Reduce x elementwise over all ranks to rank ``dst``; the others get zeros.
+
+    The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on ``dst`` and
+    ``result.sum()``, which is zero, elsewhere. The gradients of those zeros are not read.
+
+    Args:
+        x: the same shape and dtype on every rank.
+        dst: rank within the group.
+        op: as for :func:`all_reduce`.
+        process_group: whose ranks.
+
+    Raises:
+        ValueError: unknown ``op``, a ``dst`` outside the group, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> reduce(torch.tensor([1.0, 2.0]), op="mean")
+        tensor([1., 2.])
+    """
+    world = World.of(process_group)
+    _agree("reduce", x, world, op=op, dst=dst)
+    return x if world.size == 1 else _Reduce.apply(x, dst, op, world)
+
+
+def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Tensor:
+    """Everybody gets rank ``src``'s x; its gradient is the sum of everybody's, the other ranks' x get zeros.
+
+    Args:
+        x: the same shape and dtype on every rank; values count on ``src`` alone. Any dtype.
+        src: rank within the group.
+        process_group: whose ranks.
+
+    Raises:
+        ValueError: a ``src`` outside the group, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> broadcast(torch.tensor(7))
+        tensor(7)
+    """
+    world = World.of(process_group)
+    _agree("broadcast", x, world, src=src)
+    return x if world.size == 1 else _Broadcast.apply(x, src, world)
+
+
+def all_gather(
+    rows: Tensor, *, gradient: Gradient = "partial", shards: Shards | None = None, process_group: Processes = None
+) -> Tensor:
+    """All ranks' rows, in rank order; each rank may bring another number of them, also none.
+
+    The adjoint is a reduce-scatter: my rows' gradient is the sum over ranks of what each of them sent back.
+
+    Args:
+        rows: [n, …], same trailing shape and dtype on every rank. Any dtype.
+        gradient: ``"partial"`` if each rank goes on to compute its own part of L from the rows (gradients are summed),
+            ``"complete"`` if every rank computes the same L from them (each keeps its own slice, nothing travels).
+        shards: everybody's sizes if already known; spares their exchange, and the checks.
+        process_group: whose ranks.
+
+    Returns:
+        [Σ n, …].
+
+    Raises:
+        ValueError: unknown ``gradient``, or ranks that disagree on trailing shape or dtype.
+
+    Example:
+        >>> all_gather(torch.tensor([[True], [False]])).tolist()
+        [[True], [False]]
+    """
+    world = World.of(process_group)
+    if shards is None:
+        shards = _agree_on_rows("all_gather", rows, world, gradient=gradient)
+    return rows if world.size == 1 else _AllGather.apply(rows, shards, gradient, world)
+
+
+def reduce_scatter(
+    rows: Tensor, *, shards: Shards | None = None, op: Reduction = "sum", process_group: Processes = None
+) -> Tensor:
+    """Sum everybody's [N, …] and keep my slice of it. The adjoint is an all-gather.
+
+    Args:
+        rows: [N, …], the same shape and dtype on every rank.
+        shards: which rows belong to whom; None splits them as evenly as ``torch.tensor_split``.
+        op: ``"sum"`` or ``"mean"``.
+        process_group: whose ranks.
+
+    Returns:
+        [n, …], this rank's slice.
+
+    Raises:
+        ValueError: another ``op``, shards that do not add up to N, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> reduce_scatter(torch.ones(2, 1)).tolist()
+        [[1.0], [1.0]]
+    """
+    world = World.of(process_group)
+    total = len(rows) if rows.ndim else 0
+    if shards is None:
+        shards = Shards(_even(total, world.size), world.rank)
+    problem = None
+    if op not in ("sum", "mean"):
+        problem = f"op is 'sum' or 'mean', got {op!r}."
+    elif shards.total != total:
+        problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
+    _agree("reduce_scatter", rows, world, problem=problem, sizes=list(shards.sizes))
+    mine = rows if world.size == 1 else _ReduceScatter.apply(rows, shards, world)
+    return mine / world.size if op == "mean" else mine
+
+
+def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Tensor:
+    """All ranks' rows, in rank order, on rank ``dst``; the others get [0, …]. The adjoint is a scatter from ``dst``.
+
+    Every rank must run backward through its result: ``result.sum()``, a sum of nothing, where it is empty.
+
+    Args:
+        rows: [n, …], same trailing shape and dtype on every rank; n may differ.
+        dst: rank within the group.
+        process_group: whose ranks.
+
+    Raises:
+        ValueError: a ``dst`` outside the group, or ranks that disagree on trailing shape or dtype.
+
+    Example:
+        >>> gather(torch.tensor([1, 2]))
+        tensor([1, 2])
+    """
+    world = World.of(process_group)
+    shards = _agree_on_rows("gather", rows, world, dst=dst)
+    return rows if world.size == 1 else _Gather.apply(rows, dst, shards, world)
+
+
+def scatter(
+    rows: Tensor, sizes: Sequence[int] | None = None, *, src: int = 0, process_group: Processes = None
+) -> Tensor:
+    """Rank ``src`` deals out its rows, the first ``sizes[0]`` to rank 0 and so on. The adjoint is a gather to ``src``.
+
+    Args:
+        rows: on ``src`` [Σ sizes, …]; elsewhere any number of rows, none will do, of the same trailing shape and dtype.
+        sizes: one number a rank, read on ``src``; None splits the rows as evenly as ``torch.tensor_split``.
+        src: rank within the group.
+        process_group: whose ranks.
+
+    Returns:
+        [sizes[rank], …].
+
+    Raises:
+        ValueError: a ``src`` outside the group, sizes that do not fit, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> scatter(torch.tensor([1, 2, 3])).tolist()
+        [1, 2, 3]
+    """
+    world = World.of(process_group)
+    total = len(rows) if rows.ndim else 0
+    deal = list(_even(total, world.size)) if sizes is None else list(sizes)
+    problem = None
+    if world.rank == src and (len(deal) != world.size or sum(deal) != total or min(deal) < 0):
+        problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {deal}."
+    _agree_on_rows("scatter", rows, world, problem=problem, src=src)
+    padded = (deal + [0] * world.size)[: world.size]
+    shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
+    return rows if world.size == 1 else _Scatter.apply(rows, src, shards, world)
+
+
+def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
+    """x, a parameter of which every rank holds the same copy; its gradient is the sum of what all ranks find.
+
+    With it each rank may use the parameter for its own rows only, and still gets the complete gradient.
+
+    Args:
+        x: equal on every rank.
+        process_group: whose ranks.
+
+    Example:
+        >>> t = torch.tensor(0.1, requires_grad=True)
+        >>> replicated(t).backward(); t.grad
+        tensor(1.)
+    """
+    world = World.of(process_group)
+    return x if world.size == 1 else _Replicated.apply(x, world)
+
+
+def _agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
+    """Every rank brings the same shape, dtype and settings, and the settings are known ones."""
+    _agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
+
+
+def _agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None = None, **settings: object) -> Shards:
+    if "op" in settings and settings["op"] not in _OPS:
+        problem = f"op is one of {', '.join(_OPS)}, got {settings['op']!r}."
+    if "gradient" in settings and settings["gradient"] not in ("partial", "complete"):
+        problem = f"gradient is 'partial' or 'complete', got {settings['gradient']!r}."
+    root = settings.get("src", settings.get("dst", 0))
+    if not (isinstance(root, int) and 0 <= root < world.size):
+        problem = f"rank {root} is not one of the group's ranks 0 … {world.size - 1}."
+    if rows.ndim == 0:
+        problem = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
+    tolerant = World(world.rank, world.size, world.group, check_finite=False)
+    return meet(name, {"x": rows}, world=tolerant, problem=problem, settings=settings)[0]
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    """As ``torch.tensor_split`` splits."""
+    return tuple(total // parts + (rank < total % parts) for rank in range(parts))

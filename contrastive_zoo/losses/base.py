@@ -1,0 +1,235 @@
+"""What losses share: settings kept in a module, the checks a step begins with, temperature, and rows of one kind."""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastive_zoo.collectives import replicated
+from contrastive_zoo.engine.evaluation import wide
+from contrastive_zoo.engine.reduction import REDUCTIONS
+from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.meeting import kind, meet, refuse_empty
+from contrastive_zoo.world import Shards, World
+
+
+class Loss(nn.Module):
+    """A function of the zoo with its settings kept; the base of every own loss.
+
+    The settings are the keyword-only arguments of ``function``. One that is a module, such as
+    :class:`LearnableTemperature`, becomes a submodule and is asked for its value at every call.
+
+    Args:
+        check_finite: whether rows with NaN or infinite values are refused.
+        settings: as the function takes them.
+
+    Raises:
+        TypeError: a setting that the function does not have.
+
+    Example:
+        >>> import contrastive_zoo as cz
+        >>> cz.NTXent(temperature=0.2)
+        NTXent(temperature=0.2, normalize=True, reduction='mean')
+    """
+
+    function: ClassVar[Callable[..., Tensor]]
+    __signature__: ClassVar[inspect.Signature]
+    _defaults: ClassVar[dict[str, Any]] = {}
+    _told_to_wrap: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "function" in vars(cls):
+            parameters = inspect.signature(cls.function).parameters.values()
+            keep = [x for x in parameters if x.kind is x.KEYWORD_ONLY and x.name != "world"]
+            check = inspect.Parameter("check_finite", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
+            cls.__signature__ = inspect.Signature([*keep, check])  # what help() and an editor show
+            cls._defaults = {x.name: x.default for x in keep}
+
+    def __init__(self, *, check_finite: bool = True, **settings: Any) -> None:
+        super().__init__()
+        self.check_finite = check_finite
+        for name in settings:
+            if name not in self._defaults:
+                known = ", ".join(self._defaults)
+                raise TypeError(f"{type(self).__name__} has no setting {name!r}. It has: {known}, check_finite.")
+        for name, value in (self._defaults | settings).items():
+            setattr(self, name, value)
+
+    def settings(self) -> Mapping[str, Any]:
+        """The settings at this moment: of a learnable one, its present value."""
+        current = {name: getattr(self, name) for name in self._defaults}
+        return {name: value() if isinstance(value, nn.Module) else value for name, value in current.items()}
+
+    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
+        """The function of these rows.
+
+        Args:
+            rows: as the function takes them.
+            world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
+            named_rows: as the function takes them.
+        """
+        world = self.local() if world is None else world
+        return type(self).function(*rows, **named_rows, **self.settings(), world=world)
+
+    def local(self) -> World:
+        """A world of this process alone; says once if there are others that this loss will not see."""
+        if World.of().size > 1 and not Loss._told_to_wrap:
+            Loss._told_to_wrap = True
+            warnings.warn(
+                f"{type(self).__name__} compares this process's own rows only, though {World.of().size} processes run: "
+                f"its negatives are local. For the global batch write DistributedLoss({type(self).__name__}(...)).",
+                stacklevel=3,
+            )
+        return World(check_finite=self.check_finite)
+
+    def extra_repr(self) -> str:
+        own = {name: getattr(self, name) for name in self._defaults if name not in self._modules}
+        return ", ".join(f"{name}={value!r}" for name, value in own.items())
+
+
+class LearnableTemperature(nn.Module):
+    """A temperature that is learnt as the logarithm of its inverse, as CLIP does: t = exp(−θ).
+
+    The scale 1/t = exp(θ) is kept at or below ``max_scale`` by clamping θ itself before each use, not its gradient, so
+    that θ never gets stuck beyond the bound.
+
+    Args:
+        initial: t at the start, > 0; CLIP's is 0.07.
+        max_scale: largest 1/t; CLIP's is 100.
+
+    Raises:
+        ValueError: an initial temperature that is not positive, or below 1 / max_scale.
+
+    Example:
+        >>> t = LearnableTemperature(0.5)
+        >>> t()
+        tensor(0.5000, grad_fn=<ExpBackward0>)
+
+    Source: Radford et al. 2021, §2.5, https://arxiv.org/abs/2103.00020
+    """
+
+    def __init__(self, initial: float = 0.07, *, max_scale: float = 100.0) -> None:
+        super().__init__()
+        if not (initial > 0 and initial * max_scale >= 1):
+            raise ValueError(
+                f"LearnableTemperature: the initial temperature is positive and at least 1 / max_scale, got {initial} "
+                f"with max_scale={max_scale}."
+            )
+        self.log_scale = nn.Parameter(torch.tensor(-math.log(initial)))
+        self.max_scale = max_scale
+
+    def forward(self) -> Tensor:
+        """t, a positive number."""
+        with torch.no_grad():
+            self.log_scale.clamp_(max=math.log(self.max_scale))
+        return (-self.log_scale).exp()
+
+
+def begin(
+    caller: str,
+    rows: Mapping[str, Tensor],
+    *,
+    world: World,
+    problem: str | None = None,
+    temperature: float | Tensor = 1.0,
+    reduction: str = "mean",
+    **settings: object,
+) -> list[Shards]:
+    """Check what every loss checks, agree on it with all ranks, and learn how the rows lie over them.
+
+    Raises:
+        ValueError: on every rank alike: a temperature that is not positive, an unknown reduction, ``problem``, no rows
+            at all, or whatever :func:`contrastive_zoo.meeting.meet` finds.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> begin("NTXent", {"views": torch.ones(2, 3)}, temperature=0.0, world=ALONE)
+        Traceback (most recent call last):
+        ...
+        ValueError: NTXent: temperature must be positive and finite, got 0.0. For a logit scale s pass temperature=1/s.
+    """
+    if not torch.as_tensor(temperature).detach().isfinite().all() or not (torch.as_tensor(temperature) > 0).all():
+        problem = problem or (
+            f"temperature must be positive and finite, got {float(temperature)}. "
+            "For a logit scale s pass temperature=1/s."
+        )
+    if reduction not in REDUCTIONS:
+        problem = problem or f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
+    if not isinstance(temperature, Tensor):
+        settings["temperature"] = temperature
+    shards = meet(caller, rows, world=world, problem=problem, settings={"reduction": reduction, **settings})
+    refuse_empty(caller, shards[0])
+    return shards
+
+
+def rows_problem(name: str, rows: Tensor) -> str | None:
+    """What is wrong with embeddings, in words; None if nothing is.
+
+    Example:
+        >>> rows_problem("queries", torch.ones(3))
+        'queries are floating-point rows [n, d], got float32 [3].'
+    """
+    if rows.ndim != 2 or not rows.is_floating_point():
+        return f"{name} are floating-point rows [n, d], got {kind(rows)}."
+    return None
+
+
+def views_problem(views: Sequence[Tensor]) -> str | None:
+    """What is wrong with views of the same samples, in words; None if nothing is.
+
+    Example:
+        >>> views_problem([torch.ones(2, 3)])
+        'two or more views are compared, got 1. Call loss(view1, view2).'
+    """
+    if len(views) < 2:
+        return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
+    for index, view in enumerate(views):
+        if view.shape != views[0].shape or view.dtype != views[0].dtype:
+            return (
+                f"views must pair row by row, got view 0 {kind(views[0])} and view {index} {kind(view)}. "
+                "Pass the same samples, in the same order, in every view."
+            )
+    return rows_problem("views", views[0])
+
+
+def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
+    """What is wrong with labelled rows, in words; None if nothing is.
+
+    Example:
+        >>> labelled_problem(torch.ones(2, 3))
+        'labels are missing: call loss(embeddings, labels) with one integer per row.'
+    """
+    if embeddings is None or more:
+        return "one tensor of embeddings and one of labels are compared: call loss(embeddings, labels)."
+    if labels is None:
+        return "labels are missing: call loss(embeddings, labels) with one integer per row."
+    return rows_problem("embeddings", embeddings) or labels_problem("labels", labels, len(embeddings))
+
+
+def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
+    """Rows in at least 32 bits, on the unit sphere if asked; a zero row stays zero.
+
+    Example:
+        >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True)
+        tensor([[0.6000, 0.8000]])
+    """
+    return F.normalize(wide(rows), dim=-1) if normalize else wide(rows)
+
+
+def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:
+    """1 / temperature; a learnable one is used by each rank for its own rows and gets the gradient of all.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> logit_scale(0.5, ALONE)
+        2.0
+    """
+    if isinstance(temperature, Tensor):
+        return 1 / wide(replicated(temperature, process_group=world))
+    return 1 / temperature

@@ -1,0 +1,111 @@
+"""InfoNCE: a query must find its own key among all keys of the global batch; in both directions it is CLIP's loss."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine import reduce_anchors
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.softmax import log_sum_exp
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, rows_problem
+from contrastive_zoo.meeting import kind
+from contrastive_zoo.world import ALONE, World
+
+
+def info_nce(
+    queries: Float[Tensor, "n d"],
+    keys: Float[Tensor, "n d"],
+    negatives: Float[Tensor, "m d"] | Float[Tensor, "n m d"] | None = None,
+    *,
+    temperature: float | Tensor = 0.07,
+    symmetric: bool = False,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Cross-entropy of finding key i for query i; row i of queries belongs to row i of keys.
+
+    With q, k the unit rows of all ranks and X(i) the extra negatives that query i sees,
+
+        loss = mean_i [ log ( Σ_j exp(q_i·k_j / t) + Σ_{x∈X(i)} exp(q_i·x / t) )  −  q_i·k_i / t ]
+
+    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; symmetric, the mean of that and of
+    ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held.
+
+    Args:
+        queries: [n, d], n may differ between ranks.
+        keys: [n, d].
+        negatives: [m, d] are shared, every query of every rank sees those of all ranks (m may differ between ranks);
+            [n, m, d] are per query and seen by it alone. Keys, as anchors of the symmetric loss, see queries only.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        symmetric: average with the direction from keys to queries.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for my queries.
+        world: who else holds rows.
+
+    Returns:
+        Nats per query, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: queries and keys of different shape, negatives of another width or number, a temperature that is not
+            positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> info_nce(eye, eye, temperature=1.0)   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748; symmetric: Radford et al. 2021, fig. 3,
+    https://arxiv.org/abs/2103.00020
+    """
+    named = {"queries": queries, "keys": keys} | ({} if negatives is None else {"negatives": negatives})
+    problem = _problem(queries, keys, negatives)
+    shards, *_, last = begin(
+        "InfoNCE",
+        named,
+        problem=problem,
+        temperature=temperature,
+        reduction=reduction,
+        symmetric=symmetric,
+        world=world,
+    )
+    scale = logit_scale(temperature, world)
+    q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
+    extra = None if negatives is None else prepared(negatives, normalize=normalize)
+
+    positive = scale * (q * k).sum(-1)
+    over_keys, over_queries = log_sum_exp(
+        q, k, scale=scale, row_shards=shards, column_shards=shards, columnwise=symmetric, world=world
+    )
+    if extra is not None and extra.ndim == 3:
+        own = torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1)
+        over_keys = torch.logaddexp(over_keys, own)
+    elif extra is not None and last.total > 0:
+        shared, _ = log_sum_exp(
+            q, extra, scale=scale, row_shards=shards, column_shards=last, columnwise=False, world=world
+        )
+        over_keys = torch.logaddexp(over_keys, shared)
+    losses = over_keys - positive
+    if over_queries is not None:
+        losses = (losses + over_queries - positive) / 2
+    return reduce_anchors(losses, reduction=reduction, world=world)
+
+
+class InfoNCE(Loss):
+    """:func:`info_nce` with its settings kept."""
+
+    function = staticmethod(info_nce)
+
+
+def _problem(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> str | None:
+    if queries.shape != keys.shape or queries.dtype != keys.dtype:
+        return (
+            f"row i of queries belongs to row i of keys, got queries {kind(queries)} and keys {kind(keys)}. "
+            "Pass keys without a partner as negatives."
+        )
+    if negatives is not None:
+        fits = negatives.ndim == 2 or (negatives.ndim == 3 and len(negatives) == len(queries))
+        if not fits or negatives.shape[-1] != queries.shape[-1] or negatives.dtype != queries.dtype:
+            got = f"got {kind(negatives)} for queries {kind(queries)}"
+            return f"negatives are shared [m, d] or per query [n, m, d], {got}."
+    return rows_problem("queries", queries)

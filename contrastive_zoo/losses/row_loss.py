@@ -1,0 +1,86 @@
+"""Your own loss in five lines: say what an anchor loses, the rest is done."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, views_problem
+from contrastive_zoo.world import World
+
+
+class RowLoss(Loss):
+    """A loss that is a sum over anchors. Write :meth:`rows`; the loss is then distributed, and linear in memory.
+
+    Call it with labelled rows, ``loss(embeddings, labels)``, or with views, ``loss(view1, view2, …)``, whose rows at
+    the same index are positives of each other.
+
+    Args:
+        normalize: put rows on the unit sphere first, so that similarities are cosines; otherwise they are dot products.
+        reduction: ``"mean"`` over all ranks' valid anchors, ``"sum"``, or ``"none"`` for my anchors, 0 if not valid.
+        check_finite: whether rows with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: at the call: labels that are missing, not integers or not one per row, views that do not pair, NaN
+            or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> class Triplet(RowLoss):
+        ...     '''Batch-hard: the farthest positive must be nearer than the nearest negative.'''
+        ...     def rows(self, similarity, positive, negative):
+        ...         hard_positive = similarity.masked_fill(~positive, 2).amin(1)
+        ...         hard_negative = similarity.masked_fill(~negative, -2).amax(1)
+        ...         return (hard_negative - hard_positive + 0.5).relu(), positive.any(1) & negative.any(1)
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
+        >>> Triplet()(z, torch.tensor([0, 0, 1]))   # 0.6 − 1 + 0.5; row 2 has no positive
+        tensor(0.1000)
+    """
+
+    def __init__(self, *, normalize: bool = True, reduction: Reduction = "mean", check_finite: bool = True) -> None:
+        super().__init__(check_finite=check_finite)
+        self.normalize, self.reduction = normalize, reduction
+
+    def rows(
+        self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]
+    ) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
+        """What each of c anchors loses, and whether it counts.
+
+        Plain torch, row by row: row i of the results may depend on row i of the arguments and on parameters alone. A
+        column that is neither positive nor negative is the anchor itself.
+
+        Args:
+            similarity: of the anchors to the rows of all ranks.
+            positive: other rows with the anchor's id.
+            negative: rows with another id.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define rows(similarity, positive, negative).")
+
+    def forward(self, *rows: Tensor, world: World | None = None) -> Float[Tensor, "..."]:  # type: ignore[override]
+        """The reduced loss of these rows.
+
+        Args:
+            rows: embeddings [n, d] and labels [n], or two or more views [n, d].
+            world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
+        """
+        world = self.local() if world is None else world
+        caller, views = type(self).__name__, len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows)
+        if views:
+            named: Mapping[str, Tensor] = {f"view {index}": view for index, view in enumerate(rows)}
+            problem = views_problem(rows)
+        else:
+            named = dict(zip(("embeddings", "labels"), rows, strict=False))
+            problem = labelled_problem(*rows)
+        shards, *_ = begin(caller, named, problem=problem, reduction=self.reduction, world=world)
+        if views:
+            ids = torch.arange(shards.start, shards.start + shards.size, device=rows[0].device).repeat(len(rows))
+            z, shards = torch.cat(rows), shards.times(len(rows))
+        else:
+            z, ids = rows
+        z = prepared(z, normalize=self.normalize)
+        return sum_over_anchors(self, z, ids, reduction=self.reduction, shards=shards, world=world)
+
+    def extra_repr(self) -> str:
+        return f"normalize={self.normalize}, reduction={self.reduction!r}"

@@ -1,0 +1,105 @@
+"""Who is whose positive: masks of my rows against all rows, from ids that mean the same on every rank."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from contrastive_zoo.collectives import all_gather
+from contrastive_zoo.meeting import kind, meet
+from contrastive_zoo.world import Processes, World
+
+
+class PairMasks(NamedTuple):
+    """Relations of n anchor rows to N columns; every pair is in exactly one of the three."""
+
+    self: Bool[Tensor, "n N"]
+    """The column is the anchor itself."""
+    positive: Bool[Tensor, "n N"]
+    """Another row with the anchor's id."""
+    negative: Bool[Tensor, "n N"]
+    """A row with another id."""
+
+
+def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> Int[Tensor, " rows"]:
+    """Global ids of the samples behind my rows, view after view: two views of one sample share an id on every rank.
+
+    Equal to ``torch.arange(n).repeat(views) + (samples on lower ranks)``.
+
+    Args:
+        n: my samples; may differ between ranks.
+        views: rows that each sample brings, stacked as ``torch.cat([view0, view1, …])``.
+        process_group: whose ranks.
+
+    Returns:
+        int64 [views · n].
+
+    Raises:
+        ValueError: n < 0 or views < 1.
+
+    Example:
+        >>> sample_ids(3, views=2)
+        tensor([0, 1, 2, 0, 1, 2])
+    """
+    world = World.of(process_group)
+    if n < 0 or views < 1:
+        meet("sample_ids", {}, world=world, problem=f"n >= 0 and views >= 1, got n={n}, views={views}.")
+    (shards,) = meet("sample_ids", {"samples": torch.empty(n)}, world=world, settings={"views": views})
+    return torch.arange(shards.start, shards.start + n).repeat(views)
+
+
+def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> PairMasks:
+    """Self, positive and negative masks of my rows against all ranks' rows in rank order.
+
+    The columns stand in the order in which :func:`contrastive_zoo.collectives.all_gather` puts the embeddings.
+
+    Args:
+        ids: class labels, or :func:`sample_ids`; one integer per row, n may differ between ranks.
+        process_group: whose ranks.
+
+    Returns:
+        Three boolean masks [n, N] that together cover every pair once.
+
+    Raises:
+        ValueError: ids that are not one integer per row.
+
+    Example:
+        >>> masks = pair_masks(torch.tensor([5, 7, 5]))
+        >>> masks.positive.int()
+        tensor([[0, 0, 1],
+                [0, 0, 0],
+                [1, 0, 0]], dtype=torch.int32)
+    """
+    world = World.of(process_group)
+    (shards,) = meet("pair_masks", {"ids": ids}, world=world, problem=labels_problem("ids", ids))
+    return panel_masks(ids, all_gather(ids, shards=shards, process_group=world), start=shards.start)
+
+
+def panel_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) -> PairMasks:
+    """The same for a panel of anchors that stands at column ``start`` of the gathered rows, sizes already known.
+
+    Example:
+        >>> panel_masks(torch.tensor([7]), torch.tensor([5, 7, 7]), start=1).self
+        tensor([[False,  True, False]])
+    """
+    alike = ids[:, None] == all_ids[None, :]
+    own = torch.zeros_like(alike)
+    own.diagonal(start).fill_(True)
+    return PairMasks(own, alike & ~own, ~alike)
+
+
+def labels_problem(name: str, labels: Tensor, rows: int | None = None) -> str | None:
+    """What is wrong with labels, in words; None if nothing is.
+
+    Example:
+        >>> labels_problem("labels", torch.tensor([0.5]))
+        'labels are one integer per row, got float32 [1]. Use labels.long().'
+    """
+    if labels.is_floating_point() or labels.is_complex() or labels.ndim != 1:
+        mend = "Use labels.argmax(1) if they are one-hot." if labels.ndim > 1 else "Use labels.long()."
+        return f"{name} are one integer per row, got {kind(labels)}. {mend}"
+    if rows is not None and len(labels) != rows:
+        mend = "Pass this rank's own labels with its own rows."
+        return f"{name} are one per row, got {len(labels)} for {rows} rows. {mend}"
+    return None

@@ -1,0 +1,182 @@
+"""The one message with which a step begins: everybody's sizes, and agreement that the input is good.
+
+A rank that finds its input bad cannot simply raise: the others would wait for it in the next collective. So every rank
+says in a card of fixed length whether it is content, what it brings (a digest) and how many rows; if anybody is not,
+all exchange the sentences and all raise the same error.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.world import Shards, World
+
+_SIZES_ON_CARD = 6
+
+
+def meet(
+    caller: str,
+    rows: Mapping[str, Tensor],
+    *,
+    world: World,
+    problem: str | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> list[Shards]:
+    """Agree with all ranks on what is compared, and learn how many rows each of them holds.
+
+    Args:
+        caller: name of the loss, first word of any complaint.
+        rows: what this rank brings, by name; dimension 0 counts rows.
+        world: who takes part.
+        problem: what this rank already knows to be wrong with its input.
+        settings: numbers and words that must be the same everywhere.
+
+    Returns:
+        For each entry of ``rows``, how it is spread over the ranks.
+
+    Raises:
+        ValueError: on every rank alike, if any rank has a problem, brings NaN or infinite rows (unless
+            ``world.check_finite`` is off), or if ranks bring different kinds of rows or settings.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> meet("Loss", {"embeddings": torch.ones(3, 2)}, world=ALONE)
+        [Shards(sizes=(3,), rank=0)]
+    """
+    problem = problem or _first_non_finite(rows, world)
+    signature = "\n".join(
+        [f"{name}|{_row_kind(tensor)}" for name, tensor in rows.items()]
+        + [f"{name}|{value}" for name, value in (settings or {}).items()]
+    )
+    counts = [len(tensor) if tensor.ndim else 1 for tensor in rows.values()]
+    card = counts[:_SIZES_ON_CARD] + [0] * (_SIZES_ON_CARD - len(counts))
+    cards = world.exchange([problem is not None, _digest(signature), *card])
+    if any(card[0] for card in cards):
+        raise ValueError(f"{caller}: {_complaints(world.exchange_text(problem or ''))}")
+    if len({card[1] for card in cards}) > 1:
+        raise ValueError(f"{caller}: {_difference(world.exchange_text(signature))}")
+    sizes = [card[2 : 2 + len(counts)] for card in cards]
+    if len(counts) > _SIZES_ON_CARD:
+        sizes = [mine + rest for mine, rest in zip(sizes, world.exchange(counts[_SIZES_ON_CARD:]), strict=True)]
+    return [Shards(by_rank, world.rank) for by_rank in zip(*sizes, strict=True)]
+
+
+def refuse(caller: str, problem: str, *, world: World) -> None:
+    """Take part in the others' :func:`meet` only to say why this rank cannot, so that all of them raise.
+
+    Raises:
+        ValueError: always, on every rank.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> refuse("Loss", "labels are missing.", world=ALONE)
+        Traceback (most recent call last):
+        ...
+        ValueError: Loss: labels are missing.
+    """
+    meet(caller, {}, world=world, problem=problem)
+
+
+def kind(tensor: Tensor) -> str:
+    """Dtype and shape as complaints write them.
+
+    Example:
+        >>> kind(torch.ones(2, 3))
+        'float32 [2, 3]'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _row_kind(tensor: Tensor) -> str:
+    grad = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape[1:])}|{grad}"
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _first_non_finite(rows: Mapping[str, Tensor], world: World) -> str | None:
+    if not world.check_finite:
+        return None
+    for name, tensor in rows.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.detach()).all():
+            bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
+            some = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
+            return (
+                f"{name} hold NaN or infinite values in {len(bad)} of {len(tensor)} rows (row {some}). "
+                "Look for a diverged encoder, a division by a zero norm or an overflow in half precision; "
+                "check_finite=False lets them through."
+            )
+    return None
+
+
+def _complaints(texts: list[str]) -> str:
+    """What the ranks complain of; who does is said only where there are several."""
+    found = [(rank, text) for rank, text in enumerate(texts) if text]
+    if len({text for _, text in found}) == 1 and len(found) == len(texts):
+        return found[0][1]
+    return " ".join(f"rank {rank}: {text}" for rank, text in found)
+
+
+def _difference(signatures: list[str]) -> str:
+    """The first thing in which some rank differs from rank 0, in words."""
+    lines = [dict(line.split("|", 1) for line in text.splitlines()) for text in signatures]
+    names = list(dict.fromkeys(name for by_name in lines for name in by_name))
+    for name in names:
+        found = [by_name.get(name) for by_name in lines]
+        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+        if other is None:
+            continue
+        ours, theirs = found[0], found[other]
+        if ours is None or theirs is None:
+            has, lacks = (other, 0) if ours is None else (0, other)
+            return (
+                f"ranks disagree on what they bring: rank {has} brought {name}, rank {lacks} brought none. "
+                f"Pass {name} on every rank or on none."
+            )
+        if "|" not in ours:
+            return (
+                f"ranks disagree on {name}: rank 0 has {ours}, rank {other} has {theirs}. "
+                "Build the loss with the same settings on every rank."
+            )
+        for what, a, b in zip(("dtype", "width", "gradient"), ours.split("|"), theirs.split("|"), strict=True):
+            if a != b:
+                return f"{_MEND[what].format(name=name, ours=_width(a), theirs=_width(b), other=other)}"
+    raise AssertionError(f"digests differ, signatures do not: {signatures}")
+
+
+_MEND = {
+    "dtype": "ranks disagree on the dtype of {name}: rank 0 brought {ours}, rank {other} brought {theirs}. "
+    "Every rank must run under the same precision.",
+    "width": "ranks disagree on the width of {name}: rank 0 brought {ours}, rank {other} brought {theirs}. "
+    "Rows are as wide on every rank: use the same encoder head.",
+    "gradient": "ranks disagree on whether {name} carry a gradient: rank 0 brought rows{ours}, rank {other} rows"
+    "{theirs}. A rank without samples must still run the encoder on its empty batch, or its backward pass "
+    "would leave the others waiting.",
+}
+
+
+def _width(text: str) -> str:
+    """``[128]`` as ``d=128``; anything else as it is, nothing as its absence."""
+    if text.startswith("[") and text.count(",") == 0:
+        return f"d={text.strip('[]')}" if text != "[]" else "one number a row"
+    return text or " without gradient"
+
+
+def refuse_empty(caller: str, shards: Shards) -> None:
+    """Say that nobody brought a row; every rank knows it.
+
+    Raises:
+        ValueError: the global batch is empty.
+
+    Example:
+        >>> refuse_empty("Loss", Shards((0, 3)))
+    """
+    if shards.total == 0:
+        raise ValueError(
+            f"{caller}: the global batch is empty, no rank brought a row. "
+            "A rank may come with none, but not all of them; skip the step on every rank alike."
+        )

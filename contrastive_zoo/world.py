@@ -1,0 +1,161 @@
+"""Who else holds rows: rank, size and group, and the small messages in which ranks tell each other their sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastive_zoo._compat import all_gather_single
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Processes: TypeAlias = Union["World", "dist.ProcessGroup", "DeviceMesh", None]
+"""Whatever names a set of processes: a World, a process group, a 1-d device mesh; None is the default group."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the rows of the global batch lie over the ranks: ``sizes[r]`` of them on rank r, in rank order.
+
+    Example:
+        >>> shards = Shards((2, 0, 3), rank=2)
+        >>> shards.start, shards.size, shards.total
+        (2, 3, 5)
+    """
+
+    sizes: tuple[int, ...]
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """My rows."""
+        return self.sizes[self.rank]
+
+    @property
+    def start(self) -> int:
+        """Where my rows begin in the global batch."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def total(self) -> int:
+        """Everybody's rows."""
+        return sum(self.sizes)
+
+    @property
+    def mine(self) -> slice:
+        """My rows as a slice of the global batch."""
+        return slice(self.start, self.start + self.size)
+
+    def times(self, factor: int) -> Shards:
+        """The same split when every sample brings ``factor`` rows."""
+        return Shards(tuple(factor * size for size in self.sizes), self.rank)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that share one global batch, seen from one of them.
+
+    With no process group, or a group of one, it is a World of one (:data:`ALONE`), and every line that uses it is the
+    same. Ranks are counted within the group.
+
+    Args:
+        rank: this process within the group, 0 … size − 1.
+        size: number of processes W.
+        group: what torch.distributed calls take as ``group``; None is the default group.
+        check_finite: whether losses refuse NaN and infinite rows.
+
+    Example:
+        >>> World.of()
+        World(rank=0, size=1, group=None, check_finite=True)
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    check_finite: bool = True
+
+    @classmethod
+    def of(cls, process_group: Processes = None, *, check_finite: bool = True) -> World:
+        """The world that ``process_group`` names at this moment; a World is returned as it is.
+
+        Args:
+            process_group: a process group, a 1-d DeviceMesh, or None for the default group if there is one.
+            check_finite: whether losses refuse NaN and infinite rows.
+
+        Raises:
+            ValueError: this process is not in the group, or the mesh has more than one dimension.
+        """
+        if isinstance(process_group, World):
+            return process_group
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(check_finite=check_finite)
+        if process_group is None or isinstance(process_group, dist.ProcessGroup):
+            group = process_group
+        elif process_group.ndim == 1:
+            group = process_group.get_group()
+        else:
+            raise ValueError(
+                f"process_group: a device mesh of {process_group.ndim} dimensions does not name one set of processes. "
+                "Pass a 1-d mesh, such as mesh['dp'], or flatten the data-parallel dimensions first."
+            )
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(
+                f"process_group: process {dist.get_rank()} is not in the group it was given. "
+                "Call the loss only on the group's own processes."
+            )
+        return cls(rank, dist.get_world_size(group), group, check_finite)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's messages must lie."""
+        accelerator_only = self.size > 1 and str(dist.get_backend(self.group)) in ("nccl", "xccl", "hccl")
+        return torch.device((accelerator_only and torch.accelerator.current_accelerator()) or "cpu")
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Everybody's ``numbers``, by rank; every rank brings as many.
+
+        Example:
+            >>> ALONE.exchange([3, 4])
+            [[3, 4]]
+        """
+        if self.size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        everybody = mine.new_empty(self.size * len(numbers))
+        all_gather_single(everybody, mine, group=self.group)
+        return everybody.view(self.size, -1).tolist()
+
+    def exchange_text(self, text: str) -> list[str]:
+        """Everybody's ``text``, by rank, as UTF-8 on the wire: nothing is pickled.
+
+        Example:
+            >>> ALONE.exchange_text("ρ")
+            ['ρ']
+        """
+        mine = text.encode()
+        longest = max(itertools.chain.from_iterable(self.exchange([len(mine)])))
+        if longest == 0:
+            return [""] * self.size
+        return [bytes(row).rstrip(b"\0").decode() for row in self.exchange([*mine, *bytes(longest - len(mine))])]
+
+    def shards(self, rows: int | Tensor) -> Shards:
+        """How many rows everybody holds, given how many I do.
+
+        Example:
+            >>> ALONE.shards(5)
+            Shards(sizes=(5,), rank=0)
+        """
+        count = rows if isinstance(rows, int) else len(rows)
+        return Shards(tuple(sizes[0] for sizes in self.exchange([count])), self.rank)
+
+
+ALONE = World()
+"""The world of one process."""

@@ -1,0 +1,512 @@
+"""Every way a job can end, and that the next job finds a sound world."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from contrastive_zoo.testing import _rank
+from contrastive_zoo.testing.worlds import RankError, Where, Worlds, WorldTimeout, report
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    with Worlds(timeout=60.0, grace=0.5) as pool:
+        yield pool
+
+
+def total(start: float = 1.0) -> float:
+    x = torch.tensor(start)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def pids(worlds: Worlds, size: int) -> list[int]:
+    return worlds.run(size, os.getpid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def soon_gone(processes: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, processes))
+
+
+# --- what a job gets and gives --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results_come_in_rank_order(worlds, size):
+    assert worlds.run(size, lambda: (dist.get_rank(), dist.get_world_size(), dist.get_backend())) == [
+        (rank, size, "gloo") for rank in range(size)
+    ]
+    assert worlds.run(size, total, 2.0) == [2.0 * size] * size
+
+
+def test_a_world_of_one_is_another_process(worlds):
+    assert pids(worlds, 1) != [os.getpid()]
+
+
+def test_a_world_lives_on_between_jobs(worlds):
+    assert pids(worlds, 2) == pids(worlds, 2)
+
+
+def test_worlds_of_several_sizes_live_side_by_side(worlds):
+    worlds.start(1, 2, 3)
+    two, three = pids(worlds, 2), pids(worlds, 3)
+    assert not set(two) & set(three)
+    assert all(map(alive, two + three))
+    assert pids(worlds, 2) == two
+
+
+def test_a_closure_takes_what_it_closes_over(worlds):
+    shards = [torch.ones(2), torch.ones(0)]
+
+    def mine():
+        return shards[dist.get_rank()].sum().item()
+
+    assert worlds.run(2, mine) == [2.0, 0.0]
+
+
+def test_keywords_and_arguments_of_each_rank(worlds):
+    def job(common, own, *, scale):
+        return scale * (common + own)
+
+    assert worlds.run(2, job, 10, each=[(1,), (2,)], scale=3) == [33, 36]
+
+
+def test_tensors_come_back_detached_and_by_value(worlds):
+    def job(x):
+        y = 2 * x
+        y.register_hook(print)
+        return {
+            "leaf": x,
+            "graph": y,
+            "row": y[:1],
+            "half": y.bfloat16(),
+            "none": y[:0],
+            "parameter": torch.nn.Linear(1, 1),
+        }
+
+    (result,) = worlds.run(1, job, torch.arange(3.0, requires_grad=True))
+    assert not result["leaf"].requires_grad
+    assert not result["graph"].requires_grad
+    assert result["graph"].tolist() == [0.0, 2.0, 4.0]
+    assert result["row"].untyped_storage().nbytes() == 4
+    assert result["half"].dtype == torch.bfloat16
+    assert result["none"].shape == (0,)
+    assert isinstance(result["parameter"].weight, torch.nn.Parameter)
+
+
+def test_an_argument_that_requires_grad_still_does(worlds):
+    def job(x):
+        (x * x).sum().backward()
+        return x.grad
+
+    assert worlds.run(1, job, torch.ones(2, requires_grad=True))[0].tolist() == [2.0, 2.0]
+
+
+@dataclasses.dataclass
+class Case:
+    value: int
+
+
+def test_a_class_of_a_test_module_comes_home_as_itself(worlds):
+    Case.seen = 5  # by value, cloudpickle would put the attributes of the rank's copy back onto the original
+    (back,) = worlds.run(1, lambda case: Case(case.value + 1), Case(1))
+    assert back == Case(2)
+    assert Case.seen == 5
+
+
+def test_a_local_class_comes_home_too(worlds):
+    @dataclasses.dataclass
+    class Local:
+        value: int
+
+    assert worlds.run(1, lambda: Local(3)) == [Local(3)]
+
+
+def test_a_module_found_on_the_path_only_now_is_imported_there(worlds, tmp_path, monkeypatch):
+    pids(worlds, 1)
+    (tmp_path / "made_just_now.py").write_text("def answer():\n    return __name__")
+    monkeypatch.syspath_prepend(tmp_path)
+    import made_just_now
+
+    assert worlds.run(1, made_just_now.answer) == ["made_just_now"]
+
+
+def test_every_job_starts_in_the_same_modes(worlds):
+    def spoil():
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+
+    worlds.run(1, spoil)
+    assert worlds.run(1, lambda: (torch.is_grad_enabled(), torch.get_default_dtype())) == [(True, torch.float32)]
+
+
+def test_threads():
+    with Worlds(threads=2) as pool:
+        assert pool.run(1, torch.get_num_threads) == [2]
+
+
+def test_ranks_see_the_environment_of_the_caller(monkeypatch):
+    monkeypatch.setenv("ONLY_JUST_SET", "yes")
+    before = dict(os.environ)
+    with Worlds() as pool:
+        assert pool.run(1, os.environ.get, "ONLY_JUST_SET") == ["yes"]
+        assert pool.run(1, os.environ.get, "PYTHONPATH") == [os.environ.get("PYTHONPATH")]
+    assert dict(os.environ) == before
+
+
+def test_reports_arrive_while_the_job_goes_on(worlds):
+    heard: list[tuple[int, int]] = []
+
+    def job():
+        for step in range(3):
+            report(step)
+        return "done"
+
+    assert worlds.run(2, job, on_message=lambda rank, step: heard.append((rank, step))) == ["done", "done"]
+    assert sorted(heard) == [(rank, step) for rank in range(2) for step in range(3)]
+    assert worlds.run(2, job) == ["done", "done"]
+    report("nobody listens")
+
+
+# --- what the caller gets wrong -------------------------------------------------------------------------------------
+
+
+def test_the_callers_mistakes(worlds):
+    with pytest.raises(ValueError, match="at least one rank, got W=0"):
+        worlds.run(0, total)
+    with pytest.raises(ValueError, match="got 1 for W=2"):
+        worlds.run(2, total, each=[(1.0,)])
+    with pytest.raises(TypeError, match="must be made inside the function"):
+        worlds.run(1, lambda: worlds.timeout)
+
+
+def test_a_closed_pool_says_so_and_closes_again():
+    pool = Worlds()
+    processes = pids(pool, 2)
+    pool.close()
+    pool.close()
+    assert not any(map(alive, processes))
+    with pytest.raises(ValueError, match="pool is closed"):
+        pool.run(1, total)
+
+
+# --- exceptions -----------------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):  # noqa: N818
+    def __init__(self, left, right):  # its pickle does not load: Exception keeps one argument, this wants two
+        super().__init__(f"{left} and {right}")
+
+
+def test_an_exception_on_every_rank(worlds):
+    before = pids(worlds, 2)
+
+    def job():
+        raise ValueError(f"from {dist.get_rank()}")
+
+    with pytest.raises(RankError) as caught:
+        worlds.run(2, job)
+    assert [type(error) for error in caught.value.errors.values()] == [ValueError, ValueError]
+    assert [str(error) for error in caught.value.errors.values()] == ["from 0", "from 1"]
+    assert str(caught.value).startswith("W=2: rank 0 raised ValueError: from 0; rank 1 raised ValueError: from 1")
+    assert 'raise ValueError(f"from' in str(caught.value)
+    assert "_rank.py" not in str(caught.value)
+    assert pids(worlds, 2) == before
+
+
+def test_ranks_that_raise_at_different_steps_are_not_kept(worlds):
+    before = pids(worlds, 2)
+
+    def job():
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1), async_op=True)
+        raise ValueError
+
+    with pytest.raises(RankError):
+        worlds.run(2, job)
+    assert not set(pids(worlds, 2)) & set(before)
+    assert worlds.run(2, total) == [2.0, 2.0]
+
+
+def test_an_exception_on_one_rank_while_the_other_returns(worlds):
+    before = pids(worlds, 2)
+
+    def job():
+        if dist.get_rank() == 1:
+            raise Boom("this", "that")
+
+    with pytest.raises(RankError, match="W=2: rank 1 raised Boom: this and that") as caught:
+        worlds.run(2, job)
+    assert list(caught.value.errors) == [1]
+    assert isinstance(caught.value.errors[1], RuntimeError)
+    assert not set(pids(worlds, 2)) & set(before)
+
+
+def test_an_exception_on_one_rank_while_the_other_waits_for_it(worlds):
+    def job():
+        if dist.get_rank() == 0:
+            raise KeyError("label")
+        dist.broadcast(torch.ones(1), src=0)
+
+    with pytest.raises(RankError, match=r"rank 0 raised KeyError: 'label'; rank 1 waits in broadcast") as caught:
+        worlds.run(2, job)
+    assert not isinstance(caught.value, WorldTimeout)
+    assert caught.value.errors[0].args == ("label",)
+    assert caught.value.stuck[1].collective == "broadcast"
+    assert worlds.run(2, total) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("leave", "text"),
+    [(lambda: sys.exit(3), "SystemExit: 3"), (lambda: signal.raise_signal(2) or interrupt(), "KeyboardInterrupt")],
+)
+def test_leaving_is_an_error_like_any_other(worlds, leave, text):
+    with pytest.raises(RankError, match=f"rank 0 raised {text}"):
+        worlds.run(1, leave)
+    assert worlds.run(1, total) == [1.0]
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_result_that_cannot_be_pickled_is_its_ranks_error(worlds):
+    with pytest.raises(RankError, match="rank 0 raised TypeError: cannot pickle 'generator' object"):
+        worlds.run(1, lambda: (x for x in ()))
+
+
+def test_an_error_survives_pickling():
+    error = pickle.loads(pickle.dumps(RankError("text", {0: ValueError("a")}, {1: Where(None, "a.py:1 in f")})))
+    assert str(error) == "text"
+    assert str(error.errors[0]) == "a"
+    assert error.stuck == {1: Where(None, "a.py:1 in f")}
+
+
+def test_a_job_that_ends_its_process_group_ends_its_world(worlds):
+    before = pids(worlds, 1)
+    worlds.run(1, dist.destroy_process_group)
+    assert pids(worlds, 1) != before
+    assert worlds.run(1, total) == [1.0]
+
+
+# --- death ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("die", "code"),
+    [
+        (lambda: os._exit(7), 7),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), -9),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), -11),
+    ],
+)
+def test_a_rank_that_dies_is_the_first_thing_reported(worlds, die, code):
+    def job():
+        if dist.get_rank() == 2:
+            die()
+        total()
+
+    with pytest.raises(RankError, match=rf"^W=3: rank 2 died \(exit code {code}\)") as caught:
+        worlds.run(3, job)
+    assert isinstance(caught.value.errors[2], ChildProcessError)
+    assert next(iter(caught.value.errors)) == 2
+    assert worlds.run(3, total) == [3.0] * 3
+
+
+def test_a_rank_that_died_between_two_jobs_is_replaced(worlds):
+    victim = pids(worlds, 2)[1]
+    os.kill(victim, signal.SIGKILL)
+    assert soon_gone([victim])
+    assert worlds.run(2, total) == [2.0, 2.0]
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_skips_a_collective_is_named(worlds):
+    def my_loss():
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorldTimeout) as caught:
+        worlds.run(2, my_loss, timeout=0.5)
+    line = my_loss.__code__.co_firstlineno + 2
+    place = f"test_worlds.py:{line} in my_loss"
+    assert str(caught.value) == (
+        f"W=2: no answer within 0.5 s. rank 0 waits in all_reduce ({place}); rank 1 has returned. "
+        "Rank 1 never entered all_reduce."
+    )
+    assert caught.value.stuck == {0: Where("all_reduce", place)}
+    assert worlds.run(2, total) == [2.0, 2.0]
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if dist.get_rank() != 1:
+            dist.all_gather([torch.empty_like(grad) for _ in range(3)], grad)
+        return grad
+
+
+def test_a_collective_of_the_backward_pass_is_named(worlds):
+    def job():
+        Gather.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        while dist.get_rank() == 1:
+            time.sleep(0.01)
+
+    with pytest.raises(WorldTimeout, match=r"Rank 1 never entered all_gather\.$") as caught:
+        worlds.run(3, job, timeout=0.5)
+    assert caught.value.stuck[0].place.endswith("in backward")
+    assert caught.value.stuck[1].collective is None
+    assert caught.value.stuck[1].place.endswith("in job")
+
+
+def test_two_ranks_in_different_collectives(worlds):
+    def job():
+        dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorldTimeout, match=r"Rank 1 never entered all_reduce\. Rank 0 never entered barrier\."):
+        worlds.run(2, job, timeout=0.5)
+
+
+def test_a_slow_job_is_not_taken_for_a_skipped_collective(worlds):
+    with pytest.raises(WorldTimeout, match="No rank waits in a collective"):
+        worlds.run(1, time.sleep, 60, timeout=0.2)
+
+
+def test_no_limit(worlds):
+    assert worlds.run(1, total, timeout=math.inf) == [1.0]
+
+
+# --- the parent -----------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_job_takes_its_world_with_it(worlds):
+    before = pids(worlds, 2)
+
+    def job():
+        report("started")
+        time.sleep(60)
+
+    def stop(rank, message):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        worlds.run(2, job, on_message=stop)
+    assert not any(map(alive, before))
+    assert worlds.run(2, total) == [2.0, 2.0]
+
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from contrastive_zoo.testing.worlds import Worlds
+print("main runs")
+class Row:
+    def __init__(self, value): self.value = value
+def job(rows):
+    x = torch.tensor(rows[dist.get_rank()].value); dist.all_reduce(x); return Row(x.item())
+worlds = Worlds()
+back = worlds.run(2, job, [Row(1), Row(2)])
+print([row.value for row in back], all(type(row) is Row for row in back))
+print(*worlds.run(2, os.getpid))
+"""
+
+
+def script(*args: str, code: str | None = None, **settings) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-W", "error", *args]
+    return subprocess.run(command, input=code, capture_output=True, text=True, timeout=120, check=False, **settings)
+
+
+@pytest.mark.parametrize("how", ["file", "-c", "stdin", "-m"])
+def test_a_script_without_a_main_guard(how, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (tmp_path / "plain.py").write_text(SCRIPT)
+    done = {
+        "file": lambda: script("plain.py", cwd=tmp_path),
+        "-c": lambda: script("-c", SCRIPT, cwd=tmp_path),
+        "stdin": lambda: script("-", code=SCRIPT, cwd=tmp_path),
+        "-m": lambda: script("-m", "plain", cwd=tmp_path),
+    }[how]()
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["main runs", "[3, 3] True"]
+    assert len(lines) == 3
+    assert soon_gone(list(map(int, lines[2].split())))  # nobody closed the pool
+
+
+def test_ranks_in_a_collective_die_with_a_parent_that_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    code = textwrap.dedent("""
+        import os, signal
+        import torch, torch.distributed as dist
+        from contrastive_zoo.testing.worlds import Worlds, report
+        def job():
+            report(os.getpid())
+            if dist.get_rank() == 0: dist.all_reduce(torch.ones(1))
+            while True: pass
+        seen = []
+        def on_message(rank, pid):
+            seen.append(pid)
+            if len(seen) == 2:
+                print(*seen, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+        Worlds().run(2, job, on_message=on_message)
+    """)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        ranks = [int(pid) for pid in parent.stdout.readline().split()]
+        assert parent.wait(60) == -signal.SIGKILL
+    assert len(ranks) == 2
+    try:
+        assert soon_gone(ranks)
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+# --- reading stacks -------------------------------------------------------------------------------------------------
+
+
+def test_a_stack_is_read_for_the_collective_and_the_users_line():
+    site = os.path.dirname(torch.__path__[0])
+    text = f"""Thread 0x00007f01 (most recent call first):
+  File "{_rank.__file__}", line 1 in _die_with_parent
+
+Current thread 0x00007f02 [rank] (most recent call first):
+  File "{site}/torch/distributed/distributed_c10d.py", line 2 in all_gather
+  File "{site}/torch/distributed/c10d_logger.py", line 3 in wrapper
+  File "{site}/torch/distributed/distributed_c10d.py", line 4 in all_gather_object
+  File "{site}/somebodys/helper.py", line 5 in exchange
+  File "/home/me/train.py", line 6 in <lambda>
+"""
+    assert _rank.parse_stack(text) == Where("all_gather_object", "helper.py:5 in exchange")
+    assert _rank.parse_stack("") == Where(None, "an unknown place")
