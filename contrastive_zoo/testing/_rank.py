@@ -12,6 +12,7 @@ import operator
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 import torch
@@ -203,6 +204,8 @@ def finding(size: int, stuck: Mapping[int, Where]) -> str:
     """What the places of the stuck ranks of a world mean, taken together."""
     waits = {rank: stuck[rank].collective if rank in stuck else None for rank in range(size)}
     absent = {name: [rank for rank in waits if waits[rank] != name] for name in waits.values() if name is not None}
+    if not absent and len(stuck) < size:
+        return "No Python frame shows a collective: the job is slow, or waits for a peer in C++ (DDP, Work.wait)."
     if not absent:
         return "No rank waits in a collective: the job loops, or needs a longer timeout."
     if not any(absent.values()):
@@ -233,7 +236,9 @@ def launch(rank: int, size: int, directory: str, threads: int) -> tuple[BaseProc
 @contextlib.contextmanager
 def _nothing_known_of_main() -> Iterator[None]:
     """No rank runs the caller's script again, and a fork server not yet up imports what every rank will need."""
-    _context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    # dynamo: DDP and dispatch modes import it at first use, a second of each rank's time
+    needed = ["torch", "torch.distributed", "torch._dynamo", "contrastive_zoo.testing.trial", "contrastive_zoo.distributed"]
+    _context.set_forkserver_preload([*needed, __name__])
     # A fork server with BLAS threads would fork with threads running; python < 3.13 ignores sys.path when preloading.
     ours = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OPENBLAS_NUM_THREADS": "1"}
     theirs = {name: os.environ.get(name) for name in ours}
@@ -260,7 +265,7 @@ def main(
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills its ranks
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(directory,), daemon=True).start()
     # faulthandler writes from the C handler of the signal: it shows the stack of a rank that is blocked in C++ too.
     stack = open(stack_file(directory, rank), "w")  # noqa: SIM115 - stays open as long as the rank lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -270,15 +275,16 @@ def main(
         try:
             header, job = pipe.recv_bytes(), pipe.recv_bytes()
         except (EOFError, OSError):
-            os._exit(0)
+            _die_with_parent(directory)
         pipe.send_bytes(_answer(functools.partial(_work, header, job)))
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(directory: str) -> NoReturn:
     # A rank that waits in a collective never reads its pipe, so somebody else has to see the parent go.
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
+    shutil.rmtree(directory, ignore_errors=True)  # a parent that was killed has not
     os._exit(1)
 
 

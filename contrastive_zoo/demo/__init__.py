@@ -1,0 +1,107 @@
+"""The promise kept before your eyes: the same training on one process and on two, on real images, to the last digits.
+
+Scikit-learn's digits, three losses, real processes. One process and two of them, on uneven parts of every batch, end
+with the same parameters; two widely copied ways to gather embeddings by hand do not.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from contrastive_zoo.demo import pictures
+from contrastive_zoo.demo.recipes import CROSS_VIEW, RIGHT, SUP_CON, WRONG, Job, Rows
+from contrastive_zoo.demo.training import SHARES, Comparison, Digits, Trained, run
+from contrastive_zoo.testing.worlds import Worlds
+
+TOLERANCE = 1e-9
+"""Largest difference between parameters that may be left to rounding, in float64."""
+
+
+def demo(output: Path, console: Console | None = None, *, steps: int | None = None) -> bool:
+    """Train, compare, print, and draw.
+
+    Args:
+        output: folder for the pictures; made if it is not there.
+        console: where to print.
+        steps: optimizer steps of every job, instead of each job's own.
+
+    Returns:
+        Whether every right job ended with the same parameters on one process and on two.
+
+    Raises:
+        ImportError: something of ``pip install contrastive_zoo[demo]`` is missing.
+    """
+    console = console or Console()
+    digits = Digits.load()
+    right, wrong = compare(digits, console, steps)
+    console.print()
+    console.print(_table(right, wrong, digits))
+    console.print()
+    output.mkdir(parents=True, exist_ok=True)
+    by_title = {comparison.job.title: comparison for comparison in right}
+    pictures.training_curves(by_title[CROSS_VIEW.title], wrong, output / "training_curves.png")
+    pictures.embeddings(by_title[SUP_CON.title], digits, output / "embeddings.png")
+    agree = _verdict(right, console)
+    console.print("Pictures: training_curves.png and embeddings.png, in this folder:")
+    console.print(str(output.resolve()), soft_wrap=True, highlight=False)  # in one piece, to be copied
+    return agree
+
+
+def compare(
+    digits: Digits, console: Console, steps: int | None = None
+) -> tuple[tuple[Comparison, ...], tuple[Comparison, ...]]:
+    """Every right job on one process and on two, then the wrong recipes on two."""
+    right, wrong = ([replace(job, steps=steps or job.steps) for job in jobs] for jobs in (RIGHT, WRONG))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Worlds(threads=1) as worlds, Progress(*columns, console=console) as progress:
+
+        def trained(job: Job, world_size: int) -> tuple[Trained, ...]:
+            processes = "1 process" if world_size == 1 else f"{world_size} processes"
+            bar = progress.add_task(f"{job.title}, {processes}", total=job.steps)
+            return run(job, world_size, digits, worlds, lambda step: progress.update(bar, completed=step))
+
+        done = tuple(Comparison(job, trained(job, 1)[0], trained(job, 2)) for job in right)
+        truth = done[0].alone  # the wrong recipes are variants of the first job, and compared with its truth
+        return done, tuple(Comparison(job, truth, trained(job, 2)) for job in wrong)
+
+
+def _table(right: tuple[Comparison, ...], wrong: tuple[Comparison, ...], digits: Digits) -> Table:
+    def recall(comparison: Comparison, rows: Rows) -> str:
+        return f"{comparison.recall(rows, digits):.3f}"
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
+    for heading in ("loss", "trainer"):
+        table.add_column(heading, no_wrap=True, vertical="bottom")
+    for heading in ("held-out\nloss, W=1", "R@1, W=1", "W=2", "parameter\ndifference"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for c in right:
+        loss = f"{c.alone.curve[0]:.2f} → {c.alone.curve[c.job.steps]:.2f}"
+        learnt = f"{recall(c, c.alone.before)} → {recall(c, c.alone.after)}"
+        drift = f"[{'green' if c.drift <= TOLERANCE else 'red'}]{c.drift:.0e}"
+        table.add_row(c.job.title, c.job.trainer, loss, learnt, recall(c, c.together[0].after), drift)
+    table.add_section()
+    for c in wrong:
+        name = f"[dim]wrong:[/] {c.job.title}"
+        table.add_row(name, c.job.trainer, "", "", recall(c, c.together[0].after), f"[red]{c.drift:.0e}")
+    return table
+
+
+def _verdict(right: tuple[Comparison, ...], console: Console) -> bool:
+    shares = " + ".join(f"{share:.0%}" for share in SHARES[2])
+    failed = [c for c in right if not (c.drift <= TOLERANCE and c.disagreement == 0)]  # NaN fails, too
+    for c in failed:
+        console.print(
+            f"[bold red]FAILED[/] {c.job.title}: W=2 ({shares} of every batch) ended {c.drift:.1e} away from W=1, "
+            f"allowed is {TOLERANCE:.0e}; its own ranks {c.disagreement:.1e} apart, allowed is 0."
+        )
+    if not failed:
+        largest = max(c.drift for c in right)
+        console.print(
+            f"[bold green]Same training.[/] Two processes on {shares} of every batch (W=2) end where one (W=1) does: "
+            f"all parameters within {largest:.0e}, allowed is {TOLERANCE:.0e}; between the two ranks they differ by 0."
+        )
+    return not failed

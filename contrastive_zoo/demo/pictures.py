@@ -1,0 +1,109 @@
+"""Two pictures: the curves that coincide and those that drift, and what the embedding learnt."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from contrastive_zoo.demo.training import HELD_OUT, Comparison, Digits
+
+# Paul Tol's colours, told apart with any colour vision: https://personal.sron.nl/~pault/
+PALE, DARK = "#77AADD", "#0B2545"
+WRONG = (("#CC3311", "-"), ("#009988", (0, (6, 1, 1, 1))))
+TEN = ("#332288", "#3399CC", "#44AA99", "#117733", "#999933", "#DDAA33", "#CC6677", "#882255", "#AA4499", "#777777")
+INK = "#333333"
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "font.size": 11,
+    "legend.frameon": False,
+    "legend.handlelength": 3,
+    "figure.dpi": 160,
+}
+
+
+def training_curves(right: Comparison, wrong: Sequence[Comparison], path: Path) -> None:
+    """The held-out loss of one process, of two, and of the wrong recipes; below, how far each is from one process.
+
+    Args:
+        right: drawn as a pale line (one process) under a dashed one (two).
+        wrong: compared with the same one process.
+        path: of the PNG.
+    """
+    alone = right.alone.curve
+    lines: list[tuple[Comparison, str, str, Any]] = [(right, "two processes, DistributedLoss", DARK, (0, (4, 2.5)))]
+    for comparison, (colour, dashes) in zip(wrong, WRONG, strict=True):
+        lines.append((comparison, f"two processes, {comparison.job.title} (wrong)", colour, dashes))
+    with _figure(path, 2, 1, figsize=(7.5, 7.5), sharex=True, height_ratios=(3, 2)) as (top, bottom):
+        top.plot(list(alone), list(alone.values()), color=PALE, alpha=0.7, lw=8, label="one process")
+        for comparison, label, colour, dashes in lines:
+            curve = comparison.together[0].curve
+            top.plot(list(curve), list(curve.values()), color=colour, ls=dashes, lw=1.8, label=label)
+            gaps = {step: abs(curve[step] - alone[step]) for step in curve}
+            # Exactly equal has no place on a logarithmic axis: it is drawn as one rounding step of float64.
+            bottom.plot(list(gaps), [max(gap, 2**-53) for gap in gaps.values()], color=colour, ls=dashes, lw=1.8)
+        top.set(yscale="log", ylabel="loss on held-out digits, nats", title="InfoNCE between two views of a digit")
+        ticks = [tick for tick in (0.6, 0.8, 1, 1.5, 2, 3, 4, 6) if tick > 0.95 * min(alone.values())]
+        top.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        top.minorticks_off()
+        top.legend(loc="upper right")
+        bottom.set(
+            yscale="log",
+            ylim=(2**-54, 10),
+            yticks=[10.0**power for power in (-16, -12, -8, -4, 0)],
+            xlim=(0, right.job.steps),
+            xlabel="optimizer step",
+            ylabel="nats",
+            title="Difference from one process",
+        )
+
+
+def embeddings(comparison: Comparison, digits: Digits, path: Path) -> None:
+    """Held-out embeddings before and after training, on the plane in which they vary most.
+
+    Args:
+        comparison: a job with one tower.
+        digits: whose held-out labels are drawn.
+        path: of the PNG.
+    """
+    trained = comparison.together[0]
+    labels = digits.labels[:HELD_OUT]
+    with _figure(path, 1, 2, figsize=(11.5, 5.6)) as axes:
+        for axis, name, rows in zip(axes, ("Before", "After"), (trained.before, trained.after), strict=True):
+            plane = _principal_plane(F.normalize(rows[0], dim=1))
+            for digit, colour in enumerate(TEN):
+                x, y = plane[labels == digit].T
+                axis.scatter(x, y, marker=f"${digit}$", s=54, color=colour, linewidth=0)
+            axis.set_title(
+                f"{name} training: nearest neighbour of the same class {comparison.recall(rows, digits):.1%}"
+            )
+            axis.set(xticks=[], yticks=[], aspect="equal", adjustable="datalim")
+            axis.spines[:].set_visible(False)
+
+
+def _principal_plane(rows: Tensor) -> Tensor:
+    """The two coordinates of largest variance."""
+    centred = rows - rows.mean(0)
+    return centred @ centred.svd().V[:, :2]
+
+
+@contextmanager
+def _figure(path: Path, rows: int, columns: int, figsize: tuple[float, float], **settings: Any) -> Iterator[Any]:
+    """The axes of a figure that is saved in the end; needs no screen, and leaves matplotlib's own settings alone."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=figsize, layout="constrained")
+        yield figure.subplots(rows, columns, **settings)
+        FigureCanvasAgg(figure).print_png(path)

@@ -1,0 +1,152 @@
+"""How it is trained: the same few lines on every rank of any world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+
+import contrastive_zoo as cz
+from contrastive_zoo.demo.recipes import Job, Rows, WrongInfoNCE
+from contrastive_zoo.evaluation import recall_at_k
+from contrastive_zoo.testing.worlds import Worlds, report
+
+HELD_OUT = 360
+EVERY = 4
+"""Steps between two looks at the held-out loss."""
+SHARES = {1: (1.0,), 2: (0.4, 0.6)}
+"""World size -> each rank's part of every batch; uneven on purpose."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """scikit-learn's 1797 handwritten digits of 8 × 8 pixels, shuffled; the first 360 are held out."""
+
+    images: Tensor
+    labels: Tensor
+
+    @classmethod
+    def load(cls) -> Digits:
+        """Read from the installed package, centred by the training images' mean."""
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
+        images = torch.from_numpy(bunch.images)[order]
+        seen = images[HELD_OUT:]
+        return cls((images - seen.mean(0)) / seen.std(), torch.from_numpy(bunch.target)[order])
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank ends with.
+
+    Attributes:
+        curve: step -> the true global loss on the same held-out images after so many steps.
+        parameters: the encoder's and the loss's own, in one vector.
+        before: held-out embeddings at the start.
+        after: held-out embeddings at the end.
+    """
+
+    curve: dict[int, float]
+    parameters: Tensor
+    before: Rows
+    after: Rows
+
+
+def train(job: Job, digits: Digits) -> Trained:
+    """Train ``job`` on this rank's part of every batch. Nothing here asks how many ranks there are, but the sampler."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)  # every rank of every world starts from the same parameters
+    encoder, loss = job.encoder(), job.loss()
+    judge = loss.truth if isinstance(loss, WrongInfoNCE) else loss
+    model = DistributedDataParallel(encoder) if job.trainer == "DDP" else encoder
+    # DistributedLoss keeps its parameters in step by itself; a loss gathered by hand needs DDP for that, too.
+    criterion = DistributedDataParallel(loss) if isinstance(loss, WrongInfoNCE) else loss
+    groups = [{"params": list(encoder.parameters())}, {"params": list(loss.parameters()), "lr": job.rate / 10}]
+    optimizer = torch.optim.SGD(groups, lr=job.rate, momentum=0.9)
+
+    def compare(module: torch.nn.Module, criterion: torch.nn.Module, index: Tensor) -> Tensor:
+        index = mine(index)
+        rows = module(digits.images[index])
+        return criterion(*rows, digits.labels[index]) if job.labelled else criterion(*rows)
+
+    @torch.no_grad()
+    def held_out_loss() -> float:
+        return compare(encoder, judge, torch.arange(min(job.batch, HELD_OUT))).item()
+
+    @torch.no_grad()
+    def held_out_rows() -> Rows:
+        return tuple(encoder(digits.images[:HELD_OUT]))
+
+    before, curve = held_out_rows(), {0: held_out_loss()}
+    batches = torch.Generator().manual_seed(0)  # the same global batches in every world
+    for step in range(1, job.steps + 1):
+        batch = HELD_OUT + torch.randperm(len(digits.images) - HELD_OUT, generator=batches)[: job.batch]
+        optimizer.zero_grad()
+        compare(model, criterion, batch).backward()
+        if job.trainer == "average_gradients":
+            cz.average_gradients(encoder)
+        optimizer.step()
+        if step % EVERY == 0 or step == job.steps:
+            curve[step] = held_out_loss()
+            report(step)
+    parameters = parameters_to_vector([*encoder.parameters(), *loss.parameters()])
+    return Trained(curve, parameters, before, held_out_rows())
+
+
+def mine(batch: Tensor) -> Tensor:
+    """This rank's part of a global batch."""
+    world = cz.World.of()
+    shares = SHARES[world.size]
+    start, stop = (round(len(batch) * sum(shares[:rank])) for rank in (world.rank, world.rank + 1))
+    return batch[start:stop]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One job on one process and on two.
+
+    Attributes:
+        job: what was trained.
+        alone: by one process.
+        together: by each rank of two.
+    """
+
+    job: Job
+    alone: Trained
+    together: tuple[Trained, ...]
+
+    @property
+    def drift(self) -> float:
+        """Largest difference between a parameter trained by one process and by any rank of two."""
+        return max(_distance(self.alone, rank) for rank in self.together)
+
+    @property
+    def disagreement(self) -> float:
+        """Largest difference between the ranks themselves."""
+        return max(_distance(self.together[0], rank) for rank in self.together)
+
+    def recall(self, rows: Rows, digits: Digits) -> float:
+        """R@1 of held-out rows: finding the other view, or a row of the same class."""
+        return recall_at_k(*rows, labels=digits.labels[:HELD_OUT] if self.job.labelled else None)
+
+
+def _distance(a: Trained, b: Trained) -> float:
+    return (a.parameters - b.parameters).abs().max().item()
+
+
+def run(
+    job: Job, world_size: int, digits: Digits, worlds: Worlds, on_step: Callable[[int], None] = lambda step: None
+) -> tuple[Trained, ...]:
+    """Train ``job`` on ``world_size`` processes; what every rank ends with."""
+
+    def on_message(rank: int, step: int) -> None:
+        if rank == 0:
+            on_step(step)
+
+    return tuple(worlds.run(world_size, train, job, digits, timeout=300, on_message=on_message))

@@ -1,0 +1,84 @@
+"""A global batch by its description: a few small numbers that are quick to draw, to shrink and to paste back."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Labels = Literal["mixed", "singletons", "same", "distinct"]
+Rows = Literal["gaussian", "clustered", "duplicates", "collinear", "zeros", "huge", "tiny"]
+
+FEATURES = 3
+"""Numbers per sample before the encoder."""
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Samples of all ranks, and how they lie over them.
+
+    Args:
+        shards: samples on each rank, in rank order; a rank may have none.
+        d: width of the embeddings.
+        labels: ``"mixed"`` classes of about three, the same with some ``"singletons"``, all ``"same"`` or ``"distinct"``.
+        rows: what the samples look like: well-behaved (``"gaussian"``), ``"clustered"``, or adversarial.
+        seed: which samples.
+
+    Example:
+        >>> batch = GlobalBatch((1, 2), d=1)
+        >>> batch
+        GlobalBatch((1, 2), d=1)
+        >>> print(batch)
+        W=2, shards [1, 2], d=1
+    """
+
+    shards: tuple[int, ...]
+    d: int = 2
+    labels: Labels = "mixed"
+    rows: Rows = "gaussian"
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        given = [f"{x.name}={getattr(self, x.name)!r}" for x in fields(self)[1:] if getattr(self, x.name) != x.default]
+        return f"GlobalBatch({', '.join([str(self.shards), *given])})"
+
+    def __str__(self) -> str:
+        given = [f"{x.name}={getattr(self, x.name)}" for x in fields(self)[2:] if getattr(self, x.name) != x.default]
+        return ", ".join([f"W={len(self.shards)}", f"shards {list(self.shards)}", f"d={self.d}", *given])
+
+    @property
+    def total(self) -> int:
+        """Samples of all ranks."""
+        return sum(self.shards)
+
+    def samples(self, views: int = 1) -> list[Tensor]:
+        """One tensor [N, FEATURES] a view, float64: what the encoder reads."""
+        generator = torch.Generator().manual_seed(self.seed)
+        n = self.total
+        x = torch.randn(views, n, FEATURES, dtype=torch.float64, generator=generator)
+        pick = torch.randint(max(n, 1), (n,), generator=generator)
+        if self.rows == "clustered":
+            x = x[:, pick % 2] + 0.01 * x if n else x
+        elif self.rows == "duplicates":
+            x = x[:, pick // 2] if n else x
+        elif self.rows == "collinear":
+            x = x[:, :1] * torch.linspace(1, 2, n, dtype=x.dtype)[:, None] + 1e-6 * x
+        elif self.rows == "zeros":
+            x = x * (pick % 2)[:, None]
+        elif self.rows in ("huge", "tiny"):
+            x = x * (1e12 if self.rows == "huge" else 1e-12)
+        return list(x)
+
+    def classes(self) -> Tensor:
+        """One integer a sample."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        n = self.total
+        if self.labels == "same":
+            return torch.zeros(n, dtype=torch.int64)
+        if self.labels == "distinct":
+            return torch.randperm(n, generator=generator)
+        mixed = torch.randint(max(1, n // 3), (n,), generator=generator)
+        if self.labels == "singletons":
+            alone = torch.rand(n, generator=generator) < 0.4
+            mixed = mixed.where(~alone, n + torch.arange(n))
+        return mixed

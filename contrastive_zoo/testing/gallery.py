@@ -1,0 +1,494 @@
+"""How people make a contrastive loss distributed, each way in a few lines: the right ones and the well-known mistakes.
+
+Every law names a mistake from here that it catches. All recipes compute InfoNCE in both directions with a learnable
+scale (views), or a supervised contrastive loss (labels); on one process all give the same number.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastive_zoo.collectives import all_gather, all_reduce, replicated
+from contrastive_zoo.distributed import DistributedLoss
+from contrastive_zoo.engine.reduction import reduce_anchors
+from contrastive_zoo.losses.base import LearnableTemperature
+from contrastive_zoo.losses.info_nce import InfoNCE
+from contrastive_zoo.testing.trial import Call, Case, GradReduction
+from contrastive_zoo.world import World
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to write a loss for several processes.
+
+    Args:
+        name: what the laws call it.
+        make: returns the loss.
+        mistake: key of the diagnosis; None if it keeps the contract.
+        call: with views or with labels.
+        trainer: what is done with gradients.
+        about: what people write, in a line.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    mistake: str | None
+    call: Call
+    trainer: GradReduction
+    about: str
+
+    @property
+    def case(self) -> Case:
+        """The recipe as a case under test."""
+        return Case(partial(make, self.name), call=self.call, grad_reduction=self.trainer, name=self.name)
+
+
+GALLERY: dict[str, Recipe] = {}
+"""All recipes by name."""
+
+
+def make(name: str) -> Any:
+    """The loss of a recipe."""
+    return GALLERY[name].make()
+
+
+def recipe(
+    name: str, *, mistake: str | None, call: Call = "views", trainer: GradReduction = "mean"
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Hang a recipe into the gallery; its docstring says what people write."""
+
+    def hang(make: Callable[[], Any]) -> Callable[[], Any]:
+        GALLERY[name] = Recipe(name, make, mistake, call, trainer, (make.__doc__ or "").strip())
+        return make
+
+    return hang
+
+
+# ------------------------------------------------------------------------------------------------- two dense formulas
+
+
+class Pairs(nn.Module):
+    """InfoNCE in both directions, dense; ``gathered`` says how the ranks' rows come together."""
+
+    def __init__(self, gathered: Callable[[Tensor], Tensor] = lambda x: x, factor: Callable[[], float] = lambda: 1.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.gathered, self.factor = gathered, factor
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        a, b = (self.gathered(F.normalize(view, dim=1)) for view in (view1, view2))
+        return self.factor() * two_way(self.scale * a @ b.T)
+
+
+def two_way(logits: Tensor, start: int = 0) -> Tensor:
+    """Mean over rows of a square of logits, in both directions; the partner of row i is column i + start."""
+    partner = torch.arange(start, start + len(logits))
+    return (F.cross_entropy(logits, partner) + F.cross_entropy(logits.T, partner)) / 2
+
+
+def supervised(z: Tensor, labels: Tensor) -> Tensor:
+    """SupCon of these rows, dense."""
+    own = torch.eye(len(z), dtype=torch.bool)
+    positive = (labels[:, None] == labels) & ~own
+    log_p = F.log_softmax((F.normalize(z, dim=1) @ F.normalize(z, dim=1).T).masked_fill(own, -torch.inf), 1)
+    counts = positive.sum(1)
+    losses = -(log_p.where(positive, 0)).sum(1) / counts.clamp(min=1)
+    return losses.sum() / (counts > 0).sum().clamp(min=1)
+
+
+def ranks() -> tuple[int, int]:
+    """This process's rank and how many there are; 0 of 1 without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def sizes(x: Tensor) -> list[int]:
+    """Everybody's number of rows."""
+    return list(World.of().shards(len(x)).sizes)
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    """Everybody's rows by rank, without gradient; padded on the way, so that uneven shards do not stop a recipe."""
+    return list(all_gather(x.detach()).split(sizes(x)))
+
+
+# ------------------------------------------------------------------------------------------------------- the right ones
+
+
+@recipe("DistributedLoss, own loss", mistake=None)
+def _() -> Any:
+    """`DistributedLoss(InfoNCE(...))`"""
+    return DistributedLoss(InfoNCE(temperature=LearnableTemperature(1 / 3), symmetric=True))
+
+
+@recipe("DistributedLoss, any loss", mistake=None)
+def _() -> Any:
+    """`DistributedLoss(any_loss)`"""
+    return DistributedLoss(Pairs())
+
+
+@recipe("DistributedLoss, labels", mistake=None, call="labels")
+def _() -> Any:
+    """`DistributedLoss(any_loss)` of embeddings and labels"""
+    return DistributedLoss(supervised)
+
+
+@recipe("DistributedLoss, sum trainer", mistake=None, trainer="sum")
+def _() -> Any:
+    """`DistributedLoss(loss, grad_reduction="sum")` under a sum hook"""
+    return DistributedLoss(Pairs(), grad_reduction="sum")
+
+
+@recipe("gather with reduce-scatter", mistake=None)
+def _() -> Any:
+    """all ranks compute the whole loss from a gather whose backward sums over ranks"""
+    return Pairs(gathered=all_gather)
+
+
+@recipe("torch functional all_gather", mistake="uneven shards")
+def _() -> Any:
+    """functional all_gather of equal shards, whole loss on every rank"""
+
+    def equal(x: Tensor) -> Tensor:
+        if len(set(sizes(x))) > 1:
+            raise RuntimeError("tensors must have the same size on every rank")
+        return all_gather(x)
+
+    return Pairs(gathered=equal)
+
+
+# ---------------------------------------------------------------------------------------------------------- the mistakes
+
+
+class _OwnSlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.start, ctx.size = sum(sizes(x)[: ranks()[0]]), len(x)
+        return torch.cat(parts(x))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy[ctx.start : ctx.start + ctx.size]
+
+
+@recipe("own slice", mistake="own slice")
+def _() -> Any:
+    """an autograd.Function whose backward keeps this rank's slice"""
+    return Pairs(gathered=_OwnSlice.apply)
+
+
+@recipe("overwritten slice", mistake="own slice")
+def _() -> Any:
+    """gather, then put the live tensor in this rank's place"""
+
+    def gathered(x: Tensor) -> Tensor:
+        everybody = parts(x)
+        everybody[ranks()[0]] = x
+        return torch.cat(everybody)
+
+    return Pairs(gathered=gathered)
+
+
+@recipe("own slice × W", mistake="times W")
+def _() -> Any:
+    """the same, loss × W"""
+    return Pairs(gathered=_OwnSlice.apply, factor=lambda: ranks()[1])
+
+
+@recipe("detached gather", mistake="detached")
+def _() -> Any:
+    """accelerate's gather, or a plain all_gather: no gradient at all"""
+    return Pairs(gathered=lambda x: torch.cat(parts(x)) + 0 * x.sum() if ranks()[1] > 1 else x)
+
+
+class _MaxAdjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.start, ctx.size = sum(sizes(x)[: ranks()[0]]), len(x)
+        return torch.cat(parts(x))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return all_reduce(dy, "max")[ctx.start : ctx.start + ctx.size]
+
+
+class _Sharded(nn.Module):
+    """My rows against all columns, then global sum / global count; ``shared`` makes the scale everybody's."""
+
+    def __init__(self, columns: Callable[[Tensor], Tensor], shared: Callable[[Tensor], Tensor] = replicated) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.columns, self.shared = columns, shared
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        world, scale = World.of(), self.shared(self.scale)
+        a, b = (F.normalize(times(world.size, view), dim=1) for view in (view1, view2))
+        partner = torch.arange(len(a)) + sum(sizes(a)[: world.rank])
+        to_b = F.cross_entropy(scale * a @ self.columns(b).T, partner, reduction="none")
+        to_a = F.cross_entropy(scale * b @ self.columns(a).T, partner, reduction="none")
+        return reduce_anchors((to_a + to_b) / 2, world=world)
+
+
+def times(factor: int, x: Tensor) -> Tensor:
+    """x with ``factor`` times its gradient."""
+    return x + (factor - 1) * (x - x.detach())
+
+
+@recipe("sharded rows", mistake=None)
+def _() -> Any:
+    """my rows against a differentiable gather of columns, global sum / global count"""
+    return _Sharded(all_gather)
+
+
+@recipe("wrong adjoint", mistake="wrong direction")
+def _() -> Any:
+    """the same, with a gather whose backward reduces with MAX"""
+    return _Sharded(_MaxAdjoint.apply)
+
+
+@recipe("local parameters", mistake="local parameters")
+def _() -> Any:
+    """the same, where each rank's temperature gets its own part of the gradient only"""
+    return _Sharded(all_gather, shared=lambda scale: times(ranks()[1], scale))
+
+
+class _Local(nn.Module):
+    """My rows against all columns, as OpenCLIP's local_loss; ``columns`` says how these come."""
+
+    def __init__(self, columns: Callable[[Tensor], Tensor], *, offset: bool = True, average: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.columns, self.offset, self.average = columns, offset, average
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        a, b = F.normalize(view1, dim=1), F.normalize(view2, dim=1)
+        partner = torch.arange(len(a)) + (sum(sizes(a)[: ranks()[0]]) if self.offset else 0)
+        to_b = F.cross_entropy(self.scale * a @ self.columns(b).T, partner, reduction="sum")
+        to_a = F.cross_entropy(self.scale * b @ self.columns(a).T, partner, reduction="sum")
+        mean = (to_b + to_a) / 2 / max(len(a), 1)
+        return all_reduce(mean, "mean") if self.average else mean
+
+
+@recipe("detached columns", mistake="detached columns")
+def _() -> Any:
+    """local rows against detached gathered columns (`local_loss`)"""
+    return _Local(_overwritten_columns)
+
+
+def _overwritten_columns(x: Tensor) -> Tensor:
+    everybody = parts(x)
+    everybody[ranks()[0]] = x
+    return torch.cat(everybody)
+
+
+@recipe("local loss", mistake="local loss")
+def _() -> Any:
+    """local rows, gather with gradient (`gather_with_grad`): each rank returns its own mean"""
+    return _Local(all_gather)
+
+
+@recipe("mean of means", mistake="mean of means")
+def _() -> Any:
+    """the same, means averaged over ranks"""
+    return _Local(all_gather, average=True)
+
+
+@recipe("mask without offset", mistake="mask without offset")
+def _() -> Any:
+    """local rows against gathered columns, targets `arange(n)` on every rank"""
+    return _Local(all_gather, offset=False)
+
+
+@recipe("local negatives", mistake="local negatives")
+def _() -> Any:
+    """no gather: each rank's loss of its own rows"""
+    return Pairs()
+
+
+@recipe("views misread", mistake="views misread")
+def _() -> Any:
+    """`[view1; view2]` gathered at once and cut in half: P N P N read as P P N N"""
+
+    def loss(view1: Tensor, view2: Tensor) -> Tensor:
+        both = all_gather(F.normalize(torch.cat([view1, view2]), dim=1))
+        return two_way(3.0 * both[: len(both) // 2] @ both[len(both) // 2 :].T)
+
+    return loss
+
+
+@recipe("[W, n, d] folded wrongly", mistake="views misread")
+def _() -> Any:
+    """Lightning's `all_gather` returns [W, n, d]; of one view samples are interleaved, of the other not"""
+
+    def loss(view1: Tensor, view2: Tensor) -> Tensor:
+        a, b = (all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
+        ranks_of_rows = [index for n in sizes(view2) for index in range(n)]
+        interleaved = torch.tensor(sorted(range(len(b)), key=lambda row: ranks_of_rows[row]), dtype=torch.int64)
+        return two_way(3.0 * a @ b[interleaved].T)
+
+    return loss
+
+
+@recipe("own rank first", mistake="own rank first", call="labels")
+def _() -> Any:
+    """`[mine, others]`: what depends on the order of rows differs from rank to rank"""
+
+    def own_first(x: Tensor) -> Tensor:
+        everybody = parts(x)
+        mine = everybody.pop(ranks()[0])
+        return torch.cat([mine if not x.requires_grad else x, *everybody])
+
+    def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
+        z, y = own_first(embeddings), own_first(labels)
+        z = times(ranks()[1], z)
+        weight = 1 / torch.arange(1, len(z) + 1)  # stands for a miner, a queue, a tie: whatever reads the order
+        return supervised(z, y) + weight @ z.square().sum(1)
+
+    return loss
+
+
+@recipe("labels not gathered", mistake="labels not gathered", call="labels")
+def _() -> Any:
+    """embeddings gathered, labels not: every rank's rows get this rank's labels"""
+
+    def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
+        z = all_gather(embeddings)
+        repeated = labels.repeat(len(z) // max(len(labels), 1) + 1)[: len(z)] if len(labels) else torch.zeros(len(z))
+        return supervised(z, repeated)
+
+    return loss
+
+
+@recipe("labels by position", mistake="labels by position")
+def _() -> Any:
+    """ids from `arange(n)` on every rank: first samples of all ranks become positives"""
+
+    def loss(view1: Tensor, view2: Tensor) -> Tensor:
+        ids = torch.arange(len(view1)).repeat(2)
+        return supervised(all_gather(torch.cat([view1, view2])), all_gather(ids))
+
+    return loss
+
+
+def _correlations(view1: Tensor, view2: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    count = World.of().shards(len(view1)).total
+    c = total(F.normalize(view1, dim=1).T @ F.normalize(view2, dim=1)) / count
+    return (c - torch.eye(len(c))).square().sum()
+
+
+@recipe("statistic without gradient", mistake="statistic without gradient")
+def _() -> Any:
+    """a cross-correlation all-reduced in place (Barlow Twins): right value, gradient of my own term"""
+
+    def total(c: Tensor) -> Tensor:
+        return c + (all_reduce(c.detach()) - c.detach())
+
+    return lambda view1, view2: _correlations(view1, view2, total)
+
+
+@recipe("statistic with gradient", mistake=None)
+def _() -> Any:
+    """the same through a differentiable all_reduce"""
+    return lambda view1, view2: _correlations(view1, view2, all_reduce)
+
+
+class _Deaf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return z.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0]
+
+
+@recipe("ignored grad_output", mistake="ignored grad_output", call="labels")
+def _() -> Any:
+    """an autograd.Function that returns its gradient whatever comes in"""
+    return DistributedLoss(lambda embeddings, labels: _Deaf.apply(embeddings))
+
+
+class _OneSlot(torch.autograd.Function):
+    saved: Tensor
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        _OneSlot.saved = z.detach()
+        return z.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * dy * _OneSlot.saved
+
+
+@recipe("one slot for two batches", mistake="one slot for two batches", call="labels")
+def _() -> Any:
+    """an autograd.Function that keeps what backward needs on the class"""
+    return DistributedLoss(lambda embeddings, labels: _OneSlot.apply(embeddings))
+
+
+@recipe("early return", mistake="hang", call="labels")
+def _() -> Any:
+    """a rank without a valid pair returns before the collective"""
+
+    def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
+        if len(labels) < 2:
+            return 0 * embeddings.sum()
+        return supervised(all_gather(embeddings), all_gather(labels))
+
+    return loss
+
+
+class _Queue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(8))
+        self.queue: Tensor
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            mine = embeddings.detach().sum(1)
+            self.queue = torch.cat([mine, self.queue])[: len(self.queue)]
+        return supervised(all_gather(embeddings), all_gather(labels))
+
+
+@recipe("rank's own queue", mistake="state", call="labels")
+def _() -> Any:
+    """a queue or running statistic fed with this rank's rows"""
+    return _Queue()
+
+
+@recipe("naive softmax", mistake="overflow", call="labels")
+def _() -> Any:
+    """sums of exponentials all-reduced over ranks without a common maximum"""
+
+    def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
+        squares = embeddings.square().sum(1)
+        if ranks()[1] == 1:
+            return torch.logsumexp(squares, 0)
+        return all_reduce(squares.exp().sum()).log()
+
+    return loss
+
+
+@recipe("mean assumed, trainer sums", mistake="trainer sums", trainer="sum")
+def _() -> Any:
+    """made for a trainer that averages, run under one that sums"""
+    return DistributedLoss(Pairs())
+
+
+@recipe("sum assumed, trainer averages", mistake="trainer averages")
+def _() -> Any:
+    """made for a trainer that sums, run under one that averages"""
+    return DistributedLoss(Pairs(), grad_reduction="sum")
+
+
+def mistakes() -> Iterator[Recipe]:
+    """Those that break a law on some batch of whatever size."""
+    return (x for x in GALLERY.values() if x.mistake is not None)

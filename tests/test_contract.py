@@ -1,0 +1,136 @@
+"""Value, encoder gradient and parameter gradient are those of one process, for every loss and every split."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.gallery import GALLERY
+from contrastive_zoo.testing.laws import CONTRACT, LAWS, TOLERANCE, Broken, Law, finite_at_extremes
+from contrastive_zoo.testing.strategies import global_batches, temperatures
+from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.zoo import ZOO, Entry
+
+LEARNABLE = [entry for entry in ZOO if not entry.name.startswith("RowLoss")]
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+@given(
+    batch=global_batches(),
+    temperature=temperatures(),
+    reduction=st.sampled_from(["mean", "sum"]),
+    trainer=st.sampled_from(["mean", "sum"]),
+)
+def test_the_contract_holds(entry: Entry, batch, temperature, reduction, trainer, worlds: Worlds) -> None:
+    case = entry.case(trainer, temperature=temperature, reduction=reduction)
+    trial = Trial(case, batch, worlds)
+    for law in CONTRACT:
+        law(trial)
+
+
+@pytest.mark.parametrize("entry", LEARNABLE, ids=str)
+@given(batch=global_batches(), trainer=st.sampled_from(["mean", "sum"]))
+def test_the_contract_holds_for_a_learnt_temperature(entry: Entry, batch, trainer, worlds: Worlds) -> None:
+    make = entry.make
+
+    def learnt():
+        return make(temperature=cz.LearnableTemperature(0.3))
+
+    trial = Trial(Entry(entry.name, learnt, entry.dense, entry.call, entry.views).case(trainer), batch, worlds)
+    for law in CONTRACT:
+        law(trial)
+    assert trial.alone().parameters
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+@pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
+def test_every_law_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
+    for law in LAWS:
+        law(Trial(entry.case(temperature=0.2), GlobalBatch(shards, d=3, seed=5), worlds))
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+@given(batch=global_batches(rows=["duplicates", "collinear", "zeros", "huge", "tiny"]), temperature=temperatures())
+def test_extremes_stay_finite(entry: Entry, batch, temperature, worlds: Worlds) -> None:
+    finite_at_extremes(Trial(entry.case(temperature=temperature), batch, worlds))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_each_law_catches_its_mutant(law: Law, worlds: Worlds) -> None:
+    case = GALLERY[law.catches].case
+    rows = "huge" if law is finite_at_extremes else "gaussian"
+    with pytest.raises(Broken) as broken:
+        for shards in [(3, 3), (2, 4), (1, 3, 2)]:
+            law(Trial(case, GlobalBatch(shards, seed=1, rows=rows), worlds))
+    assert len(str(broken.value)) > 20
+
+
+@pytest.mark.parametrize("recipe", [x for x in GALLERY.values() if x.mistake is None], ids=lambda x: x.name)
+@given(batch=global_batches((2, 3)))
+def test_no_law_accuses_the_right_recipes(recipe, batch, worlds: Worlds) -> None:
+    trial = Trial(recipe.case, batch, worlds)
+    for law in CONTRACT:
+        law(trial)
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+@given(batch=global_batches((1,)), temperature=temperatures())
+def test_one_process_computes_the_formula(entry: Entry, batch, temperature, dense: bool) -> None:
+    views = batch.samples(entry.views) if entry.call == "views" else [*batch.samples(), batch.classes()]
+    for x in views:
+        x.requires_grad_(x.is_floating_point())
+    floating = [x for x in views if x.requires_grad]
+    loss = entry.make(temperature=temperature).double()
+    with cz.dense() if dense else torch.enable_grad():
+        ours = loss(*views)
+    gradients = torch.autograd.grad(ours, floating)
+    expected = entry.dense(*views, temperature=temperature)
+    torch.testing.assert_close(ours, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    for found, wanted in zip(gradients, torch.autograd.grad(expected, floating), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE * 100)
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+@given(batch=global_batches((1, 2, 3)))
+def test_dense_evaluation_keeps_the_contract(entry: Entry, batch, worlds: Worlds) -> None:
+    make = entry.make
+
+    def under_dense():
+        loss = cz.DistributedLoss(make(temperature=0.5))
+
+        class Dense(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.loss = loss
+
+            def forward(self, *rows):
+                with cz.dense():
+                    return self.loss(*rows)
+
+        return Dense()
+
+    case = Entry(entry.name, make, entry.dense, entry.call, entry.views).case()
+    case = type(case)(under_dense, case.call, "mean", case.views, name="dense")
+    for law in CONTRACT:
+        law(Trial(case, batch, worlds))
+
+
+def test_small_panels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = GlobalBatch((7,), d=3)
+    for entry, panel_bytes in itertools.product(ZOO, (8, 200)):
+        views = batch.samples(entry.views) if entry.call == "views" else [*batch.samples(), batch.classes()]
+        floating = [x.requires_grad_() for x in views if x.is_floating_point()]
+        loss = entry.make(temperature=0.3).double()
+        found = []
+        for size in (2**20, panel_bytes):
+            monkeypatch.setattr("contrastive_zoo.engine.evaluation.PANEL_BYTES", size)
+            value = loss(*views)
+            found.append([value, *torch.autograd.grad(value, floating)])
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
