@@ -27,7 +27,7 @@ types: .venv/.installed
 	touch $@
 
 docs: .venv/.docs-installed
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/mkdocs.yml
 
 clean:
 	rm -rf .venv site demo-output

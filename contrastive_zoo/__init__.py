@@ -27,6 +27,7 @@ _HOMES = {
     "info_nce": "losses.info_nce",
     "nt_xent": "losses.nt_xent",
     "pair_masks": "masks",
+    "recall_at_k": "evaluation",
     "reduce": "collectives",
     "reduce_scatter": "collectives",
     "replicated": "collectives",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from contrastive_zoo.collectives import scatter as scatter
     from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
     from contrastive_zoo.engine.evaluation import dense as dense
+    from contrastive_zoo.evaluation import recall_at_k as recall_at_k
     from contrastive_zoo.losses.base import LearnableTemperature as LearnableTemperature
     from contrastive_zoo.losses.info_nce import InfoNCE as InfoNCE
     from contrastive_zoo.losses.info_nce import info_nce as info_nce

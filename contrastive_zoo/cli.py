@@ -1,8 +1,14 @@
-"""The command line: ``contrastive-zoo demo``."""
+"""The command line: ``contrastive-zoo check``, ``list`` and ``demo``."""
 
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -22,15 +28,154 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the pictures.", file_okay=False)] = Path("demo-output"),
 ) -> None:
     """Train three losses on one process and on two, and show that it is the same training. Takes under a minute."""
-    needed = ("cloudpickle", "faiss", "matplotlib", "pytorch_metric_learning", "rich", "sklearn")
-    if missing := [name for name in needed if find_spec(name) is None]:
-        typer.echo(f"The demo needs {', '.join(missing)}: pip install contrastive_zoo[demo]", err=True)
-        raise typer.Exit(1)
+    _need("demo", "cloudpickle", "faiss", "matplotlib", "pytorch_metric_learning", "rich", "sklearn")
     from contrastive_zoo.demo import demo
 
     raise typer.Exit(0 if demo(output) else 1)
 
 
+class Trainer(str, Enum):
+    """What the trainer does with the ranks' gradients."""
+
+    mean = "mean"
+    sum = "sum"
+
+
+@app.command()
+def check(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="module:function that returns a loss, module:LossClass, or a name that `list` shows."),
+    ] = None,
+    world_size: Annotated[
+        list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes to try: --world-size 1 2 4.")
+    ] = None,
+    examples: Annotated[int, typer.Option(help="Global batches to try.", min=1)] = 30,
+    trainer: Annotated[Trainer, typer.Option(help="What the trainer does with gradients.")] = Trainer.mean,
+    call: Annotated[str, typer.Option(help="How the loss is called: labels, views, or auto.")] = "auto",
+    width: Annotated[int | None, typer.Option(help="Width of the embeddings, where the loss fixes it.", min=1)] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
+    ] = None,
+    wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)] = None,
+    explain: Annotated[str | None, typer.Option(help="Say what a law means and what breaks without it.")] = None,
+) -> None:
+    """Find out in seconds whether a loss is the same function on W processes as on one, and if not, what is wrong.
+
+    Exit status: 0 if it is, 1 if it is not, 2 if it could not be found out.
+    """
+    _need("testing", "cloudpickle", "hypothesis", "rich")
+    from contrastive_zoo import reports
+    from contrastive_zoo.testing.check import examine
+    from contrastive_zoo.testing.laws import LAWS
+
+    if explain is not None:
+        _explain(explain, {law.name: law for law in LAWS})
+    if target is None:
+        raise typer.BadParameter("say what to check: module:function, module:LossClass or a name that `list` shows.")
+    sys.path.insert(0, os.getcwd())
+    make, name, form = _target(target, dict(map(_setting, setting or [])), wrap)
+    try:
+        with reports.progress(f"checking {name}", examples) as advance:
+            report = examine(
+                make,
+                world_sizes=sorted(set(world_size or (1, 2, 3, 4))),
+                call=form if call == "auto" and form else call,  # type: ignore[arg-type]
+                grad_reduction=trainer.value,
+                max_examples=examples,
+                width=width,
+                name=name,
+                on_example=advance,
+            )
+    except (ValueError, TypeError, RuntimeError) as error:
+        typer.echo(f"{name}: could not be checked. {error}", err=True)
+        raise typer.Exit(2) from None
+    reports.show(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command("list")
+def list_losses() -> None:
+    """Show the losses of the zoo."""
+    _need("cli", "rich")
+    from contrastive_zoo import reports
+    from contrastive_zoo.catalogue import CATALOGUE
+
+    reports.show_catalogue(CATALOGUE.values())
+
+
+def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable[[], Any], str, str | None]:
+    """How to make the loss, what to call it, and how it is called if that is known."""
+    from contrastive_zoo.catalogue import CATALOGUE
+    from contrastive_zoo.distributed import DistributedLoss
+
+    if target in CATALOGUE:
+        species = CATALOGUE[target]
+        return lambda: DistributedLoss(species.make()), target, species.call
+    module, separator, attribute = target.partition(":")
+    if not separator:
+        names = ", ".join(CATALOGUE)
+        raise typer.BadParameter(f"{target!r} is neither module:function nor one of ours ({names}).")
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(f"{target}: {error}.") from None
+    factory: Any = found
+
+    def make() -> Any:
+        made = factory(**settings)
+        return DistributedLoss(made) if wrap else made
+
+    return make, f"DistributedLoss({attribute})" if wrap else attribute, None
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise typer.BadParameter(f"--set takes name=value, got {text!r}.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _explain(name: str, laws: dict[str, Any]) -> None:
+    if name not in laws:
+        raise typer.BadParameter(f"no law {name!r}. There are: {', '.join(laws)}.")
+    typer.echo(f"{name}: {laws[name].meaning}\nIt catches, among others: {laws[name].catches}.")
+    raise typer.Exit(0)
+
+
+def _need(extra: str, *packages: str) -> None:
+    """Say which extra to install rather than fail on an import."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        typer.echo(f"This needs {', '.join(missing)}: pip install contrastive_zoo[{extra}]", err=True)
+        raise typer.Exit(2)
+
+
 def main() -> None:
     """The console script."""
-    app()
+    app(_spread(sys.argv[1:]))
+
+
+def _spread(arguments: list[str]) -> list[str]:
+    """``--world-size 1 2 4`` as ``--world-size 1 --world-size 2 --world-size 4``, which is what typer reads.
+
+    Example:
+        >>> _spread(["check", "--world-size", "1", "2", "--json", "a"])
+        ['check', '--world-size', '1', '--world-size', '2', '--json', 'a']
+    """
+    spread: list[str] = []
+    for argument in arguments:
+        after_number = len(spread) > 1 and spread[-2] in ("--world-size", "-W") and argument.isdigit()
+        spread += [spread[-2], argument] if after_number else [argument]
+    return spread
+
+
+if __name__ == "__main__":
+    main()

@@ -97,10 +97,10 @@ class DistributedLoss(nn.Module):
         bare = _bare(self.loss)
         world = World.of(self.process_group, check_finite=self.check_finite and getattr(bare, "check_finite", True))
         try:
-            bound = inspect.signature(bare.forward if isinstance(bare, nn.Module) else bare).bind(*rows, **named_rows)
+            bound = _signature(bare).bind(*rows, **named_rows)
         except TypeError as error:  # this rank alone may have forgotten an argument; the others would wait for it
             refuse(_name(bare), f"{error}.", world=world)
-        bound.arguments = tree_map(lambda x: _scale_gradient(x, world.size), dict(bound.arguments))
+        bound.arguments = tree_map(lambda x: _scale_rows(x, world.size), dict(bound.arguments))
         if isinstance(bare, Loss):
             value = self.loss(*bound.args, **bound.kwargs, world=world)
         else:
@@ -118,6 +118,14 @@ class DistributedLoss(nn.Module):
                 mined += [bound.arguments[name] for name in ("ref_emb", "ref_labels") if name in bound.arguments]
                 bound.arguments["indices_tuple"] = self.miner(*mined)
             return self.loss(*bound.args, **bound.kwargs)
+
+
+def _signature(loss: Any) -> inspect.Signature:
+    """Of the loss; of some function of anything where Python does not know it, as for built-in ones."""
+    try:
+        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:
+        return inspect.signature(lambda *rows, **named_rows: None)
 
 
 def _gathered(name: str, arguments: dict[str, Any], world: World) -> tuple[dict[str, Any], torch.device | None]:
@@ -178,3 +186,8 @@ class _ScaleGradient(torch.autograd.Function):
 def _scale_gradient(x: Any, factor: float) -> Any:
     """x itself, whose gradient comes out ``factor`` times as large; anything without a gradient as it is."""
     return _ScaleGradient.apply(x, factor) if isinstance(x, Tensor) and x.requires_grad and factor != 1 else x
+
+
+def _scale_rows(x: Any, factor: float) -> Any:
+    """The same for rows; a single number is a parameter, of which every rank has the complete gradient already."""
+    return _scale_gradient(x, factor) if isinstance(x, Tensor) and x.ndim > 0 else x

@@ -21,13 +21,12 @@ TOLERANCE = 1e-9
 """Largest difference between parameters that may be left to rounding, in float64."""
 
 
-def demo(output: Path, console: Console | None = None, *, steps: int | None = None) -> bool:
+def demo(output: Path, console: Console | None = None) -> bool:
     """Train, compare, print, and draw.
 
     Args:
         output: folder for the pictures; made if it is not there.
         console: where to print.
-        steps: optimizer steps of every job, instead of each job's own.
 
     Returns:
         Whether every right job ended with the same parameters on one process and on two.
@@ -37,7 +36,7 @@ def demo(output: Path, console: Console | None = None, *, steps: int | None = No
     """
     console = console or Console()
     digits = Digits.load()
-    right, wrong = compare(digits, console, steps)
+    right, wrong = compare(digits, console)
     console.print()
     console.print(_table(right, wrong, digits))
     console.print()
@@ -54,7 +53,13 @@ def demo(output: Path, console: Console | None = None, *, steps: int | None = No
 def compare(
     digits: Digits, console: Console, steps: int | None = None
 ) -> tuple[tuple[Comparison, ...], tuple[Comparison, ...]]:
-    """Every right job on one process and on two, then the wrong recipes on two."""
+    """Every right job on one process and on two, then the wrong recipes on two; with a progress bar for each.
+
+    Args:
+        digits: to train on.
+        console: where the bars are.
+        steps: optimizer steps of every job, instead of each job's own.
+    """
     right, wrong = ([replace(job, steps=steps or job.steps) for job in jobs] for jobs in (RIGHT, WRONG))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Worlds(threads=1) as worlds, Progress(*columns, console=console) as progress:
@@ -71,12 +76,12 @@ def compare(
 
 def _table(right: tuple[Comparison, ...], wrong: tuple[Comparison, ...], digits: Digits) -> Table:
     def recall(comparison: Comparison, rows: Rows) -> str:
-        return f"{comparison.recall(rows, digits):.3f}"
+        return f"{100 * comparison.recall(rows, digits):.1f}"
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))  # 80 columns at most
     for heading in ("loss", "trainer"):
         table.add_column(heading, no_wrap=True, vertical="bottom")
-    for heading in ("held-out\nloss, W=1", "R@1, W=1", "W=2", "parameter\ndifference"):
+    for heading in ("held-out\nloss, W=1", "R@1 in %\nW=1", "\nW=2", "largest\ndrift"):
         table.add_column(heading, justify="right", no_wrap=True)
     for c in right:
         loss = f"{c.alone.curve[0]:.2f} → {c.alone.curve[c.job.steps]:.2f}"
@@ -85,8 +90,9 @@ def _table(right: tuple[Comparison, ...], wrong: tuple[Comparison, ...], digits:
         table.add_row(c.job.title, c.job.trainer, loss, learnt, recall(c, c.together[0].after), drift)
     table.add_section()
     for c in wrong:
-        name = f"[dim]wrong:[/] {c.job.title}"
+        name = f"[red]✗[/] {c.job.title}"
         table.add_row(name, c.job.trainer, "", "", recall(c, c.together[0].after), f"[red]{c.drift:.0e}")
+    table.caption = "drift: of a parameter, W=2 from W=1.  ✗: embeddings gathered by hand, wrongly"
     return table
 
 

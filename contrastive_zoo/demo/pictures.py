@@ -18,7 +18,7 @@ PALE, DARK = "#77AADD", "#0B2545"
 WRONG = (("#CC3311", "-"), ("#009988", (0, (6, 1, 1, 1))))
 TEN = ("#332288", "#3399CC", "#44AA99", "#117733", "#999933", "#DDAA33", "#CC6677", "#882255", "#AA4499", "#777777")
 INK = "#333333"
-STYLE = {
+STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": INK,

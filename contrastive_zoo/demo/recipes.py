@@ -78,7 +78,10 @@ class KeepsOwnSlice(WrongInfoNCE):
 
 
 class DetachedColumns(WrongInfoNCE):
-    """My rows against everybody's detached ones: what others' anchors ask of my rows is lost."""
+    """My rows against everybody's detached ones: what others' anchors ask of my rows is lost.
+
+    The mean over my rows is then averaged by DDP: on uneven shards the smaller one's rows weigh more.
+    """
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         q, k = F.normalize(queries, dim=1), F.normalize(keys, dim=1)
@@ -137,7 +140,7 @@ class Job:
 
 CROSS_VIEW = Job("InfoNCE, two views", TwoTowers, info_nce, "DDP", False, batch=256, steps=200, rate=0.01)
 SUP_CON = Job("SupCon", OneTower, sup_con, "DDP", True, batch=256, steps=80, rate=0.02)
-TRIPLET = Job("pml triplet + miner", OneTower, pml_triplet, "average_gradients", True, batch=96, steps=60, rate=0.1)
+TRIPLET = Job("pml triplet, mined", OneTower, pml_triplet, "average_gradients", True, batch=96, steps=60, rate=0.1)
 RIGHT = (CROSS_VIEW, SUP_CON, TRIPLET)
 WRONG = (
     replace(CROSS_VIEW, title="keeps own slice", loss=KeepsOwnSlice),

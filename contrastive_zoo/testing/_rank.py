@@ -237,7 +237,13 @@ def launch(rank: int, size: int, directory: str, threads: int) -> tuple[BaseProc
 def _nothing_known_of_main() -> Iterator[None]:
     """No rank runs the caller's script again, and a fork server not yet up imports what every rank will need."""
     # dynamo: DDP and dispatch modes import it at first use, a second of each rank's time
-    needed = ["torch", "torch.distributed", "torch._dynamo", "contrastive_zoo.testing.trial", "contrastive_zoo.distributed"]
+    needed = [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "contrastive_zoo.testing.trial",
+        "contrastive_zoo.distributed",
+    ]
     _context.set_forkserver_preload([*needed, __name__])
     # A fork server with BLAS threads would fork with threads running; python < 3.13 ignores sys.path when preloading.
     ours = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OPENBLAS_NUM_THREADS": "1"}

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from hypothesis import HealthCheck, Phase, find, given, settings
-from hypothesis.errors import NoSuchExample
+from hypothesis.errors import HypothesisException, NoSuchExample
 
 from contrastive_zoo.testing import laws
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -72,7 +73,9 @@ class Report:
         if self.ok:
             return f"{self.name} is the same function on any number of processes ({where})."
         lines = [f"{self.name} is not the same function on any number of processes ({where})."]
-        lines += [f"  {found.law}: {found.message}\n      at {found.batch}   # {found.batch!r}" for found in self.findings]
+        lines += [
+            f"  {found.law}: {found.message}\n      at {found.batch}   # {found.batch!r}" for found in self.findings
+        ]
         return "\n".join([*lines, f"Diagnosis: {self.diagnosis}"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,6 +116,7 @@ def check_world_size_invariance(
     grad_reduction: GradReduction = "mean",
     max_examples: int = 30,
     level: Literal["loss", "training_step"] = "loss",
+    width: int | None = None,
     worlds: Worlds | None = None,
     name: str | None = None,
 ) -> Report:
@@ -132,6 +136,7 @@ def check_world_size_invariance(
         grad_reduction: what the trainer does with gradients.
         max_examples: how many global batches to try.
         level: what is under test.
+        width: of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
         worlds: live worlds to use; None starts some.
         name: what the report calls the loss.
 
@@ -157,6 +162,7 @@ def check_world_size_invariance(
         grad_reduction=grad_reduction,
         max_examples=max_examples,
         level=level,
+        width=width,
         worlds=worlds,
         name=name,
     )
@@ -173,6 +179,7 @@ def examine(
     grad_reduction: GradReduction = "mean",
     max_examples: int = 30,
     level: Literal["loss", "training_step"] = "loss",
+    width: int | None = None,
     worlds: Worlds | None = None,
     name: str | None = None,
     on_example: Callable[[int], None] = lambda count: None,
@@ -195,17 +202,21 @@ def examine(
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=4.0, grace=0.3))
         pool.start(1, *world_sizes)
-        found = [pool.run(size, _call_form, make_loss, timeout=IMPORTING)[0] for size in dict.fromkeys([1, *world_sizes])]
+        found = [
+            pool.run(size, _call_form, make_loss, timeout=IMPORTING)[0] for size in dict.fromkeys([1, *world_sizes])
+        ]
         if call == "auto":
             call = found[0]
         step = level == "training_step"
-        case = Case(make_loss, call, grad_reduction, step=step, name=name or getattr(make_loss, "__name__", "loss"))
-        examination = _Examination(case, pool, tuple(world_sizes), on_example)
+        case = Case(
+            make_loss, call, grad_reduction, step=step, name=name or str(getattr(make_loss, "__name__", "loss"))
+        )
+        examination = _Examination(case, pool, tuple(world_sizes), width, on_example)
         examination.survey(max_examples)
         findings = [examination.shrunk(law) for law in LAWS if law.name in examination.broken]
         report = Report(case.name, tuple(world_sizes), grad_reduction, examination.examples, findings)
         if findings:
-            report.diagnosis = diagnose(case, [found.law.name for found in findings], pool)
+            report.diagnosis = diagnose(case, [found.law.name for found in findings], pool, width=width or 3)
     report.seconds = time.monotonic() - start
     return report
 
@@ -214,49 +225,67 @@ class _Examination:
     """All laws on many batches; the first failure of each law is kept, then made smaller."""
 
     def __init__(
-        self, case: Case, worlds: Worlds, world_sizes: tuple[int, ...], on_example: Callable[[int], None]
+        self,
+        case: Case,
+        worlds: Worlds,
+        world_sizes: tuple[int, ...],
+        width: int | None,
+        on_example: Callable[[int], None],
     ) -> None:
-        self.case, self.worlds, self.world_sizes, self.on_example = case, worlds, world_sizes, on_example
+        self.case, self.worlds, self.world_sizes, self.width = case, worlds, world_sizes, width
+        self.on_example = on_example
+        self.unusable: RankError | None = None
+        self.batches = partial(global_batches, world_sizes, width=width)
         self.examples = 0
         self.broken: dict[str, Finding] = {}
 
     def survey(self, max_examples: int) -> None:
-        unusable: RankError | None = None
-
-        @settings(
-            max_examples=max_examples,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(batch=global_batches(self.world_sizes, rows=[*ORDINARY, *ORDINARY, *ADVERSARIAL]))
-        def run(batch: GlobalBatch) -> None:
-            nonlocal unusable
-            trial = Trial(self.case, batch, self.worlds)
-            try:
-                trial.alone()
-            except RankError as error:  # no loss of one process to compare with
-                unusable = error
-                return
-            self.examples += 1
-            self.on_example(self.examples)
-            for law in LAWS:
-                if law.name not in self.broken and _asked(law, batch):
-                    finding = self._finding(law, trial)
-                    if finding is not None:
-                        self.broken[law.name] = finding
-                if laws.runs_on_every_split.name in self.broken:
-                    break  # every further law would wait for the same rank
-
-        run()
+        """Telling batches for each W first, then drawn ones, every fifth with adversarial rows."""
+        telling = [
+            GlobalBatch(tuple(range(1, world_size + 1)) if world_size > 1 else (4,), d=self.width or 3, rows=rows)
+            for rows in ("gaussian", "huge")
+            for world_size in self.world_sizes
+        ]
+        for batch in telling[:max_examples]:
+            self._try(batch)
+        left = max(0, max_examples - len(telling))
+        for rows, share in ((ORDINARY, left - left // 5), (ADVERSARIAL, left // 5)):
+            if share:
+                drawn = given(batch=self.batches(rows=rows))(self._try_drawn)
+                settings(
+                    max_examples=share,
+                    deadline=None,
+                    database=None,
+                    derandomize=True,
+                    phases=[Phase.generate],
+                    suppress_health_check=list(HealthCheck),
+                )(drawn)()
         if self.examples == 0:
             raise ValueError(
                 f"{self.case.name}: raises on one process already, so that there is nothing to compare with. "
                 f"It was called with {'two views' if self.case.call == 'views' else 'embeddings and labels'}; say "
-                f"call='labels' or 'views' if that is wrong. {unusable}"
+                f"call='labels' or 'views' if that is wrong. {self.unusable}"
             )
+
+    def _try_drawn(self, batch: GlobalBatch) -> None:
+        self._try(batch)
+
+    def _try(self, batch: GlobalBatch) -> None:
+        trial = Trial(self.case, batch, self.worlds)
+        try:
+            trial.alone()
+        except RankError as error:  # no loss of one process to compare with
+            self.unusable = error
+            return
+        self.examples += 1
+        self.on_example(self.examples)
+        for law in LAWS:
+            if laws.runs_on_every_split.name in self.broken:
+                return  # every further law would wait for the same rank
+            if law.name not in self.broken and _asked(law, batch):
+                finding = self._finding(law, trial)
+                if finding is not None:
+                    self.broken[finding.law.name] = finding
 
     def shrunk(self, law: Law) -> Finding:
         """The finding of this law on the smallest batch found in a few seconds."""
@@ -276,10 +305,8 @@ class _Examination:
         quiet = settings(
             max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
         )
-        try:
-            find(global_batches(self.world_sizes, rows=rows), fails, settings=quiet)
-        except (NoSuchExample, Exception):  # noqa: B014  # time ran out in the middle of a search: best stands
-            pass
+        with suppress(NoSuchExample, HypothesisException):  # time ran out in the middle of a search: best stands
+            find(self.batches(rows=rows), fails, settings=quiet)
         return best
 
     def _finding(self, law: Law, trial: Trial) -> Finding | None:

@@ -218,13 +218,14 @@ class _Probe:
         return of is None or (_near(of[0], factor) and (factor == 0 or _near(of[1], 1.0)))
 
 
-def diagnose(case: Case, broken: Sequence[str], worlds: Worlds) -> Diagnosis:
+def diagnose(case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3) -> Diagnosis:
     """Name the mistake.
 
     Args:
         case: the loss.
         broken: names of the laws that do not hold.
         worlds: where to run.
+        width: of the embeddings to measure with.
 
     Example:
         >>> from contrastive_zoo.testing.gallery import GALLERY
@@ -232,22 +233,24 @@ def diagnose(case: Case, broken: Sequence[str], worlds: Worlds) -> Diagnosis:
         ...     diagnose(GALLERY["own slice"].case, ["same_encoder_gradient"], worlds).mistake
         'own slice'
     """
-    return DIAGNOSES[_mistake(case, set(broken), worlds)]
+    return DIAGNOSES[_mistake(case, set(broken), worlds, width)]
 
 
-def _mistake(case: Case, broken: set[str], worlds: Worlds) -> str:
+def _mistake(case: Case, broken: set[str], worlds: Worlds, width: int) -> str:
     try:
-        even = [_probe(case, GlobalBatch(shards, d=3, seed=7), worlds) for shards in ((3, 3), (2, 2, 2))]
+        even = [_probe(case, GlobalBatch(shards, d=width, seed=7), worlds) for shards in ((3, 3), (2, 2, 2))]
     except RankError as error:
         return "hang" if error.stuck else "raises"
     try:
-        uneven = _probe(case, GlobalBatch((2, 4), d=3, seed=7), worlds)
-        _probe(case, GlobalBatch((0, 3, 1), d=3, seed=7), worlds)
+        uneven = _probe(case, GlobalBatch((2, 4), d=width, seed=7), worlds)
+        _probe(case, GlobalBatch((0, 3, 1), d=width, seed=7), worlds)
     except RankError as error:
         return "hang" if error.stuck else "uneven shards"
     if laws.runs_on_every_split.name in broken:
         return "hang"
-    return _by_hand_written_backward(broken) or _by_value(case, even, uneven, worlds) or _by_gradient(case, even, broken)
+    return (
+        _by_hand_written_backward(broken) or _by_value(case, even, uneven, worlds) or _by_gradient(case, even, broken)
+    )
 
 
 def _by_hand_written_backward(broken: set[str]) -> str | None:

@@ -262,7 +262,9 @@ def _close(found: Tensor, expected: Tensor, what: str, whose: str) -> None:
     found, expected = found.double(), expected.double()
     error = (found - expected).abs().max().item() if found.numel() else 0.0
     if not error <= TOLERANCE * max(1.0, expected.abs().max().item() if expected.numel() else 0.0):
-        raise Broken(f"{what} {_short(found)}; {whose}: {_short(expected)} (off by {error:.2g}{_ratio(found, expected)})")
+        raise Broken(
+            f"{what} {_short(found)}; {whose}: {_short(expected)} (off by {error:.2g}{_ratio(found, expected)})"
+        )
 
 
 def _short(x: Tensor) -> str:

@@ -15,7 +15,9 @@ ADVERSARIAL: tuple[Rows, ...] = ("duplicates", "collinear", "zeros", "huge", "ti
 
 
 @st.composite
-def splits(draw: st.DrawFn, world_sizes: Sequence[int] = (1, 2, 3, 4), *, least: int = 1, most: int = 6) -> tuple[int, ...]:
+def splits(
+    draw: st.DrawFn, world_sizes: Sequence[int] = (1, 2, 3, 4), *, least: int = 1, most: int = 6
+) -> tuple[int, ...]:
     """Samples per rank: even, uneven, and with empty ranks; ``least`` to ``W · most`` in all.
 
     Example:
@@ -39,6 +41,7 @@ def global_batches(
     most: int = 6,
     rows: Sequence[Rows] = ORDINARY,
     labels: Sequence[Labels] = get_args(Labels),
+    width: int | None = None,
 ) -> st.SearchStrategy[GlobalBatch]:
     """Global batches of ``least`` to ``W · most`` samples.
 
@@ -48,6 +51,7 @@ def global_batches(
         most: samples of one rank, at most.
         rows: kinds of rows to draw from; adversarial ones have ties and kinks, where gradients are not defined.
         labels: kinds of labels to draw from.
+        width: of the embeddings; None draws it.
 
     Example:
         >>> from hypothesis import find
@@ -57,7 +61,7 @@ def global_batches(
     return st.builds(
         GlobalBatch,
         splits(world_sizes, least=least, most=most),
-        d=st.integers(1, 6),
+        d=st.integers(1, 6) if width is None else st.just(width),
         labels=st.sampled_from(list(labels)),
         rows=st.sampled_from(list(rows)),
         seed=st.integers(0, 999),

@@ -145,7 +145,8 @@ def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     made = case.make()
     batches = [batch] if plan.then is None else [batch, replace(batch, seed=plan.then)]
     if case.step:
-        return _measure_step(*made, case, batches, plan)
+        model, step = made
+        return _measure_step(model, step, case, batches, plan)
     encoder = Encoder(batch.d)
     if isinstance(made, nn.Module):
         made = made.double()
@@ -249,4 +250,16 @@ def _state(module: nn.Module) -> Gradients:
     return {name: x.detach().clone() for name, x in module.named_buffers()}
 
 
-__all__ = ["AS_IS", "Case", "Encoder", "Measurement", "Plan", "RankError", "Trial", "call_form", "measure", "value_of", "whole_batch"]
+__all__ = [
+    "AS_IS",
+    "Case",
+    "Encoder",
+    "Measurement",
+    "Plan",
+    "RankError",
+    "Trial",
+    "call_form",
+    "measure",
+    "value_of",
+    "whole_batch",
+]

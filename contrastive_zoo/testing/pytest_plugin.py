@@ -1,0 +1,230 @@
+"""The pytest plugin: ``@pytest.mark.world_sizes(1, 2, 4)`` runs a test on every rank of live process groups.
+
+It imports neither torch nor the worlds before a test asks for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copyreg
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from contrastive_zoo.testing.worlds import Worlds
+
+MARKER = "world_sizes"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long a world may take."""
+    about = "seconds that one test may take in one world of processes"
+    parser.addini("world_timeout", f"{about} (--world-timeout takes precedence)", default="60")
+    group = parser.getgroup("contrastive_zoo")
+    group.addoption("--world-timeout", type=_seconds, metavar="SECONDS", help=f"{about}; 60 by default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known, and refuse a timeout that is none."""
+    config.addinivalue_line(
+        "markers",
+        f"{MARKER}(*sizes, timeout=None): run the test on every rank of live gloo worlds of these sizes; inside, "
+        "torch.distributed is initialised. rank and world_size are fixtures; timeout is in seconds.",
+    )
+    try:
+        _timeout(config)
+    except argparse.ArgumentTypeError as error:
+        raise pytest.UsageError(f"world_timeout: {error}") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"a positive number of seconds was expected, got {text!r}.")
+    return seconds
+
+
+def _timeout(config: pytest.Config) -> float:
+    option: float | None = config.getoption("world_timeout")
+    return _seconds(config.getini("world_timeout")) if option is None else option
+
+
+# --- fixtures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
+    """A pool of live worlds for the whole session: ``worlds.run(2, function, *arguments)``."""
+    from contrastive_zoo.testing.worlds import Worlds
+
+    with Worlds(timeout=_timeout(pytestconfig)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def rank() -> EachRanksOwn:
+    """The rank on which a marked test finds itself. A fixture may hand it on, but has no number to reckon with yet."""
+    return EachRanksOwn()
+
+
+class EachRanksOwn:
+    """What :func:`rank` is until it arrives on a rank, where it becomes that rank's number."""
+
+    def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
+        return _rank, ()
+
+    def __repr__(self) -> str:
+        return "each rank's own"
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+# --- a marked test --------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each world size."""
+    marker = metafunc.definition.get_closest_marker(MARKER)
+    if marker is None:
+        return
+    sizes = marker.args
+    if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise _misuse(f"{MARKER} takes numbers of processes, at least 1 each, got {list(sizes)}.")
+    if unknown := set(marker.kwargs) - {"timeout"}:
+        raise _misuse(f"{MARKER} takes sizes and timeout, got {', '.join(sorted(unknown))} as well.")
+    # No fixture of the plugin: Hypothesis would take it for one that is made anew for every test but not every example.
+    if "world_size" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("world_size")
+    metafunc.parametrize("world_size", sizes, ids=[f"W={size}" for size in sizes])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse what would run in this process alone, or not at all."""
+    if item.get_closest_marker(MARKER) is None:
+        return
+    if _size(item) is None:
+        raise _misuse(f"{MARKER} marks test functions and methods of plain classes, not those of a unittest.TestCase.")
+    if inspect.iscoroutinefunction(getattr(item, "obj", None)):
+        raise _misuse(f"{MARKER}: an async test cannot run on ranks; start the event loop inside the test.")
+
+
+def _size(item: pytest.Item) -> int | None:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("world_size")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a marked test on the ranks instead of here."""
+    marker = pyfuncitem.get_closest_marker(MARKER)
+    size = _size(pyfuncitem)
+    if marker is None or size is None:
+        return None
+    pool: Worlds = pyfuncitem._request.getfixturevalue("worlds")
+    pool.start(size)  # not on the test's time
+    on_ranks = functools.partial(_on_ranks, pool, size, marker.kwargs.get("timeout"))
+    test = pyfuncitem.obj
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if not getattr(test, "is_hypothesis_test", False):
+        on_ranks(test, **arguments)
+        return True
+    # Hypothesis draws here, so that all ranks get the same example; what it runs for each is on its handle.
+    handle, body = test.hypothesis, test.hypothesis.inner_test
+
+    @functools.wraps(body)
+    def body_on_ranks(*args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        on_ranks(body, *args, **kwargs)
+
+    handle.inner_test = body_on_ranks
+    try:
+        test(**arguments)
+    except pytest.fail.Exception as failure:  # pytest leaves out the notes of a failure without a trace
+        example = getattr(failure, "__notes__", [])
+        raise pytest.fail.Exception("\n".join([str(failure), *example]), pytrace=False) from None
+    finally:
+        handle.inner_test = body
+    return True
+
+
+def _on_ranks(
+    pool: Worlds, size: int, timeout: float | None, body: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> None:
+    __tracebackhide__ = True
+    from contrastive_zoo.testing.worlds import RankError
+
+    try:
+        pool.run(size, _Body(body, *args, **kwargs), timeout=timeout)  # type: ignore[arg-type]
+    except RankError as error:
+        failure = _outcome(error)
+    except TypeError as error:  # raised before anything ran
+        failure = _misuse(_what_cannot_travel(body, kwargs, error))
+    else:
+        return
+    raise failure
+
+
+class _Body:
+    """A test's body on its way to a rank, where it arrives as the plain function: no frame of ours in tracebacks."""
+
+    def __init__(self, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        self.call = functools.partial(body, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _arrive, (self.call,)
+
+
+def _arrive(call: Callable[[], Any]) -> Callable[[], Any]:
+    # pytest says that Skipped lives in builtins, where pickle does not find it.
+    copyreg.pickle(pytest.skip.Exception, lambda skipped: (_skipped, (str(skipped),)))  # type: ignore[arg-type]
+    return call
+
+
+def _skipped(reason: str) -> BaseException:
+    return pytest.skip.Exception(reason)
+
+
+def _outcome(error: Any) -> BaseException:
+    """What this test's failure, skip, … on the ranks is in this process."""
+    errors = list(error.errors.values())
+    if errors and all(isinstance(x, pytest.skip.Exception) for x in errors):
+        return pytest.skip.Exception(str(errors[0]), _use_item_location=True)
+    if errors and all(isinstance(x, pytest.xfail.Exception) for x in errors):
+        return errors[0]
+    return pytest.fail.Exception(str(error), pytrace=False)
+
+
+def _what_cannot_travel(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
+    from contrastive_zoo.testing import _rank
+
+    def problem(value: Any) -> str | None:
+        try:
+            _rank.dumps(value)
+        except Exception as reason:
+            return f"{type(value).__name__}: {str(reason).partition(chr(10))[0]}"
+        return None
+
+    named = {"self": getattr(body, "__self__", None)} | arguments
+    stuck = [f"{name} ({why})" for name, value in named.items() if (why := problem(value))]
+    if not stuck:
+        return str(error)
+    return (
+        f"{body.__name__}: its arguments are evaluated in this process and sent to the ranks, but these cannot travel: "
+        f"{', '.join(stuck)}. Make them inside the test, or leave the marker out and call worlds.run."
+    )
+
+
+def _misuse(message: str) -> BaseException:
+    return pytest.fail.Exception(message, pytrace=False)

@@ -1,0 +1,329 @@
+"""Draws the figures of the documentation: ``python docs/figures.py`` writes docs/pages/figures/*.svg.
+
+The six collectives are drawings. ``recipes.svg`` is measured: every recipe runs under DDP on 1 to 4 processes, in
+float64, and is compared with one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+
+FIGURES = Path(__file__).parent / "pages" / "figures"
+RANK_COLOURS = ("#9ecae9", "#ffcf9a", "#b5dfae")
+INK, FAINT, ZERO = "#222222", "#8a8a8a", "#f1f1f1"
+FORWARD, BACKWARD = "#3a6ea5", "#b0413e"
+
+# ------------------------------------------------------------------------------------------------ the six collectives
+
+Block = tuple[str, tuple[int, ...]]  # its text, and the ranks it is made of: none, one, or all that were added up
+Stack = list[Block]
+Side = list[Stack]  # one stack for each rank
+WORLD = 3
+EVERYBODY = tuple(range(WORLD))
+
+
+def each(text: Callable[[int], str], colour: Callable[[int], tuple[int, ...]] = lambda r: (r,)) -> Side:
+    """One block on every rank."""
+    return [[(text(r), colour(r))] for r in EVERYBODY]
+
+
+def stack_on(root: int, text: Callable[[int], str]) -> Side:
+    """All slices on the root, nothing elsewhere."""
+    return [[(text(s), (s,)) for s in EVERYBODY] if r == root else [] for r in EVERYBODY]
+
+
+ALL_TO_ALL = [(a, b) for a in EVERYBODY for b in EVERYBODY]
+STAY = [(r, r) for r in EVERYBODY]
+FROM_0 = [(0, r) for r in EVERYBODY]
+TO_0 = [(r, 0) for r in EVERYBODY]
+
+
+def summed(text: str) -> Side:
+    return each(lambda r: text, lambda r: EVERYBODY)
+
+
+def only_0(block: Block, rest: str = "0") -> Side:
+    return [[block] if r == 0 else [(rest, ())] for r in EVERYBODY]
+
+
+def stacks(text: Callable[[int, int], str]) -> Side:
+    return [[(text(r, s), (s,)) for s in EVERYBODY] for r in EVERYBODY]
+
+
+def sub(letter: str) -> Callable[[int], str]:
+    return lambda r: f"{letter}{'₀₁₂'[r]}"
+
+
+COLLECTIVES: dict[str, tuple[Side, Side, list[tuple[int, int]], Side, Side, list[tuple[int, int]]]] = {
+    # name: inputs, outputs, who sends to whom; gradients of outputs, of inputs, who sends to whom
+    "reduce": (
+        each(sub("x")),
+        only_0(("x₀+x₁+x₂", EVERYBODY)),
+        TO_0,
+        only_0(("g₀", (0,)), "not read"),
+        each(lambda r: "g₀", lambda r: (0,)),
+        FROM_0,
+    ),
+    "all_reduce": (each(sub("x")), summed("x₀+x₁+x₂"), ALL_TO_ALL, each(sub("g")), summed("g₀+g₁+g₂"), ALL_TO_ALL),
+    "scatter": (stack_on(0, sub("x")), each(sub("x")), FROM_0, each(sub("g")), stack_on(0, sub("g")), TO_0),
+    "gather": (each(sub("x")), stack_on(0, sub("x")), TO_0, stack_on(0, sub("g")), each(sub("g")), FROM_0),
+    "all_gather": (
+        each(sub("x")),
+        stacks(lambda r, s: f"x{'₀₁₂'[s]}"),
+        ALL_TO_ALL,
+        stacks(lambda r, s: f"g{'₀₁₂'[r]}[{s}]"),
+        each(lambda r: f"Σᵣ gᵣ[{r}]", lambda r: (r,)),
+        ALL_TO_ALL,
+    ),
+    "broadcast": (
+        only_0(("x₀", (0,)), "not read"),
+        each(lambda r: "x₀", lambda r: (0,)),
+        FROM_0,
+        each(sub("g")),
+        only_0(("g₀+g₁+g₂", EVERYBODY)),
+        TO_0,
+    ),
+    "reduce_scatter": (
+        stacks(lambda r, s: f"x{'₀₁₂'[r]}[{s}]"),
+        each(lambda r: f"Σᵣ xᵣ[{r}]", lambda r: (r,)),
+        ALL_TO_ALL,
+        each(sub("g")),
+        stacks(lambda r, s: f"g{'₀₁₂'[s]}"),
+        ALL_TO_ALL,
+    ),
+    "replicated": (
+        each(lambda r: "φ", lambda r: ()),
+        each(lambda r: "φ", lambda r: ()),
+        STAY,
+        each(sub("g")),
+        summed("g₀+g₁+g₂"),
+        ALL_TO_ALL,
+    ),
+}
+
+WIDE, HIGH, PITCH = 1.0, 0.34, 1.3
+
+
+def draw_stack(ax: Axes, stack: Stack, left: float, bottom: float) -> None:
+    if not stack:
+        ax.add_patch(Rectangle((left, bottom), WIDE, HIGH, fill=False, ec=FAINT, ls=(0, (3, 3)), lw=0.8))
+        ax.text(left + WIDE / 2, bottom + HIGH / 2, "no rows", ha="center", va="center", fontsize=7.5, color=FAINT)
+    for index, (text, made_of) in enumerate(reversed(stack)):
+        y = bottom + index * HIGH
+        for part, rank in enumerate(made_of):
+            share = WIDE / len(made_of)
+            ax.add_patch(Rectangle((left + part * share, y), share, HIGH, fc=RANK_COLOURS[rank], lw=0))
+        ax.add_patch(Rectangle((left, y), WIDE, HIGH, fc="none" if made_of else ZERO, ec=INK, lw=0.8))
+        colour = FAINT if text == "not read" else INK
+        size = 7.5 if text == "not read" else 9.5
+        ax.text(left + WIDE / 2, y + HIGH / 2, text, ha="center", va="center", fontsize=size, color=colour)
+
+
+def draw_half(
+    ax: Axes, x: float, top: Side, bottom: Side, arrows: list[tuple[int, int]], *, back: bool, base: float
+) -> None:
+    """Inputs above, outputs below; arrows down, or up if this is the way back."""
+    roof = max(len(stack) for stack in bottom) * HIGH
+    for rank in EVERYBODY:
+        draw_stack(ax, bottom[rank], x + rank * PITCH, 0)
+        draw_stack(ax, top[rank], x + rank * PITCH, base)
+    for source, target in arrows:
+        start, end = x + source * PITCH + WIDE / 2, x + target * PITCH + WIDE / 2
+        source_stack = (bottom if back else top)[source]
+        colour = INK if not source_stack else (BACKWARD if back else FORWARD)
+        low_of = bottom[source if back else target]
+        low = max(1, len(low_of)) * HIGH + 0.05 if low_of else HIGH + 0.05
+        ends = ((start, low), (end, base - 0.05)) if back else ((start, base - 0.05), (end, low))
+        ax.add_patch(
+            FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=8, lw=1.0, color=colour, shrinkA=0, shrinkB=0)
+        )
+    assert roof < base
+
+
+def draw_collective(name: str) -> None:
+    inputs, outputs, sends, g_outputs, g_inputs, returns = COLLECTIVES[name]
+    low = max(len(stack) for stack in [*outputs, *g_outputs]) * HIGH
+    high = max(len(stack) for stack in [*inputs, *g_inputs]) * HIGH
+    base = low + 0.75
+    width, height = 2 * WORLD * PITCH + 1.5, base + high + 0.62
+    figure = plt.figure(figsize=(width * 0.95, (height + 0.12) * 0.95))
+    ax = figure.add_axes((0, 0, 1, 1))
+    ax.set_xlim(-0.75, width - 0.75)
+    ax.set_ylim(-0.12, height)
+    ax.axis("off")
+    second = WORLD * PITCH + 0.55
+    for x, title, colour in ((0, "forward", FORWARD), (second, "backward", BACKWARD)):
+        middle = x + ((WORLD - 1) * PITCH + WIDE) / 2
+        ax.text(middle, height - 0.16, title, ha="center", va="center", color=colour, fontsize=11, weight="bold")
+        for rank in EVERYBODY:
+            place = (x + rank * PITCH + WIDE / 2, height - 0.44)
+            ax.text(*place, f"rank {rank}", ha="center", va="center", fontsize=8, color=FAINT)
+    for y, text in ((base + high / 2, "in"), (low / 2, "out")):
+        ax.text(-0.2, y, text, ha="right", va="center", fontsize=9, color=FAINT)
+        ax.text(second - 0.12, y, f"∂L/∂{text}", ha="right", va="center", fontsize=7.5, color=FAINT)
+    draw_half(ax, 0, inputs, outputs, sends, back=False, base=base)
+    draw_half(ax, second, g_inputs, g_outputs, returns, back=True, base=base)
+    save(figure, name)
+
+
+# ------------------------------------------------------------------------------------------------ recipes, measured
+
+
+class OwnSlice(torch.autograd.Function):
+    """A gather whose backward pass keeps this rank's slice of this rank's gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: object, dy: Tensor) -> Tensor:
+        return dy.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def detached(x: Tensor) -> Tensor:
+    return OwnSlice.apply(x.detach()) if dist.get_world_size() > 1 else x
+
+
+def overwritten(x: Tensor) -> Tensor:
+    parts = list(detached(x).chunk(dist.get_world_size()))
+    parts[dist.get_rank()] = x
+    return torch.cat(parts)
+
+
+def clip_loss(rows: Tensor, columns: Tensor, scale: Tensor, first: int = 0) -> Tensor:
+    """Row i belongs to column first + i."""
+    return F.cross_entropy(scale * rows @ columns.T, torch.arange(first, first + len(rows)))
+
+
+def whole(q: Tensor, k: Tensor, scale: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    all_q, all_k = gather(q), gather(k)
+    return (clip_loss(all_q, all_k, scale) + clip_loss(all_k, all_q, scale)) / 2
+
+
+def local(q: Tensor, k: Tensor, scale: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    all_q, all_k, first = gather(q), gather(k), dist.get_rank() * len(q)
+    return (clip_loss(q, all_k, scale, first) + clip_loss(k, all_q, scale, first)) / 2
+
+
+def ours(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return cz.DistributedLoss(cz.InfoNCE(temperature=1 / scale, symmetric=True, normalize=False))(q, k)
+
+
+RECIPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "own slice, in a Function": lambda q, k, s: whole(q, k, s, OwnSlice.apply),
+    "own slice overwritten": lambda q, k, s: whole(q, k, s, overwritten),
+    "overwritten, loss × W": lambda q, k, s: whole(q, k, s, overwritten) * dist.get_world_size(),
+    "my rows × live own slice, loss × W": lambda q, k, s: local(q, k, s, overwritten) * dist.get_world_size(),
+    "my rows × detached columns": lambda q, k, s: local(q, k, s, detached),
+    "my rows × reduce-scatter gather": lambda q, k, s: local(q, k, s, cz.all_gather),
+    "all rows × reduce-scatter gather": lambda q, k, s: whole(q, k, s, cz.all_gather),
+    "DistributedLoss(InfoNCE(…))": ours,
+}
+
+
+def one_step(recipe: str, samples: int = 24) -> tuple[float, Tensor, Tensor]:
+    """Value, encoder gradient and scale gradient after DDP has averaged, on this rank."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    scale = torch.tensor(4.0, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(samples, 6, dtype=torch.float64)
+    y = x + 0.7 * torch.randn_like(x)
+    mine = slice(*(samples * (dist.get_rank() + end) // dist.get_world_size() for end in (0, 1)))
+    views = torch.cat([x[mine], y[mine]])
+    model = DistributedDataParallel(encoder)  # must outlive the backward pass
+    q, k = F.normalize(model(views), dim=1).chunk(2)
+    loss = RECIPES[recipe](q, k, scale)
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in encoder.parameters()])
+    return loss.item(), gradient, cz.all_reduce(scale.grad, "mean")
+
+
+def measure(worlds: Worlds, sizes: tuple[int, ...] = (1, 2, 3, 4)) -> dict[str, list[tuple[float, ...]]]:
+    """For each recipe and world size: value ratio (least, most over ranks), encoder ratio and cosine, scale ratio."""
+    results = {}
+    truth = worlds.run(1, one_step, "all rows × reduce-scatter gather")[0]
+    for recipe in RECIPES:
+        results[recipe] = []
+        for size in sizes:
+            ranks = worlds.run(size, one_step, recipe)
+            values = [value / truth[0] for value, *_ in ranks]
+            _, gradient, of_scale = ranks[0]
+            ratio = (gradient.norm() / truth[1].norm()).item()
+            cosine = F.cosine_similarity(gradient, truth[1], dim=0).item()
+            results[recipe].append((min(values), max(values), ratio, cosine, (of_scale / truth[2]).item()))
+    return results
+
+
+def draw_recipes(results: dict[str, list[tuple[float, ...]]]) -> None:
+    sizes = len(next(iter(results.values())))
+    titles = ("encoder gradient", "gradient of the loss's own scale", "value returned")
+    figure = plt.figure(figsize=(11.6, 4.3))
+    ax = figure.add_axes((0, 0, 1, 1))
+    cell, name_width, gap = 0.78, 3.1, 0.22
+    ax.set_xlim(0, name_width + 3 * (sizes * cell + gap) + 0.05)
+    ax.set_ylim(len(results) + 0.1, -1.0)
+    ax.axis("off")
+    for block, title in enumerate(titles):
+        left = name_width + block * (sizes * cell + gap)
+        ax.text(left + sizes * cell / 2, -0.72, title, ha="center", va="center", fontsize=10.5, weight="bold")
+        for column in range(sizes):
+            x = left + column * cell
+            ax.text(x + cell / 2, -0.25, f"W={column + 1}", ha="center", va="center", fontsize=8.5, color=FAINT)
+            for row, cells in enumerate(results.values()):
+                text, right = describe(block, cells[column])
+                ax.add_patch(Rectangle((x, row), cell, 1, fc="#d7efd3" if right else "#f8cfc8", ec="white", lw=2))
+                ax.text(x + cell / 2, row + 0.5, text, ha="center", va="center", fontsize=8, linespacing=1.15)
+    for row, recipe in enumerate(results):
+        weight = "bold" if RECIPES[recipe] is ours else "normal"
+        ax.text(name_width - 0.15, row + 0.5, recipe, ha="right", va="center", fontsize=9.5, weight=weight)
+    save(figure, "recipes")
+
+
+def describe(block: int, cell: tuple[float, ...]) -> tuple[str, bool]:
+    """A cell's text, and whether it is what one process computes."""
+    least, most, ratio, cosine, of_scale = cell
+    if block == 0:
+        straight = cosine > 1 - 1e-9
+        text = f"{ratio:.3g}×" if straight else f"{ratio:.2f}×\ncos {cosine:.2f}"
+        return text, straight and abs(ratio - 1) < 1e-9
+    if block == 1:
+        return f"{of_scale:.3g}×", abs(of_scale - 1) < 1e-9
+    same = most - least < 1e-9
+    return f"{most:.3g}×" if same else f"{least:.2f}×\nto {most:.2f}×", same and abs(most - 1) < 1e-9
+
+
+def save(figure: plt.Figure, name: str) -> None:
+    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+    if len(sys.argv) > 1:  # a folder for PNG copies, to look at
+        figure.savefig(Path(sys.argv[1]) / f"{name}.png", dpi=130, facecolor="white")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    mpl.rcParams.update({"svg.hashsalt": "contrastive_zoo", "font.family": "DejaVu Sans"})
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    for collective in COLLECTIVES:
+        draw_collective(collective)
+    with Worlds() as live:
+        found = measure(live)
+    for recipe, cells in found.items():
+        print(recipe, [tuple(round(number, 4) for number in cell) for cell in cells])
+    draw_recipes(found)

@@ -1,0 +1,72 @@
+"""The command line, as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "contrastive_zoo.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
+
+
+QUICK = ("--world-size", "1", "2", "--examples", "4")
+
+
+def test_one_of_ours_is_found_right(tmp_path: Path) -> None:
+    done = run("check", "nt-xent", *QUICK, "--json", str(tmp_path / "report.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is the same function on any number of processes" in " ".join(done.stdout.split())
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ok"]
+    assert report["world_sizes"] == [1, 2]
+
+
+def test_a_loss_of_the_users_own_file_is_found_wrong(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from contrastive_zoo.testing.gallery import make\ndef make_loss():\n    return make('mean of means')\n"
+    )
+    done = run("check", "mine:make_loss", *QUICK, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "mean of means" in done.stdout
+    assert "Mend: divide the global sum by the global count." in done.stdout
+    assert "W=2, shards [" in done.stdout
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_loss_of_pytorch_metric_learning(wrap: bool) -> None:
+    done = run("check", "pytorch_metric_learning.losses:ContrastiveLoss", *QUICK, *["--wrap"] * wrap)
+    assert done.returncode == (0 if wrap else 1), done.stdout + done.stderr
+    assert wrap or "local negatives" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "nothing"], "neither module:function"),
+        (["check", "nothing:at_all"], "No module named"),
+        (["check"], "say what to check"),
+        (["check", "nt-xent", "--call", "pairs"], "call is one of"),
+        (["check", "--explain", "nothing"], "no law"),
+    ],
+)
+def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert words in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_law_is_explained() -> None:
+    done = run("check", "--explain", "same_value")
+    assert done.returncode == 0
+    assert "what one process computes" in done.stdout
+
+
+def test_the_zoo_is_listed() -> None:
+    done = run("list")
+    assert done.returncode == 0
+    assert "nt-xent" in done.stdout
+    assert "sup-con" in done.stdout

@@ -1,0 +1,636 @@
+"""Every collective: its values in any dtype, its adjoint, and that each adjoint could have been wrong."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import contrastive_zoo as cz
+from contrastive_zoo.collectives import _winners
+from contrastive_zoo.testing.strategies import splits
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import Shards, World
+from tests.helpers import close, complaint, distance, groups, numbers, said
+
+DTYPES = [torch.int64, torch.int32, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SHARDS = splits((1, 2, 3, 4), least=0, most=3)
+ROOTS = st.integers(0, 3)
+
+
+# ------------------------------------------------------------------------------------------------- a table of them all
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One of them in one mode, on this rank's x.
+
+    Args:
+        run: ``run(x, at)``.
+        expected: from everybody's x, what every rank gets.
+        wrong_adjoint: ``wrong_adjoint(dy, x, at)``, a mistake that people make.
+        brings: how many rows each rank brings: its ``"own"``, as many as ``"all"``, or all on the root, one elsewhere.
+    """
+
+    run: Callable[[Tensor, "At"], Tensor]
+    expected: Callable[[list[Tensor], "At"], list[Tensor]]
+    wrong_adjoint: Callable[[Tensor, Tensor, "At"], Tensor]
+    brings: str = "own"
+
+
+@dataclass(frozen=True)
+class At:
+    """Where the rows are, and who is the root."""
+
+    sizes: tuple[int, ...]
+    root: int = 0
+    rank: int = 0
+    group: Any = field(default=None, compare=False)
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.sizes, self.rank)
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.root
+
+    def rows(self, brings: str) -> int:
+        total = sum(self.sizes)
+        return {"own": self.sizes[self.rank], "all": total, "root": total if self.is_root else 1}[brings]
+
+
+def _sum(xs: Sequence[Tensor]) -> Tensor:
+    """In the dtype of the terms, 16-bit numbers in 32; of booleans, whether any is true."""
+    stacked = torch.stack(list(xs))
+    return stacked.any(0) if stacked.dtype == torch.bool else stacked.sum(0, dtype=stacked.dtype)
+
+
+def _mean(xs: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(xs)).double().mean(0).to(xs[0].dtype)
+
+
+def _extreme(op: str) -> Callable[[Sequence[Tensor]], Tensor]:
+    return lambda xs: getattr(torch.stack(list(xs)), f"a{op}")(0)
+
+
+REDUCED = {"sum": _sum, "mean": _mean, "max": _extreme("max"), "min": _extreme("min")}
+
+
+def all_reduce(op: str) -> Collective:
+    return Collective(
+        lambda x, at: cz.all_reduce(x, op, process_group=at.group),
+        lambda xs, at: [REDUCED[op](xs)] * len(xs),
+        lambda dy, x, at: dy,
+        brings="all",
+    )
+
+
+def reduce(op: str) -> Collective:
+    def expected(xs: list[Tensor], at: At) -> list[Tensor]:
+        total = REDUCED[op](xs)
+        return [total if rank == at.root else torch.zeros_like(total) for rank in range(len(xs))]
+
+    return Collective(
+        lambda x, at: cz.reduce(x, at.root, op, process_group=at.group),
+        expected,
+        lambda dy, x, at: dy * at.is_root,
+        brings="all",
+    )
+
+
+def reduce_scatter(op: str) -> Collective:
+    return Collective(
+        lambda x, at: cz.reduce_scatter(x, shards=at.shards, op=op, process_group=at.group),
+        lambda xs, at: list(REDUCED[op](xs).split(list(at.sizes))),
+        lambda dy, x, at: _in_own_slice(dy, x, at),
+        brings="all",
+    )
+
+
+def _in_own_slice(dy: Tensor, x: Tensor, at: At) -> Tensor:
+    dx = torch.zeros_like(x)
+    if len(x) == sum(at.sizes):
+        dx[at.shards.mine] = dy
+    return dx
+
+
+def _gathered(xs: list[Tensor], at: At) -> list[Tensor]:
+    return [torch.cat(xs) if rank == at.root else xs[0][:0] for rank in range(len(xs))]
+
+
+LINEAR = {
+    "all_reduce sum": all_reduce("sum"),
+    "all_reduce mean": all_reduce("mean"),
+    "reduce sum": reduce("sum"),
+    "reduce mean": reduce("mean"),
+    "reduce_scatter sum": reduce_scatter("sum"),
+    "reduce_scatter mean": reduce_scatter("mean"),
+    "broadcast": Collective(
+        lambda x, at: cz.broadcast(x, at.root, process_group=at.group),
+        lambda xs, at: [xs[at.root]] * len(xs),
+        lambda dy, x, at: dy * at.is_root,
+        brings="all",
+    ),
+    "all_gather": Collective(
+        lambda x, at: cz.all_gather(x, process_group=at.group),
+        lambda xs, at: [torch.cat(xs)] * len(xs),
+        lambda dy, x, at: dy[at.shards.mine],
+    ),
+    "gather": Collective(
+        lambda x, at: cz.gather(x, at.root, process_group=at.group),
+        _gathered,
+        lambda dy, x, at: dy[at.shards.mine] if at.is_root else torch.zeros_like(x),
+    ),
+    "scatter": Collective(
+        lambda x, at: cz.scatter(x, at.sizes if at.is_root else None, src=at.root, process_group=at.group),
+        lambda xs, at: list(xs[at.root].split(list(at.sizes))),
+        _in_own_slice,
+        brings="root",
+    ),
+}
+ALL = LINEAR | {f"{run.__name__} {op}": run(op) for run in (all_reduce, reduce) for op in ("max", "min")}
+by_name = pytest.mark.parametrize("name", ALL)
+
+
+def place(sizes: Sequence[int], root: int, rank: int = 0, group: Any = None) -> At:
+    return At(tuple(sizes), root % len(sizes), rank, group)
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+@by_name
+@given(sizes=SHARDS, root=ROOTS, trailing=st.sampled_from([(), (3,), (2, 2)]), seed=st.integers(0, 99))
+def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed, worlds: Worlds) -> None:
+    collective = ALL[name]
+    dtypes = [dtype for dtype in DTYPES if dtype.is_floating_point or not name.endswith("mean")]
+
+    def brought(rank: int, dtype: torch.dtype) -> Tensor:
+        return numbers(place(sizes, root, rank).rows(collective.brings), *trailing, seed=seed + rank, dtype=dtype)
+
+    def job() -> list[Tensor]:
+        at = place(sizes, root, dist.get_rank())
+        return [collective.run(brought(at.rank, dtype), at) for dtype in dtypes]
+
+    found = worlds.run(len(sizes), job)
+    for index, dtype in enumerate(dtypes):
+        expected = collective.expected([brought(rank, dtype) for rank in range(len(sizes))], place(sizes, root))
+        for rank, value in enumerate(expected):
+            close(found[rank][index], value, 1e-6 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize("run", [cz.all_reduce, cz.reduce, cz.reduce_scatter], ids=lambda run: run.__name__)
+def test_a_mean_of_whole_numbers_is_on_one_process_what_it_is_on_two(run, dtype, worlds: Worlds) -> None:
+    def job() -> list:
+        results: list[Tensor] = []
+        shards = (
+            {"shards": Shards((2, 0)[: dist.get_world_size()], dist.get_rank())} if run is cz.reduce_scatter else {}
+        )
+        return [said(lambda: results.append(run(torch.tensor([1, 0]).to(dtype), op="mean", **shards))), *results]
+
+    (refusal, *alone), (also_refusal, *together) = worlds.run(1, job)[0], worlds.run(2, job)[0]
+    assert refusal == also_refusal
+    for found, expected in zip(together, alone, strict=True):
+        close(found, expected)
+
+
+def test_numbers_that_round_are_summed_in_32_bits(worlds: Worlds) -> None:
+    # bfloat16 counts 256, 258, 260: 256 + 1 is 256 again, but 256 + 1 + 1 + 1 is 259 and rounds once, to 260
+    def job() -> list[list[float]]:
+        x = torch.ones(4, dtype=torch.bfloat16)
+        x[dist.get_rank()] = 256
+        naive = x.clone()
+        dist.all_reduce(naive)
+        return [y.tolist() for y in (cz.all_reduce(x), cz.reduce(x), cz.reduce_scatter(x), naive)]
+
+    found = worlds.run(4, job)
+    everywhere, on_root, scattered, naive = zip(*found, strict=True)
+    assert {y for ys in (*everywhere, on_root[0], *scattered) for y in ys} == {260.0}
+    assert set(naive[0]) != {260.0}
+
+
+def test_an_input_is_never_changed(worlds: Worlds) -> None:
+    def job() -> bool:
+        x = numbers(4, 2, seed=dist.get_rank())
+        kept = x.clone()
+        for collective in ALL.values():
+            collective.run(x, place((1, 3), 1, dist.get_rank()) if collective.brings != "own" else _own(x))
+        return torch.equal(x, kept)
+
+    def _own(x: Tensor) -> At:
+        return place((len(x), len(x)), 1, dist.get_rank())
+
+    assert worlds.run(2, job) == [True, True]
+
+
+def test_rows_need_not_be_contiguous(worlds: Worlds) -> None:
+    def job() -> list[Tensor]:
+        x = numbers(3, 4, seed=dist.get_rank()).T
+        return [cz.all_gather(x), cz.all_reduce(x), cz.reduce_scatter(x), cz.broadcast(x, 1)]
+
+    a, b = numbers(3, 4, seed=0).T, numbers(3, 4, seed=1).T
+    for rank, found in enumerate(worlds.run(2, job)):
+        for y, expected in zip(found, [torch.cat([a, b]), a + b, (a + b).split(2)[rank], b], strict=True):
+            close(y, expected)
+
+
+def test_rows_are_split_as_tensor_split_does_unless_told(worlds: Worlds) -> None:
+    def job() -> list[list[int]]:
+        x = torch.arange(5)
+        return [cz.scatter(x).tolist(), (cz.reduce_scatter(x) // 3).tolist()]
+
+    parts = [part.tolist() for part in torch.arange(5).tensor_split(3)]
+    assert worlds.run(3, job) == [[part, part] for part in parts]
+
+
+# ------------------------------------------------------------------------------------------------------------ adjoints
+
+
+class Mutant(torch.autograd.Function):
+    """A collective's values with another backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.adjoint = adjoint
+        return run(x).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(dy), None, None
+
+
+def dot_products(run: Callable[[Tensor, At], Tensor], brings: str, sizes: Sequence[int], root: int) -> tuple:
+    """This rank's ⟨y, F(x')⟩ and ⟨F*(y), x'⟩ for independent x, x', y: on a rank."""
+    at = place(sizes, root, dist.get_rank())
+    x, other = (numbers(at.rows(brings), 2, seed=seed + at.rank) for seed in (10, 20))
+    z = run(x.requires_grad_(), at)
+    y = numbers(*z.shape, seed=30 + at.rank)
+    (z * y).sum().backward()
+    return float((run(other, at) * y).sum()), float((x.grad * other).sum())
+
+
+def imbalance(worlds: Worlds, run: Callable[[Tensor, At], Tensor], brings: str, sizes: Sequence[int], root: int):
+    sides = torch.tensor(worlds.run(len(sizes), dot_products, run, brings, sizes, root), dtype=torch.float64).sum(0)
+    return abs(sides[0] - sides[1]).item()
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@given(sizes=SHARDS, root=ROOTS)
+def test_the_backward_pass_is_the_adjoint(name: str, sizes, root, worlds: Worlds) -> None:
+    collective = LINEAR[name]
+    assert imbalance(worlds, collective.run, collective.brings, sizes, root) < 1e-10
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_wrong_adjoint_is_caught(name: str, worlds: Worlds) -> None:
+    collective = LINEAR[name]
+
+    def mutant(x: Tensor, at: At) -> Tensor:
+        return Mutant.apply(x, lambda x: collective.run(x, at), lambda dy: collective.wrong_adjoint(dy, x, at))
+
+    assert imbalance(worlds, mutant, collective.brings, (2, 1, 3), 1) > 1e-3
+
+
+@given(sizes=st.integers(1, 4).map(lambda size: (1,) * size))
+def test_a_replicated_parameter_gets_everybodys_gradient(sizes, worlds: Worlds) -> None:
+    def job() -> Tensor:
+        x = numbers(2, 3, seed=0).requires_grad_()
+        y = cz.replicated(x)
+        assert torch.equal(x, y)
+        (y * numbers(2, 3, seed=1 + dist.get_rank())).sum().backward()
+        return x.grad
+
+    for gradient in worlds.run(len(sizes), job):
+        close(gradient, sum(numbers(2, 3, seed=1 + rank) for rank in range(len(sizes))))
+
+
+def test_the_reduction_of_the_identity_is_not_replicated(worlds: Worlds) -> None:
+    def job() -> float:
+        x = torch.ones((), requires_grad=True)
+        (x.view_as(x) * (1.0 + dist.get_rank())).backward()
+        return x.grad.item()
+
+    assert set(worlds.run(2, job)) != {3.0}
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1, 1)], ids=str)
+@by_name
+def test_a_sum_goes_backward_through_a_result_without_or_with_one_number(name: str, sizes, worlds: Worlds) -> None:
+    """The gradient of a sum is an expanded number, which counts as contiguous when it is so small."""
+    collective = ALL[name]
+
+    def job() -> bool:
+        at = place(sizes, 1, dist.get_rank())
+        x = torch.ones(at.rows(collective.brings), 1, requires_grad=True)
+        collective.run(x, at).sum().backward()
+        return [*x.grad.shape] == [*x.shape]
+
+    assert worlds.run(2, job) == [True, True]
+
+
+# ------------------------------------------------------------------------------------- against one process, non-linear
+
+
+def partial_loss(value: Tensor, rank: int) -> Tensor:
+    """What rank ``rank`` makes of its result."""
+    return (numbers(*value.shape, seed=40 + rank) * value**2).sum() + value.sin().sum()
+
+
+def one_process(name: str, xs: list[Tensor], at: At, seen_by: Sequence[int]) -> Tensor:
+    """L of everybody's x, on one process; ``seen_by`` counts each rank's part, or only one where all are the same."""
+    outputs = ALL[name].expected(xs, at)
+    return sum((partial_loss(outputs[rank], rank if len(seen_by) > 1 else 0) for rank in seen_by), torch.zeros(()))
+
+
+def ties(rank: int, at: At, brings: str, seed: int) -> Tensor:
+    """Small whole numbers, so that ranks often hold the same maximum."""
+    generator = torch.Generator().manual_seed(seed + rank)
+    return torch.randint(0, 3, (at.rows(brings), 2), generator=generator).double()
+
+
+@by_name
+@given(sizes=SHARDS, root=ROOTS, seed=st.integers(0, 99))
+def test_gradients_are_those_of_one_process_also_at_ties(name: str, sizes, root, seed, worlds: Worlds) -> None:
+    collective = ALL[name]
+
+    def job() -> Tensor:
+        at = place(sizes, root, dist.get_rank())
+        x = ties(at.rank, at, collective.brings, seed).requires_grad_()
+        (gradient,) = torch.autograd.grad(partial_loss(collective.run(x, at), at.rank), x)
+        return gradient
+
+    ranks = range(len(sizes))
+    xs = [ties(r, place(sizes, root, r), collective.brings, seed).requires_grad_() for r in ranks]
+    total = one_process(name, xs, place(sizes, root), ranks)
+    expected = torch.autograd.grad(total, xs, allow_unused=True, materialize_grads=True)
+    for found, wanted in zip(worlds.run(len(sizes), job), expected, strict=True):
+        close(found, wanted)
+
+
+COMPLETE = {
+    **{f"all_reduce {op}": lambda x, op=op: cz.all_reduce(x, op, gradient="complete") for op in REDUCED},
+    "all_gather": lambda x: cz.all_gather(x, gradient="complete"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+@given(sizes=SHARDS, seed=st.integers(0, 99))
+def test_complete_means_that_every_rank_computes_the_same_from_the_result(name, sizes, seed, worlds: Worlds) -> None:
+    brings, run = ALL[name].brings, COMPLETE[name]
+
+    def job() -> Tensor:
+        at = place(sizes, 0, dist.get_rank())
+        x = ties(at.rank, at, brings, seed).requires_grad_()
+        partial_loss(run(x), 0).backward()
+        return x.grad
+
+    xs = [ties(r, place(sizes, 0, r), brings, seed).requires_grad_() for r in range(len(sizes))]
+    expected = torch.autograd.grad(one_process(name, xs, place(sizes, 0), [0]), xs)
+    for found, wanted in zip(worlds.run(len(sizes), job), expected, strict=True):
+        close(found, wanted)
+
+
+def test_a_maximum_whose_adjoint_is_a_maximum_is_caught(worlds: Worlds) -> None:
+    """The forward pass's own op reused in the backward pass, and winners that do not share."""
+
+    def job() -> list[Tensor]:
+        world = World.of()
+        x = torch.tensor([[1.0, 2.0], [2.0, 2.0], [2.0, 0.0]][world.rank]).requires_grad_()
+        won = (x.detach() == 2.0).float()
+        mutants = [
+            lambda dy: cz.all_reduce(dy, "max") * _winners(x, cz.all_reduce(x.detach(), "max"), world),
+            lambda dy: cz.all_reduce(dy) * won,
+        ]
+        results = [cz.all_reduce(x, "max")]
+        results += [Mutant.apply(x, lambda x: cz.all_reduce(x, "max"), adjoint) for adjoint in mutants]
+        return [torch.autograd.grad((y * (1.0 + world.rank)).sum(), x)[0] for y in results]
+
+    xs = [torch.tensor(x).requires_grad_() for x in ([1.0, 2.0], [2.0, 2.0], [2.0, 0.0])]
+    expected = torch.cat(torch.autograd.grad(6.0 * torch.stack(xs).amax(0).sum(), xs))
+    ours, *mutants = (torch.cat(list(of)) for of in zip(*worlds.run(3, job), strict=True))
+    close(ours, expected)
+    assert all(distance(mutant, expected) > 1e-3 for mutant in mutants)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@given(sizes=SHARDS, root=ROOTS)
+def test_collectives_can_be_differentiated_twice(name: str, sizes, root, worlds: Worlds) -> None:
+    collective = LINEAR[name]
+
+    def brought(rank: int, seed: int) -> Tensor:
+        return numbers(place(sizes, root, rank).rows(collective.brings), 2, seed=seed + rank)
+
+    def job() -> Tensor:
+        at = place(sizes, root, dist.get_rank())
+        x = brought(at.rank, 10).requires_grad_()
+        value = partial_loss(collective.run(x, at) ** 2, at.rank)
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        (gradient * brought(at.rank, 50)).sum().backward()
+        return x.grad
+
+    ranks = range(len(sizes))
+    xs = [brought(rank, 10).requires_grad_() for rank in ranks]
+    outputs = collective.expected(xs, place(sizes, root))
+    total = sum(partial_loss(outputs[rank] ** 2, rank) for rank in ranks)
+    gradients = torch.autograd.grad(total, xs, create_graph=True, allow_unused=True, materialize_grads=True)
+    again = sum((gradient * brought(rank, 50)).sum() for rank, gradient in enumerate(gradients))
+    expected = torch.autograd.grad(again, xs, allow_unused=True, materialize_grads=True)
+    for found, wanted in zip(worlds.run(len(sizes), job), expected, strict=True):
+        close(found, wanted)
+
+
+# -------------------------------------------------------------------------------------------- groups, meshes, worlds
+
+
+@by_name
+@pytest.mark.parametrize("of", [([1, 3], [0, 2]), ([3, 1, 0], [2])], ids=str)
+def test_ranks_are_counted_within_a_group_while_another_group_works(name: str, of, worlds: Worlds) -> None:
+    collective = ALL[name]
+    members = [sorted(ranks) for ranks in of]
+
+    def sizes_of(ranks: Sequence[int]) -> tuple[int, ...]:
+        return (2, 1, 0)[: len(ranks)]
+
+    def brought(process: int) -> Tensor:
+        ranks = next(ranks for ranks in members if process in ranks)
+        at = place(sizes_of(ranks), 1, ranks.index(process))
+        return numbers(at.rows(collective.brings), 2, seed=process)
+
+    def job() -> Tensor:
+        process = dist.get_rank()
+        ranks = next(ranks for ranks in members if process in ranks)
+        with groups(*of) as group:
+            x = brought(process).requires_grad_()
+            y = collective.run(x, place(sizes_of(ranks), 1, ranks.index(process), group))
+            y.sum().backward()
+            return y
+
+    found = worlds.run(4, job)
+    for ranks in members:
+        expected = collective.expected([brought(process) for process in ranks], place(sizes_of(ranks), 1))
+        for process, value in zip(ranks, expected, strict=True):
+            close(found[process], value)
+
+
+def test_a_device_mesh_of_one_dimension_names_a_group(worlds: Worlds) -> None:
+    def job() -> tuple[list[list[int]], str | None]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        whole, x = init_device_mesh("cpu", (4,)), torch.tensor([dist.get_rank()])
+        found = [cz.all_gather(x, process_group=group).tolist() for group in (mesh["dp"], mesh["tp"], whole)]
+        refusal = said(lambda: cz.all_gather(x, process_group=mesh))
+        dist.barrier()
+        for group in mesh.get_all_groups():
+            dist.destroy_process_group(group)
+        return found, refusal
+
+    for rank, (found, refusal) in enumerate(worlds.run(4, job)):
+        assert found == [[rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]]
+        assert refusal is not None
+        assert "device mesh of 2 dimensions" in refusal
+        assert "mesh['dp']" in refusal
+
+
+def test_a_process_outside_the_group_is_told(worlds: Worlds) -> None:
+    def job() -> str | None:
+        group = dist.new_group([0, 2])
+        text = said(lambda: cz.all_reduce(torch.ones(1), process_group=group))
+        dist.barrier()
+        if dist.get_rank() != 1:
+            dist.destroy_process_group(group)
+        return text
+
+    inside, outside, also_inside = worlds.run(3, job)
+    assert inside is None
+    assert also_inside is None
+    assert outside is not None
+    assert "process 1 is not in the group" in outside
+
+
+def test_a_world_is_taken_as_it_is() -> None:
+    world = World(0, 1, check_finite=False)
+    assert World.of(world) is world
+
+
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
+def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> None:
+    found = worlds.run(len(texts), lambda text: World.of().exchange_text(text), each=[(text,) for text in texts])
+    assert found == [texts] * len(texts)
+
+
+def test_nothing_warns(worlds: Worlds) -> None:
+    def job() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for collective in ALL.values():
+                at = place((2, 1), 0, dist.get_rank())
+                x = numbers(at.rows(collective.brings), 2, seed=0).requires_grad_()
+                collective.run(x, at).sum().backward()
+
+    worlds.run(2, job)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+x = torch.ones(2, 3)
+SAME_MISTAKE: dict[str, tuple[Callable[[], Any], str]] = {
+    "all_reduce op": (lambda: cz.all_reduce(x, "prod"), "op is one of sum, mean, max, min, got 'prod'"),
+    "reduce op": (lambda: cz.reduce(x, op="prod"), "op is one of sum, mean, max, min, got 'prod'"),
+    "reduce_scatter op": (lambda: cz.reduce_scatter(x, op="max"), "op is 'sum' or 'mean', got 'max'"),
+    "all_reduce gradient": (lambda: cz.all_reduce(x, gradient="whole"), "'partial' or 'complete', got 'whole'"),
+    "all_gather gradient": (lambda: cz.all_gather(x, gradient="whole"), "'partial' or 'complete', got 'whole'"),
+    "reduce root": (lambda: cz.reduce(x, 7), "rank 7 is not one of the group's ranks 0 … 1"),
+    "broadcast root": (lambda: cz.broadcast(x, -1), "rank -1 is not one of the group's ranks 0 … 1"),
+    "gather root": (lambda: cz.gather(x, 2), "rank 2 is not one of the group's ranks 0 … 1"),
+    "scatter root": (lambda: cz.scatter(x, src=2), "rank 2 is not one of the group's ranks 0 … 1"),
+    "scatter sizes": (lambda: cz.scatter(x, [1, 5]), "add up to the 2 rows of rank 0, got [1, 5]"),
+    "scatter too few sizes": (lambda: cz.scatter(x, [2]), "must be 2 numbers"),
+    "scatter negative size": (lambda: cz.scatter(x, [3, -1]), "got [3, -1]"),
+    "reduce_scatter shards": (
+        lambda: cz.reduce_scatter(x, shards=Shards((1, 4), dist.get_rank())),
+        "shards [1, 4] hold 5 rows, got 2",
+    ),
+    **{
+        f"{run.__name__} of a number": (lambda run=run: run(torch.tensor(1.0)), "at least one dimension")
+        for run in (cz.all_gather, cz.gather, cz.scatter, cz.reduce_scatter)
+    },
+}
+
+
+def good() -> list[float]:
+    return cz.all_gather(torch.tensor([float(dist.get_rank())])).tolist()
+
+
+@pytest.mark.parametrize("mistake", SAME_MISTAKE)
+def test_a_mistake_of_all_ranks_is_one_sentence(mistake: str, worlds: Worlds) -> None:
+    bad, words = SAME_MISTAKE[mistake]
+    text, after = complaint(worlds, 2, bad, good)
+    assert words in text
+    assert text.startswith(mistake.split()[0])
+    assert after == [[0.0, 1.0]] * 2
+
+
+def by_rank(*values: Any) -> Any:
+    """Rank 2 has the last of two values."""
+    return values[dist.get_rank() == 2]
+
+
+RUNS: dict[str, Callable[..., Tensor]] = {
+    run.__name__: run
+    for run in (cz.all_reduce, cz.reduce, cz.broadcast, cz.all_gather, cz.gather, cz.scatter, cz.reduce_scatter)
+}
+DISAGREE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    **{
+        f"{name} dtype": (
+            lambda run=run: run(torch.ones(3, 2, dtype=by_rank(torch.float32, torch.int64))),
+            ("disagree on the dtype", "rank 0 brought float32", "rank 2 brought int64"),
+        )
+        for name, run in RUNS.items()
+    },
+    **{
+        f"{name} width": (
+            lambda run=run: run(torch.ones(3, by_rank(2, 4))),
+            ("disagree on the width", "rank 0 brought", "rank 2 brought"),
+        )
+        for name, run in RUNS.items()
+    },
+    **{
+        f"{name} rows": (
+            lambda name=name: RUNS[name](torch.ones(by_rank(3, 6), 2)),
+            ("disagree", "rank 0", "rank 2"),
+        )
+        for name in ("all_reduce", "reduce", "broadcast", "reduce_scatter")
+    },
+    "all_reduce op": (lambda: cz.all_reduce(torch.ones(1), by_rank("sum", "max")), ("disagree on op", "sum", "max")),
+    "all_reduce unknown op": (lambda: cz.all_reduce(torch.ones(1), by_rank("sum", "prod")), ("rank 2", "'prod'")),
+    "broadcast root": (lambda: cz.broadcast(torch.ones(1), by_rank(0, 1)), ("disagree on src", "has 0", "has 1")),
+    "gather root": (lambda: cz.gather(torch.ones(1), by_rank(0, 9)), ("rank 2: rank 9 is not one",)),
+    "reduce_scatter op": (
+        lambda: cz.reduce_scatter(torch.ones(3), op=by_rank("sum", "mean")),
+        ("disagree on op", "sum", "mean"),
+    ),
+    "reduce_scatter shards": (
+        lambda: cz.reduce_scatter(torch.ones(3), shards=Shards(by_rank((1, 1, 1), (3, 0, 0)), dist.get_rank())),
+        ("disagree on", "[1, 1, 1]", "[3, 0, 0]"),
+    ),
+    "all_gather gradient": (
+        lambda: cz.all_gather(torch.ones(1), gradient=by_rank("partial", "complete")),
+        ("disagree on gradient", "partial", "complete"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", DISAGREE)
+def test_ranks_that_disagree_raise_the_same_sentence(mistake: str, worlds: Worlds) -> None:
+    bad, words = DISAGREE[mistake]
+    text, after = complaint(worlds, 3, bad, good)
+    assert all(word in text for word in words), text
+    assert after == [[0.0, 1.0, 2.0]] * 3

@@ -1,0 +1,111 @@
+"""Every example of the README and the pages runs, and prints what stands beneath it.
+
+An example is a block of python. One that begins with ``# world: W`` runs on W ranks, one that calls
+``init_process_group`` is a script for torchrun, all others run here. A block of text right below is what it prints,
+rank 0's lines first.
+"""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+class Example(NamedTuple):
+    place: str
+    source: str
+    output: str | None
+
+    @property
+    def ranks(self) -> int | None:
+        found = re.match(r"# world: (\d+)\n", self.source)
+        return int(found[1]) if found else None
+
+    @property
+    def is_script(self) -> bool:
+        return "init_process_group(" in self.source
+
+
+def examples(page: Path) -> list[Example]:
+    text = page.read_text(encoding="utf-8")
+    return [Example(f"{page.name}:{text[: m.start()].count(chr(10)) + 2}", m[1], m[2]) for m in _BLOCK.finditer(text)]
+
+
+EXAMPLES = [example for page in PAGES for example in examples(page)]
+HERE = [x for x in EXAMPLES if not x.ranks and not x.is_script]
+ON_RANKS = [x for x in EXAMPLES if x.ranks]
+SCRIPTS = [x for x in EXAMPLES if x.is_script]
+
+
+def printed(source: str, place: str) -> str:
+    """What a block prints, run by itself."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(source, place, "exec"), {"__name__": "example"})
+    return out.getvalue()
+
+
+def test_there_are_examples():
+    assert HERE
+    assert ON_RANKS
+    assert SCRIPTS
+
+
+@pytest.mark.parametrize("example", HERE, ids=lambda example: example.place)
+def test_example_of_one_process(example):
+    if "pytorch_metric_learning" in example.source:
+        pytest.importorskip("pytorch_metric_learning")
+    assert printed(example.source, example.place) == (example.output or "")
+
+
+@pytest.mark.parametrize("example", ON_RANKS, ids=lambda example: example.place)
+def test_example_of_several_ranks(example, worlds):
+    by_rank = worlds.run(example.ranks, printed, example.source, example.place)
+    assert "".join(by_rank) == (example.output or "")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("example", SCRIPTS, ids=lambda example: example.place)
+def test_script(example, processes, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(example.source, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    done = subprocess.run([*torchrun, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert lines == example.output.splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = [target for target in _LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_reference_lists_every_public_name():
+    import contrastive_zoo
+
+    reference = (ROOT / "docs" / "pages" / "reference.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^::: contrastive_zoo\.(\w+)$", reference, re.MULTILINE))
+    assert listed == set(contrastive_zoo.__all__) - {"__version__"}
+
+
+def test_an_example_that_lies_is_found():
+    found = _BLOCK.search("```python\nprint(1 + 1)\n```\n```text\n3\n```")
+    assert printed(found[1], "here") == "2\n"
+    assert found[2] == "3\n"

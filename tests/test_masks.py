@@ -1,0 +1,145 @@
+"""Masks across ranks are slices of the masks that one process makes of the global batch, pair by pair."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.masks import PairMasks, panel_masks
+from contrastive_zoo.testing.strategies import splits
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import complaint, groups, mine, split
+
+SHARDS = splits((1, 2, 3, 4), least=0, most=3)
+
+
+def brute_force(ids: Sequence[int]) -> PairMasks:
+    """Every pair of the global batch, one at a time."""
+    n = len(ids)
+    own, positive, negative = (torch.zeros(n, n, dtype=torch.bool) for _ in range(3))
+    for i in range(n):
+        for j in range(n):
+            if i == j:
+                own[i, j] = True
+            elif ids[i] == ids[j]:
+                positive[i, j] = True
+            else:
+                negative[i, j] = True
+    return PairMasks(own, positive, negative)
+
+
+def view_ids(sizes: Sequence[int], views: int) -> list[list[int]]:
+    """By rank: the global number of the sample behind each row, view after view."""
+    return [list(range(sum(sizes[:r]), sum(sizes[: r + 1]))) * views for r in range(len(sizes))]
+
+
+def right(worlds: Worlds, make: Callable[[Tensor], PairMasks], ids: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether every rank's masks are its rows of the global batch's."""
+    found = worlds.run(len(sizes), lambda: make(mine(ids, sizes)))
+    expected = zip(*(split(mask, sizes) for mask in brute_force(ids.tolist())), strict=True)
+    return all(
+        torch.equal(x, y) for ours, theirs in zip(found, expected, strict=True) for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+@given(sizes=SHARDS, views=st.integers(1, 4))
+def test_views_of_a_sample_share_an_id_on_every_rank(sizes, views: int, worlds: Worlds) -> None:
+    found = worlds.run(len(sizes), lambda n: cz.sample_ids(n, views=views), each=[(n,) for n in sizes])
+    assert [ids.tolist() for ids in found] == view_ids(sizes, views)
+    assert {ids.dtype for ids in found} == {torch.int64}
+
+
+@given(sizes=SHARDS, views=st.integers(2, 3))
+def test_masks_of_views_are_those_of_the_global_batch(sizes, views: int, worlds: Worlds) -> None:
+    rows = [views * n for n in sizes]
+    ids = torch.tensor(sum(view_ids(sizes, views), start=[]), dtype=torch.int64)
+    assert right(worlds, lambda own: cz.pair_masks(cz.sample_ids(len(own) // views, views)), ids, rows)
+
+
+@given(sizes=SHARDS, data=st.data())
+def test_masks_of_labels_are_those_of_the_global_batch(sizes, data, worlds: Worlds) -> None:
+    labels = data.draw(st.lists(st.integers(-2, 2), min_size=sum(sizes), max_size=sum(sizes)))
+    dtype = data.draw(st.sampled_from([torch.int64, torch.int32, torch.int8]))
+    assert right(worlds, cz.pair_masks, torch.tensor(labels, dtype=dtype), sizes)
+
+
+@given(sizes=SHARDS, seed=st.integers(0, 99))
+def test_every_pair_is_in_exactly_one_mask(sizes, seed: int, worlds: Worlds) -> None:
+    labels = torch.randint(3, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
+    for masks in worlds.run(len(sizes), lambda: cz.pair_masks(mine(labels, sizes))):
+        assert (torch.stack(list(masks)).sum(0) == 1).all()
+
+
+def test_masks_pair_with_the_columns_of_all_gather(worlds: Worlds) -> None:
+    sizes, labels = (2, 0, 3), torch.tensor([4, 5, 4, 4, 6])
+
+    def job() -> bool:
+        ids = mine(labels, sizes)
+        masks, columns = cz.pair_masks(ids), cz.all_gather(ids)
+        return torch.equal(masks.positive | masks.self, ids[:, None] == columns)
+
+    assert worlds.run(3, job) == [True] * 3
+
+
+def test_masks_stay_within_a_group(worlds: Worlds) -> None:
+    def job() -> list[list[int]]:
+        with groups([1, 2], [0]) as group:
+            return [x.int().tolist() for x in cz.pair_masks(cz.sample_ids(1, process_group=group), process_group=group)]
+
+    assert worlds.run(3, job) == [[[[1]], [[0]], [[0]]], [[[1, 0]], [[0, 0]], [[0, 1]]], [[[0, 1]], [[0, 0]], [[1, 0]]]]
+
+
+# ----------------------------------------------------------------------------------------------------------- mutants
+
+
+def without_offset(ids: Tensor) -> PairMasks:
+    """The diagonal starts at column 0 on every rank."""
+    return panel_masks(ids, cz.all_gather(ids), start=0)
+
+
+def local_ids(ids: Tensor) -> PairMasks:
+    """``arange(n)`` on every rank, which makes strangers on other ranks positives."""
+    return cz.pair_masks(torch.arange(len(ids)))
+
+
+def own_rank_first(ids: Tensor) -> PairMasks:
+    """Columns ``[mine, others]``."""
+    others = [x for rank, x in enumerate(cz.all_gather(ids).split(len(ids))) if rank != dist.get_rank()]
+    return panel_masks(ids, torch.cat([ids, *others]), start=0)
+
+
+@pytest.mark.parametrize("mutant", [without_offset, local_ids, own_rank_first], ids=lambda mutant: mutant.__name__)
+def test_a_mutant_is_caught(mutant: Callable[[Tensor], PairMasks], worlds: Worlds) -> None:
+    ids = torch.tensor([0, 1, 2, 0])
+    assert right(worlds, cz.pair_masks, ids, (2, 2))
+    assert not right(worlds, mutant, ids, (2, 2))
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
+    "float ids": (lambda: cz.pair_masks(torch.ones(2)), ("one integer per row", "float32 [2]", "labels.long()")),
+    "one-hot ids": (lambda: cz.pair_masks(torch.eye(2).long()), ("one integer per row", "int64 [2, 2]", "argmax(1)")),
+    "float ids on one rank": (
+        lambda: cz.pair_masks(torch.ones(2) if dist.get_rank() else torch.ones(2).long()),
+        ("rank 1: ", "float32 [2]"),
+    ),
+    "negative n": (lambda: cz.sample_ids(-1), ("n >= 0 and views >= 1", "n=-1")),
+    "negative n on one rank": (lambda: cz.sample_ids(-dist.get_rank()), ("rank 1: ", "n=-1")),
+    "no views": (lambda: cz.sample_ids(2, views=0), ("views=0",)),
+    "other views": (lambda: cz.sample_ids(2, views=1 + dist.get_rank()), ("disagree on views", "has 1", "has 2")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_on_every_rank(mistake: str, worlds: Worlds) -> None:
+    bad, words = MISTAKES[mistake]
+    text, after = complaint(worlds, 2, bad, lambda: cz.sample_ids(1).item())
+    assert all(word in text for word in words), text
+    assert after == [0, 1]

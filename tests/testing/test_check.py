@@ -1,0 +1,155 @@
+"""The doctor catches every mistake of the gallery, names it rightly, and accuses nobody else."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing import check
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
+from contrastive_zoo.testing.gallery import GALLERY, Recipe, make
+from contrastive_zoo.testing.laws import LAWS, finite_at_extremes
+from contrastive_zoo.testing.strategies import global_batches
+from contrastive_zoo.testing.trial import Trial, call_form
+from contrastive_zoo.testing.worlds import Worlds
+
+RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Worlds]:
+    """Worlds in which a hang is found soon."""
+    with Worlds(timeout=5.0, grace=0.3) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def shrink_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SHRINKING", 0.5)
+
+
+@pytest.mark.parametrize("recipe", GALLERY.values(), ids=lambda recipe: recipe.name)
+def test_the_doctor_names_the_mistake(recipe: Recipe, impatient: Worlds) -> None:
+    report = examine(
+        partial(make, recipe.name),
+        world_sizes=(2, 3),
+        call=recipe.call,
+        grad_reduction=recipe.trainer,
+        max_examples=8,
+        worlds=impatient,
+        name=recipe.name,
+    )
+    found = None if report.diagnosis is None else report.diagnosis.mistake
+    assert found == recipe.mistake, str(report)
+    assert report.ok == (recipe.mistake is None)
+
+
+@pytest.mark.parametrize("recipe", RIGHT, ids=lambda recipe: recipe.name)
+@given(batch=global_batches((2, 3, 4)))
+def test_no_false_alarms(recipe: Recipe, batch: GlobalBatch, worlds: Worlds) -> None:
+    trial = Trial(recipe.case, batch, worlds)
+    for law in LAWS:
+        if law is not finite_at_extremes:
+            law(trial)
+
+
+def test_a_failure_comes_with_a_small_counterexample_the_diagnosis_and_the_mend(impatient: Worlds) -> None:
+    with pytest.raises(NotInvariant) as failure:
+        check_world_size_invariance(partial(make, "own slice"), world_sizes=(2, 3), worlds=impatient, max_examples=5)
+    text = str(failure.value)
+    assert "W=2, shards [" in text
+    assert "ratio 0.5, cosine 1" in text
+    assert "own slice" in text
+    assert "Mend: gather with contrastive_zoo.all_gather" in text
+    batch = failure.value.report.findings[0].batch
+    assert batch.total <= 4
+    assert eval(repr(batch)) == batch
+
+
+@pytest.mark.parametrize(
+    ("sync", "mistake"),
+    [("mean", None), ("none", "own slice"), ("sum", "trainer sums")],
+    ids=["averaged", "never reduced", "summed"],
+)
+def test_a_whole_training_step_is_under_test(sync: str, mistake: str | None, impatient: Worlds) -> None:
+    def make_step():
+        model = nn.Linear(3, 2)
+        loss_fn = cz.DistributedLoss(cz.SupCon(temperature=0.5))
+
+        def step(model, x, labels):
+            loss = loss_fn(model(x), labels)
+            loss.backward()
+            if sync == "mean":
+                cz.average_gradients(model)
+            elif sync == "sum":
+                for parameter in model.parameters():
+                    parameter.grad = cz.all_reduce(parameter.grad)
+            return loss
+
+        return model, step
+
+    report = examine(
+        make_step, level="training_step", call="labels", world_sizes=(2, 3), max_examples=6, worlds=impatient
+    )
+    assert report.ok == (mistake is None), str(report)
+    if mistake is not None:
+        assert "same_encoder_gradient" in {found.law.name for found in report.findings}
+
+
+def test_a_loss_that_fails_on_one_process_cannot_be_checked(worlds: Worlds) -> None:
+    def broken(embeddings, labels):
+        raise KeyError("no such class")
+
+    with pytest.raises(ValueError, match="raises on one process already") as failure:
+        examine(lambda: broken, world_sizes=(2,), max_examples=3, worlds=worlds, name="broken")
+    assert "no such class" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"call": "pairs"}, "call is one of auto, labels, views, got 'pairs'"),
+        ({"grad_reduction": "max"}, "grad_reduction is one of mean, sum"),
+        ({"level": "epoch"}, "level is one of loss, training_step"),
+        ({"world_sizes": (0, 2)}, "world_sizes are numbers of processes"),
+    ],
+    ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else "",
+)
+def test_unknown_settings_are_refused(setting, words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        examine(lambda: cz.SupCon(), **setting)
+
+
+def test_the_report_in_plain_types(impatient: Worlds) -> None:
+    report = examine(partial(make, "local negatives"), world_sizes=(2,), max_examples=3, worlds=impatient).as_dict()
+    assert report["ok"] is False
+    assert report["laws"]["same_value"]["holds"] is False
+    assert report["laws"]["same_value"]["batch"].startswith("GlobalBatch(")
+    assert report["laws"]["honours_grad_output"] == {"holds": True}
+    assert report["diagnosis"]["mistake"] == "local negatives"
+
+
+def test_the_call_form_is_read_off_the_parameters() -> None:
+    assert call_form(cz.DistributedLoss(cz.SupCon())) == "labels"
+    assert call_form(cz.DistributedLoss(cz.NTXent())) == "views"
+    assert call_form(nn.CosineEmbeddingLoss()) == "labels"
+    assert call_form(lambda z, y: z.sum()) == "labels"
+
+
+def test_a_width_fixed_by_weights(impatient: Worlds) -> None:
+    class Proxies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 4))
+
+        def forward(self, embeddings, labels):
+            return nn.functional.cross_entropy(embeddings @ self.weight.T, labels)
+
+    report = examine(lambda: cz.DistributedLoss(Proxies()), width=4, world_sizes=(2,), max_examples=6, worlds=impatient)
+    assert report.ok, str(report)
+    assert report.examples == 6

@@ -1,0 +1,270 @@
+"""The plugin, in pytest sessions of its own."""
+
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+PLUGIN = "contrastive_zoo.testing.pytest_plugin"
+HEADER = """
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester):
+    """Run a test file in a session of its own."""
+    installed = any(entry.name == "contrastive_zoo" for entry in entry_points(group="pytest11"))
+
+    def run(source: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(HEADER + source)
+        flags = [] if installed else ["-p", PLUGIN]
+        return pytester.runpytest_inprocess(
+            *flags, "--strict-markers", "-Werror", "-ra", "-pno:cacheprovider", *options
+        )
+
+    return run
+
+
+def test_a_marked_test_runs_on_every_rank(run) -> None:
+    result = run(
+        """
+        import pathlib
+
+        @pytest.fixture
+        def rows(world_size, rank):
+            return {"x": torch.ones(world_size), "mine": rank}
+
+        @pytest.mark.world_sizes(1, 2, 3)
+        def test_ranks(rank, world_size, tmp_path):
+            (tmp_path / str(rank)).touch()
+            dist.barrier()
+            assert {x.name for x in tmp_path.iterdir()} == {str(r) for r in range(world_size)}
+            assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+
+        @pytest.mark.world_sizes(2)
+        def test_without_arguments():
+            assert dist.get_world_size() == 2
+
+        @pytest.mark.world_sizes(2)
+        def test_fixtures_travel(rows):
+            assert rows["mine"] == dist.get_rank()
+            assert rows["x"].sum() == 2
+
+        class TestMethods:
+            def setup_method(self):
+                self.x = 3
+
+            @pytest.mark.world_sizes(2)
+            def test_method(self, rank):
+                assert self.x == 3
+
+        def test_elsewhere(worlds):
+            assert worlds.run(2, lambda: dist.get_rank()) == [0, 1]
+        """.replace("\n        ", "\n"),
+        "-v",
+    )
+    result.assert_outcomes(passed=7)
+    result.stdout.fnmatch_lines(["*test_ranks[[]W=1]*", "*test_ranks[[]W=2]*", "*test_ranks[[]W=3]*"])
+
+
+def test_a_failure_shows_the_ranks_that_failed(run) -> None:
+    result = run(
+        """
+@pytest.mark.world_sizes(2)
+def test_one(rank):
+    print(f"rank {rank} was here")
+    assert rank == 0, "not mine"
+
+@pytest.mark.world_sizes(2)
+def test_both(rank):
+    raise ValueError(f"by {rank}")
+"""
+    )
+    result.assert_outcomes(failed=2)
+    text = result.stdout.str()
+    one, both = text.split("_ test_both[W=2] _")
+    assert "W=2: rank 1 raised AssertionError: not mine" in one
+    assert "rank 1:\nTraceback (most recent call last):" in one
+    assert "assert 1 == 0" in one
+    assert "rank 0:\nTraceback" not in one
+    assert all(f"rank {rank}:\nTraceback" in both and f"ValueError: by {rank}" in both for rank in (0, 1))
+    assert "pytest_plugin.py" not in text  # nothing of ours between the reader and the line that failed
+    assert "rank 0 was here" in text
+
+
+def test_a_hang_ends_and_the_next_test_runs(run) -> None:
+    start = time.monotonic()
+    result = run(
+        """
+def wait(rank):
+    if rank == 0:
+        dist.barrier()
+
+@pytest.mark.world_sizes(2)
+def test_hang(rank):
+    wait(rank)
+
+@pytest.mark.world_sizes(2, timeout=1)
+def test_marked(rank):
+    wait(rank)
+
+@pytest.mark.world_sizes(2)
+def test_next():
+    dist.barrier()
+""",
+        "--world-timeout=1.5",
+    )
+    assert time.monotonic() - start < 25
+    result.assert_outcomes(failed=2, passed=1)
+    result.stdout.fnmatch_lines(
+        [f"*no answer within {t} s. rank 0 waits in barrier*Rank 1 never entered barrier.*" for t in (1.5, 1)]
+    )
+
+
+def test_whose_timeout_counts(run, pytester: pytest.Pytester) -> None:
+    run("def test(worlds): assert worlds.timeout == 60").assert_outcomes(passed=1)
+    pytester.makeini("[pytest]\nworld_timeout = 7.5")
+    run("def test(worlds): assert worlds.timeout == 7.5").assert_outcomes(passed=1)
+    run("def test(worlds): assert worlds.timeout == 8", "--world-timeout=8").assert_outcomes(passed=1)
+
+
+def test_skips_and_expected_failures(run) -> None:
+    result = run(
+        """
+@pytest.mark.world_sizes(2)
+def test_all():
+    pytest.skip("nothing to see")
+
+@pytest.mark.world_sizes(2)
+def test_one(rank):
+    if rank == 1:
+        pytest.importorskip("no_such_module")
+
+@pytest.mark.world_sizes(2)
+def test_a_failure_outdoes_a_skip(rank):
+    if rank == 1:
+        pytest.skip("not here")
+    assert False
+
+@pytest.mark.world_sizes(2)
+def test_expected():
+    pytest.xfail("known")
+
+@pytest.mark.xfail(strict=True, reason="marked")
+@pytest.mark.world_sizes(2)
+def test_marked():
+    assert False
+
+@pytest.mark.skip(reason="early")
+@pytest.mark.world_sizes(2)
+def test_skipped():
+    assert False
+"""
+    )
+    result.assert_outcomes(skipped=3, failed=1, xfailed=2)
+    result.stdout.fnmatch_lines(["SKIPPED*nothing to see*", "SKIPPED*could not import 'no_such_module'*"])
+
+
+def test_it_multiplies_with_parametrize(run) -> None:
+    result = run(
+        """
+@pytest.mark.world_sizes(1, 2)
+@pytest.mark.parametrize("d", [3, 4], ids=lambda d: f"d={d}")
+def test_product(d, world_size):
+    x = torch.ones(d)
+    dist.all_reduce(x)
+    assert x.sum() == d * world_size
+""",
+        "-v",
+    )
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*test_product[[]W=2-d=4]*"])
+
+
+def test_hypothesis_draws_once_for_all_ranks(run) -> None:
+    result = run(
+        """
+@pytest.mark.world_sizes(1, 2)
+@settings(deadline=None, max_examples=10)
+@given(n=st.integers(0, 1000))
+def test_same_example(n, world_size, rank):
+    x = torch.tensor(n)
+    dist.all_reduce(x)
+    assert x == n * world_size
+
+@pytest.mark.world_sizes(2)
+@settings(deadline=None, max_examples=50, database=None)
+@given(n=st.integers(0, 1000))
+def test_shrinks(n):
+    assert n < 50
+"""
+    )
+    result.assert_outcomes(passed=2, failed=1)
+    text = result.stdout.str()
+    assert "n=50,\n" in text
+    assert "rank 1:" in text
+
+
+def test_misuse_is_named(run) -> None:
+    result = run(
+        """
+import unittest
+
+@pytest.mark.world_sizes(2)
+def test_cannot_travel(request):
+    pass
+
+@pytest.mark.world_sizes(2)
+async def test_async():
+    pass
+
+class TestOld(unittest.TestCase):
+    @pytest.mark.world_sizes(2)
+    def test_case(self):
+        pass
+"""
+    )
+    result.assert_outcomes(failed=1, errors=2)
+    result.stdout.fnmatch_lines_random(
+        [
+            "test_cannot_travel: its arguments are evaluated in this process*cannot travel: request (*",
+            "*an async test cannot run on ranks*",
+            "*not those of a unittest.TestCase.",
+        ]
+    )
+
+
+@pytest.mark.parametrize("mark", ["()", "(0)", "('2')", "(2, seconds=3)"])
+def test_a_mark_that_makes_no_sense(run, mark: str) -> None:
+    result = run(f"@pytest.mark.world_sizes{mark}\ndef test(): pass")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["world_sizes takes *, got *"])
+
+
+def test_a_timeout_that_makes_no_sense(run, pytester: pytest.Pytester) -> None:
+    wanted = "*a positive number of seconds was expected, got '-1'.*"
+    run("def test(): pass", "--world-timeout=-1").stderr.fnmatch_lines([wanted])
+    pytester.makeini("[pytest]\nworld_timeout = -1")
+    run("def test(): pass").stderr.fnmatch_lines([wanted])
+
+
+def test_it_costs_nothing_until_used() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", f"import sys, {PLUGIN}; print(*sys.modules)"], check=True, capture_output=True, text=True
+    )
+    heavy = {"torch", "numpy", "hypothesis", "cloudpickle", "contrastive_zoo.testing.worlds"}
+    assert heavy.isdisjoint(found.stdout.split())
+
+
+def test_each_worker_of_xdist_has_its_own_worlds(run) -> None:
+    pytest.importorskip("xdist")
+    result = run("@pytest.mark.world_sizes(1, 2)\ndef test(): dist.barrier()", "-n2")
+    result.assert_outcomes(passed=2)
