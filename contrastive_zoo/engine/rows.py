@@ -1,19 +1,19 @@
 """Any loss that is a sum over anchors, from a function that says what one panel of anchors loses.
 
-The function sees the panel's similarities to all N rows of all ranks, and which of them are positive and negative; it
-is plain torch. Panels are c × N, so memory is linear in N. The outer sum is linear, hence its gradient can be taken
-panel by panel already in the forward pass, and only divided by the global count afterwards:
+The function sees the panel's anchors, the columns of all ranks, and which columns are positive and negative; it is
+plain torch. Panels are c × N, so memory is linear in N. The outer sum is linear, hence its gradient can be taken panel
+by panel already in the forward pass, and only divided by the global count afterwards:
 
-    dS, dφ = ∂(Σ valid losses of the panel) / ∂(S, φ)
-    dq    += dS Z          my rows as anchors
-    dZ    += dSᵀ q         my anchors' pull on everybody's rows, summed back to their owners
+    dq, dZ, dφ = ∂(Σ valid losses of the panel) / ∂(anchors, columns, φ)
+    dq is complete; dZ, my anchors' pull on everybody's rows, is summed back to their owners; dφ is summed over ranks
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
@@ -22,63 +22,105 @@ from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.masks import panel_masks
 from contrastive_zoo.world import Shards, World
 
-Rows = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(similarity, positive, negative) of c anchors × N columns to (loss [c], whether it counts [c])."""
+
+@dataclass(frozen=True)
+class Panel:
+    """c of this rank's anchors, and the N columns of all ranks."""
+
+    anchors: Float[Tensor, "c d"]
+    columns: Float[Tensor, "N d"]
+    positive: Bool[Tensor, "c N"]
+    """The column has the anchor's id, and is not the anchor itself."""
+    negative: Bool[Tensor, "c N"]
+    """The column has another id."""
+    ids: Int[Tensor, " c"]
+    """Of the anchors."""
+    column_ids: Int[Tensor, " N"]
+    companions: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Further facts without gradient, each for the anchors and for the columns, such as a guide's embeddings."""
 
 
-@without_autocast
+PanelLoss = Callable[[Panel], tuple[Tensor, Tensor]]
+"""A panel to (loss [c], whether it counts [c]) of its anchors; row by row."""
+
+
 def sum_over_anchors(
     loss: nn.Module,
     z: Float[Tensor, "n d"],
     ids: Int[Tensor, " n"],
     *,
-    reduction: Reduction = "mean",
     shards: Shards,
     world: World,
+    columns: Float[Tensor, "m d"] | None = None,
+    column_ids: Int[Tensor, " m"] | None = None,
+    column_shards: Shards | None = None,
+    companions: Sequence[tuple[Tensor, Tensor]] = (),
+    reduction: Reduction = "mean",
 ) -> Float[Tensor, "..."]:
-    """What ``loss.rows`` says of every anchor, reduced over the valid ones of all ranks.
+    """What ``loss.on_panel`` says of every anchor, reduced over the valid ones of all ranks.
 
-    Equal to ``reduce(*loss.rows(z @ Z.T, positive, negative))`` with Z the rows of all ranks.
+    Equal to ``reduce(*loss.on_panel(Panel(Z, columns, …)))`` with the rows of all ranks at once.
 
     Args:
-        loss: a module whose method ``rows(similarity, positive, negative)`` returns a loss and a validity per anchor.
-            Its parameters get their complete gradient on every rank.
-        z: my rows, anchors and candidates at once.
-        ids: rows with equal ids are positives of each other.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for my rows' losses.
-        shards: where everybody's rows are.
+        loss: a module whose method ``on_panel(panel)`` returns a loss and a validity per anchor. Its parameters get
+            their complete gradient on every rank.
+        z: my anchors.
+        ids: of my anchors; columns with an equal id are their positives.
+        shards: where everybody's anchors are.
         world: who holds them.
+        columns: my columns; None if anchors and columns are the same rows, and then no row is its own positive.
+        column_ids: of my columns.
+        column_shards: where everybody's columns are.
+        companions: pairs of [n, …] for my anchors and [m, …] for my columns, without gradient.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for my anchors' losses.
 
     Example:
         >>> class Nearest(nn.Module):
-        ...     def rows(self, similarity, positive, negative):
-        ...         return similarity.masked_fill(~negative, -9.0).amax(1), negative.any(1)
+        ...     def on_panel(self, panel):
+        ...         s = panel.anchors @ panel.columns.T
+        ...         return s.masked_fill(~panel.negative, -9.0).amax(1), panel.negative.any(1)
         >>> from contrastive_zoo.world import ALONE
         >>> sum_over_anchors(Nearest(), torch.eye(2), torch.arange(2), shards=Shards((2,)), world=ALONE)
         tensor(0.)
     """
+    one_tower = columns is None
+    layout = _Layout(
+        ids,
+        gather_rows(ids if column_ids is None else column_ids, column_shards or shards, world),
+        tuple((mine, gather_rows(theirs, column_shards or shards, world)) for mine, theirs in companions),
+        column_shards or shards,
+        world,
+        shards.start if one_tower else None,
+    )
     names, parameters = _parameters(loss)
     if is_dense():
-        everybody = all_gather(z, shards=shards, process_group=world)
-        masks = panel_masks(ids, gather_rows(ids, shards, world), shards.start)
-        shared = {name: replicated(x, process_group=world) for name, x in zip(names, parameters, strict=True)}
-        losses, valid = torch.func.functional_call(
-            _CallRows(loss), shared, (z @ everybody.T, masks.positive, masks.negative)
+        return _dense(
+            loss, z, z if columns is None else columns, layout, dict(zip(names, parameters, strict=True)), reduction
         )
-        return reduce_anchors(losses, valid, reduction=reduction, world=world)
-    return _SumOverAnchors.apply(loss.rows, reduction, shards, world, ids, z, *parameters)
+    return _SumOverAnchors.apply(loss.on_panel, reduction, layout, z, columns, *parameters)
 
 
-class _CallRows(nn.Module):
-    """``loss.rows`` as a forward, so that functional_call can lend it other parameters."""
+@dataclass(frozen=True)
+class _Layout:
+    """Who is whose positive, and where columns live."""
 
-    def __init__(self, loss: nn.Module) -> None:
-        super().__init__()
-        self.loss = loss
+    ids: Tensor
+    column_ids: Tensor
+    companions: tuple[tuple[Tensor, Tensor], ...]
+    column_shards: Shards
+    world: World
+    own_from: int | None
+    """The column at which my first anchor stands, where anchors are columns too."""
 
-    def forward(self, *panel: Tensor) -> tuple[Tensor, Tensor]:
-        rows: Rows = self.loss.rows  # type: ignore[assignment]  # nn.Module types its attributes as tensors
-        return rows(*panel)
+    def panel(self, rows: slice, anchors: Tensor, columns: Tensor) -> Panel:
+        ids = self.ids[rows]
+        if self.own_from is None:
+            positive = ids[:, None] == self.column_ids
+            negative = ~positive
+        else:
+            _, positive, negative = panel_masks(ids, self.column_ids, self.own_from + rows.start)
+        companions = tuple((mine[rows], everybody) for mine, everybody in self.companions)
+        return Panel(anchors, columns, positive, negative, ids, self.column_ids, companions)
 
 
 def _parameters(loss: nn.Module) -> tuple[list[str], list[Tensor]]:
@@ -86,30 +128,54 @@ def _parameters(loss: nn.Module) -> tuple[list[str], list[Tensor]]:
     return list(learnable), list(learnable.values())
 
 
+@without_autocast
+def _dense(
+    loss: nn.Module, z: Tensor, columns: Tensor, layout: _Layout, parameters: dict[str, Tensor], reduction: Reduction
+) -> Tensor:
+    """The definition: one panel of all my anchors, plain autograd."""
+    everybody = all_gather(columns, shards=layout.column_shards, process_group=layout.world)
+    panel = layout.panel(slice(0, len(z)), z, everybody)
+    shared = {name: replicated(x, process_group=layout.world) for name, x in parameters.items()}
+    losses, valid = torch.func.functional_call(_OnPanel(loss), shared, (panel,))
+    return reduce_anchors(losses, valid, reduction=reduction, world=layout.world)
+
+
+class _OnPanel(nn.Module):
+    """``loss.on_panel`` as a forward, so that functional_call can lend it other parameters."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, panel: Panel) -> tuple[Tensor, Tensor]:
+        on_panel: PanelLoss = self.loss.on_panel  # type: ignore[assignment]  # nn.Module types attributes as tensors
+        return on_panel(panel)
+
+
 class _SumOverAnchors(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
         ctx: Any,
-        rows: Rows,
+        on_panel: PanelLoss,
         reduction: Reduction,
-        shards: Shards,
-        world: World,
-        ids: Tensor,
+        layout: _Layout,
         z: Tensor,
+        columns: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        sweep = _Sweep(rows, z, gather_rows(z, shards, world), ids, gather_rows(ids, shards, world), shards, world)
-        ctx.reduction, ctx.world, ctx.sweep = reduction, world, sweep
-        ctx.save_for_backward(z, *parameters)
+        everybody = gather_rows(z if columns is None else columns, layout.column_shards, layout.world)
+        sweep = _Sweep(on_panel, layout, z, everybody, parameters)
+        ctx.sweep, ctx.reduction, ctx.one_tower = sweep, reduction, columns is None
+        ctx.save_for_backward(z, *([] if columns is None else [columns]), *parameters)
         if reduction == "none":  # each anchor's weight is known in the backward pass only
             return sweep.losses()[0]
         if any(ctx.needs_input_grad):
-            losses, valid, *ctx.gradients = sweep.gradients(parameters)
+            losses, valid, *ctx.gradients = sweep.gradients()
         else:
             losses, valid = sweep.losses()
-        count = torch.stack([losses.sum().double(), valid.sum().double()])
-        total, count = sum_over_ranks(count, gradient="complete", world=world).unbind()
+        total = torch.stack([losses.sum().double(), valid.sum().double()])
+        total, count = sum_over_ranks(total, gradient="complete", world=layout.world).unbind()
         ctx.count = count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).to(z.dtype)
 
@@ -118,68 +184,62 @@ class _SumOverAnchors(torch.autograd.Function):
         inputs = ctx.saved_tensors
         if ctx.reduction == "none":
             with torch.no_grad():
-                gradients = ctx.sweep.gradients(inputs[1:], weights=grad_output)[2:]
+                gradients = ctx.sweep.gradients(weights=grad_output)[2:]
         else:
             weight = (grad_output / ctx.count).to(grad_output.dtype)
             gradients = [weight * gradient for gradient in ctx.gradients]
-        return *[None] * 5, *(once(gradient, *inputs) for gradient in gradients)
+        dz, dcolumns, *dparameters = gradients
+        of_rows = [dz + dcolumns, None] if ctx.one_tower else [dz, dcolumns]
+        return None, None, None, *(once(gradient, *inputs) for gradient in [*of_rows, *dparameters])
 
 
 class _Sweep:
     """One pass over my anchors, panel by panel."""
 
     def __init__(
-        self,
-        rows: Rows,
-        z: Tensor,
-        everybody: Tensor,
-        ids: Tensor,
-        all_ids: Tensor,
-        shards: Shards,
-        world: World,
+        self, on_panel: PanelLoss, layout: _Layout, z: Tensor, everybody: Tensor, parameters: Sequence[Tensor]
     ) -> None:
-        self.rows, self.z, self.everybody, self.ids, self.all_ids = rows, z, everybody, ids, all_ids
-        self.shards, self.world = shards, world
+        self.on_panel, self.layout, self.parameters = on_panel, layout, parameters
+        self.z, self.everybody = z.detach(), everybody.detach()
 
-    def _panel(self, panel: slice, *, differentiable: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Similarities of a panel, and what the row function makes of them."""
-        s = self.z[panel] @ self.everybody.T
-        masks = panel_masks(self.ids[panel], self.all_ids, self.shards.start + panel.start)
-        with torch.set_grad_enabled(differentiable):
-            losses, valid = self.rows(s.requires_grad_(differentiable), masks.positive, masks.negative)
-            return s, losses.where(valid, 0), valid
-
-    def _panels(self) -> list[slice]:
-        # the row function makes several matrices out of a panel, so that it gets a fraction of the budget
-        return list(panels(len(self.z), 4 * len(self.everybody), self.z.dtype))
+    def _panels(self) -> Iterator[slice]:
+        # the loss makes several matrices out of a panel, so that it gets a fraction of the budget
+        return panels(len(self.z), 4 * len(self.everybody), self.z.dtype)
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """Loss and validity of my anchors."""
-        found = [self._panel(panel, differentiable=False)[1:] for panel in self._panels()]
+        found = []
+        with torch.no_grad():
+            for rows in self._panels():
+                losses, valid = self.on_panel(self.layout.panel(rows, self.z[rows], self.everybody))
+                found.append((losses.where(valid, 0), valid))
         return self._joined([losses for losses, _ in found]), self._joined([valid for _, valid in found]).bool()
 
     @without_autocast
-    def gradients(self, parameters: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Loss and validity of my anchors, then the gradient of their weighted sum by z and by the parameters."""
-        dz, dall = torch.zeros_like(self.z), torch.zeros_like(self.everybody)
-        dparameters = [torch.zeros_like(parameter) for parameter in parameters]
+    def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
+        """Loss and validity of my anchors; the gradient of their weighted sum by anchors, columns and parameters."""
+        dz, dcolumns = torch.zeros_like(self.z), torch.zeros_like(self.everybody)
+        dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]
         losses, valid = [], []
-        for panel in self._panels():
-            s, of_panel, counts = self._panel(panel, differentiable=True)
+        for rows in self._panels():
+            with torch.enable_grad():
+                anchors, columns = self.z[rows].requires_grad_(), self.everybody.detach().requires_grad_()
+                of_panel, counts = self.on_panel(self.layout.panel(rows, anchors, columns))
+                of_panel = of_panel.where(counts, 0)
             losses.append(of_panel.detach())
             valid.append(counts)
             if not of_panel.requires_grad:
                 continue
-            weight = torch.ones_like(of_panel) if weights is None else weights[panel].to(of_panel.dtype)
-            found = torch.autograd.grad(of_panel, (s, *parameters), weight, allow_unused=True, materialize_grads=True)
-            ds, *of_parameters = found
-            torch.mm(ds, self.everybody, out=dz[panel])
-            dall.addmm_(ds.T, self.z[panel])
-            for total, part in zip(dparameters, of_parameters, strict=True):
-                total.add_(part)
-        dz += add_up_rows(dall, self.shards, self.world)
-        dparameters = [sum_over_ranks(x, gradient="partial", world=self.world) for x in dparameters]
-        return [self._joined(losses), self._joined(valid).bool(), dz, *dparameters]
+            weight = torch.ones_like(of_panel) if weights is None else weights[rows].to(of_panel.dtype)
+            dz[rows], by_columns, *by_parameters = torch.autograd.grad(
+                of_panel, (anchors, columns, *self.parameters), weight, allow_unused=True, materialize_grads=True
+            )
+            dcolumns += by_columns
+            for total, part in zip(dparameters, by_parameters, strict=True):
+                total += part
+        dcolumns = add_up_rows(dcolumns, self.layout.column_shards, self.layout.world)
+        dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
+        return [self._joined(losses), self._joined(valid).bool(), dz, dcolumns, *dparameters]
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         return torch.cat(parts) if parts else self.z.new_zeros(0)

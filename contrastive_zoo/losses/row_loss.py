@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import sum_over_anchors
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, views_problem
 from contrastive_zoo.world import World
 
@@ -43,6 +43,10 @@ class RowLoss(Loss):
         super().__init__(check_finite=check_finite)
         self.normalize, self.reduction = normalize, reduction
 
+    def similarity(self, anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
+        """How alike anchors and columns are: their dot products. A loss of distances puts its distance here."""
+        return anchors @ columns.T
+
     def rows(
         self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]
     ) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
@@ -55,8 +59,15 @@ class RowLoss(Loss):
             similarity: of the anchors to the rows of all ranks.
             positive: other rows with the anchor's id.
             negative: rows with another id.
+
+        Raises:
+            NotImplementedError: this is the method to write.
         """
         raise NotImplementedError(f"{type(self).__name__} must define rows(similarity, positive, negative).")
+
+    def on_panel(self, panel: Panel) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
+        """The same from all that is known of a panel; for a loss that needs labels, or the embeddings themselves."""
+        return self.rows(self.similarity(panel.anchors, panel.columns), panel.positive, panel.negative)
 
     def forward(self, *rows: Tensor, world: World | None = None) -> Float[Tensor, "..."]:  # type: ignore[override]
         """The reduced loss of these rows.
@@ -66,14 +77,14 @@ class RowLoss(Loss):
             world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
         """
         world = self.local() if world is None else world
-        caller, views = type(self).__name__, len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows)
+        views = len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows)
         if views:
             named: Mapping[str, Tensor] = {f"view {index}": view for index, view in enumerate(rows)}
             problem = views_problem(rows)
         else:
             named = dict(zip(("embeddings", "labels"), rows, strict=False))
             problem = labelled_problem(*rows)
-        shards, *_ = begin(caller, named, problem=problem, reduction=self.reduction, world=world)
+        shards, *_ = begin(type(self).__name__, named, problem=problem, reduction=self.reduction, world=world)
         if views:
             ids = torch.arange(shards.start, shards.start + shards.size, device=rows[0].device).repeat(len(rows))
             z, shards = torch.cat(rows), shards.times(len(rows))

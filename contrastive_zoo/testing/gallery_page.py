@@ -1,0 +1,349 @@
+"""The gallery measured and written down: ``python -m contrastive_zoo.testing.gallery_page``.
+
+Writes docs/pages/gallery.md and docs/pages/laws.md, and the truth table wherever README.md or docs/pages/index.md hold
+``<!-- truth table: begin -->`` and ``<!-- truth table: end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.check import Report, examine
+from contrastive_zoo.testing.diagnosis import CLOSE, _compare
+from contrastive_zoo.testing.gallery import GALLERY, Recipe
+from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.peers import PEERS
+from contrastive_zoo.testing.trial import Case, Trial
+from contrastive_zoo.testing.worlds import RankError, Worlds
+
+EVEN = (GlobalBatch((6, 6), d=4, seed=7), GlobalBatch((6, 6, 6, 6), d=4, seed=7))
+UNEVEN = GlobalBatch((3, 9), d=4, seed=7)
+
+SHORT = (
+    ("autograd.Function whose backward keeps only this rank's slice (SimCLR re-implementations)", "own slice"),
+    ("gather, then overwrite this rank's slice with the live tensor", "overwritten slice"),
+    ("the same, loss × W (pytorch-metric-learning's wrapper)", "own slice × W"),
+    ("the wrapper's `efficient=True`", "pml wrapper, efficient"),
+    ("local rows against detached gathered columns (OpenCLIP `local_loss`)", "detached columns"),
+    ("local rows, gather with a reduce-scatter backward (lightly, OpenCLIP `gather_with_grad`)", "local loss"),
+    ("the same, ranks' means averaged", "mean of means"),
+    ("`DistributedLoss(loss)`", "DistributedLoss, any loss"),
+)
+"""Rows of the truth table, by recipe."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A recipe on one global batch, beside one process.
+
+    Args:
+        world_size: W.
+        values: each rank's returned number, over one process's.
+        encoder: ratio of gradient norms and cosine; None if the recipe did not get there.
+        parameters: the same for the loss's own parameters; None if it has none.
+        failure: what happened instead.
+    """
+
+    world_size: int
+    values: tuple[float, ...] = ()
+    encoder: tuple[float, float] | None = None
+    parameters: tuple[float, float] | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe, measured.
+
+    Args:
+        recipe: what people write.
+        even: on equal shards, on two processes and on four.
+        uneven: on two processes with unequal shards.
+        report: the doctor's.
+    """
+
+    recipe: Recipe
+    even: tuple[Measured, ...]
+    uneven: Measured
+    report: Report
+
+    @cached_property
+    def on_even(self) -> tuple[str, str, str]:
+        """Value, encoder gradient and parameter gradient, in words."""
+        return _in_words(self.even)
+
+    @cached_property
+    def on_uneven(self) -> str:
+        """What is different on unequal shards."""
+        if self.uneven.failure:
+            return _strong(self.uneven.failure)
+        words = _in_words([self.uneven])
+        names = ("value", "encoder", "parameters")
+        changed = [
+            f"{name} {now}"
+            for name, now, before in zip(names, words, self.on_even, strict=True)
+            if now.partition(" (")[0] != before.partition(" (")[0]
+        ]
+        return ", ".join(changed) or ("right" if set(words) <= {"right", "–"} else "the same")
+
+
+def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
+    """Measure every recipe of the gallery and every importable peer, and have each examined.
+
+    Args:
+        worlds: where to run.
+        recipes: these instead of all.
+        max_examples: global batches per examination.
+    """
+    everything = [*GALLERY.values(), *(peer for peer in PEERS.values() if peer.importable)]
+    return [_row(recipe, worlds, max_examples) for recipe in (everything if recipes is None else recipes)]
+
+
+def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
+    report = examine(
+        recipe.case.make,
+        world_sizes=(1, 2, 3),
+        call=recipe.call,
+        grad_reduction=recipe.trainer,
+        max_examples=max_examples,
+        worlds=worlds,
+        name=recipe.name,
+    )
+    return Row(recipe, tuple(measure(recipe.case, x, worlds) for x in EVEN), measure(recipe.case, UNEVEN, worlds), report)
+
+
+def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
+    """One batch on W processes and on one."""
+    trial = Trial(case, batch, worlds)
+    world_size = len(batch.shards)
+    try:
+        alone, together = trial.alone(), trial.together()
+    except RankError as error:
+        died = any(isinstance(x, ChildProcessError) for x in error.errors.values())
+        return Measured(world_size, failure="process dies" if died else "raises" if error.errors else "hangs")
+    return Measured(
+        world_size,
+        tuple(x.value / alone.value for x in together),
+        _compare(trial.reduced("encoder"), alone.encoder),
+        _compare(trial.reduced("parameters"), alone.parameters) if alone.parameters else None,
+    )
+
+
+# --- in words -------------------------------------------------------------------------------------------------------
+
+
+def _in_words(found: Sequence[Measured]) -> tuple[str, str, str]:
+    if failures := {x.failure for x in found if x.failure}:
+        return (_strong(" or ".join(sorted(failures))),) * 3
+    encoder = _joined(found, lambda x: _gradient(x.encoder, x.world_size))
+    parameters = "–"
+    if all(x.parameters for x in found):
+        parameters = _joined(found, lambda x: _gradient(x.parameters, x.world_size))
+    return _joined(found, _value), encoder, parameters
+
+
+def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str, str, list[float]]]) -> str:
+    """One description of all measurements if they are alike, otherwise one for each W."""
+    described = [describe(x) for x in found]
+    if len({kind for kind, _, _ in described}) > 1:
+        return "; ".join(f"W={x.world_size}: {_joined([x], describe)}" for x in found)
+    kind, unit, _ = described[0]
+    numbers = [f"{number:.2f}" for _, _, some in described for number in some]
+    if not numbers:
+        return kind if kind == "right" else _strong(kind)
+    low, high = min(numbers, key=float), max(numbers, key=float)
+    return f"{_strong(kind)} ({unit}{low if low == high else f'{low}–{high}'})"
+
+
+def _value(found: Measured) -> tuple[str, str, list[float]]:
+    """What kind of value, and the numbers to go with it."""
+    first = found.values[0]
+    if not all(_near(x, first) for x in found.values):
+        return "differs per rank", "×", list(found.values)
+    factor = _factor(first, found.world_size)
+    return (factor, "", []) if factor else ("wrong", "×", [first])
+
+
+def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, str, list[float]]:
+    assert of is not None
+    ratio, cosine = of
+    if ratio < CLOSE:
+        return "none", "", []
+    if not _near(cosine, 1.0):
+        return "wrong direction", "cos ", [cosine]
+    factor = _factor(ratio, world_size)
+    return (factor, "", []) if factor else ("wrong length", "×", [ratio])
+
+
+def _factor(ratio: float, world_size: int) -> str | None:
+    named = {"right": 1.0, "W×": float(world_size), "1/W": 1 / world_size}
+    return next((name for name, factor in named.items() if _near(ratio, factor)), None)
+
+
+def _near(found: float, expected: float) -> bool:
+    return abs(found - expected) <= CLOSE * max(1.0, abs(expected))
+
+
+def _strong(text: str) -> str:
+    return f"**{text}**"
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+_BEGIN, _END = "<!-- truth table: begin -->", "<!-- truth table: end -->"
+
+
+def truth_table(rows: Sequence[Row]) -> str:
+    """The short table, of what people write most."""
+    by_name = {row.recipe.name: row for row in rows}
+    lines = []
+    for text, name in SHORT:
+        if name in by_name:
+            row = by_name[name]
+            value, encoder, parameters = row.on_even
+            proxies = by_name.get(f"{name}, proxies")
+            if parameters == "–" and proxies is not None:  # the same recipe with a loss that has some
+                parameters = proxies.on_even[2]
+            lines.append([text, encoder, parameters, value, row.on_uneven])
+    return _table(["what people write", "encoder gradient", "loss's own parameters", "value returned", "uneven shards"], lines)
+
+
+def with_truth_table(text: str, table: str) -> str:
+    """``text`` with the table between its markers replaced; as it was where it has none."""
+    return re.sub(f"(?s){_BEGIN}.*?{_END}", lambda _: f"{_BEGIN}\n{table}\n{_END}", text)
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The gallery as a page of Markdown."""
+    peers = [row for row in rows if row.recipe.name in PEERS]
+    own = [row for row in rows if row.recipe.name not in PEERS]
+    right = [row for row in own if row.recipe.mistake is None]
+    wrong = [row for row in own if row.recipe.mistake is not None]
+    diagnoses = {row.report.diagnosis.mistake: row.report.diagnosis for row in rows if row.report.diagnosis}
+    libraries = sorted({peer.library for peer in PEERS.values()})
+    measured = sorted({PEERS[row.recipe.name].library for row in peers})
+    absent = [name for name in libraries if name not in measured]
+    return f"""\
+# The gallery of distributed losses
+
+How people make a contrastive loss distributed, and what comes of it. Every number on this page is measured: each way
+runs on real processes, in float64, with torch {torch.__version__.partition("+")[0]}, and is compared with one process
+that holds all rows.
+
+- **On equal shards**: W = {" and ".join(str(len(x.shards)) for x in EVEN)}, {EVEN[0].shards[0]} samples each. A factor
+  holds for every W measured; a range is over ranks and over W.
+- **Uneven shards**: what changes where two processes hold {UNEVEN.shards[0]} and {UNEVEN.shards[1]} samples. All recipes
+  of the first two tables gather with padding; a plain `torch.distributed.all_gather` stops here, as the last table shows.
+- **Gradients** are those after the trainer's reduction. *wrong direction* says the cosine to the true one.
+- **Diagnosis** is what [`check_world_size_invariance`](test-your-own.md) says, from measurements alone. Most recipes
+  that are right in all columns and have a diagnosis break a law that no column shows, such as an empty shard.
+
+![Held-out loss of several recipes during training, on four processes with uneven shards; only DistributedLoss stays on
+the curve of one process](figures/gallery_drift.png)
+
+## Right
+
+{_wide(right)}
+
+## Wrong
+
+{_wide(wrong)}
+
+## Libraries
+
+Run for this page: {", ".join(f"{_distribution(name)} {_version(name)}" for name in measured) or "none"}.\
+{f" Not installed, so not run: {', '.join(map(_distribution, absent))}." if absent else ""}
+
+{_wide(peers)}
+
+## What each diagnosis means, and the mend
+
+{_table(["diagnosis", "what the loss does", "mend"], [[x.mistake, x.why, x.mend] for x in diagnoses.values()])}
+
+This page is written by `python -m contrastive_zoo.testing.gallery_page`.
+"""
+
+
+def render_laws() -> str:
+    """The laws as a page of Markdown."""
+    sections = []
+    for law in LAWS:
+        meaning, _, failing = law.meaning.partition(" When it fails, ")
+        about = GALLERY[law.catches].about.replace("\n", " ")
+        sections.append(
+            f"## `{law.name}`\n\n{meaning}\n\n**When it fails,** {failing}\n\n"
+            f"**Mistake it catches:** [{law.catches}](gallery.md), that is: {about}.\n"
+        )
+    head = """\
+# The laws
+
+A loss that is the same function on W processes as on one keeps these laws on every global batch.
+[`check_world_size_invariance`](test-your-own.md) holds all of them against a loss; each is also a function to call:
+`law(Trial(case, batch, worlds))` raises `Broken`, with what came and what was expected. Numbers are compared in float64,
+to 1e-10. Each law names a mistake of [the gallery](gallery.md) that it catches, and a test holds that it does.
+
+The first six are the global-batch contract. The rest follow from it, or are what a training loop needs besides.
+"""
+    return "\n".join([head, *sections]) + "\nThis page is written by `python -m contrastive_zoo.testing.gallery_page`.\n"
+
+
+def _wide(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        value, encoder, parameters = row.on_even
+        diagnosis = row.report.diagnosis.mistake if row.report.diagnosis else "none needed"
+        lines.append([row.recipe.about.replace("\n", " "), value, encoder, parameters, row.on_uneven, diagnosis])
+    titles = ["what people write", "value", "encoder gradient", "loss's own parameters", "uneven shards", "diagnosis"]
+    return _table(titles, lines)
+
+
+def _table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    cells = [titles, ["---"] * len(titles), *([cell.replace("|", "\\|") for cell in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells).replace("| --- |", "|---|").replace(" --- |", "---|")
+
+
+def _distribution(library: str) -> str:
+    return library.replace("_", "-")
+
+
+def _version(library: str) -> str:
+    try:
+        return version(_distribution(library))
+    except PackageNotFoundError:
+        return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write the pages."""
+    parser = argparse.ArgumentParser(prog="python -m contrastive_zoo.testing.gallery_page", description=__doc__)
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the documentation")
+    parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    given = parser.parse_args(arguments)
+    pages = given.docs / "pages"
+    pages.mkdir(parents=True, exist_ok=True)
+    with Worlds(timeout=6.0, grace=0.3) as worlds:
+        worlds.start(1, 2, 3, 4)
+        rows = measure_gallery(worlds)
+    (pages / "gallery.md").write_text(render(rows), encoding="utf-8")
+    (pages / "laws.md").write_text(render_laws(), encoding="utf-8")
+    table = truth_table(rows)
+    for page in (given.readme, pages / "index.md"):
+        if page.exists():
+            page.write_text(with_truth_table(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

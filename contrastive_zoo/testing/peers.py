@@ -1,0 +1,120 @@
+"""Other libraries' ways to make a loss distributed, as recipes like the gallery's; each library is imported when used."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastive_zoo.testing.gallery import Pairs, Recipe, ranks
+from contrastive_zoo.testing.trial import Call, Case
+
+WIDTH = 8
+"""What embeddings are padded to with zeros, for losses that want to know their width when they are made."""
+
+
+@dataclass(frozen=True)
+class Peer(Recipe):
+    """A recipe that needs another library.
+
+    Args:
+        library: what is imported.
+    """
+
+    library: str
+
+    @property
+    def case(self) -> Case:
+        """The recipe as a case under test."""
+        return Case(partial(make, self.name), call=self.call, grad_reduction=self.trainer, name=self.name)
+
+    @property
+    def importable(self) -> bool:
+        """Whether the library is there."""
+        return find_spec(self.library) is not None
+
+
+PEERS: dict[str, Peer] = {}
+"""All peers by name, importable or not."""
+
+
+def make(name: str) -> Any:
+    """The loss of a peer."""
+    return PEERS[name].make()
+
+
+def peer(
+    name: str, *, library: str, mistake: str | None, call: Call = "labels"
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Hang a peer beside the gallery; its docstring says what people write."""
+
+    def hang(make: Callable[[], Any]) -> Callable[[], Any]:
+        PEERS[name] = Peer(name, make, mistake, call, "mean", (make.__doc__ or "").strip(), library)
+        return make
+
+    return hang
+
+
+class _Padded(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(F.pad(embeddings, (0, WIDTH - embeddings.shape[1])), labels)
+
+
+def _wrapped(loss: str, **settings: Any) -> nn.Module:
+    from pytorch_metric_learning import losses
+    from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
+
+    known = {"num_classes": 256, "embedding_size": WIDTH} if loss == "ProxyAnchorLoss" else {}
+    return _Padded(DistributedLossWrapper(getattr(losses, loss)(**known), **settings))
+
+
+_PML = "pytorch_metric_learning"
+
+
+@peer("pml wrapper", library=_PML, mistake="times W")
+def _() -> Any:
+    """pytorch-metric-learning's `DistributedLossWrapper(ContrastiveLoss())`"""
+    return _wrapped("ContrastiveLoss")
+
+
+@peer("pml wrapper, proxies", library=_PML, mistake="times W")
+def _() -> Any:
+    """pytorch-metric-learning's `DistributedLossWrapper(ProxyAnchorLoss(...))`"""
+    return _wrapped("ProxyAnchorLoss")
+
+
+@peer("pml wrapper, efficient", library=_PML, mistake="detached columns")
+def _() -> Any:
+    """pytorch-metric-learning's `DistributedLossWrapper(ContrastiveLoss(), efficient=True)`"""
+    return _wrapped("ContrastiveLoss", efficient=True)
+
+
+@peer("pml wrapper, efficient, proxies", library=_PML, mistake="raises")
+def _() -> Any:
+    """pytorch-metric-learning's `DistributedLossWrapper(ProxyAnchorLoss(...), efficient=True)`"""
+    return _wrapped("ProxyAnchorLoss", efficient=True)
+
+
+@peer("accelerate gather", library="accelerate", mistake="detached", call="views")
+def _() -> Any:
+    """Hugging Face Accelerate's `accelerator.gather(embeddings)`, whole loss on every rank"""
+    from accelerate import Accelerator
+
+    _as_torchrun_would()
+    accelerator = Accelerator(cpu=True)
+    # Where nothing carries a gradient, backward() would raise on one rank as on all.
+    return Pairs(gathered=lambda x: accelerator.gather(x) + 0 * x.sum() if ranks()[1] > 1 else x)
+
+
+def _as_torchrun_would() -> None:
+    rank, size = map(str, ranks())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
