@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.meeting import meet
+from contrastive_zoo.meeting import kind, meet
 from contrastive_zoo.world import Processes, World
 
 BUCKET_BYTES = 25 * 2**20
@@ -25,7 +25,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         process_group: whose ranks; None is the default group at the time of the call.
 
     Raises:
-        ValueError: ranks whose modules differ in the number or the size of their parameters.
+        ValueError: ranks whose modules differ in the names, shapes or dtypes of their parameters.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -35,9 +35,10 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         tensor([[1., 1.]])
     """
     world = World.of(process_group)
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    shapes = {"parameters": [list(parameter.shape) for parameter in parameters]}
-    meet("average_gradients", {}, world=World(world.rank, world.size, world.group), settings=shapes)
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    parameters = list(named.values())
+    kinds = {name: kind(parameter) for name, parameter in named.items()}
+    meet("average_gradients", {}, world=world, settings=kinds)
     if world.size == 1 or not parameters:
         return
     with torch.no_grad():

@@ -45,11 +45,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceO
 
 def _as_bytes(rows: Tensor) -> Tensor:
     """[n, …] of any dtype as [n, bytes of a row]: what every backend can move."""
-    return rows.contiguous().reshape(len(rows), -1 if rows.numel() else _row_numel(rows)).view(torch.uint8)
-
-
-def _row_numel(rows: Tensor) -> int:
-    return rows.shape[1:].numel()
+    flat = rows.reshape(len(rows), rows.shape[1:].numel())
+    if flat.stride() != (flat.shape[1], 1):  # is_contiguous() forgives odd strides of single rows and columns
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _from_bytes(moved: Tensor, like: Tensor) -> Tensor:
@@ -283,6 +282,7 @@ def all_reduce(
     """
     world = World.of(process_group)
     _agree("all_reduce", x, world, op=op, gradient=gradient)
+    x = _averageable(x, op)
     return x if world.size == 1 else _AllReduce.apply(x, op, gradient, world)
 
 
@@ -307,7 +307,13 @@ def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Pro
     """
     world = World.of(process_group)
     _agree("reduce", x, world, op=op, dst=dst)
+    x = _averageable(x, op)
     return x if world.size == 1 else _Reduce.apply(x, dst, op, world)
+
+
+def _averageable(x: Tensor, op: Reduction) -> Tensor:
+    """x, as fractions if they are whole numbers (or truths) to be averaged."""
+    return x / 1 if op == "mean" and not x.is_floating_point() else x
 
 
 def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Tensor:
@@ -390,7 +396,10 @@ def reduce_scatter(
         problem = f"op is 'sum' or 'mean', got {op!r}."
     elif shards.total != total:
         problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
-    _agree("reduce_scatter", rows, world, problem=problem, sizes=list(shards.sizes))
+    if rows.ndim == 0:
+        problem = _NO_ROWS
+    _agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
+    rows = _averageable(rows, op)
     mine = rows if world.size == 1 else _ReduceScatter.apply(rows, shards, world)
     return mine / world.size if op == "mean" else mine
 
@@ -468,6 +477,9 @@ def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
     return x if world.size == 1 else _Replicated.apply(x, world)
 
 
+_NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
+
+
 def _agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
     """Every rank brings the same shape, dtype and settings, and the settings are known ones."""
     _agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
@@ -482,7 +494,7 @@ def _agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None
     if not (isinstance(root, int) and 0 <= root < world.size):
         problem = f"rank {root} is not one of the group's ranks 0 … {world.size - 1}."
     if rows.ndim == 0:
-        problem = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
+        problem = _NO_ROWS
     tolerant = World(world.rank, world.size, world.group, check_finite=False)
     return meet(name, {"x": rows}, world=tolerant, problem=problem, settings=settings)[0]
 

@@ -97,7 +97,9 @@ class DistributedLoss(nn.Module):
         bare = _bare(self.loss)
         world = World.of(self.process_group, check_finite=self.check_finite and getattr(bare, "check_finite", True))
         try:
-            bound = _signature(bare).bind(*rows, **named_rows)
+            signature = _signature(bare)
+            # a miner's indices come later, also where the loss insists on them
+            bound = (signature.bind_partial if self.miner else signature.bind)(*rows, **named_rows)
         except TypeError as error:  # this rank alone may have forgotten an argument; the others would wait for it
             refuse(_name(bare), f"{error}.", world=world)
         bound.arguments = tree_map(lambda x: _scale_rows(x, world.size), dict(bound.arguments))
@@ -122,6 +124,9 @@ class DistributedLoss(nn.Module):
 
 def _signature(loss: Any) -> inspect.Signature:
     """Of the loss; of some function of anything where Python does not know it, as for built-in ones."""
+    if isinstance(loss, Loss) and hasattr(loss, "function"):
+        parameters = inspect.signature(type(loss).function).parameters.values()
+        return inspect.Signature([x for x in parameters if x.kind is not x.KEYWORD_ONLY])
     try:
         return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:

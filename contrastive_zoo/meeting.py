@@ -137,10 +137,11 @@ def _difference(signatures: list[str]) -> str:
                 f"ranks disagree on what they bring: rank {has} brought {name}, rank {lacks} brought none. "
                 f"Pass {name} on every rank or on none."
             )
-        if "|" not in ours:
+        if "|" not in ours or "|" not in theirs:
+            ours, theirs = (text.replace("|", " ").strip() for text in (ours, theirs))
             return (
                 f"ranks disagree on {name}: rank 0 has {ours}, rank {other} has {theirs}. "
-                "Build the loss with the same settings on every rank."
+                "It must be the same on every rank."
             )
         for what, a, b in zip(("dtype", "width", "gradient"), ours.split("|"), theirs.split("|"), strict=True):
             if a != b:

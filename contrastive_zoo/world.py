@@ -98,6 +98,11 @@ class World:
             return cls(check_finite=check_finite)
         if process_group is None or isinstance(process_group, dist.ProcessGroup):
             group = process_group
+        elif isinstance(process_group, int):  # what torch gives to those who are not in a new group
+            raise ValueError(
+                f"process_group: process {dist.get_rank()} is not in the group it was given. "
+                "Call the loss only on the group's own processes."
+            )
         elif process_group.ndim == 1:
             group = process_group.get_group()
         else:
@@ -105,13 +110,7 @@ class World:
                 f"process_group: a device mesh of {process_group.ndim} dimensions does not name one set of processes. "
                 "Pass a 1-d mesh, such as mesh['dp'], or flatten the data-parallel dimensions first."
             )
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ValueError(
-                f"process_group: process {dist.get_rank()} is not in the group it was given. "
-                "Call the loss only on the group's own processes."
-            )
-        return cls(rank, dist.get_world_size(group), group, check_finite)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, check_finite)
 
     @property
     def device(self) -> torch.device:

@@ -65,7 +65,7 @@ def complaint(worlds: Worlds, world_size: int, bad: Callable[[], Any], good: Cal
 
     Both run on every rank; that they are one job shows that no collective was left half done.
     """
-    found = worlds.run(world_size, lambda: (said(bad), good()), timeout=20.0)
+    found = worlds.run(world_size, lambda: (said(bad), good()), timeout=10.0)
     texts = [text for text, _ in found]
     assert None not in texts, f"some rank did not raise: {texts}"
     assert len(set(texts)) == 1, f"ranks say different things: {texts}"

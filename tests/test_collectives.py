@@ -232,15 +232,41 @@ def test_an_input_is_never_changed(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [True, True]
 
 
-def test_rows_need_not_be_contiguous(worlds: Worlds) -> None:
-    def job() -> list[Tensor]:
-        x = numbers(3, 4, seed=dist.get_rank()).T
-        return [cz.all_gather(x), cz.all_reduce(x), cz.reduce_scatter(x), cz.broadcast(x, 1)]
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.T,
+    "every other row": lambda x: x[::2],
+    "every other column": lambda x: x[:, ::2],
+    "a column, in the middle": lambda x: x[:, 1:2],
+    "a column of a transposed one, which counts as contiguous": lambda x: x.T[:, :1],
+    "one row for all": lambda x: x[:1].expand(4, 4),
+    "one number for all": lambda x: x[:1, :1].expand(4, 4),
+    "one number": lambda x: x[0, 0].expand(1, 1),
+    "no rows, expanded": lambda x: x[0, 0].expand(0, 2),
+}
 
-    a, b = numbers(3, 4, seed=0).T, numbers(3, 4, seed=1).T
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_may_lie_in_memory_as_they_like(layout: str, worlds: Worlds) -> None:
+    def brought(rank: int) -> Tensor:
+        return LAYOUTS[layout](numbers(4, 4, seed=rank))
+
+    def job() -> list[Tensor]:
+        x = brought(dist.get_rank())
+        return [
+            cz.all_gather(x),
+            cz.gather(x),
+            cz.all_reduce(x),
+            cz.reduce_scatter(x),
+            cz.broadcast(x, 1),
+            cz.scatter(x),
+        ]
+
+    a, b = brought(0), brought(1)
     for rank, found in enumerate(worlds.run(2, job)):
-        for y, expected in zip(found, [torch.cat([a, b]), a + b, (a + b).split(2)[rank], b], strict=True):
-            close(y, expected)
+        expected = [torch.cat([a, b]), a[:0] if rank else torch.cat([a, b]), a + b]
+        expected += [(a + b).tensor_split(2)[rank], b, a.tensor_split(2)[rank]]
+        for y, z in zip(found, expected, strict=True):
+            close(y, z)
 
 
 def test_rows_are_split_as_tensor_split_does_unless_told(worlds: Worlds) -> None:

@@ -43,7 +43,9 @@ def right(worlds: Worlds, make: Callable[[Tensor], PairMasks], ids: Tensor, size
     found = worlds.run(len(sizes), lambda: make(mine(ids, sizes)))
     expected = zip(*(split(mask, sizes) for mask in brute_force(ids.tolist())), strict=True)
     return all(
-        torch.equal(x, y) for ours, theirs in zip(found, expected, strict=True) for x, y in zip(ours, theirs, strict=True)
+        torch.equal(x, y)
+        for ours, theirs in zip(found, expected, strict=True)
+        for x, y in zip(ours, theirs, strict=True)
     )
 
 
@@ -57,7 +59,7 @@ def test_views_of_a_sample_share_an_id_on_every_rank(sizes, views: int, worlds: 
 @given(sizes=SHARDS, views=st.integers(2, 3))
 def test_masks_of_views_are_those_of_the_global_batch(sizes, views: int, worlds: Worlds) -> None:
     rows = [views * n for n in sizes]
-    ids = torch.tensor(sum(view_ids(sizes, views), start=[]), dtype=torch.int64)
+    ids = torch.tensor([i for of_rank in view_ids(sizes, views) for i in of_rank], dtype=torch.int64)
     assert right(worlds, lambda own: cz.pair_masks(cz.sample_ids(len(own) // views, views)), ids, rows)
 
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
@@ -14,16 +14,21 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def reduce_anchors(
-    losses: Float[Tensor, " n"], valid: Bool[Tensor, " n"] | None = None, *, reduction: Reduction = "mean", world: World
+    losses: Float[Tensor, " n"] | Float[Tensor, "n k"],
+    valid: Shaped[Tensor, " n"] | Shaped[Tensor, "n k"] | None = None,
+    *,
+    reduction: Reduction = "mean",
+    world: World,
 ) -> Float[Tensor, "..."]:
     """Σ losses / Σ valid over all ranks' anchors (``"mean"``), the sum alone (``"sum"``), or mine as they are.
 
     An anchor that is not valid counts nowhere and gets no gradient; without any the result is a zero that still hangs
-    in the graph, so that no rank falls out of the collectives of the backward pass.
+    in the graph, so that no rank falls out of the collectives of the backward pass. An anchor whose loss is a sum over
+    pairs says how many: the mean is then one of pairs. Columns are terms of their own: the sum of their means.
 
     Args:
         losses: this rank's anchors.
-        valid: which of them count; None is all.
+        valid: which of them count, or how many times; None is all, once.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         world: whose anchors.
 
@@ -31,13 +36,15 @@ def reduce_anchors(
         >>> from contrastive_zoo.world import ALONE
         >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), world=ALONE)
         tensor(2.)
+        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 3, 0]), world=ALONE)   # 4 / 4
+        tensor(1.)
     """
-    if valid is not None:
-        losses = losses.where(valid, 0)
+    if valid is None:
+        valid = torch.ones_like(losses, dtype=torch.bool)
+    losses = losses.where(valid > 0, 0)
     if reduction == "none":
-        return losses
-    here = len(losses) if valid is None else valid.sum()
-    total = torch.stack([losses.sum().double(), torch.as_tensor(here, dtype=torch.float64, device=losses.device)])
+        return losses if losses.ndim == 1 else losses.sum(1)
+    total = torch.stack([x.sum(0, dtype=torch.float64) for x in (losses, valid)])
     # everybody goes on with the same sum, so everybody's gradient is already the whole one
     total, count = sum_over_ranks(total, gradient="complete", world=world).unbind()
-    return (total if reduction == "sum" else total / count.detach().clamp(min=1)).to(losses.dtype)
+    return (total if reduction == "sum" else total / count.detach().clamp(min=1)).sum().to(losses.dtype)

@@ -41,7 +41,11 @@ class Panel:
 
 
 PanelLoss = Callable[[Panel], tuple[Tensor, Tensor]]
-"""A panel to (loss [c], whether it counts [c]) of its anchors; row by row."""
+"""A panel to (loss [c], whether it counts, or how many times, [c]) of its anchors; row by row.
+
+A loss whose mean is taken over pairs or triplets gives its anchors' sums and their numbers of pairs. One that adds up
+several means has them as columns, [c, k] both, and says k in its attribute ``terms``.
+"""
 
 
 def sum_over_anchors(
@@ -62,8 +66,8 @@ def sum_over_anchors(
     Equal to ``reduce(*loss.on_panel(Panel(Z, columns, …)))`` with the rows of all ranks at once.
 
     Args:
-        loss: a module whose method ``on_panel(panel)`` returns a loss and a validity per anchor. Its parameters get
-            their complete gradient on every rank.
+        loss: a module whose method ``on_panel(panel)`` returns a loss and a validity or a count per anchor, of each of
+            ``loss.terms`` means (1 if it does not say). Its parameters get their complete gradient on every rank.
         z: my anchors.
         ids: of my anchors; columns with an equal id are their positives.
         shards: where everybody's anchors are.
@@ -97,7 +101,7 @@ def sum_over_anchors(
         return _dense(
             loss, z, z if columns is None else columns, layout, dict(zip(names, parameters, strict=True)), reduction
         )
-    return _SumOverAnchors.apply(loss.on_panel, reduction, layout, z, columns, *parameters)
+    return _SumOverAnchors.apply(loss.on_panel, getattr(loss, "terms", 1), reduction, layout, z, columns, *parameters)
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,7 @@ class _SumOverAnchors(torch.autograd.Function):
     def forward(
         ctx: Any,
         on_panel: PanelLoss,
+        terms: int,
         reduction: Reduction,
         layout: _Layout,
         z: Tensor,
@@ -165,69 +170,77 @@ class _SumOverAnchors(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         everybody = gather_rows(z if columns is None else columns, layout.column_shards, layout.world)
-        sweep = _Sweep(on_panel, layout, z, everybody, parameters)
-        ctx.sweep, ctx.reduction, ctx.one_tower = sweep, reduction, columns is None
+        sweep = _Sweep(on_panel, terms, layout, z, everybody, parameters)
+        ctx.sweep, ctx.reduction, ctx.one_tower, ctx.gradients = sweep, reduction, columns is None, None
         ctx.save_for_backward(z, *([] if columns is None else [columns]), *parameters)
         if reduction == "none":  # each anchor's weight is known in the backward pass only
-            return sweep.losses()[0]
-        if any(ctx.needs_input_grad):
-            losses, valid, *ctx.gradients = sweep.gradients()
-        else:
-            losses, valid = sweep.losses()
-        total = torch.stack([losses.sum().double(), valid.sum().double()])
+            return sweep.losses()[0].sum(1)
+        if any(ctx.needs_input_grad) and (terms == 1 or reduction == "sum"):
+            losses, counts, *ctx.gradients = sweep.gradients()
+        else:  # each term has its own weight, which is known after the whole sweep
+            losses, counts = sweep.losses()
+        total = torch.stack([x.sum(0, dtype=torch.float64) for x in (losses, counts)])
         total, count = sum_over_ranks(total, gradient="complete", world=layout.world).unbind()
         ctx.count = count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
-        return (total / ctx.count).to(z.dtype)
+        return (total / ctx.count).sum().to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
-        if ctx.reduction == "none":
+        if ctx.gradients is None:
+            weights = grad_output[:, None] if ctx.reduction == "none" else grad_output / ctx.count
             with torch.no_grad():
-                gradients = ctx.sweep.gradients(weights=grad_output)[2:]
+                gradients = ctx.sweep.gradients(weights=weights.expand(len(inputs[0]), ctx.sweep.terms))[2:]
         else:
-            weight = (grad_output / ctx.count).to(grad_output.dtype)
+            weight = (grad_output / ctx.count[0]).to(grad_output.dtype)
             gradients = [weight * gradient for gradient in ctx.gradients]
         dz, dcolumns, *dparameters = gradients
         of_rows = [dz + dcolumns, None] if ctx.one_tower else [dz, dcolumns]
-        return None, None, None, *(once(gradient, *inputs) for gradient in [*of_rows, *dparameters])
+        return None, None, None, None, *(once(gradient, *inputs) for gradient in [*of_rows, *dparameters])
 
 
 class _Sweep:
     """One pass over my anchors, panel by panel."""
 
     def __init__(
-        self, on_panel: PanelLoss, layout: _Layout, z: Tensor, everybody: Tensor, parameters: Sequence[Tensor]
+        self,
+        on_panel: PanelLoss,
+        terms: int,
+        layout: _Layout,
+        z: Tensor,
+        everybody: Tensor,
+        parameters: Sequence[Tensor],
     ) -> None:
-        self.on_panel, self.layout, self.parameters = on_panel, layout, parameters
+        self.on_panel, self.terms, self.layout, self.parameters = on_panel, terms, layout, parameters
         self.z, self.everybody = z.detach(), everybody.detach()
 
     def _panels(self) -> Iterator[slice]:
         # the loss makes several matrices out of a panel, so that it gets a fraction of the budget
         return panels(len(self.z), 4 * len(self.everybody), self.z.dtype)
 
+    def _of(self, rows: slice, anchors: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and counts of a panel's anchors, [c, terms]; what does not count is zero."""
+        losses, counts = (x.reshape(-1, self.terms) for x in self.on_panel(self.layout.panel(rows, anchors, columns)))
+        return losses.where(counts > 0, 0), counts
+
     def losses(self) -> tuple[Tensor, Tensor]:
-        """Loss and validity of my anchors."""
-        found = []
+        """Losses and counts of my anchors."""
         with torch.no_grad():
-            for rows in self._panels():
-                losses, valid = self.on_panel(self.layout.panel(rows, self.z[rows], self.everybody))
-                found.append((losses.where(valid, 0), valid))
-        return self._joined([losses for losses, _ in found]), self._joined([valid for _, valid in found]).bool()
+            found = [self._of(rows, self.z[rows], self.everybody) for rows in self._panels()]
+        return self._joined([losses for losses, _ in found]), self._joined([counts for _, counts in found])
 
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
-        """Loss and validity of my anchors; the gradient of their weighted sum by anchors, columns and parameters."""
+        """Losses and counts of my anchors; the gradient of their weighted sum by anchors, columns and parameters."""
         dz, dcolumns = torch.zeros_like(self.z), torch.zeros_like(self.everybody)
         dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]
-        losses, valid = [], []
+        losses, counts = [], []
         for rows in self._panels():
             with torch.enable_grad():
                 anchors, columns = self.z[rows].requires_grad_(), self.everybody.detach().requires_grad_()
-                of_panel, counts = self.on_panel(self.layout.panel(rows, anchors, columns))
-                of_panel = of_panel.where(counts, 0)
+                of_panel, how_many = self._of(rows, anchors, columns)
             losses.append(of_panel.detach())
-            valid.append(counts)
+            counts.append(how_many)
             if not of_panel.requires_grad:
                 continue
             weight = torch.ones_like(of_panel) if weights is None else weights[rows].to(of_panel.dtype)
@@ -239,7 +252,7 @@ class _Sweep:
                 total += part
         dcolumns = add_up_rows(dcolumns, self.layout.column_shards, self.layout.world)
         dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
-        return [self._joined(losses), self._joined(valid).bool(), dz, dcolumns, *dparameters]
+        return [self._joined(losses), self._joined(counts), dz, dcolumns, *dparameters]
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts) if parts else self.z.new_zeros(0)
+        return torch.cat(parts) if parts else self.z.new_zeros(0, self.terms)

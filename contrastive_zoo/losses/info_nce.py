@@ -67,6 +67,7 @@ def info_nce(
         temperature=temperature,
         reduction=reduction,
         symmetric=symmetric,
+        normalize=normalize,
         world=world,
     )
     scale = logit_scale(temperature, world)

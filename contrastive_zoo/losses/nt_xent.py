@@ -50,7 +50,9 @@ def nt_xent(
     """
     named = {f"view {index}": view for index, view in enumerate(views)}
     problem = views_problem(views)
-    shards, *_ = begin("NTXent", named, problem=problem, temperature=temperature, reduction=reduction, world=world)
+    shards, *_ = begin(
+        "NTXent", named, problem=problem, temperature=temperature, reduction=reduction, normalize=normalize, world=world
+    )
     scale = logit_scale(temperature, world)
     z = prepared(torch.stack(views), normalize=normalize)
     others = (z.sum(0) - z) / (len(views) - 1)

@@ -84,7 +84,14 @@ class RowLoss(Loss):
         else:
             named = dict(zip(("embeddings", "labels"), rows, strict=False))
             problem = labelled_problem(*rows)
-        shards, *_ = begin(type(self).__name__, named, problem=problem, reduction=self.reduction, world=world)
+        shards, *_ = begin(
+            type(self).__name__,
+            named,
+            problem=problem,
+            reduction=self.reduction,
+            normalize=self.normalize,
+            world=world,
+        )
         if views:
             ids = torch.arange(shards.start, shards.start + shards.size, device=rows[0].device).repeat(len(rows))
             z, shards = torch.cat(rows), shards.times(len(rows))

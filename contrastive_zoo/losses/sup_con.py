@@ -55,7 +55,9 @@ def sup_con(
     """
     named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
     problem = labelled_problem(embeddings, labels)
-    shards, *_ = begin("SupCon", named, problem=problem, temperature=temperature, reduction=reduction, world=world)
+    shards, *_ = begin(
+        "SupCon", named, problem=problem, temperature=temperature, reduction=reduction, normalize=normalize, world=world
+    )
     scale = logit_scale(temperature, world)
     z = prepared(embeddings, normalize=normalize)
     assert labels is not None  # begin has refused it

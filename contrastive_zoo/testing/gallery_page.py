@@ -26,14 +26,15 @@ from contrastive_zoo.testing.peers import PEERS
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
-EVEN = (GlobalBatch((6, 6), d=4, seed=7), GlobalBatch((6, 6, 6, 6), d=4, seed=7))
-UNEVEN = GlobalBatch((3, 9), d=4, seed=7)
+EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
+UNEVEN = GlobalBatch((3, 9), d=4)
 
 SHORT = (
     ("autograd.Function whose backward keeps only this rank's slice (SimCLR re-implementations)", "own slice"),
     ("gather, then overwrite this rank's slice with the live tensor", "overwritten slice"),
-    ("the same, loss × W (pytorch-metric-learning's wrapper)", "own slice × W"),
-    ("the wrapper's `efficient=True`", "pml wrapper, efficient"),
+    ("the same, loss × W", "own slice × W"),
+    ("pytorch-metric-learning's wrapper", "pml wrapper, proxies"),
+    ("the same with `efficient=True`", "pml wrapper, efficient"),
     ("local rows against detached gathered columns (OpenCLIP `local_loss`)", "detached columns"),
     ("local rows, gather with a reduce-scatter backward (lightly, OpenCLIP `gather_with_grad`)", "local loss"),
     ("the same, ranks' means averaged", "mean of means"),
@@ -96,7 +97,7 @@ class Row:
             for name, now, before in zip(names, words, self.on_even, strict=True)
             if now.partition(" (")[0] != before.partition(" (")[0]
         ]
-        return ", ".join(changed) or ("right" if set(words) <= {"right", "–"} else "the same")
+        return ", ".join(changed) or "nothing"
 
 
 def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
@@ -121,7 +122,9 @@ def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
         worlds=worlds,
         name=recipe.name,
     )
-    return Row(recipe, tuple(measure(recipe.case, x, worlds) for x in EVEN), measure(recipe.case, UNEVEN, worlds), report)
+    return Row(
+        recipe, tuple(measure(recipe.case, x, worlds) for x in EVEN), measure(recipe.case, UNEVEN, worlds), report
+    )
 
 
 def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
@@ -154,37 +157,45 @@ def _in_words(found: Sequence[Measured]) -> tuple[str, str, str]:
     return _joined(found, _value), encoder, parameters
 
 
-def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str, str, list[float]]]) -> str:
+def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str, dict[str, list[float]]]]) -> str:
     """One description of all measurements if they are alike, otherwise one for each W."""
     described = [describe(x) for x in found]
-    if len({kind for kind, _, _ in described}) > 1:
+    if len({kind for kind, _ in described}) > 1:
         return "; ".join(f"W={x.world_size}: {_joined([x], describe)}" for x in found)
-    kind, unit, _ = described[0]
-    numbers = [f"{number:.2f}" for _, _, some in described for number in some]
+    kind, numbers = described[0]
     if not numbers:
         return kind if kind == "right" else _strong(kind)
-    low, high = min(numbers, key=float), max(numbers, key=float)
-    return f"{_strong(kind)} ({unit}{low if low == high else f'{low}–{high}'})"
+    details = (form.format(_range([x for _, given in described for x in given[form]])) for form in numbers)
+    return f"{_strong(kind)} ({', '.join(details)})"
 
 
-def _value(found: Measured) -> tuple[str, str, list[float]]:
+def _range(numbers: Sequence[float]) -> str:
+    digits = 0 if max(numbers) > 10 else 2
+    while any(f"{x:.{digits}f}" == f"{1:.{digits}f}" and not _near(x, 1.0) for x in numbers):
+        digits += 1  # what is not quite 1 shall not read 1.00
+    low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
+    return low if low == high else f"{low} to {high}" if low.startswith("-") else f"{low}–{high}"
+
+
+def _value(found: Measured) -> tuple[str, dict[str, list[float]]]:
     """What kind of value, and the numbers to go with it."""
     first = found.values[0]
     if not all(_near(x, first) for x in found.values):
-        return "differs per rank", "×", list(found.values)
+        return "differs per rank", {"×{}": list(found.values)}
     factor = _factor(first, found.world_size)
-    return (factor, "", []) if factor else ("wrong", "×", [first])
+    return (factor, {}) if factor else ("wrong", {"×{}": [first]})
 
 
-def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, str, list[float]]:
+def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, dict[str, list[float]]]:
     assert of is not None
     ratio, cosine = of
     if ratio < CLOSE:
-        return "none", "", []
+        return "none", {}
     if not _near(cosine, 1.0):
-        return "wrong direction", "cos ", [cosine]
+        off = (ratio**2 + 1 - 2 * ratio * cosine) ** 0.5
+        return "wrong direction", {"cos {}": [cosine], "{} % off": [100 * off]}
     factor = _factor(ratio, world_size)
-    return (factor, "", []) if factor else ("wrong length", "×", [ratio])
+    return (factor, {}) if factor else ("wrong length", {"×{}": [ratio]})
 
 
 def _factor(ratio: float, world_size: int) -> str | None:
@@ -217,7 +228,17 @@ def truth_table(rows: Sequence[Row]) -> str:
             if parameters == "–" and proxies is not None:  # the same recipe with a loss that has some
                 parameters = proxies.on_even[2]
             lines.append([text, encoder, parameters, value, row.on_uneven])
-    return _table(["what people write", "encoder gradient", "loss's own parameters", "value returned", "uneven shards"], lines)
+    titles = [
+        "what people write",
+        "encoder gradient",
+        "loss's own parameters",
+        "value returned",
+        "what uneven shards change",
+    ]
+    return f"""{_table(titles, lines)}
+
+On uneven shards the hand-written ones are measured with rows padded on the way; with a plain
+`torch.distributed.all_gather` the process dies, as it does in the wrapper (gloo)."""
 
 
 def with_truth_table(text: str, table: str) -> str:
@@ -235,23 +256,32 @@ def render(rows: Sequence[Row]) -> str:
     libraries = sorted({peer.library for peer in PEERS.values()})
     measured = sorted({PEERS[row.recipe.name].library for row in peers})
     absent = [name for name in libraries if name not in measured]
+    sizes = " and ".join(str(len(x.shards)) for x in EVEN)
     return f"""\
 # The gallery of distributed losses
 
 How people make a contrastive loss distributed, and what comes of it. Every number on this page is measured: each way
-runs on real processes, in float64, with torch {torch.__version__.partition("+")[0]}, and is compared with one process
-that holds all rows.
+runs on real processes, in float64, with torch {torch.__version__.partition("+")[0]}, and is compared with
+one process that holds all rows.
 
-- **On equal shards**: W = {" and ".join(str(len(x.shards)) for x in EVEN)}, {EVEN[0].shards[0]} samples each. A factor
-  holds for every W measured; a range is over ranks and over W.
-- **Uneven shards**: what changes where two processes hold {UNEVEN.shards[0]} and {UNEVEN.shards[1]} samples. All recipes
-  of the first two tables gather with padding; a plain `torch.distributed.all_gather` stops here, as the last table shows.
-- **Gradients** are those after the trainer's reduction. *wrong direction* says the cosine to the true one.
-- **Diagnosis** is what [`check_world_size_invariance`](test-your-own.md) says, from measurements alone. Most recipes
-  that are right in all columns and have a diagnosis break a law that no column shows, such as an empty shard.
+- **On equal shards**: W = {sizes}, {EVEN[0].shards[0]} samples each. A factor holds for every W
+  measured; a range is over ranks and over W.
+- **Uneven shards**: what changes where two processes hold {UNEVEN.shards[0]} and {UNEVEN.shards[1]} samples. The
+  recipes of the first two tables gather with padding where they can; with a plain `torch.distributed.all_gather`
+  on gloo the process dies, as the last table shows.
+- **Gradients** are those after the trainer's reduction. *wrong direction* says the cosine to the true gradient, and the
+  norm of the difference relative to it.
+- **Diagnosis** is what [`check_world_size_invariance`](test-your-own.md) says, from measurements alone. A recipe that is
+  right in every column and still has a diagnosis breaks [a law](laws.md) that no column shows: gradient accumulation, a
+  queue, an empty shard.
+- A dash: the loss has no parameters of its own.
 
 ![Held-out loss of several recipes during training, on four processes with uneven shards; only DistributedLoss stays on
 the curve of one process](figures/gallery_drift.png)
+
+Two towers on scikit-learn's digits, a learnt scale, SGD: the same batches and the same start for all. What is drawn is the
+true loss on held-out images, at the scale that each has learnt. *own slice × W* runs below because its scale learns four
+times as fast on four processes; on another number of processes it would be another curve.
 
 ## Right
 
@@ -281,10 +311,9 @@ def render_laws() -> str:
     sections = []
     for law in LAWS:
         meaning, _, failing = law.meaning.partition(" When it fails, ")
-        about = GALLERY[law.catches].about.replace("\n", " ")
         sections.append(
             f"## `{law.name}`\n\n{meaning}\n\n**When it fails,** {failing}\n\n"
-            f"**Mistake it catches:** [{law.catches}](gallery.md), that is: {about}.\n"
+            f"**Mistake it catches:** *{law.catches}* of [the gallery](gallery.md): {_about(GALLERY[law.catches])}.\n"
         )
     head = """\
 # The laws
@@ -296,7 +325,9 @@ to 1e-10. Each law names a mistake of [the gallery](gallery.md) that it catches,
 
 The first six are the global-batch contract. The rest follow from it, or are what a training loop needs besides.
 """
-    return "\n".join([head, *sections]) + "\nThis page is written by `python -m contrastive_zoo.testing.gallery_page`.\n"
+    return (
+        "\n".join([head, *sections]) + "\nThis page is written by `python -m contrastive_zoo.testing.gallery_page`.\n"
+    )
 
 
 def _wide(rows: Sequence[Row]) -> str:
@@ -304,9 +335,29 @@ def _wide(rows: Sequence[Row]) -> str:
     for row in rows:
         value, encoder, parameters = row.on_even
         diagnosis = row.report.diagnosis.mistake if row.report.diagnosis else "none needed"
-        lines.append([row.recipe.about.replace("\n", " "), value, encoder, parameters, row.on_uneven, diagnosis])
-    titles = ["what people write", "value", "encoder gradient", "loss's own parameters", "uneven shards", "diagnosis"]
+        lines.append(
+            [f"*{row.recipe.name}*: {_about(row.recipe)}", value, encoder, parameters, row.on_uneven, diagnosis]
+        )
+    titles = [
+        "what people write",
+        "value",
+        "encoder gradient",
+        "loss's own parameters",
+        "uneven shards change",
+        "diagnosis",
+    ]
     return _table(titles, lines)
+
+
+def _about(recipe: Recipe) -> str:
+    """What people write; "the same" as which, where neighbours are not in sight."""
+    about = " ".join(recipe.about.split())
+    if not about.startswith("the same"):
+        return about
+    names = list(GALLERY)
+    before = reversed(names[: names.index(recipe.name)])
+    meant = next(name for name in before if not GALLERY[name].about.startswith("the same"))
+    return f"as *{meant}*{about.removeprefix('the same')}"
 
 
 def _table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -1,6 +1,7 @@
 """Other libraries' ways to make a loss distributed, as recipes like the gallery's; each library is imported when used."""
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -79,19 +80,19 @@ def _wrapped(loss: str, **settings: Any) -> nn.Module:
 _PML = "pytorch_metric_learning"
 
 
-@peer("pml wrapper", library=_PML, mistake="times W")
+@peer("pml wrapper", library=_PML, mistake="uneven shards")
 def _() -> Any:
     """pytorch-metric-learning's `DistributedLossWrapper(ContrastiveLoss())`"""
     return _wrapped("ContrastiveLoss")
 
 
-@peer("pml wrapper, proxies", library=_PML, mistake="times W")
+@peer("pml wrapper, proxies", library=_PML, mistake="uneven shards")
 def _() -> Any:
     """pytorch-metric-learning's `DistributedLossWrapper(ProxyAnchorLoss(...))`"""
     return _wrapped("ProxyAnchorLoss")
 
 
-@peer("pml wrapper, efficient", library=_PML, mistake="detached columns")
+@peer("pml wrapper, efficient", library=_PML, mistake="uneven shards")
 def _() -> Any:
     """pytorch-metric-learning's `DistributedLossWrapper(ContrastiveLoss(), efficient=True)`"""
     return _wrapped("ContrastiveLoss", efficient=True)
@@ -110,11 +111,28 @@ def _() -> Any:
 
     _as_torchrun_would()
     accelerator = Accelerator(cpu=True)
-    # Where nothing carries a gradient, backward() would raise on one rank as on all.
     return Pairs(gathered=lambda x: accelerator.gather(x) + 0 * x.sum() if ranks()[1] > 1 else x)
+
+
+@peer("Fabric all_gather", library="lightning_fabric", mistake="uneven shards", call="views")
+def _() -> Any:
+    """Lightning Fabric's `fabric.all_gather(embeddings, sync_grads=True).flatten(0, 1)`, whole loss on every rank"""
+    from lightning_fabric import Fabric
+
+    _as_torchrun_would()
+    fabric = Fabric(accelerator="cpu", devices=ranks()[1], strategy="ddp")
+    fabric.launch()
+
+    def gathered(x: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its torch function is deprecated, on every call
+            return fabric.all_gather(x, sync_grads=True).flatten(0, 1)
+
+    return Pairs(gathered=gathered)
 
 
 def _as_torchrun_would() -> None:
     rank, size = map(str, ranks())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "none"}.items():
+        os.environ.setdefault(name, value)

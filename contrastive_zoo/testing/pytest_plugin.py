@@ -165,8 +165,9 @@ def _on_ranks(
     __tracebackhide__ = True
     from contrastive_zoo.testing.worlds import RankError
 
+    travelling: Any = _Body(body, *args, **kwargs)
     try:
-        pool.run(size, _Body(body, *args, **kwargs), timeout=timeout)  # type: ignore[arg-type]
+        pool.run(size, travelling, timeout=timeout)
     except RankError as error:
         failure = _outcome(error)
     except TypeError as error:  # raised before anything ran
@@ -188,11 +189,11 @@ class _Body:
 
 def _arrive(call: Callable[[], Any]) -> Callable[[], Any]:
     # pytest says that Skipped lives in builtins, where pickle does not find it.
-    copyreg.pickle(pytest.skip.Exception, lambda skipped: (_skipped, (str(skipped),)))  # type: ignore[arg-type]
+    copyreg.pickle(pytest.skip.Exception, lambda skipped: (_skipped, (str(skipped),)))
     return call
 
 
-def _skipped(reason: str) -> BaseException:
+def _skipped(reason: str) -> Any:
     return pytest.skip.Exception(reason)
 
 

@@ -55,8 +55,8 @@ def global_batches(
 
     Example:
         >>> from hypothesis import find
-        >>> find(global_batches((1, 2)), lambda batch: batch.total > 2 and len(batch.shards) > 1)
-        GlobalBatch((0, 3), d=1)
+        >>> find(global_batches((2,)), lambda batch: batch.shards[0] > 1 and batch.d > 1)
+        GlobalBatch((2, 0))
     """
     return st.builds(
         GlobalBatch,

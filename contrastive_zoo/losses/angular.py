@@ -1,0 +1,53 @@
+"""Angular: the triangle of a positive pair and a negative must be narrow at the negative."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.losses.distances import MetricLoss, log1p_sum_exp, sum_over_positives
+
+
+class Angular(MetricLoss):
+    r"""Soft maximum, over a positive pair's negatives, of how far their angle exceeds α.
+
+    With unit rows z, over all ordered positive pairs (i, p) whose class has a negative,
+
+        loss = mean_{i, p∈P(i)} log(1 + Σ_{n∈N(i)} exp(4 tan²α (z_i + z_p)·z_n − 2 (1 + tan²α) z_i·z_p))
+
+    One positive is worked on at a time: memory is linear in N, work is P matrix products.
+
+    Args:
+        alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
+        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
+            pytorch-metric-learning normalises a pair but not its negatives: give it unit rows to compare.
+
+    Raises:
+        ValueError: an angle that is not between 0 and 90 degrees; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> Angular(alpha=45)(z, torch.tensor([0, 0, 1]))   # log(1 + exp(0 − 4)); row 2 has no positive
+        tensor(0.0181)
+
+    Source: Wang et al. 2017, eq. 8, https://arxiv.org/abs/1708.01682
+    """
+
+    def __init__(self, *, alpha: float = 40.0, **kept: Any) -> None:
+        super().__init__(**kept)
+        self.expect(0 < alpha < 90, f"alpha is an angle in degrees, between 0 and 90, got {alpha}.")
+        self.alpha = alpha
+
+    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
+        tan2 = math.tan(math.radians(self.alpha)) ** 2
+        anchors, columns = panel.anchors, panel.columns
+
+        def widest(p: Tensor) -> Tensor:
+            partners = columns[p[:, 0]]
+            angles = 4 * tan2 * (anchors + partners) @ columns.T
+            apart = 2 * (1 + tan2) * (anchors * partners).sum(1, keepdim=True)
+            return log1p_sum_exp(angles - apart, where=panel.negative)
+
+        counts = panel.positive.sum(1).where(panel.negative.any(1), 0)
+        return sum_over_positives(widest, panel.positive & panel.negative.any(1, keepdim=True)), counts

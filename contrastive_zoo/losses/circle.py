@@ -1,0 +1,48 @@
+"""Circle: each similarity is pulled at its own pace, by how far it is from its optimum."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.losses.distances import Average, MetricLoss, log_sum_exp
+
+
+class Circle(MetricLoss):
+    r"""Log-sum-exp of all pairs of a positive and a negative, with self-paced weights.
+
+        loss_i = log(1 + Σ_{n∈N(i)} exp(γ a_n (s_in − m)) · Σ_{p∈P(i)} exp(−γ a_p (s_ip − 1 + m)))
+        a_p = max(0, 1 + m − s_ip),  a_n = max(0, s_in + m),  both without gradient
+
+    averaged over the anchors with a positive and a negative.
+
+    Args:
+        m: relaxation, the radius of the decision boundary.
+        gamma: γ > 0, scale; the paper's pairs (m, γ) are 0.25, 256 for faces, 0.25, 128 for persons, 0.4, 80 for images.
+        average: ``"nonzero"`` leaves out anchors whose loss has underflowed to 0, as pytorch-metric-learning does.
+        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+
+    Raises:
+        ValueError: a γ that is not positive, an unknown average; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> Circle(m=0.5, gamma=1.0)(z, torch.tensor([0, 0, 1]))   # log(1 + exp(−½·½) · exp(−½·½)); row 2 has no positive
+        tensor(0.4741)
+
+    Source: Sun et al. 2020, eq. 6 and 8, https://arxiv.org/abs/2002.10857
+    """
+
+    def __init__(self, *, m: float = 0.4, gamma: float = 80.0, average: Average = "all", **kept: Any) -> None:
+        super().__init__(**kept)
+        self.expect(gamma > 0, f"gamma is positive, got {gamma}.")
+        self.known("average", average, Average)
+        self.m, self.gamma, self.average = m, gamma, average
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        s, fixed = similarity, similarity.detach()
+        pull = -self.gamma * (1 + self.m - fixed).relu() * (s - 1 + self.m)
+        push = self.gamma * (fixed + self.m).relu() * (s - self.m)
+        both = log_sum_exp(pull, positive) + log_sum_exp(push, negative)
+        losses, valid = torch.logaddexp(both, torch.zeros_like(both)), positive.any(1) & negative.any(1)
+        return losses, valid & (losses > 0) if self.average == "nonzero" else valid

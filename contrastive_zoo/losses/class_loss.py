@@ -1,0 +1,235 @@
+"""What losses with class weights share: weights as a parameter, whole or dealt out, and rows compared with them."""
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.engine.classes import Pool, class_shard, drawn_weights, nearest_center, target_and_others
+from contrastive_zoo.engine.evaluation import wide
+from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, prepared
+from contrastive_zoo.meeting import kind
+from contrastive_zoo.world import Shards, World
+
+_SIZES = ("num_classes", "embedding_size")
+
+
+class ClassLoss(Loss):
+    """A loss with weight vectors for each class, its parameter ``weights``; the base of proxies and classifiers.
+
+    Weights are drawn standard normal; only their direction matters. Construct the loss with the same seed on every
+    rank. Every rank then gets the complete gradient of all weights, before the trainer reduces anything.
+
+    With ``shard_over`` each rank keeps the weights of its share of the classes only, rows ``class_shard`` of
+    the whole. Their gradient is complete on the rank that holds them, and no other rank has any, so **no trainer may
+    average, broadcast or shard them**: keep the loss out of DDP, FSDP and DeepSpeed, and give its parameters to this
+    rank's optimizer beside the model's. Each rank saves its own part. The gradient is 1 × ∂L/∂weights under
+    ``DistributedLoss(grad_reduction="mean")``. Under ``"sum"`` every parameter's gradient comes out 1/W as large, for
+    the sum over ranks to be right; these are not summed, hence set ``loss.shard_gradient_scale`` to W.
+
+    Args:
+        num_classes: C; labels are 0 … C − 1.
+        embedding_size: d.
+        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
+        shard_over: the processes over which classes are dealt, ``World.of()`` or ``World.of(group)``, the same that
+            share the batch; None is whole weights on every rank.
+        check_finite: whether rows with NaN or infinite values are refused.
+        settings: as the function takes them.
+
+    Raises:
+        ValueError: fewer than one class, width or centre. TypeError: a setting that the function does not have.
+
+    Example:
+        >>> import contrastive_zoo as cz
+        >>> from contrastive_zoo.losses.cos_face import CosFace
+        >>> CosFace(1_000, 8, shard_over=cz.World(rank=1, size=4)).weights.shape
+        torch.Size([250, 8])
+    """
+
+    default_centers: ClassVar[int] = 1
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "function" in vars(cls):  # what help() and an editor show: the constructor makes the weights
+            shown = inspect.signature(ClassLoss.__init__).parameters.values()
+            own = [
+                x for x in shown if x.name in (*_SIZES, "sub_centers", *(["shard_over"] * ("sharded" in cls._defaults)))
+            ]
+            kept = [x for x in cls.__signature__.parameters.values() if x.name not in ("weights", "sharded")]
+            cls.__signature__ = inspect.Signature([*own, *kept])
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        sub_centers: int | None = None,
+        shard_over: World | None = None,
+        check_finite: bool = True,
+        **settings: Any,
+    ) -> None:
+        sub_centers = self.default_centers if sub_centers is None else sub_centers
+        for name, value in zip((*_SIZES, "sub_centers"), (num_classes, embedding_size, sub_centers), strict=True):
+            if value < 1:
+                raise ValueError(f"{type(self).__name__}: {name} is at least 1, got {value}.")
+        if shard_over is not None:
+            if "sharded" not in self._defaults:
+                raise TypeError(f"{type(self).__name__} keeps all its weights on every rank: leave shard_over out.")
+            settings["sharded"] = True
+        weights = drawn_weights(num_classes, sub_centers, embedding_size, keep=class_shard(num_classes, shard_over))
+        super().__init__(
+            check_finite=check_finite, weights=nn.Parameter(weights[:, 0] if sub_centers == 1 else weights), **settings
+        )
+        self.num_classes, self.embedding_size, self.sub_centers = num_classes, embedding_size, sub_centers
+        self.shard_gradient_scale = 1.0
+
+    def settings(self) -> Mapping[str, Any]:
+        """The settings at this moment."""
+        now = dict(super().settings())
+        if self.shard_gradient_scale != 1 and self.weights.requires_grad:
+            now["weights"] = now["weights"].view_as(now["weights"])
+            now["weights"].register_hook(lambda gradient: gradient * self.shard_gradient_scale)
+        return now
+
+    def extra_repr(self) -> str:
+        kept = ", ".join(
+            f"{name}={getattr(self, name)!r}"
+            for name in self._defaults
+            if name not in ("weights", "sharded") and name not in self._modules
+        )
+        return f"{self.num_classes}, {self.embedding_size}, sub_centers={self.sub_centers}, {kept}"
+
+
+def against_classes(
+    caller: str,
+    embeddings: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"] | None,
+    weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"],
+    *,
+    temperature: float | Tensor = 1.0,
+    scale: float | None = None,
+    pool: Pool = nearest_center,
+    sharded: bool = False,
+    world: World,
+    **settings: Any,
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float | Tensor]:
+    """Check, meet, and compare my rows with all classes, rows and weights on the unit sphere.
+
+    Args:
+        caller: name of the loss.
+        embeddings: my rows.
+        labels: their classes.
+        weights: of all classes, or with ``sharded`` of mine.
+        temperature: t > 0; may be learnt.
+        scale: what similarities are multiplied with; None is 1 / temperature.
+        pool: from the centres of a class to its similarity.
+        sharded: whether ``weights`` are this rank's share.
+        world: who holds rows, and classes.
+        settings: for :func:`contrastive_zoo.losses.base.begin`.
+
+    Returns:
+        Cosines to the target class [n], ``log Σ exp(scale · cosine)`` over the other classes [n], and the scale.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> import torch
+        >>> eye = torch.eye(2)
+        >>> against_classes("Loss", eye, torch.arange(2), eye, scale=3.0, world=ALONE)
+        (tensor([1., 1.]), tensor([0., 0.]), 3.0)
+    """
+    z, own, unit, shards, class_shards = begin_with_classes(
+        caller,
+        embeddings,
+        labels,
+        weights,
+        sharded=sharded,
+        problem=settings.pop("problem", None) or positive("scale", scale),
+        temperature=temperature,
+        scale=scale,
+        world=world,
+        **settings,
+    )
+    factor = logit_scale(temperature, world) if scale is None else scale
+    target, others = target_and_others(
+        z, own, unit, scale=factor, pool=pool, shards=shards, class_shards=class_shards, world=world
+    )
+    return target, others, factor
+
+
+def begin_with_classes(
+    caller: str,
+    embeddings: Tensor,
+    labels: Tensor | None,
+    weights: Tensor,
+    *,
+    sharded: bool = False,
+    problem: str | None = None,
+    world: World,
+    **settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Shards, Shards | None]:
+    """:func:`contrastive_zoo.losses.base.begin` for labelled rows and classes.
+
+    Returns:
+        Unit rows [n, d], labels, unit weights [C, k, d], where rows lie, and where classes lie if they are dealt out.
+
+    Raises:
+        ValueError: also for weights of another width, or labels that are no classes.
+
+    Example:
+        >>> import torch
+        >>> from contrastive_zoo.world import ALONE
+        >>> begin_with_classes("Loss", torch.eye(2), torch.tensor([0, 7]), torch.eye(2), world=ALONE)
+        Traceback (most recent call last):
+        ...
+        ValueError: Loss: labels are classes 0 … 1, got 7. Number them from 0, or raise num_classes.
+    """
+    problem = labelled_problem(embeddings, labels) or _weights_problem(embeddings, weights) or problem
+    if problem is None and not sharded:
+        problem = _classes_problem(labels, len(weights))
+    named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
+    if sharded:
+        named["class weights"] = weights
+    else:
+        settings["classes"] = list(weights.shape)
+    found = begin(caller, named, problem=problem, world=world, **settings)
+    shards, class_shards = found[0], found[-1] if sharded else None
+    assert labels is not None  # begin has refused it
+    if class_shards is not None:
+        problem = _classes_problem(gather_rows(labels, shards, world), class_shards.total)
+        if problem:  # every rank sees the same labels
+            raise ValueError(f"{caller}: {problem}")
+    z = prepared(embeddings, normalize=True)
+    unit = F.normalize(wide(weights), dim=-1).to(z.dtype)
+    return z, labels, unit if unit.ndim == 3 else unit[:, None], shards, class_shards
+
+
+def positive(name: str, value: float | None) -> str | None:
+    """What is wrong with a setting that must be a positive number, in words; None if nothing is.
+
+    Example:
+        >>> positive("scale", -1.0)
+        'scale must be positive and finite, got -1.0.'
+    """
+    if value is None or (value > 0 and math.isfinite(value)):
+        return None
+    return f"{name} must be positive and finite, got {value}."
+
+
+def _weights_problem(embeddings: Tensor, weights: Tensor) -> str | None:
+    if weights.ndim not in (2, 3) or not weights.is_floating_point() or weights.shape[-1] != embeddings.shape[-1]:
+        return (
+            f"weights are [classes, d] or [classes, centres, d] and as wide as embeddings, got {kind(weights)} for "
+            f"embeddings {kind(embeddings)}. Construct the loss with embedding_size={embeddings.shape[-1]}."
+        )
+    return None
+
+
+def _classes_problem(labels: Tensor | None, classes: int) -> str | None:
+    if labels is not None and len(wrong := labels[(labels < 0) | (labels >= classes)]):
+        return f"labels are classes 0 … {classes - 1}, got {int(wrong[0])}. Number them from 0, or raise num_classes."
+    return None

@@ -1,0 +1,74 @@
+"""CLIP: images find their texts and texts their images, with a learnt logit scale."""
+
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.losses.base import LearnableTemperature, Loss
+from contrastive_zoo.losses.info_nce import info_nce
+from contrastive_zoo.world import ALONE, World
+
+
+def clip(
+    images: Float[Tensor, "n d"],
+    texts: Float[Tensor, "n d"],
+    *,
+    temperature: float | Tensor = 0.07,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Cross-entropy of finding text i for image i and image i for text i, averaged: symmetric :func:`info_nce`.
+
+    With x, y the unit rows of all ranks and S = x yᵀ / t,
+
+        loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
+
+    Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
+    changes nothing here, a softmax is blind to constants; it matters to :class:`SigLIP`, which has one.
+
+    Args:
+        images: [n, d], n may differ between ranks.
+        texts: [n, d], row i belongs to row i of images.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over all ranks' pairs, ``"sum"``, or ``"none"`` for my pairs.
+        world: who else holds rows.
+
+    Returns:
+        Nats per pair, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: as :func:`info_nce`.
+
+    Example:
+        >>> import torch
+        >>> clip(torch.eye(2), torch.eye(2), temperature=1.0)   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Radford et al. 2021, fig. 3, https://arxiv.org/abs/2103.00020
+    """
+    settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction}
+    return info_nce(images, texts, symmetric=True, world=world, **settings)
+
+
+class Clip(Loss):
+    """:func:`clip` with its settings kept, and a temperature that is learnt from the given one on.
+
+    ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, kept at or below log(100).
+    For a temperature that stays use ``InfoNCE(symmetric=True)``.
+    """
+
+    function = staticmethod(clip)
+
+    def __init__(self, *, temperature: float | LearnableTemperature = 0.07, **settings: Any) -> None:
+        if not isinstance(temperature, nn.Module):
+            temperature = LearnableTemperature(temperature)
+        super().__init__(temperature=temperature, **settings)
+
+    @property
+    def logit_scale(self) -> nn.Parameter:
+        """log(1/t)."""
+        return self.get_parameter("temperature.log_scale")

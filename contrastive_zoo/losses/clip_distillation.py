@@ -1,0 +1,112 @@
+"""CLIP with a teacher: its similarities are the targets of the student's."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.panelwise import Panelwise
+from contrastive_zoo.meeting import kind
+from contrastive_zoo.world import ALONE, World
+
+
+def clip_distillation(
+    images: Float[Tensor, "n d"],
+    texts: Float[Tensor, "n d"],
+    teacher_images: Float[Tensor, "n e"],
+    teacher_texts: Float[Tensor, "n e"],
+    *,
+    temperature: float | Tensor = 0.07,
+    teacher_temperature: float = 0.07,
+    weight: float = 0.5,
+    symmetric: bool = True,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""CLIP's loss with targets that are partly a teacher's softmax over all ranks' rows.
+
+    With S = x yᵀ / t of the student's unit rows, T = u vᵀ / t' of the teacher's, both of all ranks,
+
+        targets = (1 − λ) · I + λ · softmax(T)
+        loss = ½ · cross_entropy(S, targets) + ½ · cross_entropy(Sᵀ, targets of Tᵀ)
+
+    open_clip's DistillClipLoss returns two numbers, which are this for λ = 0 and for λ = 1; their sum, which it trains
+    on, is twice this for λ = ½. No gradient reaches the teacher, and nothing N × N is held of either.
+
+    Args:
+        images: [n, d], n may differ between ranks.
+        texts: [n, d], row i belongs to row i of images.
+        teacher_images: [n, e], of the same samples.
+        teacher_texts: [n, e].
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        teacher_temperature: t' > 0, the teacher's own.
+        weight: λ from 0, no teacher, to 1, nothing else.
+        symmetric: both directions; otherwise only from images to texts.
+        normalize: put the student's and the teacher's rows on the unit sphere first.
+        reduction: ``"mean"`` over all ranks' pairs, ``"sum"``, or ``"none"`` for my pairs.
+        world: who else holds rows.
+
+    Returns:
+        Nats per pair, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: rows of different number, towers of different width, a temperature that is not positive, a weight
+            out of range, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> eye, undecided = torch.eye(2), torch.ones(2, 2)
+        >>> clip_distillation(eye, eye, undecided, undecided, temperature=1.0, weight=1.0)   # log(e + 1) − ½
+        tensor(0.8133)
+
+    Source: Hinton et al. 2015, eq. 1, https://arxiv.org/abs/1503.02531, on CLIP's logits
+    """
+    problem = _problem(images, texts, teacher_images, teacher_texts)
+    if not 0 <= weight <= 1:
+        problem = f"weight is the teacher's share, 0 to 1, got {weight}."
+    if not teacher_temperature > 0:
+        problem = f"teacher_temperature must be positive, got {teacher_temperature}."
+    named = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
+    settings: dict[str, Any] = {"teacher_temperature": teacher_temperature, "weight": weight}
+    shards, *_ = begin(
+        "ClipDistillation", named, problem=problem, reduction=reduction, world=world, temperature=temperature,
+        symmetric=symmetric, **settings,
+    )  # fmt: skip
+    x, y = (prepared(rows, normalize=normalize) for rows in (images, texts))
+    u, v = (prepared(rows.detach(), normalize=normalize) for rows in (teacher_images, teacher_texts))
+    pairs = torch.arange(shards.start, shards.start + shards.size, device=x.device)
+    loss = Panelwise(_taught, temperature=temperature, **settings)
+
+    def direction(anchors: Tensor, columns: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
+        return sum_over_anchors(
+            loss, anchors, pairs, columns=columns, column_ids=pairs, companions=[teachers], shards=shards,
+            reduction=reduction, world=world,
+        )  # fmt: skip
+
+    there = direction(x, y, (u, v))
+    return (there + direction(y, x, (v, u))) / 2 if symmetric else there
+
+
+class ClipDistillation(Loss):
+    """:func:`clip_distillation` with its settings kept."""
+
+    function = staticmethod(clip_distillation)
+
+
+def _taught(panel: Panel, temperature: Tensor, teacher_temperature: float, weight: float) -> tuple[Tensor, Tensor]:
+    ((teachers, of_columns),) = panel.companions
+    logits = panel.anchors @ panel.columns.T / temperature
+    targets = weight * (teachers @ of_columns.T / teacher_temperature).softmax(1).to(logits.dtype)
+    targets = targets + (1 - weight) * panel.positive
+    return logits.logsumexp(1) - (targets * logits).sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
+
+
+def _problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> str | None:
+    for one, other, whose in ((images, texts, ""), (teacher_images, teacher_texts, "teacher_")):
+        if one.shape != other.shape or one.dtype != other.dtype or len(one) != len(images):
+            return f"row i is one sample everywhere, got {whose}images {kind(one)} and {whose}texts {kind(other)}."
+    return rows_problem("images", images) or rows_problem("teacher_images", teacher_images)

@@ -1,0 +1,108 @@
+"""Decoupled contrastive learning: the positive is left out of its own denominator."""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.world import ALONE, World
+
+Denominators = Literal["joint", "per_view"]
+
+
+def dcl(
+    view1: Float[Tensor, "n d"],
+    view2: Float[Tensor, "n d"],
+    *,
+    temperature: float | Tensor = 0.1,
+    sigma: float | None = None,
+    denominators: Denominators = "joint",
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Decoupled contrastive loss of two views, its positives weighted if ``sigma`` is given (DCLW).
+
+    With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
+    w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
+
+        loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
+
+    lightly's DCLLoss and DCLWLoss take the logarithm of either view's sum and add them: ``denominators="per_view"``.
+    Their gathered weights are relative to each rank's own batch; these are relative to the global one.
+
+    Args:
+        view1: [n, d], n may differ between ranks.
+        view2: [n, d], row i belongs to row i of view1.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        sigma: σ > 0, None for no weights.
+        denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows, view after view.
+        world: who else holds rows.
+
+    Returns:
+        Nats per anchor, the same on every rank; 0 if there is one sample only; [2n] for ``"none"``.
+
+    Raises:
+        ValueError: views of different shape, a temperature or sigma that is not positive, unknown denominators, NaN or
+            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> dcl(torch.eye(2), torch.eye(2), temperature=1.0)   # log 2 − 1
+        tensor(-0.3069)
+
+    Source: Yeh et al. 2021, eq. 6 and §3.2, https://arxiv.org/abs/2110.06848
+    """
+    problem = views_problem((view1, view2))
+    if sigma is not None and not sigma > 0:
+        problem = f"sigma must be positive, got {sigma}. Leave it None for no weights."
+    if denominators not in ("joint", "per_view"):
+        problem = f"denominators is 'joint' or 'per_view', got {denominators!r}. lightly's is 'per_view'."
+    named: dict[str, Any] = {"view 0": view1, "view 1": view2}
+    settings: dict[str, Any] = {"temperature": temperature, "sigma": sigma, "denominators": denominators}
+    shards, *_ = begin("DCL", named, problem=problem, reduction=reduction, world=world, **settings)
+    a, b = (prepared(rows, normalize=normalize) for rows in (view1, view2))
+
+    weight = a.new_ones(len(a))
+    if sigma is not None:
+        alike = gather_rows((a * b).sum(-1).detach() / sigma, shards, world)
+        weight = 2 - shards.total * alike.softmax(0)[shards.mine]
+    samples = torch.arange(shards.start, shards.start + shards.size, device=a.device).repeat(2)
+    view = torch.arange(2, device=a.device).repeat_interleave(len(a))
+    loss = Panelwise(_decoupled, temperature=temperature, denominators=denominators)
+    companions = [(view, view), (weight.repeat(2), view)]
+    both = shards.times(2)
+    return sum_over_anchors(
+        loss, torch.cat([a, b]), samples, companions=companions, shards=both, reduction=reduction, world=world
+    )
+
+
+class DCL(Loss):
+    """:func:`dcl` with its settings kept."""
+
+    function = staticmethod(dcl)
+
+
+class DCLW(DCL):
+    """:func:`dcl` with von Mises–Fisher weights on the positives: the same with ``sigma=0.5``."""
+
+    def __init__(self, *, sigma: float = 0.5, **settings: Any) -> None:
+        super().__init__(sigma=sigma, **settings)
+
+
+def _decoupled(panel: Panel, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
+    (view, views), (weight, _) = panel.companions
+    logits = panel.anchors @ panel.columns.T / temperature
+    parts = [panel.negative]
+    if denominators == "per_view":
+        own = view[:, None] == views
+        parts = [panel.negative & own, panel.negative & ~own]
+    push = sum(log_sum_exp_where(logits, part) for part in parts)
+    return push - weight * logits.where(panel.positive, 0).sum(1), panel.negative.any(1)

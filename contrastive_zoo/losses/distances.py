@@ -1,0 +1,124 @@
+"""How far rows are apart, and what losses of margins make of it, panel by panel."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from contrastive_zoo.losses.row_loss import RowLoss
+
+Metric = Literal["distance", "squared distance", "similarity"]
+Average = Literal["nonzero", "all"]
+
+
+def squared_distances(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
+    """‖a − b‖² of every anchor and column, as one matrix product.
+
+    Rows closer together than its rounding can tell are the same point: exactly 0, and without gradient.
+
+    Example:
+        >>> squared_distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
+        tensor([[25.,  0.]])
+    """
+    both = anchors.square().sum(1)[:, None] + columns.square().sum(1)
+    squared = torch.addmm(both, anchors, columns.T, alpha=-2)
+    return squared.where(squared > 8 * torch.finfo(squared.dtype).eps * both.detach(), 0)
+
+
+def distances(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
+    """‖a − b‖ of every anchor and column; the gradient at 0 is 0.
+
+    Example:
+        >>> distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
+        tensor([[5., 0.]])
+    """
+    squared = squared_distances(anchors, columns)
+    return squared.where(squared > 0, 1).sqrt().where(squared > 0, 0)
+
+
+def farness(anchors: Tensor, columns: Tensor, metric: Metric) -> Float[Tensor, "c N"]:
+    """What grows as rows move apart: a distance, or minus the similarity.
+
+    Example:
+        >>> farness(torch.eye(2), torch.eye(2), "similarity")
+        tensor([[-1., -0.],
+                [-0., -1.]])
+    """
+    if metric == "similarity":
+        return -(anchors @ columns.T)
+    return distances(anchors, columns) if metric == "distance" else squared_distances(anchors, columns)
+
+
+def log1p_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
+    """log(1 + Σ exp x) over the marked columns of each row.
+
+    Example:
+        >>> log1p_sum_exp(torch.zeros(1, 3), torch.tensor([[True, True, False]]))   # log 3
+        tensor([1.0986])
+    """
+    return torch.logsumexp(F.pad(x.masked_fill(~where, -torch.inf), (0, 1)), 1)
+
+
+def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
+    """log Σ exp x over the marked columns of each row; 0 where none is marked.
+
+    Example:
+        >>> log_sum_exp(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
+        tensor([0.6931, 0.0000])
+    """
+    some = where.any(1)
+    return torch.logsumexp(x.masked_fill(~where & some[:, None], -torch.inf), 1).where(some, 0)
+
+
+def sum_over_positives(
+    term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"]
+) -> Float[Tensor, " c"]:
+    """Σ over each anchor's positives p of ``term(p)``, which may make c × N matrices: one lives at a time.
+
+    Each anchor's first positive, each one's second, and so on; what a term needs again in the backward pass is computed
+    again.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0, 4.0]])
+        >>> sum_over_positives(lambda p: x.gather(1, p)[:, 0], torch.tensor([[True, False, True]]))
+        tensor([5.])
+    """
+    most = int(positive.sum(1).amax()) if len(positive) else 0
+    there, columns = positive.to(torch.uint8).topk(most, dim=1)
+    total = torch.zeros(len(positive), device=positive.device)
+    for turn in range(columns.shape[1]):
+        column = columns[:, turn, None]
+        value: Tensor = checkpoint(term, column, use_reentrant=False, preserve_rng_state=False)
+        total = total + value.where(there[:, turn] > 0, 0)
+    return total
+
+
+class MetricLoss(RowLoss):
+    """A row loss whose settings are numbers and words: shows them, and refuses those that make no sense.
+
+    Example:
+        >>> loss = MetricLoss()
+        >>> loss.known("metric", "cosine", Metric)
+        Traceback (most recent call last):
+        ...
+        ValueError: MetricLoss: metric is one of 'distance', 'squared distance', 'similarity', got 'cosine'.
+    """
+
+    def expect(self, good: bool, sentence: str) -> None:
+        """Refuse a setting, in this sentence, unless it is good."""
+        if not good:
+            raise ValueError(f"{type(self).__name__}: {sentence}")
+
+    def known(self, name: str, word: str, words: Any) -> None:
+        """Refuse a word that is not one of a Literal's."""
+        self.expect(word in get_args(words), f"{name} is one of {', '.join(map(repr, get_args(words)))}, got {word!r}.")
+
+    def extra_repr(self) -> str:
+        shown = {
+            name: x for name, x in vars(self).items() if name[0] != "_" and name not in ("training", "check_finite")
+        }
+        return ", ".join(f"{name}={x!r}" for name, x in shown.items())

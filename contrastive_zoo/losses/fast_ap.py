@@ -1,0 +1,57 @@
+"""FastAP: average precision of an anchor's ranking, from a soft histogram of distances."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.losses.distances import MetricLoss, squared_distances
+
+
+class FastAP(MetricLoss):
+    r"""One minus average precision, with ranks read from a histogram of squared distances of unit rows.
+
+    With h_l, h⁺_l the numbers of an anchor's other rows and of its positives in bin l (each row shared linearly between
+    the two nearest bin centres), H, H⁺ their running sums, and M positives,
+
+        loss_i = 1 − 1/M Σ_l h⁺_l H⁺_l / H_l
+
+    averaged over the anchors with a positive. Bin centres are 0, 4/L, … 4.
+
+    Args:
+        num_bins: L, the number of steps between distances 0 and 4.
+        kept: reduction, check_finite of :class:`RowLoss`; rows are always normalised.
+
+    Raises:
+        ValueError: num_bins below 1, ``normalize=False``; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+        >>> FastAP()(z, torch.tensor([0, 1, 0]))   # rows 0 and 2 find the positive last: 1 − 1/2 and, tied, 1 − 1/2
+        tensor(0.5000)
+
+    Source: Cakir et al. 2019, eq. 5–7, https://openaccess.thecvf.com/content_CVPR_2019/html/Cakir_Deep_Metric_Learning_to_Rank_CVPR_2019_paper.html
+    """
+
+    def __init__(self, *, num_bins: int = 10, **kept: Any) -> None:
+        super().__init__(**kept)
+        self.expect(num_bins >= 1, f"num_bins is 1 or more, got {num_bins}.")
+        self.expect(self.normalize, "its histogram spans the distances of unit rows. Leave normalize=True.")
+        self.num_bins = num_bins
+
+    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
+        return squared_distances(anchors, columns)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        place = similarity * (self.num_bins / 4)
+        lower = place.detach().long().clamp_(0, self.num_bins)
+        above = place - lower
+        of_positives, of_negatives = (self._histogram(lower, above, where) for where in (positive, negative))
+        ranked, found = (of_positives + of_negatives).cumsum(1), of_positives.cumsum(1)
+        precision = (of_positives * found / ranked.where(ranked > 0, 1)).sum(1)
+        return 1 - precision / positive.sum(1).clamp(min=1), positive.any(1)
+
+    def _histogram(self, lower: Tensor, above: Tensor, where: Tensor) -> Tensor:
+        bins = above.new_zeros(len(above), self.num_bins + 2)
+        bins = bins.scatter_add(1, lower, (1 - above).where(where, 0))
+        return bins.scatter_add(1, lower + 1, above.where(where, 0))

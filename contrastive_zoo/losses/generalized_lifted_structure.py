@@ -1,0 +1,51 @@
+"""Generalised lifted structure: an anchor's positives together nearer than its negatives together."""
+
+from typing import Any
+
+from torch import Tensor
+
+from contrastive_zoo.losses.distances import Metric, MetricLoss, farness, log_sum_exp
+
+
+class GeneralizedLiftedStructure(MetricLoss):
+    r"""Hinge of two soft extremes: the farthest positive and the nearest negative.
+
+    With D_ij the distance of unit rows,
+
+        loss_i = max(0, log Σ_{p∈P(i)} exp(D_ip − pos_margin) + log Σ_{n∈N(i)} exp(neg_margin − D_in))
+
+    averaged over the anchors with a positive and a negative. pytorch-metric-learning counts the others too, with 0 for
+    a logarithm of nothing; where every class has two rows or more, its number is the same.
+
+    Args:
+        pos_margin: in units of the metric.
+        neg_margin: in units of the metric; the paper's margin is neg_margin − pos_margin.
+        metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins.
+        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+
+    Raises:
+        ValueError: an unknown metric; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+        >>> GeneralizedLiftedStructure(neg_margin=3.0)(z, torch.tensor([0, 0, 1]))   # 0 + (3 − 2); row 2 has no positive
+        tensor(1.)
+
+    Source: Hermans et al. 2017, eq. 8, https://arxiv.org/abs/1703.07737
+    """
+
+    def __init__(
+        self, *, pos_margin: float = 0.0, neg_margin: float = 1.0, metric: Metric = "distance", **kept: Any
+    ) -> None:
+        super().__init__(**kept)
+        self.known("metric", metric, Metric)
+        self.pos_margin, self.neg_margin, self.metric = pos_margin, neg_margin, metric
+
+    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
+        return farness(anchors, columns, self.metric)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        sign = -1 if self.metric == "similarity" else 1
+        pull = log_sum_exp(similarity - sign * self.pos_margin, positive)
+        push = log_sum_exp(sign * self.neg_margin - similarity, negative)
+        return (pull + push).relu(), positive.any(1) & negative.any(1)

@@ -1,0 +1,148 @@
+"""Hard-negative weighted contrast (HCL), and debiased contrast, which is the same with even weights."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.world import ALONE, World
+
+
+def hcl(
+    view1: Float[Tensor, "n d"],
+    view2: Float[Tensor, "n d"],
+    *,
+    temperature: float | Tensor = 0.5,
+    tau_plus: float = 0.1,
+    beta: float = 1.0,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Contrast of two views against an estimate of the true negatives that favours the hard ones.
+
+    With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
+
+        H_i = Σ_{k∈N(i)} w_ik exp(x_ik),       w_ik = M exp(β x_ik) / Σ_{l∈N(i)} exp(β x_il)
+        G_i = max( (H_i − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
+        loss = mean_i log(1 + G_i / exp(x_ip))
+
+    β = 0 is debiased contrast, τ⁺ = 0 too NT-Xent. Equal to the authors' code on one process; computed in logarithms.
+
+    Args:
+        view1: [n, d], n may differ between ranks; rows are put on the unit sphere, where the bound exp(−1/t) holds.
+        view2: [n, d], row i belongs to row i of view1.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
+        beta: β ≥ 0, how much hard negatives count more.
+        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows, view after view.
+        world: who else holds rows.
+
+    Returns:
+        Nats per anchor, the same on every rank; 0 if there is one sample only; [2n] for ``"none"``.
+
+    Raises:
+        ValueError: views of different shape, a temperature that is not positive, tau_plus or beta out of range, NaN or
+            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> hcl(torch.eye(2), torch.eye(2), temperature=1.0, tau_plus=0.0)   # log(1 + 2/e)
+        tensor(0.5514)
+
+    Source: Robinson et al. 2021, §3, https://arxiv.org/abs/2010.04592
+    """
+    return _contrast("HCL", view1, view2, temperature, tau_plus, beta, reduction, world)
+
+
+def debiased(
+    view1: Float[Tensor, "n d"],
+    view2: Float[Tensor, "n d"],
+    *,
+    temperature: float | Tensor = 0.5,
+    tau_plus: float = 0.1,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Contrast of two views, corrected for negatives that are of the anchor's class: :func:`hcl` with β = 0.
+
+    Args:
+        view1: [n, d], n may differ between ranks; rows are put on the unit sphere.
+        view2: [n, d], row i belongs to row i of view1.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
+        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows, view after view.
+        world: who else holds rows.
+
+    Returns:
+        Nats per anchor, the same on every rank; 0 if there is one sample only; [2n] for ``"none"``.
+
+    Raises:
+        ValueError: as :func:`hcl`.
+
+    Example:
+        >>> debiased(torch.eye(2), torch.eye(2), temperature=1.0)   # log(1 + (2 − 0.2e) / 0.9e)
+        tensor(0.4671)
+
+    Source: Chuang et al. 2020, eq. 7–8, https://arxiv.org/abs/2007.00224
+    """
+    return _contrast("Debiased", view1, view2, temperature, tau_plus, 0.0, reduction, world)
+
+
+class HCL(Loss):
+    """:func:`hcl` with its settings kept."""
+
+    function = staticmethod(hcl)
+
+
+class Debiased(Loss):
+    """:func:`debiased` with its settings kept."""
+
+    function = staticmethod(debiased)
+
+
+def _contrast(
+    caller: str,
+    view1: Tensor,
+    view2: Tensor,
+    temperature: float | Tensor,
+    tau_plus: float,
+    beta: float,
+    reduction: Reduction,
+    world: World,
+) -> Tensor:
+    problem = views_problem((view1, view2))
+    if not 0 <= tau_plus < 1:
+        problem = f"tau_plus is a probability in [0, 1), got {tau_plus}. With C even classes it is 1/C."
+    if not 0 <= beta < math.inf:
+        problem = f"beta must be non-negative and finite, got {beta}. 0 weighs all negatives evenly."
+    settings: dict[str, Any] = {"temperature": temperature, "tau_plus": tau_plus, "beta": beta}
+    named = {"view 0": view1, "view 1": view2}
+    shards, *_ = begin(caller, named, problem=problem, reduction=reduction, world=world, **settings)
+    z = torch.cat([prepared(view, normalize=True) for view in (view1, view2)])
+    samples = torch.arange(shards.start, shards.start + shards.size, device=z.device).repeat(2)
+    loss = Panelwise(_against_true_negatives, negatives=max(1, 2 * shards.total - 2), **settings)
+    return sum_over_anchors(loss, z, samples, shards=shards.times(2), reduction=reduction, world=world)
+
+
+def _against_true_negatives(
+    panel: Panel, temperature: Tensor, tau_plus: float, beta: float, negatives: int
+) -> tuple[Tensor, Tensor]:
+    x = panel.anchors @ panel.columns.T / temperature
+    positive = x.where(panel.positive, 0).sum(1)
+    hard = log_sum_exp_where((1 + beta) * x, panel.negative, empty=0.0)
+    hard = hard - log_sum_exp_where(beta * x, panel.negative, empty=0.0) + math.log(negatives)
+    least = torch.as_tensor(math.log(negatives) - 1 / temperature).to(x.dtype)
+    true = hard
+    if tau_plus > 0:
+        share = math.log(tau_plus * negatives) + positive - hard
+        some_left = share < -torch.finfo(x.dtype).eps  # where it is not, the estimate is not positive
+        share = share.where(some_left, -1.0)
+        true = (hard + torch.log1p(-share.exp())).where(some_left, -torch.inf)
+    true = torch.maximum(true - math.log1p(-tau_plus), least.expand_as(true))
+    return F.softplus(true - positive), panel.negative.any(1)

@@ -1,0 +1,89 @@
+"""Margin: positives nearer than a learnt boundary β, negatives farther, each by a margin."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.losses.distances import MetricLoss, distances
+from contrastive_zoo.meeting import refuse
+from contrastive_zoo.world import World
+
+
+class Margin(MetricLoss):
+    r"""Two hinges around a boundary that is a parameter, of the loss or of each class.
+
+    With D_ij the distance of unit rows, P and N an anchor's positives and negatives, and active pairs those with a loss,
+
+        loss = Σ_i [ |N(i)| Σ_{p∈P(i)} max(0, D_ip − β_i + margin) + |P(i)| Σ_{n∈N(i)} max(0, β_i − D_in + margin)
+                     + ν |P(i)| |N(i)| β_i ]  /  Σ_i [ |N(i)| · active positives + |P(i)| · active negatives ]
+
+    which is every triplet's two pairs over the number of active ones, as pytorch-metric-learning has it. The last term
+    keeps β small; with one β for all classes it is ν β alone.
+
+    Args:
+        margin: distance α between β and either side.
+        beta: β at the start.
+        num_classes: with it β is one number a class, and labels are 0 … num_classes − 1.
+        learn_beta: whether β is a parameter; pytorch-metric-learning's default is False.
+        nu: ν >= 0, the weight of β itself.
+        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives an anchor's sum, without ν β.
+
+    Raises:
+        ValueError: a negative ν, num_classes below 1; at the call labels outside of the classes, or as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+        >>> Margin()(z, torch.tensor([0, 0, 1]))   # √2 − 1.2 + 0.2, twice; √2 and 2 are 1.4 or more apart
+        tensor(0.4142, grad_fn=<...>)
+
+    Source: Wu et al. 2017, eq. 6–8, https://arxiv.org/abs/1706.07567
+    """
+
+    def __init__(
+        self,
+        *,
+        margin: float = 0.2,
+        beta: float = 1.2,
+        num_classes: int | None = None,
+        learn_beta: bool = True,
+        nu: float = 0.0,
+        **kept: Any,
+    ) -> None:
+        super().__init__(**kept)
+        self.expect(nu >= 0, f"nu is 0 or more, got {nu}.")
+        self.expect(num_classes is None or num_classes > 0, f"num_classes is 1 or more, got {num_classes}.")
+        self.margin, self.nu, self.num_classes = margin, nu, num_classes
+        start = torch.full(() if num_classes is None else (num_classes,), float(beta))
+        self.beta = nn.Parameter(start, requires_grad=learn_beta)
+
+    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
+        return distances(anchors, columns)
+
+    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
+        far = self.similarity(panel.anchors, panel.columns)
+        beta = self.beta.to(far.dtype) if self.num_classes is None else self.beta.to(far.dtype)[panel.ids, None]
+        pull = (far - beta + self.margin).relu().where(panel.positive, 0)
+        push = (beta - far + self.margin).relu().where(panel.negative, 0)
+        positives, negatives = panel.positive.sum(1), panel.negative.sum(1)
+        losses = negatives * pull.sum(1) + positives * push.sum(1)
+        if self.num_classes is not None:
+            losses = losses + self.nu * positives * negatives * beta[:, 0]
+        return losses, negatives * (pull > 0).sum(1) + positives * (push > 0).sum(1)
+
+    def forward(self, *rows: Tensor, world: World | None = None) -> Tensor:  # type: ignore[override]
+        """The reduced loss of these rows.
+
+        Args:
+            rows: as :class:`RowLoss` takes them.
+            world: who else holds rows.
+        """
+        world = self.local() if world is None else world
+        labels = rows[-1]
+        if self.num_classes is not None and not labels.is_floating_point() and labels.numel():
+            if not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+                got = f"got {int(labels.min())} … {int(labels.max())}"
+                refuse(type(self).__name__, f"labels are 0 … {self.num_classes - 1}, {got}.", world=world)
+        value = super().forward(*rows, world=world)
+        return value + self.nu * self.beta if self.num_classes is None and self.reduction != "none" else value

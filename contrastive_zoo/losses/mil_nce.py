@@ -1,0 +1,86 @@
+"""MIL-NCE: a video is told by several candidate texts, of which some fit."""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine import reduce_anchors
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.softmax import log_sum_exp
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, rows_problem
+from contrastive_zoo.meeting import kind
+from contrastive_zoo.world import ALONE, World
+
+
+def mil_nce(
+    videos: Float[Tensor, "n d"],
+    texts: Float[Tensor, "n k d"],
+    *,
+    temperature: float | Tensor = 1.0,
+    denominator: Literal["exact", "reference"] = "exact",
+    normalize: bool = False,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Multiple-instance NCE: the candidates of a video together against all pairs of one of them with another sample.
+
+    With v the videos and y_i1 … y_ik the candidate texts of video i, of all ranks,
+
+        P_i = Σ_k exp(v_i·y_ik / t)
+        N_i = Σ_{j≠i} Σ_k [ exp(v_i·y_jk / t) + exp(v_j·y_ik / t) ]
+        loss = mean_i [ log(P_i + N_i) − log P_i ]
+
+    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in either
+    direction, log(2 P_i + N_i), so that a perfect model is left with log 2 per video: ``"reference"``.
+
+    Args:
+        videos: [n, d], n may differ between ranks.
+        texts: [n, k, d], the same k everywhere.
+        temperature: t > 0, dimensionless; a tensor is learnt. The paper has none.
+        denominator: ``"exact"`` or ``"reference"``.
+        normalize: put rows on the unit sphere first; the paper does not.
+        reduction: ``"mean"`` over all ranks' videos, ``"sum"``, or ``"none"`` for my videos.
+        world: who else holds rows.
+
+    Returns:
+        Nats per video, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: texts that are not k ≥ 1 per video, an unknown denominator, a temperature that is not positive, NaN
+            or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> mil_nce(torch.eye(2), torch.eye(2)[:, None])   # log(e + 2) − 1
+        tensor(0.5514)
+
+    Source: Miech et al. 2020, eq. 1, https://arxiv.org/abs/1912.06430
+    """
+    problem = rows_problem("videos", videos)
+    fits = texts.ndim == 3 and len(texts) == len(videos) and texts.shape[1] >= 1
+    if not fits or texts.shape[-1] != videos.shape[-1] or texts.dtype != videos.dtype:
+        problem = f"texts are k >= 1 candidates per video, [n, k, d], got {kind(texts)} for videos {kind(videos)}."
+    if denominator not in ("exact", "reference"):
+        problem = f"denominator is 'exact' or 'reference', got {denominator!r}."
+    settings: dict[str, Any] = {"temperature": temperature, "denominator": denominator}
+    named = {"videos": videos, "texts": texts}
+    shards, *_ = begin("MILNCE", named, problem=problem, reduction=reduction, world=world, **settings)
+    scale = logit_scale(temperature, world)
+    v, y = (prepared(rows, normalize=normalize) for rows in (videos, texts))
+
+    over_texts, over_videos = log_sum_exp(
+        v, y.flatten(0, 1), scale=scale, row_shards=shards, column_shards=shards.times(y.shape[1]), world=world
+    )
+    assert over_videos is not None  # columnwise is the default
+    positive = torch.logsumexp(scale * (v[:, None] * y).sum(-1), 1)
+    every = torch.logaddexp(over_texts, torch.logsumexp(over_videos.view(y.shape[:2]), 1))
+    if denominator == "exact":  # either sum holds the positives, so that they are at most half of both
+        every = every + torch.log1p(-(positive - every).exp().clamp(max=0.5))
+    return reduce_anchors(every - positive, reduction=reduction, world=world)
+
+
+class MILNCE(Loss):
+    """:func:`mil_nce` with its settings kept."""
+
+    function = staticmethod(mil_nce)

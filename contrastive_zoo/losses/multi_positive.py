@@ -1,0 +1,147 @@
+"""Multi-positive InfoNCE: a query has several keys to find, each as much as it is worth."""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.meeting import kind
+from contrastive_zoo.world import ALONE, World
+
+Duplicates = Literal["positive", "ignore", "negative"]
+_MODES = ("positive", "ignore", "negative")
+
+
+def multi_positive(
+    queries: Float[Tensor, "n d"],
+    keys: Float[Tensor, "m d"],
+    ids: Int[Tensor, " n"] | Int[Tensor, "n k"],
+    key_ids: Int[Tensor, " m"] | None = None,
+    weights: Float[Tensor, "n k"] | None = None,
+    *,
+    temperature: float | Tensor = 0.07,
+    duplicates: Duplicates = "positive",
+    symmetric: bool = False,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""InfoNCE whose targets are all keys with the query's ids.
+
+    With q, k the unit rows of all ranks, s_ij = q_i·k_j / t and targets p_i, a distribution over keys,
+
+        loss_i = log Σ_{j∈C(i)} exp(s_ij)  −  Σ_j p_ij s_ij
+
+    which is ``cross_entropy(s, p)`` for C(i) all keys. A query with several ids looks for the keys of each of them, as
+    much as its weights say: p_ij ∝ Σ_l w_il [key j has id ids_il], softly; a query without a key does not count.
+
+    Where row i of queries belongs to row i of keys, others of its id, such as a caption that occurs twice, are
+
+        "positive"  p_i is even over the keys with its id
+        "ignore"    p_i is key i, and others of its id are left out of C(i)
+        "negative"  p_i is key i, and others of its id are candidates like any: InfoNCE
+
+    Args:
+        queries: [n, d], n may differ between ranks.
+        keys: [m, d], m may differ between ranks.
+        ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, fills up.
+        key_ids: [m] integers; None where row i of keys belongs to row i of queries, and has its id.
+        weights: [n, k], non-negative; None is all alike.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        duplicates: see above; other than ``"positive"`` for paired rows with one id each.
+        symmetric: average with the direction from keys to queries, for paired rows with one id each.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over all ranks' queries with a target, ``"sum"``, or ``"none"`` for my queries.
+        world: who else holds rows.
+
+    Returns:
+        Nats per query, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: rows, ids and weights that do not fit, a temperature that is not positive, NaN or infinite rows,
+            ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> multi_positive(eye, eye, torch.tensor([5, 5]), temperature=1.0)   # log(e + 1) − ½
+        tensor(0.8133)
+        >>> multi_positive(eye, eye, torch.tensor([5, 5]), temperature=1.0, duplicates="ignore")   # log e − 1
+        tensor(0.)
+
+    Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748, with the targets of Yang et al. 2022
+    (UniCL), eq. 4–6, https://arxiv.org/abs/2204.03610
+    """
+    problem = _problem(queries, keys, ids, key_ids, weights, duplicates, symmetric)
+    paired = key_ids is None
+    named = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
+    settings: dict[str, Any] = {"temperature": temperature, "duplicates": duplicates, "symmetric": symmetric}
+    present = {name: x for name, x in named.items() if x is not None}
+    shards, key_shards, *_ = begin(
+        "MultiPositive", present, problem=problem, reduction=reduction, world=world, **settings
+    )
+    q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
+    of_keys = ids if key_ids is None else key_ids
+    wanted = ids[:, None] if ids.ndim == 1 else ids
+    much = q.new_ones(wanted.shape) if weights is None else weights.detach().to(q.dtype)
+    own, of_key = (torch.arange(x.start, x.start + x.size, device=q.device) for x in (shards, key_shards))
+    loss = Panelwise(_found, temperature=temperature, paired=paired, duplicates=duplicates)
+
+    def direction(anchors: Tensor, columns: Tensor) -> Tensor:
+        return sum_over_anchors(
+            loss, anchors, own, columns=columns, column_ids=of_key, shards=shards, column_shards=key_shards,
+            companions=[(wanted, of_keys), (much, of_keys)], reduction=reduction, world=world,
+        )  # fmt: skip
+
+    return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
+
+
+class MultiPositive(Loss):
+    """:func:`multi_positive` with its settings kept."""
+
+    function = staticmethod(multi_positive)
+
+
+def _found(panel: Panel, temperature: Tensor, paired: bool, duplicates: Duplicates) -> tuple[Tensor, Tensor]:
+    logits = panel.anchors @ panel.columns.T / temperature
+    (wanted, of_keys), (much, _) = panel.companions
+    targets = torch.zeros_like(logits)
+    for target, weight in zip(wanted.unbind(1), much.unbind(1), strict=True):
+        targets = targets + weight[:, None] * (target[:, None] == of_keys)
+    candidates = torch.ones_like(panel.positive)
+    if paired and duplicates != "positive":
+        if duplicates == "ignore":
+            candidates = panel.positive | (targets == 0)
+        targets = panel.positive.to(logits.dtype)
+    total = targets.sum(1)
+    pull = (targets * logits).sum(1) / total.where(total > 0, 1)
+    return log_sum_exp_where(logits, candidates) - pull, total > 0
+
+
+def _problem(
+    queries: Tensor,
+    keys: Tensor,
+    ids: Tensor,
+    key_ids: Tensor | None,
+    weights: Tensor | None,
+    duplicates: str,
+    symmetric: bool,
+) -> str | None:
+    if keys.shape[1:] != queries.shape[1:] or keys.dtype != queries.dtype:
+        return f"queries and keys are of one width and dtype, got queries {kind(queries)} and keys {kind(keys)}."
+    if ids.is_floating_point() or ids.ndim not in (1, 2) or len(ids) != len(queries):
+        return f"ids are integers, one or k per query, got {kind(ids)} for queries {kind(queries)}."
+    if duplicates not in _MODES:
+        return f"duplicates are one of {', '.join(_MODES)}, got {duplicates!r}."
+    if key_ids is None and (len(queries) != len(keys) or ids.ndim != 1):
+        return f"key_ids are missing: queries {kind(queries)} with ids {kind(ids)} do not pair with keys {kind(keys)}."
+    if (key_ids is not None or weights is not None) and (symmetric or duplicates != "positive"):
+        return "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
+    if weights is not None and (weights.shape != ids.shape or not bool((weights >= 0).all())):
+        return f"weights are non-negative, one per id, got {kind(weights)} for ids {kind(ids)}."
+    return (None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))) or rows_problem("keys", keys)

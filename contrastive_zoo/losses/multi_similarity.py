@@ -1,0 +1,53 @@
+"""Multi-similarity: pairs weigh by how much they stand out among the anchor's others."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.losses.distances import MetricLoss, log1p_sum_exp
+
+
+class MultiSimilarity(MetricLoss):
+    r"""Soft sums of an anchor's similarities, to positives below a base and to negatives above it.
+
+        loss_i = 1/α · log(1 + Σ_{p∈P(i)} exp(−α (s_ip − λ)))  +  1/β · log(1 + Σ_{n∈N(i)} exp(β (s_in − λ)))
+
+    averaged over all anchors with any pair.
+
+    Args:
+        alpha: α > 0, how much the least similar positives dominate.
+        beta: β > 0, how much the most similar negatives dominate.
+        base: λ, a similarity.
+        epsilon: if given, the paper's mining, as pytorch-metric-learning's MultiSimilarityMiner: only negatives with
+            s_in > min_p s_ip − ε and positives with s_ip < max_n s_in + ε.
+        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+
+    Raises:
+        ValueError: α or β that is not positive; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> MultiSimilarity(base=1.0)(z, torch.tensor([0, 0]))   # log(1 + 1) / 2
+        tensor(0.3466)
+
+    Source: Wang et al. 2019, eq. 10–13, https://arxiv.org/abs/1904.06627
+    """
+
+    def __init__(
+        self, *, alpha: float = 2.0, beta: float = 50.0, base: float = 0.5, epsilon: float | None = None, **kept: Any
+    ) -> None:
+        super().__init__(**kept)
+        self.expect(alpha > 0 and beta > 0, f"alpha and beta are positive, got {alpha} and {beta}.")
+        self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        any_pair = positive.any(1) | negative.any(1)
+        if self.epsilon is not None:
+            least = similarity.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
+            most = similarity.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
+            positive = positive & (similarity < most + self.epsilon)
+            negative = negative & (similarity > least - self.epsilon)
+        pull = log1p_sum_exp(-self.alpha * (similarity - self.base), where=positive) / self.alpha
+        push = log1p_sum_exp(self.beta * (similarity - self.base), where=negative) / self.beta
+        return pull + push, any_pair

@@ -1,0 +1,104 @@
+"""N-pairs: one pair per class, each anchor against the positives of the other classes."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.engine import reduce_anchors
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared
+from contrastive_zoo.losses.panelwise import Panelwise
+from contrastive_zoo.world import ALONE, Shards, World
+
+
+def n_pairs(
+    embeddings: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"] | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    l2: float = 0.0,
+    normalize: bool = False,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Multi-class N-pair loss: of each class, the first row must find the second among the second rows of all classes.
+
+    With x_c, y_c the first two rows, in rank order, of the C classes that have two,
+
+        loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
+
+    Dense: ``cross_entropy(x @ y.T / t, arange(C))``. Equal to pytorch-metric-learning's NPairsLoss, which takes the same
+    rows; its ``embedding_regularizer`` is a mean over all rows, the paper's and this one over the pairs. For views,
+    where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
+
+    Args:
+        embeddings: [n, d], n may differ between ranks.
+        labels: [n] integers.
+        temperature: t > 0, in units of dot products; a tensor is learnt. The paper has none.
+        l2: λ ≥ 0, against growing norms.
+        normalize: put rows on the unit sphere first; the paper does not.
+        reduction: ``"mean"`` over all ranks' pairs, ``"sum"``, or ``"none"`` for my rows, 0 where one is no anchor.
+        world: who else holds rows.
+
+    Returns:
+        Nats per pair, the same on every rank; 0 if no class has two rows; [n] for ``"none"``.
+
+    Raises:
+        ValueError: labels that are missing, not integers or not one per row, a temperature that is not positive, a
+            negative l2, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> z = torch.eye(2).repeat(2, 1)
+        >>> n_pairs(z, torch.tensor([0, 1, 0, 1]))   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Sohn 2016, eq. 5 and §3.2.2, https://papers.nips.cc/paper/6200-improved-deep-metric-learning-with-multi-class
+    """
+    named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
+    problem = labelled_problem(embeddings, labels)
+    if not l2 >= 0:
+        problem = f"l2 is a non-negative weight, got {l2}."
+    settings: dict[str, Any] = {"temperature": temperature, "l2": l2}
+    shards, *_ = begin("NPairs", named, problem=problem, reduction=reduction, world=world, **settings)
+    assert labels is not None  # begin has refused it
+    z = prepared(embeddings, normalize=normalize)
+
+    every = gather_rows(labels, shards, world)
+    order = every.argsort(stable=True)
+    place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=z.device))
+    start = torch.searchsorted(every[order], every)
+    nth = place - start  # how many rows of my class stand before me
+    twice = torch.searchsorted(every[order], every, right=True) - start > 1
+    first, second = (nth == 0) & twice, nth == 1
+    x, y = (chosen[shards.mine].nonzero().flatten() for chosen in (first, second))
+    loss = Panelwise(_partner, temperature=temperature)
+    losses = sum_over_anchors(
+        loss, z[x], labels[x], columns=z[y], column_ids=labels[y], shards=_only(shards, first),
+        column_shards=_only(shards, second), reduction="none", world=world,
+    )  # fmt: skip
+    squares = l2 * z.square().sum(-1)
+    losses = z.new_zeros(len(z)).index_add(0, x, losses) + squares.where((first | second)[shards.mine], 0)
+    if reduction == "none":
+        return losses
+    total = reduce_anchors(losses, reduction="sum", world=world)
+    return total if reduction == "sum" else total / first.sum().clamp(min=1)
+
+
+class NPairs(Loss):
+    """:func:`n_pairs` with its settings kept."""
+
+    function = staticmethod(n_pairs)
+
+
+def _partner(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logits = panel.anchors @ panel.columns.T / temperature
+    return logits.logsumexp(1) - logits.where(panel.positive, 0).sum(1), panel.positive.any(1)
+
+
+def _only(shards: Shards, chosen: Tensor) -> Shards:
+    """How the chosen rows lie over the ranks."""
+    return Shards(tuple(int(part.sum()) for part in chosen.split(list(shards.sizes))), shards.rank)

@@ -1,0 +1,71 @@
+"""Ranked list: positives inside a ball around the anchor, negatives outside of a larger one, the worst first."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.losses.distances import MetricLoss, distances
+
+
+class RankedList(MetricLoss):
+    r"""Weighted means of the hinges of the positives and of the negatives that violate their ball.
+
+    With D_ij the distance of unit rows, over the pairs with D_ip > α − margin and D_in < α,
+
+        loss_i = (1 − λ) Σ_p w_p (D_ip − α + margin) / Σ_p w_p  +  λ Σ_n w_n (α − D_in) / Σ_n w_n
+        w_p = exp(T_p (D_ip − α + margin)),  w_n = exp(T_n (α − D_in))
+
+    averaged over the anchors with any pair; a mean of nothing is 0. The gradient flows through the weights too.
+
+    Args:
+        margin: between the two balls.
+        alpha: α, radius beyond which negatives are left alone.
+        t_p: T_p >= 0; 0 weighs positives alike.
+        t_n: T_n >= 0.
+        imbalance: λ in 0 … 1, the share of the negatives.
+        epsilon: added to Σ w once per row of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
+        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+
+    Raises:
+        ValueError: a λ outside of 0 … 1, a negative T or epsilon; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
+        >>> RankedList()(z, torch.tensor([0, 0, 1]))   # means of √2 − 0.8 (twice) and of 1.2 − √0.4, 1.2 − √0.8
+        tensor(0.4303)
+
+    Source: Wang et al. 2019, eq. 3–8, https://arxiv.org/abs/1903.03238
+    """
+
+    def __init__(
+        self,
+        *,
+        margin: float = 0.4,
+        alpha: float = 1.2,
+        t_p: float = 0.0,
+        t_n: float = 10.0,
+        imbalance: float = 0.5,
+        epsilon: float = 0.0,
+        **kept: Any,
+    ) -> None:
+        super().__init__(**kept)
+        self.expect(0 <= imbalance <= 1, f"imbalance is a share, 0 … 1, got {imbalance}.")
+        self.expect(min(t_p, t_n, epsilon) >= 0, f"t_p, t_n and epsilon are 0 or more, got {t_p}, {t_n} and {epsilon}.")
+        self.margin, self.alpha, self.t_p, self.t_n = margin, alpha, t_p, t_n
+        self.imbalance, self.epsilon = imbalance, epsilon
+
+    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
+        return distances(anchors, columns)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        pull = self._mean(similarity - self.alpha + self.margin, positive, self.t_p)
+        push = self._mean(self.alpha - similarity, negative, self.t_n)
+        return (1 - self.imbalance) * pull + self.imbalance * push, positive.any(1) | negative.any(1)
+
+    def _mean(self, hinge: Tensor, where: Tensor, t: float) -> Tensor:
+        where = where & (hinge > 0)
+        top = t * hinge.detach().masked_fill(~where, 0).amax(1, keepdim=True)
+        weights = (t * hinge - top).exp().where(where, 0)
+        total = weights.sum(1) + self.epsilon * hinge.shape[1] * (-top[:, 0]).exp()
+        return (weights * hinge).sum(1) / total.where(total > 0, 1)

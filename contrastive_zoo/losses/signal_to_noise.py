@@ -1,0 +1,52 @@
+"""Signal-to-noise: the contrastive loss of a distance that divides by the anchor's own variance."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.losses.contrastive import Contrastive
+from contrastive_zoo.losses.distances import Average, squared_distances
+
+
+class SignalToNoise(Contrastive):
+    r"""Hinges on pairs as in :class:`Contrastive`, of the noise that a row adds to the anchor.
+
+        D_ij = var(z_j − z_i) / var(z_i)
+
+    with variances over the d features of unit rows. It is not symmetric. The paper's regulariser of the rows' means is
+    left to the user: ``λ * z.sum(1).abs().mean()``, of pytorch-metric-learning ZeroMeanRegularizer.
+
+    Args:
+        pos_margin: positives are pulled down to this ratio.
+        neg_margin: negatives are pushed beyond this ratio.
+        power: of the hinges.
+        average: over the pairs with a loss (``"nonzero"``, as pytorch-metric-learning) or ``"all"``.
+        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
+
+    Raises:
+        ValueError: an unknown average, a power below 1; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-1.0, 1.0]])
+        >>> SignalToNoise(normalize=False)(z, torch.tensor([0, 0, 1]))   # pairs 0, 1: 2/2 and 2/8; negatives: 4 and more
+        tensor(0.6250)
+
+    Source: Yuan et al. 2019, eq. 5 and 9, https://arxiv.org/abs/1904.02616
+    """
+
+    def __init__(
+        self,
+        *,
+        pos_margin: float = 0.0,
+        neg_margin: float = 1.0,
+        power: float = 1.0,
+        average: Average = "nonzero",
+        **kept: Any,
+    ) -> None:
+        super().__init__(pos_margin=pos_margin, neg_margin=neg_margin, power=power, average=average, **kept)
+
+    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
+        a, b = (x - x.mean(1, keepdim=True) for x in (anchors, columns))
+        signal = a.square().sum(1, keepdim=True).clamp(min=torch.finfo(a.dtype).eps)
+        return squared_distances(a, b) / signal

@@ -1,0 +1,53 @@
+"""SmoothAP: average precision of an anchor's ranking, with sigmoids for the comparisons of similarities."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.losses.distances import MetricLoss, sum_over_positives
+
+
+class SmoothAP(MetricLoss):
+    r"""One minus average precision; a row's rank counts the rows before it softly.
+
+    With σ_k(p) = sigmoid((s_ik − s_ip) / t), how surely row k comes before positive p in anchor i's ranking,
+
+        loss_i = 1 − mean_{p∈P(i)} (1 + Σ_{k∈P(i), k≠p} σ_k(p)) / (1 + Σ_{k∈P(i)∪N(i), k≠p} σ_k(p))
+
+    averaged over the anchors with a positive. One positive is worked on at a time: memory is linear in N, work is P N an
+    anchor.
+
+    Args:
+        temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
+        with_self: whether an anchor also retrieves itself, as a positive, as in the authors' code and
+            pytorch-metric-learning (which takes classes of equal size only, in blocks).
+        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+
+    Raises:
+        ValueError: a temperature that is not positive; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
+        >>> SmoothAP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1 − 1/2; row 1 sees a tie: 1 − 1/1.5
+        tensor(0.4167)
+
+    Source: Brown et al. 2020, eq. 5–7, https://arxiv.org/abs/2007.12163
+    """
+
+    def __init__(self, *, temperature: float = 0.01, with_self: bool = False, **kept: Any) -> None:
+        super().__init__(**kept)
+        self.expect(temperature > 0, f"temperature is positive, got {temperature}.")
+        self.temperature, self.with_self = temperature, with_self
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        relevant = ~negative if self.with_self else positive
+        ranked = relevant | negative
+
+        def precision(p: Tensor) -> Tensor:
+            before = ((similarity - similarity.gather(1, p)) / self.temperature).sigmoid()
+            # among both sums is sigmoid(0) = ½ of the positive itself
+            return (before.where(relevant, 0).sum(1) + 0.5) / (before.where(ranked, 0).sum(1) + 0.5)
+
+        mean = sum_over_positives(precision, relevant) / relevant.sum(1).clamp(min=1)
+        return 1 - mean, positive.any(1)

@@ -1,0 +1,88 @@
+"""SoftTriple: a normalised softmax with several centres a class, chosen softly."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.collectives import replicated
+from contrastive_zoo.engine.evaluation import wide
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.losses.class_loss import ClassLoss, against_classes, positive
+from contrastive_zoo.world import ALONE, World
+
+
+def soft_triple(
+    embeddings: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"] | None = None,
+    *,
+    weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"],
+    la: float = 20.0,
+    gamma: float = 0.1,
+    margin: float = 0.01,
+    tau: float = 0.2,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
+
+    With z the unit rows, w the unit centres and y the labels,
+
+        S_ij   = Σ_k softmax_k(z_i·w_jk / γ) z_i·w_jk
+        loss_i = −log σ( λ (S_{i y_i} − δ)  −  log Σ_{j≠y_i} exp(λ S_ij) )  +  τ R
+
+    and R = Σ_j Σ_{k<l} ‖w_jk − w_jl‖ / (C K (K − 1)) over the K centres of each class, which merges spare ones.
+
+    Args:
+        embeddings: [n, d], n may differ between ranks.
+        labels: [n] classes 0 … C − 1.
+        weights: centres [C, k, d], equal on every rank.
+        la: λ > 0, dimensionless.
+        gamma: γ > 0, how soft centres are chosen.
+        margin: δ, in units of the cosine.
+        tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
+        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows.
+        world: who else holds rows.
+
+    Returns:
+        Nats per row, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: labels that are missing, not one per row or no classes, centres of another width, a la or gamma that
+            is not positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> soft_triple(eye, torch.arange(2), weights=eye, la=1.0, margin=0.0)   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Qian et al. 2019, eqs. 7-9, https://arxiv.org/abs/1909.05235
+    """
+
+    def soft_center(similarity: Tensor) -> Tensor:
+        return ((similarity / gamma).softmax(2) * similarity).sum(2)
+
+    problem = positive("la", la) or positive("gamma", gamma)
+    target, others, _ = against_classes(
+        "SoftTriple", embeddings, labels, weights, scale=la, gamma=gamma, margin=margin, tau=tau, pool=soft_center,
+        reduction=reduction, problem=problem, world=world,
+    )  # fmt: skip
+    losses = -F.logsigmoid(la * (target - margin) - others)
+    if tau and weights.ndim == 3:
+        losses = losses + tau * _spread(replicated(weights, process_group=world)).to(losses.dtype)
+    return reduce_anchors(losses, reduction=reduction, world=world)
+
+
+class SoftTriple(ClassLoss):
+    """:func:`soft_triple` with its centres and settings kept."""
+
+    function = staticmethod(soft_triple)
+    default_centers = 10
+
+
+def _spread(centres: Tensor) -> Tensor:
+    """R of :func:`soft_triple`; 1e-5 keeps the slope finite where centres have merged, as in the authors' code."""
+    unit, (classes, k, _) = F.normalize(wide(centres), dim=2), centres.shape
+    first, second = torch.triu_indices(k, k, 1)
+    cosines = (unit @ unit.mT)[:, first, second]
+    return (2 + 1e-5 - 2 * cosines).sqrt().sum() / max(1, classes * k * (k - 1))

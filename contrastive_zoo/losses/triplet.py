@@ -1,0 +1,111 @@
+"""Triplet: an anchor's positives nearer than its negatives, by a margin; all triplets, or hard or semi-hard ones."""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo.losses.distances import Average, Metric, MetricLoss, farness, sum_over_positives
+
+Mining = Literal["all", "hard", "semi-hard"]
+
+
+class Triplet(MetricLoss):
+    r"""Hinge, or its soft form, of how much farther a positive is than a negative.
+
+    With D_ij the distance of unit rows and the triplets (i, p, n) of the rows of all ranks,
+
+        loss = mean_{(i,p,n)} max(0, D_ip − D_in + margin)        soft: log(1 + exp(D_ip − D_in + margin))
+
+    No triplet is ever held. A hinge's sum needs only how often each pair is active: N log N work an anchor, even for
+    all of its N² triplets. A soft sum takes P · N, one positive at a time.
+
+    Args:
+        margin: in units of the metric; negative or 0 are allowed.
+        mining: ``"all"``; ``"hard"``, an anchor's farthest positive with its nearest negative; ``"semi-hard"``, all with
+            D_ip < D_in < D_ip + margin.
+        soft: the soft form; with margin 0 that of Hermans et al.
+        metric: ``"distance"``, ``"squared distance"`` (FaceNet) or ``"similarity"``, of which D is the negative.
+        average: over the triplets with a loss (``"nonzero"``, pytorch-metric-learning's default) or over all mined ones
+            (``"all"``, its MeanReducer).
+        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's triplets.
+
+    Raises:
+        ValueError: an unknown mining, metric or average; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
+        >>> Triplet(margin=0.5)(z, torch.tensor([0, 0, 1]))   # √0.4 − √0.8 + 0.5; √0.4 − √2 + 0.5 is below 0
+        tensor(0.2380)
+
+    Source: Schroff et al. 2015, eq. 3, https://arxiv.org/abs/1503.03832; hard, all and soft: Hermans et al. 2017,
+    eq. 5 and 6, https://arxiv.org/abs/1703.07737
+    """
+
+    def __init__(
+        self,
+        *,
+        margin: float = 0.05,
+        mining: Mining = "all",
+        soft: bool = False,
+        metric: Metric = "distance",
+        average: Average = "nonzero",
+        **kept: Any,
+    ) -> None:
+        super().__init__(**kept)
+        self.known("mining", mining, Mining)
+        self.known("metric", metric, Metric)
+        self.known("average", average, Average)
+        self.margin, self.mining, self.soft, self.metric, self.average = margin, mining, soft, metric, average
+
+    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
+        return farness(anchors, columns, self.metric)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        far = similarity
+        if self.mining == "hard":
+            both = positive.any(1) & negative.any(1)
+            farthest = far.masked_fill(~positive & both[:, None], -torch.inf).amax(1)
+            nearest = far.masked_fill(~negative & both[:, None], torch.inf).amin(1)
+            losses = self._of(farthest - nearest)
+            return losses, both & (losses > 0) if self.average == "nonzero" else both
+        if self.soft:
+            return self._one_positive_at_a_time(far, positive, negative)
+        losses, active = self._hinges(far, positive, negative)
+        if self.average == "nonzero":
+            return losses, active
+        mined = positive.sum(1) * negative.sum(1) if self.mining == "all" else active
+        return losses, mined
+
+    def _of(self, violation: Tensor) -> Tensor:
+        return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
+
+    def _hinges(self, far: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ (D_ip + margin − D_in) over active triplets, and their number, from how often each pair is in one."""
+        most = int(positive.sum(1).amax()) if len(far) else 0
+        positives = far.masked_fill(~positive, -torch.inf).topk(most, dim=1).values.flip(1)
+        with torch.no_grad():
+            of_positive, of_negative = _active(positives + self.margin, far, negative, right=True)
+            if self.mining == "semi-hard":
+                harder = _active(positives, far, negative, right=False)
+                of_positive, of_negative = of_positive - harder[0], of_negative - harder[1]
+        pull = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
+        return pull - (of_negative * far).sum(1), of_negative.sum(1)
+
+    def _one_positive_at_a_time(self, far: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        def mined(p: Tensor) -> Tensor:
+            nearer = far.gather(1, p)
+            return negative if self.mining == "all" else negative & (far > nearer) & (far < nearer + self.margin)
+
+        losses = sum_over_positives(lambda p: self._of(far.gather(1, p) - far).where(mined(p), 0).sum(1), positive)
+        with torch.no_grad():
+            return losses, sum_over_positives(lambda p: mined(p).sum(1), positive)
+
+
+def _active(bars: Tensor, far: Tensor, negative: Tensor, *, right: bool) -> tuple[Tensor, Tensor]:
+    """How many negatives lie below each of the ascending bars, and how many bars above each negative."""
+    below = torch.searchsorted(bars, far, right=right).masked_fill_(~negative, bars.shape[1])
+    ones = far.new_ones(()).expand_as(far)
+    lying = far.new_zeros(len(far), bars.shape[1] + 1).scatter_add_(1, below, ones).cumsum(1)
+    return lying[:, :-1], (bars.shape[1] - below).to(far.dtype)

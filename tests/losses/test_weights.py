@@ -1,0 +1,247 @@
+"""Proxies and classifiers: the papers' formulas, other people's code, numbers by hand, whole and dealt-out weights."""
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.losses.arc_face import ArcFace, arc_face
+from contrastive_zoo.losses.class_loss import ClassLoss
+from contrastive_zoo.losses.cos_face import CosFace, cos_face
+from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax, normalized_softmax
+from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor
+from contrastive_zoo.losses.proxy_nca import ProxyNCA, proxy_nca
+from contrastive_zoo.losses.soft_triple import SoftTriple, soft_triple
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.losses.zoo_weights import ENTRIES
+from tests.zoo import Entry
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def labelled(seed: int, n: int = 9, d: int = 4, classes: int = 5) -> tuple[Tensor, Tensor]:
+    """Uneven classes, a singleton, duplicated rows, a class without rows."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, d, dtype=torch.float64, generator=generator)
+    z[1] = z[0]
+    labels = torch.randint(classes - 1, (n,), generator=generator)
+    labels[-1] = classes - 1
+    return z.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+@pytest.mark.parametrize("panel_bytes", [2**25, 4000], ids=["one panel", "many"])
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_it_is_the_papers_formula(entry: Entry, dense: bool, panel_bytes: int, monkeypatch) -> None:
+    monkeypatch.setattr("contrastive_zoo.engine.evaluation.PANEL_BYTES", panel_bytes)
+    for seed in range(5):
+        z, labels = labelled(seed)
+        loss = entry.make(temperature=0.2).double()
+        with cz.dense() if dense else torch.enable_grad():
+            ours = loss(z, labels)
+        expected = entry.dense(z, labels, temperature=0.2)
+        close(ours, expected)
+        close(torch.autograd.grad(ours, z)[0], torch.autograd.grad(expected, z)[0], 1e-9)
+
+
+PEERS = [
+    (NormalizedSoftmax(6, 4), pml.NormalizedSoftmaxLoss(6, 4)),
+    (NormalizedSoftmax(6, 4, temperature=0.3), pml.NormalizedSoftmaxLoss(6, 4, temperature=0.3)),
+    (CosFace(6, 4), pml.CosFaceLoss(6, 4)),
+    (CosFace(6, 4, margin=0.1, scale=8.0), pml.CosFaceLoss(6, 4, margin=0.1, scale=8)),
+    (ArcFace(6, 4, margin=math.radians(28.6)), pml.ArcFaceLoss(6, 4)),
+    (ArcFace(6, 4, margin=math.radians(80), scale=8.0), pml.ArcFaceLoss(6, 4, margin=80, scale=8)),
+    (
+        ArcFace(6, 4, margin=math.radians(28.6), sub_centers=3),
+        pml.SubCenterArcFaceLoss(num_classes=6, embedding_size=4, sub_centers=3),
+    ),
+    (ProxyNCA(6, 4, temperature=1.0), pml.ProxyNCALoss(6, 4)),
+    (ProxyNCA(6, 4, temperature=1 / 5), pml.ProxyNCALoss(6, 4, softmax_scale=5)),
+    (SoftTriple(6, 4, tau=0.0), pml.SoftTripleLoss(6, 4)),
+    (
+        SoftTriple(6, 4, sub_centers=2, la=5.0, gamma=0.3, margin=0.2, tau=0.0),
+        pml.SoftTripleLoss(6, 4, centers_per_class=2, la=5, gamma=0.3, margin=0.2),
+    ),
+    (ProxyAnchor(6, 4), pml.ProxyAnchorLoss(6, 4)),
+    (ProxyAnchor(6, 4, margin=0.3, alpha=4.0), pml.ProxyAnchorLoss(6, 4, margin=0.3, alpha=4)),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PEERS, ids=lambda x: f"{type(x).__name__}")
+def test_it_is_pytorch_metric_learnings(ours: ClassLoss, theirs: torch.nn.Module) -> None:
+    for seed in range(4):
+        z, labels = labelled(seed)
+        ours, theirs = ours.double(), theirs.double()
+        ((name, weights),) = theirs.named_parameters()
+        theirs_of_ours = ours.weights.data.flatten(0, -2)  # [C · k, d]
+        weights.data = theirs_of_ours.clone() if name == "proxies" else theirs_of_ours.T.clone()
+        mine, other = ours(z, labels), theirs(z, labels)
+        close(mine, other)
+        by_z, by_w = torch.autograd.grad(mine, (z, ours.weights))
+        pml_by_z, pml_by_w = torch.autograd.grad(other, (z, weights))
+        close(by_z, pml_by_z, 1e-9)
+        close(by_w.flatten(0, -2), pml_by_w if name == "proxies" else pml_by_w.T, 1e-9)
+
+
+def test_numbers_by_hand() -> None:
+    eye, y = torch.eye(3, dtype=torch.float64), torch.arange(3)
+    e = math.e
+    close(normalized_softmax(eye, y, weights=eye, temperature=0.5).item(), math.log(e**2 + 2) - 2)
+    close(proxy_nca(eye, y, weights=eye, temperature=1.0).item(), math.log(1 + 2 / e**2))
+    close(cos_face(eye, y, weights=eye, margin=1.0, scale=9.0).item(), math.log(3))
+    close(arc_face(eye, y, weights=eye, margin=math.pi / 2, scale=9.0).item(), math.log(3))
+    turned = arc_face(-eye, y, weights=eye, margin=math.pi / 2, scale=1.0)  # θ = π: cos θ − m sin m
+    close(turned.item(), math.log(e ** (-1 - math.pi / 2) + 2) + 1 + math.pi / 2)
+    spread = (2 + 1e-5) ** 0.5 / 2  # two centres at right angles
+    two = torch.stack([eye, eye.roll(1, 0)], 1)
+    near = 1 / (1 + 1 / e)  # of similarities (1, 0)
+    s = torch.tensor([[near, near, 0.0], [0.0, near, near], [near, 0.0, near]], dtype=torch.float64).T
+    expected = F.cross_entropy(s, y).item() + 0.5 * spread
+    close(soft_triple(eye, y, weights=two, la=1.0, gamma=1.0, margin=0.0, tau=0.5).item(), expected)
+    # two rows of class 0 at its proxy, none of class 1, whose proxy is at right angles
+    one = torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    found = proxy_anchor(one, torch.tensor([0, 0]), weights=torch.eye(2), margin=0.0, alpha=1.0)
+    close(found.item(), math.log(1 + 2 / e) + (0 + math.log(1 + 2)) / 2)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("shards", [(3, 2), (0, 3, 2)], ids=str)
+def test_every_law_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
+    trial = Trial(entry.case(temperature=0.2), GlobalBatch(shards, d=3, labels="singletons", seed=5), worlds)
+    for law in LAWS:
+        law(trial)
+    assert trial.alone().parameters
+
+
+def _step(make: Any, shards: tuple[int, ...], trainer: str, seed: int) -> dict[str, Any]:
+    """One step with dealt-out weights as a trainer would do it, seen from one rank."""
+    torch.manual_seed(1)
+    world = cz.World.of()
+    loss = make(world).double()
+    start = sum(shards[: world.rank])
+    whole, labels = labelled(seed, n=sum(shards))
+    mine = slice(start, start + shards[world.rank])
+    encoder = torch.nn.Linear(4, 4, bias=False).double()
+    torch.nn.init.eye_(encoder.weight)
+    if trainer == "sum":
+        loss.shard_gradient_scale = world.size
+    value = cz.DistributedLoss(loss, grad_reduction=trainer)(encoder(whole.detach()[mine]), labels[mine])
+    (3 * value).backward()
+    return {"value": value.item(), "encoder": encoder.weight.grad, "own": loss.weights.grad, "all": loss.weights.data}
+
+
+DEALT = [
+    lambda world: NormalizedSoftmax(5, 4, shard_over=world, temperature=0.3),
+    lambda world: NormalizedSoftmax(5, 4, shard_over=world, temperature=cz.LearnableTemperature(0.3)),
+    lambda world: CosFace(5, 4, shard_over=world, scale=8.0),
+    lambda world: ArcFace(5, 4, shard_over=world, sub_centers=2, scale=8.0),
+]
+
+
+@pytest.mark.parametrize("make", DEALT, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ArcFace"])
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+@pytest.mark.parametrize("shards", [(7,), (2, 5), (3, 0, 4)], ids=str)
+def test_dealt_out_weights_are_those_of_one_process(make, trainer, shards, worlds: Worlds) -> None:
+    torch.manual_seed(1)
+    alone = make(None).double()
+    z, labels = labelled(0, n=sum(shards))
+    encoder = torch.eye(4, dtype=torch.float64, requires_grad=True)
+    expected = alone(z.detach() @ encoder.T, labels)
+    (3 * expected).backward()
+    found = worlds.run(len(shards), _step, make, shards, trainer, 0)
+    weight = 1 / len(shards) if trainer == "mean" else 1
+    for rank in found:
+        close(rank["value"], expected.item())
+    close(weight * sum(rank["encoder"] for rank in found), encoder.grad, 1e-9)
+    close(torch.cat([rank["all"] for rank in found]), alone.weights.data)
+    close(torch.cat([rank["own"] for rank in found]), alone.weights.grad, 1e-9)
+
+
+def test_a_rank_may_hold_no_class(worlds: Worlds) -> None:
+    def job(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[float, Tensor]:
+        rank = cz.World.of().rank
+        own = (weights[:1], weights[1:1], weights[1:])[rank].clone().requires_grad_()
+        loss = normalized_softmax(z[rank::3], labels[rank::3], weights=own, sharded=True, world=cz.World.of())
+        loss.backward()
+        return loss.item(), own.grad
+
+    weights = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    z, labels = labelled(0, classes=3)
+    expected = normalized_softmax(z, labels, weights=weights)
+    found = worlds.run(3, job, z.detach(), labels, weights.detach())
+    close([value for value, _ in found], [expected.item()] * 3)
+    close(torch.cat([own for _, own in found]), torch.autograd.grad(expected, weights)[0])
+
+
+def test_second_derivatives_exist_across_panels(monkeypatch) -> None:
+    monkeypatch.setattr("contrastive_zoo.engine.evaluation.PANEL_BYTES", 4000)
+    z, labels = labelled(0)
+    weights = torch.randn(5, 4, dtype=torch.float64)
+    torch.autograd.gradgradcheck(lambda z: normalized_softmax(z, labels, weights=weights, temperature=0.5), z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_are_computed_in_32(dtype: torch.dtype) -> None:
+    z, labels = labelled(0)
+    rounded = z.detach().to(dtype)
+    loss = ArcFace(5, 4)
+    close(loss(rounded, labels), loss(rounded.float(), labels))
+
+
+def test_one_class_and_equal_rows_are_finite() -> None:
+    z = torch.eye(2)[[0, 0]].requires_grad_()
+    for function in (normalized_softmax, proxy_nca, cos_face, arc_face, soft_triple, proxy_anchor):
+        for weights in (torch.eye(2)[:1].clone(), torch.eye(2)[[0, 0]]):
+            loss = function(z, torch.tensor([0, 0]), weights=weights.requires_grad_())
+            gradients = torch.autograd.grad(loss, (z, weights))
+            assert all(x.isfinite().all() for x in (loss, *gradients)), function.__name__
+
+
+BAD = [
+    (lambda z, y: normalized_softmax(z, y, weights=torch.eye(4)[:3]), r"labels are classes 0 … 2, got \d. Number them"),
+    (lambda z, y: normalized_softmax(z, y, weights=torch.eye(3)), r"as wide as embeddings, got float32 \[3, 3\]"),
+    (lambda z, y: normalized_softmax(z, y, weights=torch.eye(4)[:3], sharded=True), r"labels are classes 0 … 2"),
+    (lambda z, y: normalized_softmax(z, y - 1, weights=torch.eye(4)), "got -1"),
+    (lambda z, y: normalized_softmax(z, y, weights=torch.randn(5, 4), temperature=0.0), "temperature must be positive"),
+    (lambda z, y: normalized_softmax(z, weights=torch.randn(5, 4)), "labels are missing"),
+    (lambda z, y: proxy_nca(z, y, weights=torch.randn(5, 4), temperature=-1.0), "temperature must be .*got -1.0"),
+    (lambda z, y: cos_face(z, y, weights=torch.randn(5, 4), scale=0.0), "scale must be positive and finite, got 0.0"),
+    (lambda z, y: arc_face(z, y, weights=torch.randn(5, 4), margin=28.6), "margin is an angle 0 … π in radians"),
+    (lambda z, y: soft_triple(z, y, weights=torch.randn(5, 4), gamma=0.0), "gamma must be positive"),
+    (lambda z, y: proxy_anchor(z, y, weights=torch.randn(5, 2, 4)), "one proxy a class"),
+    (lambda z, y: proxy_anchor(z, y, weights=torch.randn(5, 4), alpha=math.inf), "alpha must be positive and finite"),
+    (lambda z, y: CosFace(0, 4), "num_classes is at least 1, got 0"),
+    (lambda z, y: CosFace(3, 4, sub_centers=0), "sub_centers is at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "complaint"), BAD)
+def test_bad_input_is_named(call: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        call(*labelled(0))
+
+
+def test_bad_constructors_and_signatures() -> None:
+    with pytest.raises(TypeError, match="no setting 'magin'"):
+        ArcFace(3, 4, magin=0.5)
+    with pytest.raises(TypeError, match="leave shard_over out"):
+        ProxyNCA(3, 4, shard_over=cz.ALONE)
+    assert list(inspect.signature(ArcFace).parameters)[:4] == [
+        "num_classes",
+        "embedding_size",
+        "sub_centers",
+        "shard_over",
+    ]
+    assert "shard_over" not in inspect.signature(SoftTriple).parameters
+    assert repr(CosFace(3, 4)) == "CosFace(3, 4, sub_centers=1, margin=0.35, scale=64.0, reduction='mean')"

@@ -1,0 +1,124 @@
+"""Proxies and classifiers for the table of losses under test."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo.losses.arc_face import ArcFace
+from contrastive_zoo.losses.class_loss import ClassLoss
+from contrastive_zoo.losses.cos_face import CosFace
+from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
+from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
+from contrastive_zoo.losses.proxy_nca import ProxyNCA
+from contrastive_zoo.losses.soft_triple import SoftTriple
+from tests.zoo import Entry
+
+CLASSES, WIDTH = 64, 8
+"""More than the labels and the widths that are drawn."""
+
+
+def fixed_weights(centers: int = 1) -> Tensor:
+    """The same on every process."""
+    shape = (CLASSES, WIDTH) if centers == 1 else (CLASSES, centers, WIDTH)
+    return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(3)).double()
+
+
+def of_any_width(cls: type[ClassLoss], *takes: str, **fixed: Any) -> Callable[..., ClassLoss]:
+    """The loss with fixed weights, of which it uses as many columns as rows have; it is given the settings it takes."""
+
+    class OfAnyWidth(cls):
+        def forward(self, *rows: Tensor, world: Any = None) -> Tensor:
+            self.width = rows[0].shape[1]
+            return super().forward(*rows, world=world)
+
+        def settings(self) -> dict[str, Any]:
+            now = super().settings()
+            return {**now, "weights": now["weights"][..., : self.width]}
+
+    def make(**settings: Any) -> ClassLoss:
+        loss = OfAnyWidth(CLASSES, WIDTH, **fixed, **{name: x for name, x in settings.items() if name in takes})
+        loss.weights.data = fixed_weights(loss.sub_centers).to(loss.weights.dtype)
+        return loss
+
+    return make
+
+
+def cosines(z: Tensor, centers: int = 1) -> Tensor:
+    """[n, C, centers]."""
+    w = fixed_weights(centers).reshape(CLASSES, centers, WIDTH)[..., : z.shape[1]]
+    return torch.einsum("nd,ckd->nck", F.normalize(z, dim=1), F.normalize(w, dim=2))
+
+
+def _one_hot(labels: Tensor) -> Tensor:
+    return F.one_hot(labels, CLASSES).double()
+
+
+def dense_normalized_softmax(z: Tensor, labels: Tensor, temperature: Any = 0.05) -> Tensor:
+    return F.cross_entropy(cosines(z)[..., 0] / temperature, labels)
+
+
+def dense_proxy_nca(z: Tensor, labels: Tensor, temperature: Any = 1 / 9) -> Tensor:
+    p = F.normalize(fixed_weights()[:, : z.shape[1]], dim=1)
+    distances = (F.normalize(z, dim=1)[:, None] - p).square().sum(2)
+    return torch.stack(
+        [d[y] / temperature + torch.logsumexp(-d / temperature, 0) for d, y in zip(distances, labels, strict=True)]
+    ).mean()
+
+
+def dense_cos_face(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+    return F.cross_entropy(64 * (cosines(z)[..., 0] - 0.35 * _one_hot(labels)), labels)
+
+
+def dense_arc_face(z: Tensor, labels: Tensor, temperature: Any = None, centers: int = 1, margin: float = 0.5) -> Tensor:
+    losses = []
+    for s, y in zip(cosines(z, centers).amax(2), labels, strict=True):
+        angle = s[y].acos()
+        moved = (
+            (angle + margin).cos() if angle <= torch.pi - margin else angle.cos() - margin * torch.tensor(margin).sin()
+        )
+        logits = 64 * torch.cat([s[:y], moved[None], s[y + 1 :]])
+        losses.append(-logits.log_softmax(0)[y])
+    return torch.stack(losses).mean()
+
+
+def dense_soft_triple(z: Tensor, labels: Tensor, temperature: Any = None, tau: float = 0.2) -> Tensor:
+    s = cosines(z, 3)
+    relaxed = ((s / 0.1).softmax(2) * s).sum(2)
+    w = F.normalize(fixed_weights(3)[..., : z.shape[1]], dim=2)
+    pairs = [(2 + 1e-5 - 2 * (w[:, k] * w[:, m]).sum(1)).sqrt().sum() for k in range(3) for m in range(k)]
+    ce = F.cross_entropy(20 * (relaxed - 0.01 * _one_hot(labels)), labels)
+    return ce + tau * torch.stack(pairs).sum() / (CLASSES * 3 * 2)
+
+
+def dense_proxy_anchor(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+    s, pulls, pushes = cosines(z)[..., 0], [], []
+    for c in range(CLASSES):
+        own = labels == c
+        if own.any():
+            pulls.append(torch.log1p(torch.exp(-32 * (s[own, c] - 0.1)).sum()))
+        pushes.append(torch.log1p(torch.exp(32 * (s[~own, c] + 0.1)).sum()))
+    return torch.stack(pulls).mean() + torch.stack(pushes).mean()
+
+
+ENTRIES = [
+    Entry(
+        "NormalizedSoftmax",
+        of_any_width(NormalizedSoftmax, "temperature", "reduction"),
+        dense_normalized_softmax,
+        call="labels",
+    ),
+    Entry("ProxyNCA++", of_any_width(ProxyNCA, "temperature", "reduction"), dense_proxy_nca, call="labels"),
+    Entry("CosFace", of_any_width(CosFace, "reduction"), dense_cos_face, call="labels"),
+    Entry("ArcFace", of_any_width(ArcFace, "reduction"), dense_arc_face, call="labels"),
+    Entry(
+        "ArcFace, sub-centers",
+        of_any_width(ArcFace, "reduction", sub_centers=3),
+        lambda *rows, temperature=None: dense_arc_face(*rows, centers=3),
+        call="labels",
+    ),
+    Entry("SoftTriple", of_any_width(SoftTriple, "reduction", sub_centers=3), dense_soft_triple, call="labels"),
+    Entry("ProxyAnchor", of_any_width(ProxyAnchor), dense_proxy_anchor, call="labels"),
+]

@@ -1,0 +1,559 @@
+"""Bad input is one clear sentence, the same on every rank, and the next step finds every rank ready."""
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, complaint, numbers
+
+Wrap = Callable[..., Callable[..., Any]]
+
+
+def z(n: int = 4, d: int = 3, *, learnt: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Embeddings as an encoder makes them."""
+    return numbers(n, d, seed=7).to(dtype).requires_grad_(learnt)
+
+
+def y(n: int = 4) -> Tensor:
+    return torch.arange(n) % 2
+
+
+def spoilt(value: float, rows: tuple[int, ...] = (2,)) -> Tensor:
+    x = z().detach()
+    x[list(rows), 1] = value
+    return x.requires_grad_()
+
+
+def foreign(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """A loss from elsewhere."""
+    return embeddings[labels == 0].square().sum()
+
+
+def lenient(embeddings: Tensor, labels: Tensor | None = None, indices_tuple: Any = None) -> Tensor:
+    """One that can do without labels."""
+    return embeddings.square().sum()
+
+
+class MyRows(cz.RowLoss):
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return (similarity * negative).sum(1), negative.any(1)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A call that is bad where ``guilty``, which is the last rank alone (or everybody).
+
+    Args:
+        call: ``call(guilty, wrap)``, with ``wrap`` DistributedLoss, or nothing on one process.
+        words: what the sentence must say: what came, what was expected, the mend.
+        alone: whether one process makes it too.
+        everybody: whether all ranks are guilty.
+    """
+
+    call: Callable[[bool, Wrap], Any]
+    words: tuple[str, ...]
+    alone: bool = True
+    everybody: bool = False
+
+
+def between(call: Callable[[bool, Wrap], Any], *words: str) -> Mistake:
+    """One that takes two ranks to make."""
+    return Mistake(call, words, alone=False)
+
+
+def own(name: str, call: Callable[[bool, Wrap], Any], *words: str, everybody: bool = False) -> dict[str, Mistake]:
+    """A rank's own fault: of the last rank alone, and of all."""
+    of_all = {f"{name}, everywhere": Mistake(call, words, everybody=True)}
+    return of_all if everybody else of_all | {name: Mistake(call, words)}
+
+
+MISTAKES: dict[str, Mistake] = {
+    # ---- rows
+    **own(
+        "views of different length",
+        lambda guilty, wrap: wrap(cz.NTXent())(z(4), z(4 - guilty)),
+        "NTXent: ",
+        "views must pair row by row",
+        "view 0 float32 [4, 3]",
+        "view 1 float32 [3, 3]",
+        "same samples",
+    ),
+    **own(
+        "views of different dtype",
+        lambda guilty, wrap: wrap(MyRows())(z(), z(dtype=torch.bfloat16 if guilty else torch.float32)),
+        "MyRows: ",
+        "view 1 bfloat16 [4, 3]",
+    ),
+    **own(
+        "a single view",
+        lambda guilty, wrap: wrap(cz.NTXent())(*[z()] * (2 - guilty)),
+        "two or more views",
+        "got 1",
+        "loss(view1, view2)",
+    ),
+    **own(
+        "keys without a query",
+        lambda guilty, wrap: wrap(cz.InfoNCE())(z(4), z(4 + guilty)),
+        "InfoNCE: ",
+        "row i of queries belongs to row i of keys",
+        "keys float32 [5, 3]",
+        "negatives",
+    ),
+    "keys forgotten": between(lambda guilty, wrap: wrap(cz.InfoNCE())(*[z()] * (2 - guilty)), "InfoNCE: ", "'keys'"),
+    "a misspelt argument": between(
+        lambda guilty, wrap: wrap(cz.SupCon())(z(), **{"lables" if guilty else "labels": y()}), "SupCon: ", "'lables'"
+    ),
+    **own(
+        "flat embeddings",
+        lambda guilty, wrap: wrap(cz.SupCon())(z().flatten() if guilty else z(), y(12 if guilty else 4)),
+        "floating-point rows [n, d], got float32 [12]",
+    ),
+    **own(
+        "whole embeddings",
+        lambda guilty, wrap: wrap(MyRows())(z().long() if guilty else z(), y()),
+        "floating-point rows [n, d], got int64 [4, 3]",
+    ),
+    **own(
+        "negatives of another width",
+        lambda guilty, wrap: wrap(cz.InfoNCE())(z(), z(), z(5, 3 + guilty)),
+        "negatives are shared [m, d] or per query [n, m, d]",
+        "got float32 [5, 4]",
+        "queries float32 [4, 3]",
+    ),
+    **own(
+        "negatives of another number",
+        lambda guilty, wrap: wrap(cz.InfoNCE())(z(), z(), z(4 + guilty, 6).view(-1, 2, 3)),
+        "per query [n, m, d]",
+        "got float32 [5, 2, 3]",
+    ),
+    **own(
+        "None for a view",
+        lambda guilty, wrap: wrap(cz.NTXent())(z(), None if guilty else z()),
+        "NTXent: ",
+        "view 1",
+        "NoneType",
+    ),
+    **own(
+        "an array for keys",
+        lambda guilty, wrap: wrap(cz.InfoNCE())(z(), z().detach().numpy() if guilty else z()),
+        "InfoNCE: ",
+        "keys",
+        "ndarray",
+    ),
+    **own(
+        "a list of labels",
+        lambda guilty, wrap: wrap(cz.SupCon())(z(), y().tolist() if guilty else y()),
+        "SupCon: ",
+        "labels",
+        "list",
+    ),
+    "widths": between(
+        lambda guilty, wrap: wrap(cz.NTXent())(z(4, 3 + 2 * guilty), z(4, 3 + 2 * guilty)),
+        "NTXent: ranks disagree on the width of view 0",
+        "rank 0 brought d=3",
+        "brought d=5",
+        "same encoder head",
+    ),
+    "widths of a foreign loss": between(
+        lambda guilty, wrap: wrap(foreign)(z(4, 3 + 2 * guilty), y()),
+        "foreign: ranks disagree on the width of embeddings",
+        "d=3",
+        "d=5",
+    ),
+    "dtypes": between(
+        lambda guilty, wrap: wrap(cz.SupCon())(z(dtype=torch.bfloat16 if guilty else torch.float32), y()),
+        "SupCon: ranks disagree on the dtype of embeddings",
+        "float32",
+        "bfloat16",
+        "same precision",
+    ),
+    "dtypes of a foreign loss": between(
+        lambda guilty, wrap: wrap(foreign)(z(dtype=torch.float64 if guilty else torch.float32), y()),
+        "foreign: ranks disagree on the dtype of embeddings",
+    ),
+    "numbers of views": between(
+        lambda guilty, wrap: wrap(cz.NTXent())(*[z()] * (2 + guilty)),
+        "ranks disagree on what they bring",
+        "view 2",
+        "on every rank or on none",
+    ),
+    "negatives on one rank": between(
+        lambda guilty, wrap: wrap(cz.InfoNCE())(z(), z(), *[z()] * guilty),
+        "ranks disagree on what they bring",
+        "brought negatives, rank 0 brought none",
+    ),
+    "rows without a gradient": between(
+        lambda guilty, wrap: wrap(cz.NTXent())(z(learnt=not guilty), z(learnt=not guilty)),
+        "disagree on whether view 0 carry a gradient",
+        "rank 0 brought rows with gradient",
+        "without gradient",
+        "empty batch",
+    ),
+    "rows without a gradient for a foreign loss": between(
+        lambda guilty, wrap: wrap(foreign)(z(learnt=not guilty), y()),
+        "disagree on whether embeddings carry a gradient",
+        "without gradient",
+    ),
+    # ---- labels
+    **own(
+        "no labels",
+        lambda guilty, wrap: wrap(cz.SupCon())(z(), *[y()] * (not guilty)),
+        "labels are missing",
+        "call loss",
+    ),
+    **own("no labels for rows", lambda guilty, wrap: wrap(MyRows())(z(), *[y()] * (not guilty)), "labels are missing"),
+    "no labels for a foreign loss": between(
+        lambda guilty, wrap: wrap(foreign)(z(), *[y()] * (not guilty)),
+        "foreign: ",
+        "missing a required argument",
+        "labels",
+    ),
+    "labels that a foreign loss can do without": between(
+        lambda guilty, wrap: wrap(lenient)(z(), *[y()] * (not guilty)),
+        "ranks disagree on what they bring",
+        "rank 0 brought labels",
+        "on every rank or on none",
+    ),
+    "None for labels": between(
+        lambda guilty, wrap: wrap(lenient)(z(), None if guilty else y()), "disagree on", "labels"
+    ),
+    "labels for None": between(
+        lambda guilty, wrap: wrap(lenient)(z(), y() if guilty else None), "disagree on", "labels"
+    ),
+    **own(
+        "labels of another length",
+        lambda guilty, wrap: wrap(cz.SupCon())(z(), y(4 + guilty)),
+        "one per row, got 5 for 4 rows",
+        "own labels",
+    ),
+    "labels of another length for a foreign loss": between(
+        lambda guilty, wrap: wrap(foreign)(z(), y(4 + guilty)), "labels are one per row, got 5 for 4 rows"
+    ),
+    **own(
+        "float labels",
+        lambda guilty, wrap: wrap(cz.SupCon())(z(), y().float() if guilty else y()),
+        "labels are one integer per row, got float32 [4]",
+        "labels.long()",
+    ),
+    **own(
+        "one-hot labels",
+        lambda guilty, wrap: wrap(MyRows())(z(), torch.eye(4).long() if guilty else y()),
+        "labels are one integer per row, got int64 [4, 4]",
+        "labels.argmax(1)",
+    ),
+    # ---- settings
+    **{
+        name: mistake
+        for t in (0.0, -0.1, float("nan"), float("inf"))
+        for name, mistake in own(
+            f"temperature {t}",
+            lambda guilty, wrap, t=t: wrap(cz.NTXent(temperature=t if guilty else 0.1))(z(), z()),
+            "temperature must be positive and finite",
+            f"got {t}",
+            "temperature=1/s",
+        ).items()
+    },
+    **own(
+        "a negative learnt temperature",
+        lambda guilty, wrap: wrap(cz.SupCon(temperature=torch.tensor(-1.0 if guilty else 1.0)))(z(), y()),
+        "temperature must be positive and finite, got -1.0",
+    ),
+    **own(
+        "an unknown reduction",
+        lambda guilty, wrap: wrap(cz.InfoNCE(reduction="average" if guilty else "mean"))(z(), z()),
+        "reduction is one of mean, sum, none, got 'average'",
+    ),
+    "temperatures": between(
+        lambda guilty, wrap: wrap(cz.NTXent(temperature=0.2 if guilty else 0.1))(z(), z()),
+        "ranks disagree on temperature",
+        "rank 0 has 0.1",
+        "has 0.2",
+        "same on every rank",
+    ),
+    "reductions": between(
+        lambda guilty, wrap: wrap(cz.SupCon(reduction="sum" if guilty else "mean"))(z(), y()),
+        "ranks disagree on reduction",
+        "rank 0 has mean",
+        "has sum",
+    ),
+    "directions": between(
+        lambda guilty, wrap: wrap(cz.InfoNCE(symmetric=guilty))(z(), z()),
+        "ranks disagree on symmetric",
+        "False",
+        "True",
+    ),
+    **{
+        f"normalize of {type(loss(True)).__name__}": between(
+            lambda guilty, wrap, loss=loss, rows=rows: wrap(loss(guilty))(*rows()),
+            "ranks disagree on normalize",
+            "False",
+            "True",
+        )
+        for loss, rows in (
+            (lambda normalize: cz.NTXent(normalize=normalize), lambda: (z(), z())),
+            (lambda normalize: cz.InfoNCE(normalize=normalize), lambda: (z(), z())),
+            (lambda normalize: cz.SupCon(normalize=normalize), lambda: (z(), y())),
+            (lambda normalize: MyRows(normalize=normalize), lambda: (z(), y())),
+        )
+    },
+    "numbers for a foreign loss": between(
+        lambda guilty, wrap: wrap(lambda embeddings, margin: embeddings.sum() * margin)(z(), 0.5 + guilty),
+        "ranks disagree on margin",
+        "0.5",
+        "1.5",
+    ),
+    # ---- values
+    **{
+        name: mistake
+        for value in (float("nan"), float("inf"), -float("inf"))
+        for name, mistake in own(
+            f"{value} in a view",
+            lambda guilty, wrap, value=value: wrap(cz.NTXent())(z(), spoilt(value) if guilty else z()),
+            "view 1 hold NaN or infinite values in 1 of 4 rows (row 2)",
+            "check_finite=False",
+        ).items()
+    },
+    **own(
+        "NaN in embeddings",
+        lambda guilty, wrap: wrap(cz.SupCon())(spoilt(torch.nan, (0, 3)) if guilty else z(), y()),
+        "embeddings hold NaN or infinite values in 2 of 4 rows (row 0, 3)",
+    ),
+    "NaN for a foreign loss": between(
+        lambda guilty, wrap: wrap(foreign)(spoilt(torch.nan) if guilty else z(), y()),
+        "foreign: ",
+        "embeddings hold NaN or infinite values in 1 of 4 rows (row 2)",
+    ),
+    # ---- no rows at all
+    **own("no rows", lambda guilty, wrap: wrap(cz.NTXent())(z(0), z(0)), "the global batch is empty", everybody=True),
+    **own(
+        "no queries", lambda guilty, wrap: wrap(cz.InfoNCE())(z(0), z(0)), "the global batch is empty", everybody=True
+    ),
+    **own("no labelled rows", lambda guilty, wrap: wrap(cz.SupCon())(z(0), y(0)), "batch is empty", everybody=True),
+    "no rows for a foreign loss": Mistake(
+        lambda guilty, wrap: wrap(foreign)(z(0), y(0)),
+        ("foreign: the global batch is empty", "skip the step"),
+        alone=False,
+    ),
+    # ---- mining
+    "indices mined locally": between(
+        lambda guilty, wrap: wrap(lenient)(z(), y(), indices_tuple=(torch.tensor([0]),) * 3 if guilty else None),
+        "indices_tuple was mined on this rank's rows",
+        "DistributedLoss(loss, miner=miner)",
+    ),
+}
+
+
+def good() -> float:
+    return cz.DistributedLoss(cz.NTXent())(z(), z()).item()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_rank_says_the_same_and_goes_on(name: str, world_size: int, worlds: Worlds) -> None:
+    mistake = MISTAKES[name]
+
+    def bad() -> None:
+        last = dist.get_rank() == dist.get_world_size() - 1
+        mistake.call(mistake.everybody or last, cz.DistributedLoss)
+
+    text, after = complaint(worlds, world_size, bad, good)
+    for words in mistake.words:
+        assert words in text
+    assert "|" not in text, "the format in which ranks compare notes is nobody's business"
+    of_one_rank = mistake.alone and not mistake.everybody
+    assert (f"rank {world_size - 1}: " in text) == of_one_rank or not mistake.alone
+    assert len(set(after)) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.everybody])
+def test_one_process_says_it_too(name: str) -> None:
+    mistake = MISTAKES[name]
+    for wrap in (lambda loss: loss, cz.DistributedLoss):
+        with pytest.raises(ValueError, match=r"\w+: .*\w") as raised:
+            mistake.call(True, wrap)
+        for words in mistake.words:
+            assert words in str(raised.value)
+        assert "rank 0: " not in str(raised.value)
+
+
+def test_all_the_guilty_are_named(worlds: Worlds) -> None:
+    def bad() -> None:
+        cz.DistributedLoss(cz.SupCon())(z(), y(4 + dist.get_rank()))
+
+    text, _ = complaint(worlds, 3, bad, good)
+    assert "rank 1: labels are one per row, got 5" in text
+    assert "rank 2: labels are one per row, got 6" in text
+    assert "rank 0" not in text
+
+
+# ------------------------------------------------------------------------------------------------- refused when built
+
+CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
+    "unknown setting": (
+        lambda: cz.NTXent(temprature=0.1),
+        TypeError,
+        ("NTXent has no setting 'temprature'", "temperature, normalize, reduction, check_finite"),
+    ),
+    "unknown grad_reduction": (
+        lambda: cz.DistributedLoss(cz.NTXent(), grad_reduction="avg"),
+        ValueError,
+        ("'mean' or 'sum'", "got 'avg'", "DDP"),
+    ),
+    "a miner with an own loss": (
+        lambda: cz.DistributedLoss(cz.SupCon(), miner=lambda embeddings, labels: None),
+        ValueError,
+        ("SupCon weighs all pairs itself", "Leave the miner out"),
+    ),
+    "a loss that cannot be called": (lambda: cz.DistributedLoss(0.1), ValueError, ("can be called", "got float")),
+    "temperature 0": (lambda: cz.LearnableTemperature(0.0), ValueError, ("positive", "got 0.0")),
+    "NaN": (lambda: cz.LearnableTemperature(float("nan")), ValueError, ("positive", "got nan")),
+    "too cold": (lambda: cz.LearnableTemperature(0.001), ValueError, ("1 / max_scale", "0.001", "max_scale=100")),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_some_things_are_refused_when_built(name: str) -> None:
+    build, kind, words = CONSTRUCTORS[name]
+    with pytest.raises(kind) as raised:
+        build()
+    for word in words:
+        assert word in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------ what is not a mistake
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cz.DistributedLoss(cz.SupCon(check_finite=False)),
+        lambda: cz.DistributedLoss(cz.SupCon(), check_finite=False),
+        lambda: cz.DistributedLoss(foreign, check_finite=False),
+        lambda: cz.SupCon(check_finite=False),
+    ],
+    ids=["loss", "wrapper", "foreign", "bare"],
+)
+def test_check_finite_can_be_turned_off(make: Callable[[], Any], worlds: Worlds) -> None:
+    assert all(np.isnan(worlds.run(2, lambda: make()(spoilt(torch.nan, (0, 1, 2, 3)), y()).item())))
+
+
+def test_one_process_takes_indices_that_were_mined_by_hand() -> None:
+    assert cz.DistributedLoss(lenient)(z(), y(), indices_tuple=()).item() == pytest.approx(z().square().sum().item())
+
+
+def test_a_rank_without_rows_is_welcome(worlds: Worlds) -> None:
+    found = worlds.run(2, lambda n: cz.DistributedLoss(cz.NTXent())(z(n), z(n)).item(), each=[(4,), (0,)])
+    assert found == pytest.approx([cz.NTXent()(z(), z()).item()] * 2)
+
+
+def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Worlds) -> None:
+    def job() -> tuple[list[tuple[str, str]], list[Tensor]]:
+        Loss._told_to_wrap = False
+        rows = z(4 + dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cz.DistributedLoss(cz.NTXent())(rows, rows)
+            assert not caught
+            found = [cz.NTXent()(rows, rows), cz.NTXent()(rows, rows), cz.SupCon()(rows, y(len(rows)))]
+        assert {x.category for x in caught} == {UserWarning}
+        return [(str(x.message), x.filename) for x in caught], found
+
+    for rank, (texts, found) in enumerate(worlds.run(2, job)):
+        rows = z(4 + rank)
+        expected = [cz.NTXent()(rows, rows)] * 2 + [cz.SupCon()(rows, y(len(rows)))]
+        for value, alone in zip(found, expected, strict=True):
+            close(value, alone.detach(), 1e-6)
+        ((text, where),) = texts
+        assert "this process's own rows only, though 2 processes run" in text
+        assert "DistributedLoss(NTXent(...))" in text
+        assert where == __file__, "the warning points at the user's line"
+
+
+def test_a_loss_may_insist_on_what_its_miner_finds(worlds: Worlds) -> None:
+    def job() -> float:
+        def loss(embeddings: Tensor, labels: Tensor, indices_tuple: Tensor) -> Tensor:
+            return embeddings[indices_tuple].sum()
+
+        return cz.DistributedLoss(loss, miner=lambda embeddings, labels: labels)(z(), y()).item()
+
+    everybody = torch.cat([z(), z()])[torch.cat([y(), y()])].sum().item()
+    assert worlds.run(2, job) == pytest.approx([everybody] * 2)
+
+
+# ------------------------------------------------------------------------------------------------------ random losses
+
+
+def draws() -> list[float]:
+    """From every stream there is; an odd number of Gaussians, of which generators keep one in hand."""
+    return [torch.rand(()).item(), np.random.rand(), np.random.randn(), random.random(), random.gauss()]
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def one_process_draws(seed: int, times: int) -> list[list[float]]:
+    seed_all(seed)
+    return [draws() for _ in range(times)]
+
+
+def in_loss(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, list[float]]:
+    return embeddings.sum(), draws()
+
+
+def after_miner(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> tuple[Tensor, list[float]]:
+    return embeddings.sum(), indices_tuple
+
+
+@pytest.mark.parametrize("where", ["loss", "miner"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_chance_is_rank_0s_everywhere_and_the_other_ranks_keep_their_own(where, world_size, worlds: Worlds) -> None:
+    def job() -> list[list[float]]:
+        seed_all(100 + dist.get_rank())
+        warm = draws()
+        miner = (lambda embeddings, labels: draws()) if where == "miner" else None
+        loss_fn = cz.DistributedLoss(after_miner if miner else in_loss, miner=miner)
+        return [warm, loss_fn(z(), y())[1], loss_fn(z(), y())[1], draws()]
+
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    warm, first, second, next_on_rank_0 = one_process_draws(100, 4)
+    others = [one_process_draws(100 + rank, 2) for rank in range(1, world_size)]
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+
+    found = worlds.run(world_size, job)
+    assert found[0] == [warm, first, second, next_on_rank_0]
+    assert found[1:] == [[own_warm, first, second, own_next] for own_warm, own_next in others]
+
+
+def test_the_other_ranks_keep_their_own_stream_when_the_loss_raises(worlds: Worlds) -> None:
+    def job() -> list[float]:
+        def broken(embeddings: Tensor, labels: Tensor) -> Tensor:
+            draws()
+            raise ZeroDivisionError
+
+        seed_all(100 + dist.get_rank())
+        with pytest.raises(ZeroDivisionError):
+            cz.DistributedLoss(broken)(z(), y())
+        return draws()
+
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = one_process_draws(101, 1)[0]
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+    assert worlds.run(2, job)[1] == expected

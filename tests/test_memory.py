@@ -1,0 +1,63 @@
+"""Memory is linear in the number of rows: no N × N matrix is ever held."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROWS, LIMIT = 16_384, 300 * 2**20
+"""The matrix of their similarities has 1 GiB in float32."""
+
+MEASURE = """
+import gc, re, sys
+import torch
+import contrastive_zoo as cz
+
+torch.set_num_threads(2)
+
+def loss(n):
+    torch.manual_seed(0)
+    z = torch.randn(n, 128, requires_grad=True)
+    {call}.backward()
+    assert z.grad is not None and torch.isfinite(z.grad).all()
+
+def status(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+loss(64)  # lazy imports, thread pools
+gc.collect()
+open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts from here
+before = status("VmRSS")
+loss({rows})
+print(status("VmHWM") - before)
+"""
+
+CALLS = {
+    "NTXent": "cz.NTXent()(z[: n // 2], z[n // 2 :])",
+    "InfoNCE": "cz.InfoNCE(symmetric=True)(z, z.flip(0))",
+    "SupCon": "cz.SupCon()(z, torch.arange(n) % 100)",
+    "dense": "(z @ z.T).sum()",
+}
+
+
+def peak(name: str) -> int:
+    """Bytes beyond what the process held before, at the highest."""
+    script = textwrap.dedent(MEASURE).format(call=CALLS[name], rows=ROWS)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout)
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells a process its peak memory")
+
+
+@linux
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "dense"])
+def test_forward_and_backward_stay_linear_in_the_rows(name: str) -> None:
+    assert peak(name) < LIMIT
+
+
+@linux
+def test_a_dense_matrix_would_be_seen() -> None:
+    assert peak("dense") > 3 * LIMIT

@@ -1,0 +1,554 @@
+"""The memory holds what one process would remember, and a loss against it is one function on every number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import contrastive_zoo as cz
+from contrastive_zoo.memory import CrossBatchMemory, MemoryQueue, MomentumEncoder
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.strategies import splits
+from contrastive_zoo.testing.trial import Case, Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, complaint, mine, numbers
+
+D = 3
+
+
+# ------------------------------------------------------------------------------------------------------------ the ring
+
+
+def one_by_one(size: int, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What a ring holds after these rows, entered one after the other; by slot."""
+    slots: dict[int, tuple[Tensor, Tensor]] = {}
+    for turn, pair in enumerate(zip(rows, labels, strict=True)):
+        slots[turn % size] = pair
+    held = [slots[slot] for slot in sorted(slots)]
+    return torch.stack([x for x, _ in held]) if held else rows[:0], torch.stack(
+        [y for _, y in held]
+    ) if held else labels
+
+
+def enqueued(size: int, steps: list[tuple[int, ...]], masked: bool) -> tuple[dict[str, Tensor], list[Tensor], int]:
+    """On every rank: its ring after these steps, and where its own rows went."""
+    memory = MemoryQueue(size, D, dtype=torch.float64)
+    slots = []
+    for step, shards in enumerate(steps):
+        rows, labels, mask = batch(step, sum(shards), masked)
+        found = memory.enqueue(*(mine(x, shards) for x in (rows, labels)), enqueue_mask=mine(mask, shards))
+        slots.append(found)
+    return memory.state_dict(), slots, len(memory)
+
+
+def batch(step: int, n: int, masked: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    rows = numbers(n, D, seed=step)
+    return rows, numbers(n, seed=step, dtype=torch.int64), (rows[:, 0] > 0) | (not masked)
+
+
+@given(
+    steps=st.integers(1, 3).flatmap(lambda W: st.lists(splits((W,), least=0, most=5), min_size=1, max_size=5)),
+    size=st.integers(1, 12),
+    masked=st.booleans(),
+)
+def test_the_ring_holds_what_entered_last(steps, size, masked, worlds: Worlds) -> None:
+    batches = [batch(step, sum(shards), masked) for step, shards in enumerate(steps)]
+    rows = torch.cat([x[mask] for x, _, mask in batches])
+    labels = torch.cat([y[mask] for _, y, mask in batches])
+    kept_rows, kept_labels = one_by_one(size, rows, labels)
+    for state, _, length in worlds.run(len(steps[0]), enqueued, size, steps, masked):
+        assert length == len(kept_rows) == min(size, len(rows)) == state["filled"]
+        assert state["pointer"] == len(rows) % size
+        assert torch.equal(state["embeddings"][:length], kept_rows)
+        assert torch.equal(state["ids"][:length], kept_labels)
+        assert not state["embeddings"][length:].any()
+
+
+@given(shards=splits((1, 2, 3), least=1), size=st.integers(1, 12), masked=st.booleans())
+def test_slots_say_where_my_rows_are(shards, size, masked, worlds: Worlds) -> None:
+    found = worlds.run(len(shards), enqueued, size, [(3,) + (0,) * (len(shards) - 1), shards], masked)
+    rows, _, mask = batch(1, sum(shards), masked)
+    slots = torch.cat([slots[1] for _, slots, _ in found])
+    there = slots >= 0
+    assert torch.equal(found[0][0]["embeddings"][slots[there]], rows[there])
+    assert there.sum() == min(size, int(mask.sum()))
+    assert not there[~mask].any()
+
+
+def test_a_saved_ring_goes_on_bit_by_bit_on_another_number_of_ranks(worlds: Worlds) -> None:
+    def first(steps: list[tuple[int, ...]]) -> bytes:
+        file = io.BytesIO()
+        memory = MemoryQueue(7, D, dtype=torch.float64)
+        for step, shards in enumerate(steps):
+            memory.enqueue(*(mine(x, shards) for x in batch(step, sum(shards))[:2]))
+        torch.save(memory.state_dict(), file)
+        return file.getvalue()
+
+    def then(saved: bytes, shards: tuple[int, ...]) -> dict[str, Tensor]:
+        memory = MemoryQueue(7, D, dtype=torch.float64)
+        memory.load_state_dict(torch.load(io.BytesIO(saved)))
+        memory.enqueue(*(mine(x, shards) for x in batch(2, sum(shards))[:2]))
+        return memory.state_dict()
+
+    (saved, *_) = worlds.run(3, first, [(2, 0, 3), (1, 1, 2)])
+    (whole, *_) = worlds.run(1, enqueued, 7, [(5,), (4,), (3,)], False)
+    for world_size, shards in [(1, (3,)), (2, (1, 2)), (4, (0, 2, 1, 0))]:
+        for state in worlds.run(world_size, then, saved, shards):
+            assert all(torch.equal(state[name], whole[0][name]) for name in whole[0])
+
+
+def test_rows_are_rounded_to_the_dtype_of_the_memory() -> None:
+    memory = MemoryQueue(4, D, dtype=torch.bfloat16)
+    rows = numbers(2, D, seed=0)
+    memory.enqueue(rows)
+    assert torch.equal(memory.rows, rows.bfloat16())
+    loss = CrossBatchMemory(cz.InfoNCE(temperature=0.5), 4, D, dtype=torch.bfloat16)
+    loss(rows, rows)
+    assert torch.equal(loss.memory.rows, rows.bfloat16())
+    expected = cz.info_nce(rows, rows, rows.bfloat16().double(), temperature=0.5)
+    close(loss(rows, rows), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------- peers
+
+PML = [
+    ("ContrastiveLoss", {}, ""),
+    ("TripletMarginLoss", {"margin": 0.3}, ""),
+    ("TripletMarginLoss", {"margin": 0.3}, "TripletMarginMiner"),
+    ("MultiSimilarityLoss", {}, "MultiSimilarityMiner"),
+    ("SupConLoss", {"temperature": 0.3}, ""),
+    ("NTXentLoss", {"temperature": 0.3}, ""),
+    ("CircleLoss", {"gamma": 8}, ""),
+]
+
+
+def pml(name: str, settings: dict[str, Any], miner: str) -> tuple[Any, Any]:
+    found = pytest.importorskip("pytorch_metric_learning")
+    assert found
+    from pytorch_metric_learning import losses, miners
+
+    return getattr(losses, name)(**settings), getattr(miners, miner)() if miner else None
+
+
+def value_and_gradient(loss: Callable[..., Tensor], rows: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    rows = rows.clone().requires_grad_()
+    value = loss(rows, *args, **kwargs)
+    return value.detach(), torch.autograd.grad(value, rows)[0]
+
+
+def labelled(step: int, n: int) -> tuple[Tensor, Tensor]:
+    return numbers(n, D, seed=step), torch.randint(4, (n,), generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all enter", "some enter"])
+@pytest.mark.parametrize(("name", "settings", "miner"), PML, ids=lambda x: x if isinstance(x, str) else "")
+def test_losses_from_elsewhere_compare_as_in_pytorch_metric_learning(name, settings, miner, masked: bool) -> None:
+    from pytorch_metric_learning.losses import CrossBatchMemory as Theirs
+
+    inner, mined = pml(name, settings, miner)
+    theirs = Theirs(inner, embedding_size=D, memory_size=13, miner=mined)
+    ours = CrossBatchMemory(inner, 13, D, miner=mined, dtype=torch.float64)
+    assert_same_steps(ours, theirs, masked)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all enter", "some enter"])
+def test_own_sup_con_compares_as_in_pytorch_metric_learning(masked: bool) -> None:
+    from pytorch_metric_learning.losses import CrossBatchMemory as Theirs
+
+    inner, _ = pml("SupConLoss", {"temperature": 0.3}, "")
+    theirs = Theirs(inner, embedding_size=D, memory_size=13)
+    ours = CrossBatchMemory(cz.SupCon(temperature=0.3), 13, D, dtype=torch.float64)
+    assert_same_steps(ours, theirs, masked)
+
+
+def assert_same_steps(ours: CrossBatchMemory, theirs: Any, masked: bool) -> None:
+    for step, n in enumerate([5, 4, 6, 3, 7]):
+        rows, labels = labelled(step, n)
+        extra = {"enqueue_mask": torch.arange(n) % 3 == 1} if masked else {}
+        expected = value_and_gradient(theirs, rows, labels, **extra)
+        found = value_and_gradient(ours, rows, labels, **extra)
+        for x, y in zip(found, expected, strict=True):
+            close(x, y, 1e-12)
+        held = len(ours.memory)
+        assert torch.equal(ours.memory.rows, theirs.embedding_memory[:held])
+        assert torch.equal(ours.memory.labels, theirs.label_memory[:held])
+
+
+# ------------------------------------------------------------------------------------------- own losses, by definition
+
+
+class BatchHard(cz.RowLoss):
+    """Batch-hard triplets with a learnt margin."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.margin = nn.Parameter(torch.tensor(0.25))
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        farthest = similarity.masked_fill(~positive, 2).amin(1)
+        nearest = similarity.masked_fill(~negative, -2).amax(1)
+        return F.softplus(nearest - farthest + self.margin), positive.any(1) & negative.any(1)
+
+
+def dense_batch_hard(z: Tensor, labels: Tensor, memory: Tensor, remembered: Tensor, own: list[int | None]) -> Tensor:
+    z, memory, losses = F.normalize(z, dim=1), F.normalize(memory, dim=1), []
+    for i in range(len(z)):
+        others = torch.tensor([slot != own[i] for slot in range(len(memory))])
+        s = memory @ z[i]
+        positives, negatives = s[(remembered == labels[i]) & others], s[remembered != labels[i]]
+        if len(positives) and len(negatives):
+            losses.append(F.softplus(negatives.max() - positives.min() + 0.25))
+    return torch.stack(losses).mean() if losses else 0 * z.sum()
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 100])
+def test_a_row_loss_meets_the_memory_without_its_own_copy(size: int) -> None:
+    ours = CrossBatchMemory(BatchHard().double(), size, D, dtype=torch.float64)
+    entered = 0
+    for step, n in enumerate([5, 3, 7, 1]):
+        rows, labels = labelled(step, n)
+        value, gradient = value_and_gradient(ours, rows, labels)
+        places = [(entered + i) % size if i >= n - size else None for i in range(n)]
+        entered += n
+        z = rows.clone().requires_grad_()
+        expected = dense_batch_hard(z, labels, ours.memory.rows, ours.memory.labels, places)
+        close(value, expected.detach())
+        close(gradient, torch.autograd.grad(expected, z)[0])
+
+
+def moco(queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
+    """MoCo's loss, as its authors' code has it: a query's own key against the queue alone."""
+    q, k, x = (F.normalize(rows, dim=1) for rows in (queries, keys, negatives))
+    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ x.T], 1) / 0.2
+    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["InfoNCE", "a function from elsewhere"])
+def test_negatives_are_earlier_keys(own: bool) -> None:
+    inner: Any = cz.InfoNCE(temperature=0.2) if own else moco
+    ours = CrossBatchMemory(inner, 9, D, dtype=torch.float64)
+    earlier: list[Tensor] = []
+    for step, n in enumerate([4, 3, 6, 2]):
+        queries, keys = numbers(n, D, seed=step), numbers(n, D, seed=50 + step)
+        before = torch.cat(earlier)[-9:] if earlier else keys[:0]
+        plain = cz.info_nce(queries, keys, before, temperature=0.2) if own else moco(queries, keys, before)
+        close(ours(queries, keys), plain)
+        earlier.append(keys)
+
+
+def test_nothing_enters_in_eval_mode() -> None:
+    for inner in (cz.InfoNCE(), cz.SupCon()):
+        loss = CrossBatchMemory(inner, 8, D).eval()
+        rows = numbers(3, D, seed=0, dtype=torch.float32)
+        other = rows if isinstance(inner, cz.InfoNCE) else torch.arange(3)
+        loss(rows, other)
+        assert len(loss.memory) == 0
+        loss.train()(rows, other)
+        assert len(loss.memory) == 3
+
+
+def test_two_forward_passes_before_a_backward_pass() -> None:
+    """Slots are overwritten while an earlier graph still needs what was in them."""
+    for inner in (cz.InfoNCE(normalize=False), cz.SupCon(normalize=False), pml("ContrastiveLoss", {}, "")[0]):
+        rows = [numbers(3, D, seed=seed).requires_grad_() for seed in range(4)]
+        other = [x.detach() if isinstance(inner, cz.InfoNCE) else torch.arange(3) % 2 for x in rows]
+        loss, again = (CrossBatchMemory(inner, 4, D, dtype=torch.float64) for _ in range(2))
+        late = torch.autograd.grad(sum(loss(x, y) for x, y in zip(rows, other, strict=True)), rows)
+        for x, y, expected in zip(rows, other, late, strict=True):
+            close(torch.autograd.grad(again(x, y), x)[0], expected)
+
+
+# -------------------------------------------------------------------------------------------------------- the contract
+
+
+class Recipe(NamedTuple):
+    """A loss against a memory, and how it is called."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    call: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def pml_triplet(size: int) -> nn.Module:
+    inner, miner = pml("TripletMarginLoss", {"margin": 0.3}, "TripletMarginMiner")
+    return CrossBatchMemory(inner, size, D, miner=miner, dtype=torch.float64)
+
+
+def symmetric() -> nn.Module:
+    return cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
+
+
+RECIPES = [
+    Recipe("InfoNCE", lambda: CrossBatchMemory(symmetric(), 13, D, dtype=torch.float64), "views"),
+    Recipe("MoCo's own", lambda: CrossBatchMemory(moco, 5, D, dtype=torch.float64), "views"),
+    Recipe(
+        "SupCon",
+        lambda: CrossBatchMemory(cz.SupCon(temperature=cz.LearnableTemperature(0.5)), 13, D, dtype=torch.float64),
+        "labels",
+    ),
+    Recipe("RowLoss", lambda: CrossBatchMemory(BatchHard(), 20, D, dtype=torch.float64), "labels"),
+    Recipe("RowLoss, small memory", lambda: CrossBatchMemory(BatchHard(), 3, D, dtype=torch.float64), "labels"),
+    Recipe("RowLoss, bfloat16", lambda: CrossBatchMemory(BatchHard(), 9, D, dtype=torch.bfloat16), "labels"),
+    Recipe("pml triplet, mined", lambda: pml_triplet(13), "labels"),
+]
+SHARDS = {
+    1: [(8,)],
+    2: [(5, 3), (1, 7), (8, 0), (4, 4)],
+    3: [(3, 2, 3), (0, 5, 3), (1, 1, 6), (8, 0, 0)],
+}
+
+
+def trained(recipe: Recipe, masked: bool, trainer: str) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Values, weights and memory after some steps on this number of ranks."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, D)).double()
+    loss = recipe.make()
+    for parameter in loss.parameters():
+        parameter.data = parameter.data.double()  # and leave the memory in its dtype
+    weights = [*encoder.parameters(), *loss.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.02, momentum=0.9)
+    distributed = cz.DistributedLoss(loss, grad_reduction="sum" if trainer == "sum" else "mean")
+    model = DistributedDataParallel(encoder) if trainer == "DDP" else encoder
+    values = []
+    for step in range(10):
+        shards = SHARDS[dist.get_world_size()][step % len(SHARDS[dist.get_world_size()])]
+        x, y = mine(numbers(8, 4, seed=step), shards), mine(numbers(8, 4, seed=100 + step), shards)
+        labels = mine(torch.arange(8) * (step + 1) % 5, shards)
+        mask = {"enqueue_mask": mine(torch.arange(8) % 3 > 0, shards)} if masked else {}
+        z = model(torch.cat([x, y]))
+        rows = (z[: len(x)], z[len(x) :].detach()) if recipe.call == "views" else (z[: len(x)], labels)
+        optimizer.zero_grad()
+        value = distributed(*rows, **mask)
+        value.backward()
+        if trainer == "average":
+            cz.average_gradients(encoder)
+        if trainer == "sum":
+            for parameter in weights:
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        values.append(value.detach())
+    return torch.stack(values), [x.detach() for x in weights], dict(loss.memory.state_dict())
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all enter", "some enter"])
+@pytest.mark.parametrize(("world_size", "trainer"), [(2, "average"), (3, "DDP"), (3, "sum")])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_ten_steps_are_those_of_one_process(
+    recipe: Recipe, world_size: int, trainer: str, masked: bool, worlds: Worlds
+) -> None:
+    ((values, weights, memory),) = worlds.run(1, trained, recipe, masked, "average")
+    for found in worlds.run(world_size, trained, recipe, masked, trainer):
+        close(found[0], values)
+        for x, y in zip(found[1], weights, strict=True):
+            close(x, y)
+        for name, expected in memory.items():
+            close(found[2][name], expected, 1e-10 if expected.dtype == torch.float64 else 0.01)
+
+
+@pytest.mark.parametrize("recipe", [x for x in RECIPES if "bfloat16" not in x.name], ids=str)
+@pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
+def test_every_law_holds(recipe: Recipe, shards: tuple[int, ...], worlds: Worlds) -> None:
+    make = recipe.make
+    case = Case(lambda: cz.DistributedLoss(make()), call=recipe.call, name=recipe.name)  # type: ignore[arg-type]
+    trial = Trial(case, GlobalBatch(shards, d=D, seed=5), worlds)
+    for law in LAWS:
+        law(trial)
+
+
+# ---------------------------------------------------------------------------------------------------- MoCo, on digits
+
+
+class State(NamedTuple):
+    """All there is to a run."""
+
+    step: int
+    encoder: dict[str, Tensor]
+    keys: dict[str, Tensor]
+    loss: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+
+def moco_on_digits(images: Tensor, start: State | None, stop: int) -> tuple[Tensor, State]:
+    """MoCo-style training of a small encoder, from the start or from a saved state; held-out loss and final state."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 8)).double()
+    keys = MomentumEncoder(encoder, momentum=0.9)
+    loss_fn = cz.DistributedLoss(CrossBatchMemory(cz.InfoNCE(temperature=0.2), 150, 8, dtype=torch.float64))
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1, momentum=0.9)
+    if start is not None:
+        encoder.load_state_dict(start.encoder)
+        keys.load_state_dict(start.keys)
+        loss_fn.load_state_dict(start.loss)
+        optimizer.load_state_dict(start.optimizer)
+    world, values = cz.World.of(), []
+    for step in range(start.step if start else 0, stop):
+        generator = torch.Generator().manual_seed(step)
+        batch = images[torch.randperm(len(images), generator=generator)[:40]]
+        views = [batch + 0.3 * torch.randn(batch.shape, generator=generator, dtype=batch.dtype) for _ in range(2)]
+        shards = (40,) if world.size == 1 else (13 + step % 9, 27 - step % 9)
+        view1, view2 = (mine(view, shards) for view in views)
+        optimizer.zero_grad()
+        loss = loss_fn(encoder(view1), keys(view2))
+        loss.backward()
+        cz.average_gradients(encoder)
+        optimizer.step()
+        keys.update(encoder)
+        values.append(loss.detach())
+    state = (encoder.state_dict(), keys.state_dict(), loss_fn.state_dict(), optimizer.state_dict())
+    return torch.stack(values), State(stop, *copy.deepcopy(state))
+
+
+def test_fifty_steps_of_moco_on_digits_on_two_ranks_are_those_of_one_also_resumed(worlds: Worlds) -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    images = torch.from_numpy(datasets.load_digits().images).flatten(1) / 16
+    ((values, alone),) = worlds.run(1, moco_on_digits, images, None, 50)
+    assert values[-10:].mean() < values[4:14].mean() - 0.3  # it learns; the first steps' memory is still short
+    together = worlds.run(2, moco_on_digits, images, None, 50)
+    half = worlds.run(2, moco_on_digits, images, None, 23)
+    resumed = worlds.run(2, moco_on_digits, images, half[1][1], 50)
+    alone_then = worlds.run(1, moco_on_digits, images, half[1][1], 50)
+    for found, state in [*together, *resumed, *alone_then]:
+        close(found, values[-len(found) :], 1e-9)
+        for name in ("encoder", "keys", "loss"):
+            for key, expected in getattr(alone, name).items():
+                close(getattr(state, name)[key], expected, 1e-9)
+    for found, state in resumed:  # saving and loading changes not a bit
+        assert torch.equal(found, together[0][0][23:])
+        assert torch.equal(state.loss["loss.memory.embeddings"], together[0][1].loss["loss.memory.embeddings"])
+
+
+# --------------------------------------------------------------------------------------------------- momentum encoder
+
+
+def test_the_momentum_encoder_is_a_moving_average() -> None:
+    encoder = nn.Linear(2, 2).double()
+    keys = MomentumEncoder(encoder, momentum=0.75)
+    expected = encoder.weight.detach().clone()
+    for _ in range(3):
+        with torch.no_grad():
+            encoder.weight += 1
+        keys.update(encoder)
+        expected = 0.75 * expected + 0.25 * encoder.weight.detach()
+        close(keys.encoder.weight.detach(), expected)
+    assert not keys(torch.ones(1, 2).double()).requires_grad
+    assert not any(x.requires_grad for x in keys.parameters())
+    other = MomentumEncoder(nn.Linear(2, 2).double())
+    other.load_state_dict(keys.state_dict())
+    assert torch.equal(other.encoder.weight, keys.encoder.weight)
+
+
+@pytest.mark.parametrize(("momentum", "same"), [(1.0, False), (0.0, True)])
+def test_its_extremes_are_exact(momentum: float, same: bool) -> None:
+    encoder = nn.Linear(3, 3)
+    keys = MomentumEncoder(encoder, momentum=momentum)
+    before = copy.deepcopy(keys.state_dict())
+    nn.init.normal_(encoder.weight)
+    keys.update(encoder)
+    assert torch.equal(keys.encoder.weight, encoder.weight if same else before["encoder.weight"])
+
+
+def test_its_buffers_are_its_own_or_copied() -> None:
+    for buffers in ("own", "copy"):
+        encoder = nn.BatchNorm1d(2)
+        keys = MomentumEncoder(encoder, buffers=buffers)
+        encoder(torch.ones(4, 2) * 5)
+        keys(torch.ones(4, 2))
+        keys.update(encoder)
+        theirs = keys.encoder.running_mean
+        assert torch.allclose(theirs, encoder.running_mean) == (buffers == "copy")
+        assert torch.allclose(theirs, torch.full((2,), 0.1 if buffers == "own" else 0.5))
+
+
+def test_it_takes_ddp_off(worlds: Worlds) -> None:
+    def job() -> list[str]:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        keys = MomentumEncoder(model)
+        keys.update(model)
+        return list(keys.state_dict())
+
+    assert worlds.run(2, job) == [["encoder.weight", "encoder.bias"]] * 2
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+ROWS = torch.ones(2, D)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: MemoryQueue(0, 3), "at least 1"),
+        (lambda: MemoryQueue(3, 0), "at least 1"),
+        (lambda: MemoryQueue(3, 3, dtype=torch.int64), "floating"),
+        (lambda: CrossBatchMemory(cz.NTXent(), 8, D), "NTXent compares a batch with itself only"),
+        (lambda: CrossBatchMemory(lambda z, labels: z.sum(), 8, D), "compares a batch with itself only"),
+        (lambda: CrossBatchMemory(3, 8, D), "can be called"),
+        (lambda: CrossBatchMemory(cz.SupCon(), 8, D, miner=print), "takes no miner"),
+        (lambda: MomentumEncoder(nn.Linear(1, 1), momentum=1.5), "momentum"),
+        (lambda: MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
+        (lambda: MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(2, 1)), "differs in 'weight'"),
+        (lambda: MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(1, 1, bias=False)), "differs in 'bias'"),
+    ],
+)
+def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
+    "holds rows of width 3": (cz.SupCon, lambda rank: (torch.ones(2, 3 + rank), torch.arange(2))),
+    "labels are one per row": (cz.SupCon, lambda rank: (ROWS, torch.arange(2 + rank))),
+    "queries belongs to row i of keys": (cz.InfoNCE, lambda rank: (ROWS, torch.ones(2 + rank, D))),
+    "labels are one integer per row": (cz.SupCon, lambda rank: (ROWS, torch.ones(2))),
+    "NaN or infinite": (cz.InfoNCE, lambda rank: (ROWS, ROWS / rank)),
+    "global batch is empty": (cz.SupCon, lambda rank: (ROWS[:0], torch.arange(0))),
+    "enqueue_mask is one bool per row": (cz.SupCon, lambda rank: (ROWS, torch.arange(2), torch.ones(2 + rank).bool())),
+    "temperature must be positive": (lambda: cz.SupCon(temperature=-1.0), lambda rank: (ROWS, torch.arange(2))),
+    "reduction is one of": (lambda: cz.SupCon(reduction="max"), lambda rank: (ROWS, torch.arange(2))),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_rows_are_refused_on_every_rank_and_nothing_enters(text: str, worlds: Worlds) -> None:
+    make, rows = BAD[text]
+
+    def job() -> tuple[Any, Any]:
+        loss = CrossBatchMemory(make(), 8, D)
+        return loss, cz.DistributedLoss(loss)
+
+    def bad() -> None:
+        loss, distributed = job()
+        first, second, *mask = rows(dist.get_rank())
+        try:
+            distributed(first, second, **({"enqueue_mask": mask[0]} if mask else {}))
+        finally:
+            assert len(loss.memory) == 0
+
+    said, _ = complaint(worlds, 2, bad, lambda: None)
+    assert said.startswith("CrossBatchMemory: ")
+    assert text in said
+
+
+def test_memories_that_differ_are_found(worlds: Worlds) -> None:
+    def bad() -> None:
+        loss = CrossBatchMemory(cz.SupCon(), 8, D)
+        loss.memory.pointer.fill_(dist.get_rank())
+        cz.DistributedLoss(loss)(ROWS, torch.arange(2))
+
+    said, _ = complaint(worlds, 2, bad, lambda: None)
+    assert "the memory's pointer: rank 0 has 0, rank 1 has 1" in said

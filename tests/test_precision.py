@@ -1,0 +1,319 @@
+"""Rounding errors, second derivatives, weights on single anchors: against the formulas written out in float64."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import World
+from tests.helpers import close, mine, numbers
+from tests.zoo import ZOO, BatchHard, Entry
+
+LOSSES = [entry for entry in ZOO if entry.name in ("NTXent", "CLIP", "SupCon", "RowLoss, labels")]
+by_entry = pytest.mark.parametrize("entry", LOSSES, ids=str)
+
+
+def rows_of(entry: Entry, n: int, d: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Embeddings around a few centres, partners close by, as an encoder in training makes them; and labels."""
+    labels = torch.arange(n) % max(2, n // 4)
+    centres = numbers(n, d, seed=1)[labels]
+    views = [(centres + 0.7 * numbers(n, d, seed=2 + view)).to(dtype).requires_grad_() for view in range(2)]
+    return views if entry.call == "views" else [views[0], labels]
+
+
+def floating(rows: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in rows if x.is_floating_point()]
+
+
+def evaluated(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Value and gradients."""
+    value = loss(*rows)
+    return value.detach(), list(torch.autograd.grad(value, floating(rows)))
+
+
+def like(rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x for x in rows]
+
+
+def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    return max((x.double() - y).abs().max().item() for x, y in zip(found, exact, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ rounding
+
+INPUTS = {
+    "float32": (torch.float32, False),
+    "bfloat16": (torch.bfloat16, False),
+    "float16": (torch.float16, False),
+    "autocast": (torch.float32, True),
+}
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 7), (5, 2)], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01])
+@pytest.mark.parametrize("inputs", INPUTS)
+@by_entry
+def test_errors_are_those_of_32_bits_whatever_the_inputs(entry: Entry, inputs: str, temperature, shape) -> None:
+    """No worse than twice the dense formula in float32 on the same rows, be they 16 bits wide or under autocast.
+
+    Where that formula happens to be exact, what 32 bits cost at least. A logit is 1/t at most, and rounds by eps/t; the
+    value is a difference of such numbers. In the gradient of dot products, (p − target) z / (t n), with 2 of each per
+    anchor, the weight p is off by as much as its logit, relatively; then the norm of the row divides. The gradient is
+    rounded once more, to the dtype of the rows.
+    """
+    dtype, autocast = INPUTS[inputs]
+    n, d = shape
+    rows = rows_of(entry, n, d, dtype)
+    exact, exact_gradients = evaluated(lambda *x: entry.dense(*x, temperature=temperature), like(rows, torch.float64))
+    dense, dense_gradients = evaluated(lambda *x: entry.dense(*x, temperature=temperature), like(rows, torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
+        value, gradients = evaluated(entry.make(temperature=temperature), rows)
+
+    assert value.dtype == torch.float32
+    assert {x.dtype for x in gradients} == {dtype}
+    eps, scale = torch.finfo(torch.float32).eps, 1.0 if entry.name.startswith("RowLoss") else 1 / temperature
+    allowed = 2 * error([dense], [exact]) + 4 * eps * (scale + exact.abs().item())
+    assert error([value], [exact]) <= allowed
+
+    shortest = min(x.double().norm(dim=1).min().item() for x in floating(rows))
+    of_32_bits = eps * scale * 4 * scale / n / shortest
+    largest = max(x.abs().max().item() for x in exact_gradients)
+    last_rounding = torch.finfo(dtype).eps * (largest + torch.finfo(dtype).smallest_normal)
+    allowed = 2 * error(dense_gradients, exact_gradients) + 4 * of_32_bits + last_rounding
+    assert error(gradients, exact_gradients) <= allowed
+
+
+@by_entry
+def test_the_dense_formula_in_16_bits_would_not_pass(entry: Entry) -> None:
+    rows = rows_of(entry, 64, 64, torch.bfloat16)
+    exact, _ = evaluated(lambda *x: entry.dense(*x, temperature=0.1), like(rows, torch.float64))
+    dense, _ = evaluated(lambda *x: entry.dense(*x, temperature=0.1), like(rows, torch.float32))
+    narrow, _ = evaluated(lambda *x: entry.dense(*x, temperature=0.1), rows)
+    assert error([narrow], [exact]) > 10 * error([dense], [exact]) + 1e-5
+
+
+@by_entry
+def test_a_backward_pass_under_autocast_is_not_cast_down(entry: Entry) -> None:
+    """Some trainers call backward() inside the autocast block."""
+    rows = rows_of(entry, 16, 8, torch.float32)
+    loss = entry.make(temperature=0.1)
+    _, expected = evaluated(loss, rows)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, found = evaluated(loss, rows)
+    for x, y in zip(found, expected, strict=True):
+        close(x, y, 1e-6)
+
+
+# -------------------------------------------------------------------------------------------------- second derivatives
+
+
+def hessian_times(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+    """H v, of all rows."""
+    gradients = torch.autograd.grad(loss(*rows), floating(rows), create_graph=True)
+    along = sum((x * numbers(*x.shape, seed=90 + i)).sum() for i, x in enumerate(gradients))
+    return list(torch.autograd.grad(along, floating(rows)))
+
+
+@by_entry
+def test_a_second_derivative_of_the_engines_is_refused_with_the_mend(entry: Entry) -> None:
+    rows = rows_of(entry, 6, 3)
+    with pytest.raises(RuntimeError, match=r"contrastive_zoo\.dense\(\)"):
+        hessian_times(entry.make(temperature=0.5).double(), rows)
+
+
+@by_entry
+def test_a_graph_that_is_only_kept_costs_nothing(entry: Entry) -> None:
+    rows, loss = rows_of(entry, 6, 3), entry.make(temperature=0.5).double()
+    kept = torch.autograd.grad(loss(*rows), floating(rows), create_graph=True)
+    for x, y in zip(kept, evaluated(loss, rows)[1], strict=True):
+        close(x.detach(), y)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@by_entry
+def test_second_derivatives_under_dense_are_those_of_the_formula(entry: Entry, temperature: float) -> None:
+    rows = rows_of(entry, 6, 3)
+    with cz.dense():
+        found = hessian_times(entry.make(temperature=temperature).double(), rows)
+    expected = hessian_times(lambda *x: entry.dense(*x, temperature=temperature), rows)
+    for x, y in zip(found, expected, strict=True):
+        close(x, y)
+
+
+# ----------------------------------------------------------------------------- functions of a world, anchor by anchor
+
+
+@dataclass(frozen=True)
+class Function:
+    """A loss as a function, and what each anchor loses, written out.
+
+    Args:
+        run: ``run(*rows, reduction=..., world=...)``.
+        anchors: the losses of all anchors on one process.
+        views: how many blocks of anchors each rank holds, one after the other.
+    """
+
+    run: Callable[..., Tensor]
+    anchors: Callable[..., Tensor]
+    entry: Entry
+    views: int = 1
+
+
+def _logits(a: Tensor, b: Tensor, t: float = 0.3) -> Tensor:
+    return F.normalize(a, dim=1) @ F.normalize(b, dim=1).T / t
+
+
+def _without_self(z: Tensor) -> Tensor:
+    return _logits(z, z).masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
+
+
+def nt_xent_anchors(a: Tensor, b: Tensor) -> Tensor:
+    n = len(a)
+    return F.cross_entropy(_without_self(torch.cat([a, b])), (torch.arange(2 * n) + n) % (2 * n), reduction="none")
+
+
+def clip_anchors(a: Tensor, b: Tensor) -> Tensor:
+    target = torch.arange(len(a))
+    both = [F.cross_entropy(_logits(x, y), target, reduction="none") for x, y in ((a, b), (b, a))]
+    return (both[0] + both[1]) / 2
+
+
+def sup_con_anchors(z: Tensor, labels: Tensor) -> Tensor:
+    positive = (labels[:, None] == labels) & ~torch.eye(len(z), dtype=torch.bool)
+    return -_without_self(z).log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
+
+
+def batch_hard_anchors(z: Tensor, labels: Tensor) -> Tensor:
+    s = _logits(z, z, 1.0)
+    positive, negative = labels[:, None] == labels, labels[:, None] != labels
+    positive = positive & ~torch.eye(len(z), dtype=torch.bool)
+    nearest, farthest = s.masked_fill(~negative, -2).amax(1), s.masked_fill(~positive, 2).amin(1)
+    return F.softplus(nearest - farthest + BatchHard().margin.item()).where(positive.any(1) & negative.any(1), 0)
+
+
+def batch_hard(*rows: Tensor, reduction: Any = "mean", world: World) -> Tensor:
+    return BatchHard(reduction=reduction).double()(*rows, world=world)
+
+
+def at(function: Callable[..., Tensor], **settings: Any) -> Callable[..., Tensor]:
+    return lambda *rows, **more: function(*rows, temperature=0.3, **settings, **more)
+
+
+FUNCTIONS = {
+    "nt_xent": Function(at(cz.nt_xent), nt_xent_anchors, LOSSES[0], views=2),
+    "info_nce": Function(at(cz.info_nce, symmetric=True), clip_anchors, LOSSES[1]),
+    "sup_con": Function(at(cz.sup_con), sup_con_anchors, LOSSES[2]),
+    "RowLoss": Function(batch_hard, batch_hard_anchors, LOSSES[3]),
+}
+SHARDS = [(5,), (3, 2), (0, 4, 1)]
+by_function = pytest.mark.parametrize("name", FUNCTIONS)
+by_shards = pytest.mark.parametrize("shards", SHARDS, ids=str)
+either_way = pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+
+
+def data(name: str, n: int) -> list[Tensor]:
+    batch = GlobalBatch((n,), d=3, seed=4)
+    rows = batch.samples(2) if FUNCTIONS[name].entry.call == "views" else [*batch.samples(), torch.arange(n) % 2]
+    return [x.requires_grad_(x.is_floating_point()) for x in rows]
+
+
+def own(rows: Sequence[Tensor], shards: Sequence[int]) -> list[Tensor]:
+    return [mine(x, shards).requires_grad_(x.is_floating_point()) for x in rows]
+
+
+def by_view(x: Tensor, shards: Sequence[int], views: int) -> list[Tensor]:
+    """Everybody's anchors [views · N] as each rank holds them."""
+    return [part.flatten() for part in x.view(views, -1).split(list(shards), dim=1)]
+
+
+@either_way
+@by_shards
+@by_function
+def test_unreduced_losses_are_those_of_my_anchors_and_each_can_be_weighed(name, shards, dense, worlds: Worlds) -> None:
+    function, n = FUNCTIONS[name], sum(shards)
+    rows = data(name, n)
+    weights = numbers(function.views * n, seed=5)
+
+    def job(weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+        here = own(rows, shards)
+        with cz.dense() if dense else contextlib.nullcontext():
+            losses = function.run(*here, reduction="none", world=World.of())
+        return losses, list(torch.autograd.grad((losses * weight).sum(), floating(here)))
+
+    expected = function.anchors(*rows)
+    gradients = torch.autograd.grad((expected * weights).sum(), floating(rows))
+    each = [(weight,) for weight in by_view(weights, shards, function.views)]
+    found = worlds.run(len(shards), job, each=each)
+    for (losses, _), wanted in zip(found, by_view(expected, shards, function.views), strict=True):
+        close(losses, wanted)
+    for index, gradient in enumerate(gradients):
+        close(torch.cat([of_rank[index] for _, of_rank in found]), gradient)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@by_shards
+@by_function
+def test_functions_of_a_world_hand_each_rank_its_rows_gradient(name, shards, reduction, worlds: Worlds) -> None:
+    """No factor of W: that is for the wrapper, which knows the trainer. And the incoming gradient counts."""
+    function, rows = FUNCTIONS[name], data(name, sum(shards))
+
+    def job() -> tuple[Tensor, list[Tensor]]:
+        here = own(rows, shards)
+        value = function.run(*here, reduction=reduction, world=World.of())
+        return value, list(torch.autograd.grad(value, floating(here), torch.tensor(-2.5, dtype=torch.float64)))
+
+    anchors = function.anchors(*rows)
+    count = (anchors != 0).sum() if reduction == "mean" else 1
+    expected = anchors.sum() / count
+    gradients = torch.autograd.grad(-2.5 * expected, floating(rows))
+    found = worlds.run(len(shards), job)
+    for value, _ in found:
+        close(value, expected)
+    for index, gradient in enumerate(gradients):
+        close(torch.cat([of_rank[index] for _, of_rank in found]), gradient)
+
+
+@by_shards
+@by_function
+def test_second_derivatives_under_dense_reach_across_ranks(name, shards, worlds: Worlds) -> None:
+    function, rows = FUNCTIONS[name], data(name, sum(shards))
+    along = [numbers(*x.shape, seed=90 + index) for index, x in enumerate(floating(rows))]
+
+    def job() -> list[Tensor]:
+        here = own(rows, shards)
+        with cz.dense():
+            value = function.run(*here, world=World.of())
+        gradients = torch.autograd.grad(value, floating(here), create_graph=True)
+        mixed = sum((x * mine(v, shards)).sum() for x, v in zip(gradients, along, strict=True))
+        return list(torch.autograd.grad(mixed, floating(here)))
+
+    anchors = function.anchors(*rows)
+    gradients = torch.autograd.grad(anchors.sum() / (anchors != 0).sum(), floating(rows), create_graph=True)
+    mixed = sum((x * v).sum() for x, v in zip(gradients, along, strict=True))
+    found = worlds.run(len(shards), job)
+    for index, expected in enumerate(torch.autograd.grad(mixed, floating(rows))):
+        close(torch.cat([of_rank[index] for of_rank in found]), expected)
+
+
+@pytest.mark.parametrize("shards", [(3, 2)], ids=str)
+@by_function
+def test_a_second_derivative_is_refused_on_every_rank(name, shards, worlds: Worlds) -> None:
+    function, rows = FUNCTIONS[name], data(name, sum(shards))
+
+    def job() -> str:
+        here = own(rows, shards)
+        value = function.run(*here, world=World.of())
+        gradients = torch.autograd.grad(value, floating(here), create_graph=True)
+        with pytest.raises(RuntimeError) as raised:
+            sum(x.sum() for x in gradients).backward()
+        return str(raised.value)
+
+    assert all("contrastive_zoo.dense()" in text for text in worlds.run(len(shards), job))

@@ -1,0 +1,103 @@
+"""What the pages on testing teach runs, and what they show is what is measured."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from contrastive_zoo.testing import gallery_page
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.check import Report
+from contrastive_zoo.testing.gallery import GALLERY
+from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.peers import PEERS
+from contrastive_zoo.testing.worlds import Worlds
+from tests.testing.test_pytest_plugin import run  # noqa: F401
+
+pytest_plugins = ["pytester"]
+
+PAGES = Path(__file__).parents[2] / "docs" / "pages"
+HOWTO = re.findall(r"^```python\n(.*?)^```", (PAGES / "test-your-own.md").read_text(encoding="utf-8"), re.M | re.S)
+TESTS = [block for block in HOWTO if "def test_" in block]
+
+
+def test_the_first_file_has_ten_lines() -> None:
+    assert len([line for line in TESTS[0].splitlines() if line.strip()]) <= 10
+
+
+def test_the_files_of_the_howto_pass(run, pytester: pytest.Pytester) -> None:  # noqa: F811
+    for name, block in enumerate(TESTS):
+        pytester.makepyfile(**{f"test_howto_{name}": block})
+    run("").assert_outcomes(passed=8)
+
+
+def test_the_first_file_catches_a_loss_of_own_rows_only(run, pytester: pytest.Pytester) -> None:  # noqa: F811
+    wrong = TESTS[0].replace("cz.DistributedLoss(my_loss)", "my_loss")
+    assert wrong != TESTS[0]
+    pytester.makepyfile(test_wrong=wrong)
+    result = run("")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*Diagnosis: local negatives: *Mend: wrap the one-process loss*"])
+
+
+# --- the gallery's page ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows(worlds: Worlds) -> list[gallery_page.Row]:
+    def row(name: str) -> gallery_page.Row:
+        case = GALLERY[name].case
+        even = tuple(gallery_page.measure(case, batch, worlds) for batch in gallery_page.EVEN)
+        uneven = gallery_page.measure(case, gallery_page.UNEVEN, worlds)
+        return gallery_page.Row(GALLERY[name], even, uneven, Report(name, (1, 2), "mean"))
+
+    names = ["own slice", "own slice × W", "detached columns", "mean of means", "DistributedLoss, any loss"]
+    return [row(name) for name in names]
+
+
+def test_a_recipe_is_measured_and_examined(worlds: Worlds) -> None:
+    (row,) = gallery_page.measure_gallery(worlds, [GALLERY["DistributedLoss, any loss"]], max_examples=3)
+    assert row.report.ok
+    assert row.on_even == ("right", "right", "right")
+    assert "| none needed |" in gallery_page.render([row])
+
+
+def test_measurements_in_words(rows: list[gallery_page.Row]) -> None:
+    own_slice, times_w, detached, mean_of_means, right = rows
+    assert own_slice.on_even == ("right", "**1/W**", "right")
+    assert times_w.on_even == ("**W×**", "right", "**W×**")
+    assert (own_slice.on_uneven, times_w.on_uneven) == ("nothing", "nothing")
+    assert re.fullmatch(r"\*\*wrong direction\*\* \(cos [\d.–]+, [\d–]+ % off\)", detached.on_even[1])
+    assert mean_of_means.on_even == ("right", "right", "right")
+    assert mean_of_means.on_uneven.startswith("value **wrong** (×")
+    assert right.on_even == ("right", "right", "right")
+    assert right.on_uneven == "nothing"
+
+
+def test_the_page_has_every_recipe_it_was_given(rows: list[gallery_page.Row]) -> None:
+    page = gallery_page.render(rows)
+    assert all(f"| *{row.recipe.name}*: " in page for row in rows)
+
+
+def test_the_truth_table_goes_between_its_markers(rows: list[gallery_page.Row]) -> None:
+    table = gallery_page.truth_table(rows)
+    assert table.count("\n| ") == 5
+    text = "before\n<!-- truth table: begin -->\nold\n<!-- truth table: end -->\nafter\n"
+    new = gallery_page.with_truth_table(text, table)
+    assert "old" not in new
+    assert gallery_page.with_truth_table(new, table) == new
+    assert gallery_page.with_truth_table("no markers", table) == "no markers"
+
+
+def test_the_stored_pages_are_of_this_gallery_and_these_laws() -> None:
+    page = (PAGES / "gallery.md").read_text(encoding="utf-8")
+    assert [name for name in GALLERY if f"| *{name}*: " not in page] == []
+    assert (PAGES / "laws.md").read_text(encoding="utf-8") == gallery_page.render_laws()
+    assert all(f"## `{law.name}`" in gallery_page.render_laws() for law in LAWS)
+
+
+@pytest.mark.parametrize("peer", PEERS.values(), ids=lambda peer: peer.name)
+def test_a_peer_runs(peer, worlds: Worlds) -> None:
+    pytest.importorskip(peer.library)
+    found = gallery_page.measure(peer.case, GlobalBatch((3, 3), d=3, seed=7), worlds)
+    assert (found.failure is None) == (peer.mistake != "raises"), found
