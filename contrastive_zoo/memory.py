@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, rows_problem
+from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, prepared, rows_problem
 from contrastive_zoo.losses.row_loss import RowLoss
 from contrastive_zoo.losses.sup_con import SupCon
 from contrastive_zoo.masks import labels_problem
@@ -306,13 +306,13 @@ class CrossBatchMemory(Loss):
 
     def _by_panels(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
         """My anchors against the ring, of which each rank brings its share as columns."""
-        loss = _row_form(self.loss)
+        loss, scale = _row_form(self.loss, world)
         share = self.memory.share(world)
         columns = self._remembered(rows)[share.mine]
         numbers = torch.arange(share.total, device=rows.device)[share.mine]
         return sum_over_anchors(
             _NotItsOwnCopy(loss),
-            prepared(rows, normalize=loss.normalize),
+            scale * prepared(rows, normalize=loss.normalize),
             labels,
             shards=shards,
             world=world,
@@ -463,23 +463,22 @@ class _NotItsOwnCopy(nn.Module):
         return self.loss.on_panel(replace(panel, positive=panel.positive & others, companions=()))
 
 
-def _row_form(loss: Any) -> RowLoss:
-    return _SupConRows(loss) if isinstance(loss, SupCon) else loss
+def _row_form(loss: Any, world: World) -> tuple[RowLoss, float | Tensor]:
+    """The loss as a sum over anchors with columns that are no anchors, and what these anchors are multiplied with."""
+    if isinstance(loss, RowLoss):
+        return loss, 1.0
+    settings = loss.settings()
+    rows = _SupConRows(normalize=settings["normalize"], reduction=settings["reduction"])
+    return rows, logit_scale(settings["temperature"], world)
 
 
 class _SupConRows(RowLoss):
-    """SupCon as a sum over anchors, with columns that are no anchors."""
-
-    def __init__(self, loss: SupCon) -> None:
-        settings = loss.settings()
-        super().__init__(normalize=settings["normalize"], reduction=settings["reduction"])
-        self.loss = loss
+    """SupCon of logits."""
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        logits = similarity / self.loss.settings()["temperature"]
         count = positive.sum(1)
-        pull = logits.where(positive, 0).sum(1) / count.clamp(min=1)
-        return logits.masked_fill(~(positive | negative), -torch.inf).logsumexp(1) - pull, count > 0
+        pull = similarity.where(positive, 0).sum(1) / count.clamp(min=1)
+        return similarity.masked_fill(~(positive | negative), -torch.inf).logsumexp(1) - pull, count > 0
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

@@ -1,19 +1,13 @@
-"""One pool of live worlds for the whole run, and how long Hypothesis searches."""
+"""Shapes are checked in this run, and Hypothesis searches briefly. The pool of worlds is the plugin's."""
 
 import os
-from collections.abc import Iterator
 
-import pytest
 from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
 
-from contrastive_zoo.testing.worlds import Worlds
+# shapes that the engines and the masks promise are checked at every call of the run
+install_import_hook(["contrastive_zoo.engine", "contrastive_zoo.masks"], "beartype.beartype")
 
 settings.register_profile("quick", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-
-
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
-    with Worlds(timeout=60.0) as pool:
-        yield pool

@@ -16,10 +16,33 @@ from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_sca
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import Shards, World
 
-_SIZES = ("num_classes", "embedding_size")
+
+class Maker(Loss):
+    """A loss whose constructor makes some of its function's settings itself, such as weights from their sizes.
+
+    Example:
+        >>> from contrastive_zoo.losses.cos_face import CosFace
+        >>> CosFace(3, 2)
+        CosFace(num_classes=3, embedding_size=2, sub_centers=1, margin=0.35, scale=64.0, reduction='mean')
+    """
+
+    made: ClassVar[tuple[str, ...]] = ()
+    """Names of those settings."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "function" in vars(cls):  # what help() and an editor show
+            of_function = [x for x in cls.__signature__.parameters.values() if x.name not in cls.made]
+            taken = [x for x in inspect.signature(cls.__init__).parameters.values() if x.kind is not x.VAR_KEYWORD]
+            own = [x for x in taken[1:] if x.name not in {y.name for y in of_function}]
+            cls.__signature__ = inspect.Signature([*own, *of_function])
+
+    def extra_repr(self) -> str:
+        names = [x for x in self.__signature__.parameters if x not in ("check_finite", *self._modules)]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name))
 
 
-class ClassLoss(Loss):
+class ClassLoss(Maker):
     """A loss with weight vectors for each class, its parameter ``weights``; the base of proxies and classifiers.
 
     Weights are drawn standard normal; only their direction matters. Construct the loss with the same seed on every
@@ -51,17 +74,8 @@ class ClassLoss(Loss):
         torch.Size([250, 8])
     """
 
+    made = ("weights", "sharded")
     default_centers: ClassVar[int] = 1
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "function" in vars(cls):  # what help() and an editor show: the constructor makes the weights
-            shown = inspect.signature(ClassLoss.__init__).parameters.values()
-            own = [
-                x for x in shown if x.name in (*_SIZES, "sub_centers", *(["shard_over"] * ("sharded" in cls._defaults)))
-            ]
-            kept = [x for x in cls.__signature__.parameters.values() if x.name not in ("weights", "sharded")]
-            cls.__signature__ = inspect.Signature([*own, *kept])
 
     def __init__(
         self,
@@ -74,7 +88,8 @@ class ClassLoss(Loss):
         **settings: Any,
     ) -> None:
         sub_centers = self.default_centers if sub_centers is None else sub_centers
-        for name, value in zip((*_SIZES, "sub_centers"), (num_classes, embedding_size, sub_centers), strict=True):
+        sizes = {"num_classes": num_classes, "embedding_size": embedding_size, "sub_centers": sub_centers}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{type(self).__name__}: {name} is at least 1, got {value}.")
         if shard_over is not None:
@@ -95,14 +110,6 @@ class ClassLoss(Loss):
             now["weights"] = now["weights"].view_as(now["weights"])
             now["weights"].register_hook(lambda gradient: gradient * self.shard_gradient_scale)
         return now
-
-    def extra_repr(self) -> str:
-        kept = ", ".join(
-            f"{name}={getattr(self, name)!r}"
-            for name in self._defaults
-            if name not in ("weights", "sharded") and name not in self._modules
-        )
-        return f"{self.num_classes}, {self.embedding_size}, sub_centers={self.sub_centers}, {kept}"
 
 
 def against_classes(

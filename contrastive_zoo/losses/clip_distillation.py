@@ -74,7 +74,7 @@ def clip_distillation(
     settings: dict[str, Any] = {"teacher_temperature": teacher_temperature, "weight": weight}
     shards, *_ = begin(
         "ClipDistillation", named, problem=problem, reduction=reduction, world=world, temperature=temperature,
-        symmetric=symmetric, **settings,
+        symmetric=symmetric, normalize=normalize, **settings,
     )  # fmt: skip
     x, y = (prepared(rows, normalize=normalize) for rows in (images, texts))
     u, v = (prepared(rows.detach(), normalize=normalize) for rows in (teacher_images, teacher_texts))

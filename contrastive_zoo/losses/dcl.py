@@ -67,7 +67,7 @@ def dcl(
         problem = f"denominators is 'joint' or 'per_view', got {denominators!r}. lightly's is 'per_view'."
     named: dict[str, Any] = {"view 0": view1, "view 1": view2}
     settings: dict[str, Any] = {"temperature": temperature, "sigma": sigma, "denominators": denominators}
-    shards, *_ = begin("DCL", named, problem=problem, reduction=reduction, world=world, **settings)
+    shards, *_ = begin("DCL", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings)
     a, b = (prepared(rows, normalize=normalize) for rows in (view1, view2))
 
     weight = a.new_ones(len(a))

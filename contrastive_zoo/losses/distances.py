@@ -88,12 +88,12 @@ def sum_over_positives(
         tensor([5.])
     """
     most = int(positive.sum(1).amax()) if len(positive) else 0
-    there, columns = positive.to(torch.uint8).topk(most, dim=1)
-    total = torch.zeros(len(positive), device=positive.device)
-    for turn in range(columns.shape[1]):
-        column = columns[:, turn, None]
+    there, columns = positive.to(torch.uint8).topk(max(1, most), dim=1)  # without any the sum still hangs in the graph
+    total: Tensor | float = 0.0
+    for column, counts in zip(columns.split(1, dim=1), there.split(1, dim=1), strict=True):
         value: Tensor = checkpoint(term, column, use_reentrant=False, preserve_rng_state=False)
-        total = total + value.where(there[:, turn] > 0, 0)
+        total = total + value.where(counts[:, 0] > 0, 0)
+    assert isinstance(total, Tensor)
     return total
 
 

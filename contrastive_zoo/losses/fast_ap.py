@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from contrastive_zoo.losses.distances import MetricLoss, squared_distances
@@ -26,6 +25,7 @@ class FastAP(MetricLoss):
         ValueError: num_bins below 1, ``normalize=False``; at the call as :class:`RowLoss`.
 
     Example:
+        >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
         >>> FastAP()(z, torch.tensor([0, 1, 0]))   # rows 0 and 2 find the positive last: 1 − 1/2 and, tied, 1 − 1/2
         tensor(0.5000)

@@ -27,6 +27,7 @@ class GeneralizedLiftedStructure(MetricLoss):
         ValueError: an unknown metric; at the call as :class:`RowLoss`.
 
     Example:
+        >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
         >>> GeneralizedLiftedStructure(neg_margin=3.0)(z, torch.tensor([0, 0, 1]))   # 0 + (3 − 2); row 2 has no positive
         tensor(1.)

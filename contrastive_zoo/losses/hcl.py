@@ -145,4 +145,4 @@ def _against_true_negatives(
         share = share.where(some_left, -1.0)
         true = (hard + torch.log1p(-share.exp())).where(some_left, -torch.inf)
     true = torch.maximum(true - math.log1p(-tau_plus), least.expand_as(true))
-    return F.softplus(true - positive), panel.negative.any(1)
+    return -F.logsigmoid(positive - true), panel.negative.any(1)

@@ -80,10 +80,16 @@ class Margin(MetricLoss):
             world: who else holds rows.
         """
         world = self.local() if world is None else world
-        labels = rows[-1]
-        if self.num_classes is not None and not labels.is_floating_point() and labels.numel():
-            if not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
-                got = f"got {int(labels.min())} … {int(labels.max())}"
-                refuse(type(self).__name__, f"labels are 0 … {self.num_classes - 1}, {got}.", world=world)
+        if self.num_classes is not None and (problem := _classes_problem(rows, self.num_classes)):
+            refuse(type(self).__name__, problem, world=world)
         value = super().forward(*rows, world=world)
         return value + self.nu * self.beta if self.num_classes is None and self.reduction != "none" else value
+
+
+def _classes_problem(rows: tuple[Tensor, ...], num_classes: int) -> str | None:
+    labels = rows[-1] if len(rows) == 2 else None
+    if labels is None or labels.is_floating_point():
+        return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        return f"labels are 0 … {num_classes - 1}, got {int(labels.min())} … {int(labels.max())}."
+    return None

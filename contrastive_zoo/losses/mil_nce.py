@@ -65,7 +65,9 @@ def mil_nce(
         problem = f"denominator is 'exact' or 'reference', got {denominator!r}."
     settings: dict[str, Any] = {"temperature": temperature, "denominator": denominator}
     named = {"videos": videos, "texts": texts}
-    shards, *_ = begin("MILNCE", named, problem=problem, reduction=reduction, world=world, **settings)
+    shards, *_ = begin(
+        "MILNCE", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
+    )
     scale = logit_scale(temperature, world)
     v, y = (prepared(rows, normalize=normalize) for rows in (videos, texts))
 

@@ -83,7 +83,7 @@ def multi_positive(
     settings: dict[str, Any] = {"temperature": temperature, "duplicates": duplicates, "symmetric": symmetric}
     present = {name: x for name, x in named.items() if x is not None}
     shards, key_shards, *_ = begin(
-        "MultiPositive", present, problem=problem, reduction=reduction, world=world, **settings
+        "MultiPositive", present, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
     )
     q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
     of_keys = ids if key_ids is None else key_ids

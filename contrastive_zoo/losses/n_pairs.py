@@ -31,9 +31,9 @@ def n_pairs(
 
         loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
 
-    Dense: ``cross_entropy(x @ y.T / t, arange(C))``. Equal to pytorch-metric-learning's NPairsLoss, which takes the same
-    rows; its ``embedding_regularizer`` is a mean over all rows, the paper's and this one over the pairs. For views,
-    where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
+    Dense: ``cross_entropy(x @ y.T / t, arange(C))``. With ``normalize=True`` equal to pytorch-metric-learning's
+    NPairsLoss, which takes the same rows; its ``embedding_regularizer`` is a mean over all rows, the paper's and this
+    one over the pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -63,7 +63,9 @@ def n_pairs(
     if not l2 >= 0:
         problem = f"l2 is a non-negative weight, got {l2}."
     settings: dict[str, Any] = {"temperature": temperature, "l2": l2}
-    shards, *_ = begin("NPairs", named, problem=problem, reduction=reduction, world=world, **settings)
+    shards, *_ = begin(
+        "NPairs", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
+    )
     assert labels is not None  # begin has refused it
     z = prepared(embeddings, normalize=normalize)
 

@@ -54,7 +54,9 @@ def nca(
     """
     named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
     problem = labelled_problem(embeddings, labels)
-    shards, *_ = begin("NCA", named, problem=problem, temperature=temperature, reduction=reduction, world=world)
+    shards, *_ = begin(
+        "NCA", named, problem=problem, temperature=temperature, reduction=reduction, normalize=normalize, world=world
+    )
     assert labels is not None  # begin has refused it
     z = prepared(embeddings, normalize=normalize)
     loss = Panelwise(_neighbours, temperature=temperature)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from contrastive_zoo.losses.distances import MetricLoss, distances
@@ -31,9 +30,10 @@ class RankedList(MetricLoss):
         ValueError: a λ outside of 0 … 1, a negative T or epsilon; at the call as :class:`RowLoss`.
 
     Example:
+        >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
-        >>> RankedList()(z, torch.tensor([0, 0, 1]))   # means of √2 − 0.8 (twice) and of 1.2 − √0.4, 1.2 − √0.8
-        tensor(0.4303)
+        >>> RankedList(t_n=0)(z, torch.tensor([0, 0, 1]))   # ½ of √2 − 0.8 twice, 1.2 − √0.4, 1.2 − √0.8, their mean; thirds
+        tensor(0.4230)
 
     Source: Wang et al. 2019, eq. 3–8, https://arxiv.org/abs/1903.03238
     """

@@ -61,7 +61,7 @@ def siglip(
     problem = rows_problem("images", images)
     if images.shape != texts.shape or images.dtype != texts.dtype:
         problem = f"image i belongs to text i, got images {kind(images)} and texts {kind(texts)}. Pass as many of both."
-    settings = bias_settings(logit_bias)
+    settings = bias_settings(logit_bias) | {"normalize": normalize}
     named, problem = {"images": images, "texts": texts}, problem or settings.pop("problem", None)
     shards, *_ = begin(
         "SigLIP", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
@@ -97,7 +97,7 @@ class SigLIP(Loss):
 def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
     """−Σ log σ(± logit) over a panel's pairs: positives are to be positive, negatives negative."""
     logits = panel.anchors @ panel.columns.T / temperature + logit_bias
-    pairs = F.softplus(logits.where(panel.negative, -logits)).where(panel.positive | panel.negative, 0)
+    pairs = -F.logsigmoid(logits.where(panel.positive, -logits)).where(panel.positive | panel.negative, 0)
     return pairs.sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
 
 

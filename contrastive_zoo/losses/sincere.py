@@ -61,7 +61,9 @@ def sincere(
     named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
     problem = labelled_problem(embeddings, labels) or average_problem(average)
     settings: dict[str, Any] = {"temperature": temperature, "average": average}
-    shards, *_ = begin("SINCERE", named, problem=problem, reduction=reduction, world=world, **settings)
+    shards, *_ = begin(
+        "SINCERE", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
+    )
     assert labels is not None  # begin has refused it
     z = prepared(embeddings, normalize=normalize)
     return sum_over_anchors(
@@ -83,7 +85,7 @@ def _revisited(panel: Panel, temperature: Tensor, average: Average) -> tuple[Ten
 def each_positive(positives: Tensor, negatives: Tensor, panel: Panel, average: Average) -> tuple[Tensor, Tensor]:
     """log(1 + Σ_n exp(negatives_n − positives_p)) of an anchor's positives: their mean, or their sum and number."""
     against = log_sum_exp_where(negatives, panel.negative)
-    losses = F.softplus(against[:, None] - positives).where(panel.positive, 0).sum(1)
+    losses = -F.logsigmoid(positives - against[:, None]).where(panel.positive, 0).sum(1)
     pairs = panel.positive.sum(1)
     return (losses, pairs) if average == "pairs" else (losses / pairs.clamp(min=1), pairs > 0)
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from contrastive_zoo.losses.distances import MetricLoss, sum_over_positives
@@ -28,6 +27,7 @@ class SmoothAP(MetricLoss):
         ValueError: a temperature that is not positive; at the call as :class:`RowLoss`.
 
     Example:
+        >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
         >>> SmoothAP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1 − 1/2; row 1 sees a tie: 1 − 1/1.5
         tensor(0.4167)

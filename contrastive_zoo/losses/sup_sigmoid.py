@@ -53,7 +53,7 @@ def sup_sigmoid(
 
     Source: Zhai et al. 2023, §3.2, with z_ij from labels, https://arxiv.org/abs/2303.15343
     """
-    settings: dict[str, Any] = bias_settings(logit_bias)
+    settings: dict[str, Any] = bias_settings(logit_bias) | {"normalize": normalize}
     problem = labelled_problem(embeddings, labels) or settings.pop("problem", None)
     named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
     shards, *_ = begin(

@@ -57,6 +57,9 @@ class Triplet(MetricLoss):
         self.known("mining", mining, Mining)
         self.known("metric", metric, Metric)
         self.known("average", average, Average)
+        self.expect(
+            mining != "semi-hard" or margin > 0, f"semi-hard negatives lie within a positive margin, got {margin}."
+        )
         self.margin, self.mining, self.soft, self.metric, self.average = margin, mining, soft, metric, average
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:

@@ -374,13 +374,18 @@ def _computes(
 def _probe(case: Case, batch: GlobalBatch, worlds: Worlds) -> _Probe:
     trial = Trial(case, batch, worlds)
     alone, together = trial.alone(), trial.together()
-    parameters = _compare(trial.reduced("parameters"), alone.parameters) if alone.parameters else None
-    encoder = _compare(trial.reduced("encoder"), alone.encoder)
+    parameters = compare(trial.reduced("parameters"), alone.parameters) if alone.parameters else None
+    encoder = compare(trial.reduced("encoder"), alone.encoder)
     return _Probe([x.value for x in together], alone.value, encoder, parameters, together[0].collectives, batch)
 
 
-def _compare(found: Gradients, expected: Gradients) -> tuple[float, float]:
-    """Ratio of norms, and cosine."""
+def compare(found: Gradients, expected: Gradients) -> tuple[float, float]:
+    """Ratio of norms, and cosine.
+
+    Example:
+        >>> compare({"w": torch.tensor([2.0, 0.0])}, {"w": torch.tensor([1.0, 0.0])})
+        (2.0, 1.0)
+    """
     ours = torch.cat([found[name].flatten() for name in expected])
     theirs = torch.cat([x.flatten() for x in expected.values()])
     if not theirs.norm() > 0:

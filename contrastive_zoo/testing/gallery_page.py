@@ -19,7 +19,7 @@ import torch
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
-from contrastive_zoo.testing.diagnosis import CLOSE, _compare
+from contrastive_zoo.testing.diagnosis import CLOSE, compare
 from contrastive_zoo.testing.gallery import GALLERY, Recipe
 from contrastive_zoo.testing.laws import LAWS
 from contrastive_zoo.testing.peers import PEERS
@@ -139,8 +139,8 @@ def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
     return Measured(
         world_size,
         tuple(x.value / alone.value for x in together),
-        _compare(trial.reduced("encoder"), alone.encoder),
-        _compare(trial.reduced("parameters"), alone.parameters) if alone.parameters else None,
+        compare(trial.reduced("encoder"), alone.encoder),
+        compare(trial.reduced("parameters"), alone.parameters) if alone.parameters else None,
     )
 
 

@@ -104,7 +104,7 @@ def _() -> Any:
     return _wrapped("ProxyAnchorLoss", efficient=True)
 
 
-@peer("accelerate gather", library="accelerate", mistake="detached", call="views")
+@peer("accelerate gather", library="accelerate", mistake="uneven shards", call="views")
 def _() -> Any:
     """Hugging Face Accelerate's `accelerator.gather(embeddings)`, whole loss on every rank"""
     from accelerate import Accelerator

@@ -1,0 +1,33 @@
+"""Soft assignment of the rows of all ranks to prototypes, every prototype getting an equal share."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
+from contrastive_zoo.engine.evaluation import without_autocast
+from contrastive_zoo.world import World
+
+
+@torch.no_grad()
+@without_autocast
+def balanced_assignment(
+    scores: Float[Tensor, "n K"], *, epsilon: float, iterations: int, world: World
+) -> Float[Tensor, "n K"]:
+    """Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks' rows; mine, each summing to 1, no gradient.
+
+    In logarithms, so that a small epsilon does not overflow. One iteration gives each prototype an equal share of all
+    N rows, by a reduction of K numbers, and then each row a whole.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> both = torch.tensor([[1.0, 0.0], [1.0, 0.0]])   # two rows that want the same prototype
+        >>> balanced_assignment(both, epsilon=0.1, iterations=3, world=ALONE)
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
+    log_q = scores / epsilon
+    for _ in range(iterations):
+        share = log_sum_exp_over_ranks(torch.logsumexp(log_q, 0), gradient="complete", world=world)
+        log_q = (log_q - share).log_softmax(1)
+    return log_q.softmax(1)

@@ -1,0 +1,66 @@
+"""Barlow Twins: features of two views correlate with themselves and with nothing else."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments, squared_sums
+from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.world import ALONE, World
+
+
+def barlow_twins(
+    view1: Float[Tensor, "n d"],
+    view2: Float[Tensor, "n d"],
+    *,
+    lambda_: float = 0.0051,
+    eps: float = 1e-5,
+    world: World = ALONE,
+) -> Float[Tensor, ""]:
+    r"""Redundancy reduction; rows are not normalised, features are.
+
+    With C the cross-correlation of features over the rows of all ranks, every deviation √(variance + ε) over N,
+
+        loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
+
+    ε and N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code multiplies
+    the loss by 0.024 or so for its optimiser, lightly has ``lambda_=5e-3``. A single row correlates with nothing.
+
+    Args:
+        view1: [n, d]; n may differ between ranks.
+        view2: [n, d]; rows of one sample stand at the same index.
+        lambda_: λ ≥ 0.
+        eps: ε > 0, in units of squared features.
+        world: who else holds rows.
+
+    Returns:
+        A dimensionless number, the same on every rank.
+
+    Raises:
+        ValueError: views of different shape, an eps that is not positive, NaN or infinite rows, ranks that bring
+            different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> import torch
+        >>> a = torch.tensor([[1.0], [-1.0]])
+        >>> barlow_twins(a, -a)   # (1 + 1)²
+        tensor(4.0000)
+
+    Source: Zbontar et al. 2021, eqs. 1-2, https://arxiv.org/abs/2103.03230
+    """
+    shards, *_ = begin(
+        "BarlowTwins",
+        {"view 0": view1, "view 1": view2},
+        problem=views_problem((view1, view2)) or (None if eps > 0 else f"eps must be positive, got {eps}."),
+        weights=(lambda_, eps),
+        world=world,
+    )
+    a, b = (centered(prepared(z, normalize=False), shards=shards, world=world) for z in (view1, view2))
+    spread_a, spread_b = ((squared_sums(x, world=world) / shards.total + eps).sqrt() for x in (a, b))
+    correlation = second_moments(a, b, world=world) / shards.total / spread_a[:, None] / spread_b
+    return (1 - correlation.diagonal()).square().sum() + lambda_ * off_diagonal(correlation).square().sum()
+
+
+class BarlowTwins(Loss):
+    """:func:`barlow_twins` with its settings kept."""
+
+    function = staticmethod(barlow_twins)

@@ -1,0 +1,159 @@
+"""GIST: a guide model strikes out false negatives, whichever rank they come from."""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.meeting import kind
+from contrastive_zoo.world import ALONE, Shards, World
+
+_ANCHOR, _POSITIVE, _NEGATIVE = 0, 1, 2
+
+
+def gist(
+    anchors: Float[Tensor, "n d"],
+    positives: Float[Tensor, "n d"],
+    guide_anchors: Float[Tensor, "n e"],
+    guide_positives: Float[Tensor, "n e"],
+    negatives: Float[Tensor, "m d"] | None = None,
+    guide_negatives: Float[Tensor, "m e"] | None = None,
+    *,
+    temperature: float | Tensor = 0.01,
+    margin_strategy: Literal["absolute", "relative"] = "absolute",
+    margin: float = 0.0,
+    contrast_anchors: bool = True,
+    contrast_positives: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""InfoNCE among the candidates that a guide model does not find closer to the anchor than its positive.
+
+    With a, p, x the unit rows of anchors, positives and negatives of all ranks, g(·,·) the guide's cosine and
+
+        τ_i = g(a_i, p_i) − margin,   or, relative,   g(a_i, p_i) − margin · |g(a_i, p_i)|
+
+    anchor i's logits are a_i·p_j / t; with ``contrast_anchors`` also a_i·a_j / t, j ≠ i; with ``contrast_positives``
+    p_i·p_j / t, j ≠ i; and a_i·x / t. A pair with g(·,·) > τ_i is struck out, but for a_i·p_i:
+
+        loss = mean_i [ logsumexp of i's logits  −  a_i·p_i / t ]
+
+    Equal to sentence-transformers' GISTEmbedLoss on one process, which strikes a_i·a_i and p_i·p_i only as the guide
+    finds them closer than τ_i, that is, if τ_i < 1. Gathered, it compares a rank's anchors with that rank's own only.
+
+    Args:
+        anchors: [n, d], n may differ between ranks.
+        positives: [n, d], row i belongs to row i of anchors.
+        guide_anchors: [n, e], the guide's embeddings of the same samples; they get no gradient.
+        guide_positives: [n, e].
+        negatives: [m, d], seen by every anchor of every rank; m may differ between ranks.
+        guide_negatives: [m, e].
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        margin_strategy: ``"absolute"`` or ``"relative"``.
+        margin: of τ; the larger, the more is struck out.
+        contrast_anchors: whether anchors are candidates of each other.
+        contrast_positives: whether positives are.
+        reduction: ``"mean"`` over all ranks' anchors, ``"sum"``, or ``"none"`` for my anchors.
+        world: who else holds rows.
+
+    Returns:
+        Nats per anchor, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: rows that do not pair or lack their guide's, an unknown strategy, a temperature that is not
+            positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> eye, alike = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> gist(eye, eye, eye, eye, temperature=1.0)   # log(e + 3) − 1
+        tensor(0.7437)
+        >>> gist(eye, eye, alike, alike, temperature=1.0, margin=0.1)   # all others struck out
+        tensor(0.)
+
+    Source: Solatorio 2024, §3, https://arxiv.org/abs/2402.16829
+    """
+    problem = _problem(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)
+    if margin_strategy not in ("absolute", "relative"):
+        problem = f"margin_strategy is 'absolute' or 'relative', got {margin_strategy!r}."
+    x = anchors[:0] if negatives is None else negatives
+    guide_x = guide_anchors[:0] if guide_negatives is None else guide_negatives
+    named = {"anchors": anchors, "positives": positives, "negatives": x}
+    named |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_x}
+    settings: dict[str, Any] = {"relative": margin_strategy == "relative", "margin": margin}
+    settings |= {"contrast_anchors": contrast_anchors, "contrast_positives": contrast_positives}
+    shards, _, mined, *_ = begin(
+        "GIST", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
+    )
+    a, p, x = (prepared(rows, normalize=True) for rows in (anchors, positives, x))
+    guides = [prepared(rows.detach(), normalize=True) for rows in (guide_anchors, guide_positives, guide_x)]
+    mine = torch.arange(shards.start, shards.start + shards.size, device=a.device)
+    kinds = torch.repeat_interleave(torch.tensor([len(a), len(p), len(x)], device=a.device))
+    sizes = tuple(2 * n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
+    return sum_over_anchors(
+        Panelwise(_guided, temperature=temperature, **settings), torch.cat([a, p], 1), mine, shards=shards,
+        columns=torch.cat([a, p, x]), column_ids=torch.cat([mine, mine, mine.new_full((len(x),), -1)]),
+        column_shards=Shards(sizes, shards.rank), reduction=reduction, world=world,
+        companions=[(mine, kinds), (torch.cat(guides[:2], 1), torch.cat(guides))],
+    )  # fmt: skip
+
+
+class GIST(Loss):
+    """:func:`gist` with its settings kept."""
+
+    function = staticmethod(gist)
+
+
+def _guided(
+    panel: Panel,
+    temperature: Tensor,
+    relative: bool,
+    margin: float,
+    contrast_anchors: bool,
+    contrast_positives: bool,
+) -> tuple[Tensor, Tensor]:
+    (_, kinds), (guides, guide_columns) = panel.companions
+    a, p = panel.anchors.chunk(2, 1)  # an anchor and its positive are one, that looks with either
+    guide_a, guide_p = guides.chunk(2, 1)
+    agreed = (guide_a * guide_p).sum(1, keepdim=True)
+    closest = agreed - margin * (agreed.abs() if relative else 1)
+
+    def block(rows: Tensor, guide: Tensor, of: int) -> tuple[Tensor, Tensor, Tensor]:
+        there = kinds == of
+        kept = guide @ guide_columns[there].T <= closest
+        return rows @ panel.columns[there].T / temperature, kept, panel.positive[:, there]
+
+    logits, kept, own = block(a, guide_a, _POSITIVE)
+    sums = [log_sum_exp_where(logits, kept | own)]
+    blocks = [(a, guide_a, _ANCHOR)] * contrast_anchors + [(p, guide_p, _POSITIVE)] * contrast_positives
+    for rows, guide, of in [*blocks, (a, guide_a, _NEGATIVE)]:
+        others, allowed, self = block(rows, guide, of)
+        sums.append(log_sum_exp_where(others, allowed & ~self))
+    every = torch.stack(sums).logsumexp(0)
+    return every - logits.where(own, 0).sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
+
+
+def _problem(
+    anchors: Tensor,
+    positives: Tensor,
+    guide_anchors: Tensor,
+    guide_positives: Tensor,
+    negatives: Tensor | None,
+    guide_negatives: Tensor | None,
+) -> str | None:
+    for one, other, whose in ((anchors, positives, ""), (guide_anchors, guide_positives, "guide_")):
+        if one.shape != other.shape or one.dtype != other.dtype or len(one) != len(anchors):
+            return f"row i is one pair everywhere, got {whose}anchors {kind(one)} and {whose}positives {kind(other)}."
+    if (negatives is None) != (guide_negatives is None):
+        return "negatives and guide_negatives come together, got one of them."
+    if negatives is not None and guide_negatives is not None:
+        fits = negatives.shape[1:] == anchors.shape[1:] and guide_negatives.shape[1:] == guide_anchors.shape[1:]
+        same = negatives.dtype == anchors.dtype and guide_negatives.dtype == guide_anchors.dtype
+        if not (fits and same and len(negatives) == len(guide_negatives)):
+            got = f"got negatives {kind(negatives)} and guide_negatives {kind(guide_negatives)}"
+            return f"negatives are rows like anchors, one for each of guide_negatives, {got}."
+    return rows_problem("anchors", anchors) or rows_problem("guide_anchors", guide_anchors)

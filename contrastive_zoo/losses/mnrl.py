@@ -1,0 +1,182 @@
+"""Multiple negatives ranking: a query must find its document among all documents, hard negatives included."""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.meeting import kind
+from contrastive_zoo.world import ALONE, Shards, World
+
+Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
+Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
+_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+_HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
+_QUERY, _DOCUMENT, _NEGATIVE = 0, 1, 2
+
+
+def mnrl(
+    queries: Float[Tensor, "n d"],
+    documents: Float[Tensor, "n d"],
+    negatives: Float[Tensor, "m d"] | None = None,
+    owners: Int[Tensor, " m"] | None = None,
+    *,
+    temperature: float | Tensor = 0.05,
+    directions: tuple[Direction, ...] = ("query_to_doc",),
+    partition_mode: Literal["joint", "per_direction"] = "joint",
+    hardness_mode: Hardness | None = None,
+    hardness_strength: float = 0.0,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Multiple negatives ranking loss in sentence-transformers' sense.
+
+    With q, d the unit rows of queries and documents of all ranks, D all documents and hard negatives,
+
+        query_to_doc    Z_i = Σ_{x∈D} exp(q_i·x / t + h_ix)        query_to_query  Z_i = Σ_{j≠i} exp(q_i·q_j / t)
+        doc_to_query    Z_i = Σ_j exp(d_i·q_j / t)                 doc_to_doc      Z_i = Σ_{x∈D, not i's} exp(d_i·x / t)
+
+        loss = mean_i [ log Σ_directions Z_i  −  q_i·d_i / t ]            partition_mode "joint"
+        loss = mean_i [ mean_directions log Z_i  −  q_i·d_i / t ]         "per_direction"
+
+    h_ix = hardness_strength · q_i·x, held constant, for the negatives that hardness_mode names, else 0. Equal to
+    MultipleNegativesRankingLoss(scale=1/t) on one process; there every query has the same number of hard negatives.
+
+    Args:
+        queries: [n, d], n may differ between ranks.
+        documents: [n, d], row i belongs to row i of queries.
+        negatives: [m, d] hard negatives, seen by every query of every rank; m may differ between ranks. Where one rank
+            has them all must: pass [0, d].
+        owners: [m], the row among this rank's queries that a negative was mined for, any number each, or −1 for none;
+            None is −1.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        directions: ``"query_to_doc"`` and any of the above. GTE's loss is all four, symmetric InfoNCE query_to_doc and
+            doc_to_query ``"per_direction"``.
+        partition_mode: ``"joint"`` or ``"per_direction"``.
+        hardness_mode: ``"in_batch_negatives"`` (other queries' documents and negatives), ``"hard_negatives"`` (a
+            query's own), ``"all_negatives"``, or None.
+        hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for my queries.
+        world: who else holds rows.
+
+    Returns:
+        Nats per query, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: rows or owners that do not fit, settings that are unknown or do not go together, a temperature that
+            is not positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> mnrl(eye, eye, -eye[:1], torch.tensor([0]), temperature=1.0)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
+        tensor(0.4795)
+
+    Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: Li et al. 2023, eq. 2,
+    https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, eq. 5, https://arxiv.org/abs/2503.04812
+    """
+    settings: dict[str, Any] = {"directions": tuple(directions), "partition_mode": partition_mode}
+    settings |= {"hardness_mode": hardness_mode, "hardness_strength": hardness_strength}
+    problem = _problem(queries, documents, negatives, owners) or _settings_problem(**settings)
+    if negatives is None:
+        negatives = queries[:0]
+    if owners is None:
+        owners = torch.full((len(negatives),), -1, device=queries.device)
+    named = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
+    shards, _, mined, _ = begin(
+        "MNRL",
+        named,
+        problem=problem,
+        temperature=temperature,
+        reduction=reduction,
+        normalize=normalize,
+        world=world,
+        **settings,
+    )
+    q, d, x = (prepared(rows, normalize=normalize) for rows in (queries, documents, negatives))
+    mine = torch.arange(shards.start, shards.start + shards.size, device=q.device)
+    owners = torch.where(owners < 0, -1, owners + shards.start)
+    counts = [len(q), len(d), len(x)]
+    kinds = torch.repeat_interleave(torch.tensor(counts, device=q.device))
+    sizes = tuple(2 * n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
+    return sum_over_anchors(
+        Panelwise(_ranked, temperature=temperature, **settings), torch.cat([q, d], 1), mine, shards=shards,
+        columns=torch.cat([q, d, x]), column_ids=torch.cat([mine, mine, owners]),
+        column_shards=Shards(sizes, shards.rank), companions=[(mine, kinds)], reduction=reduction, world=world,
+    )  # fmt: skip
+
+
+class MNRL(Loss):
+    """:func:`mnrl` with its settings kept."""
+
+    function = staticmethod(mnrl)
+
+
+def _ranked(
+    panel: Panel,
+    temperature: Tensor,
+    directions: tuple[Direction, ...],
+    partition_mode: str,
+    hardness_mode: Hardness | None,
+    hardness_strength: float,
+) -> tuple[Tensor, Tensor]:
+    q, d = panel.anchors.chunk(2, 1)  # a query and its document are one anchor, that looks with either
+    kinds = panel.companions[0][1]
+    asked, told = kinds == _QUERY, kinds != _QUERY
+    queries, documents = panel.columns[asked], panel.columns[told]
+    own, mined = panel.positive[:, told], kinds[told] == _NEGATIVE
+    partner = own & ~mined
+
+    cos = q @ documents.T
+    logits = cos / temperature
+    positive = logits.where(partner, 0).sum(1)
+    if hardness_mode is not None:
+        hard = {"in_batch_negatives": ~own, "hard_negatives": own & mined, "all_negatives": ~partner}[hardness_mode]
+        logits = logits + (hardness_strength * cos.detach()).where(hard, 0)
+    sums = [logits.logsumexp(1)]
+    if "query_to_query" in directions:
+        sums.append(log_sum_exp_where(q @ queries.T / temperature, ~panel.positive[:, asked]))
+    if "doc_to_query" in directions:
+        sums.append((d @ queries.T / temperature).logsumexp(1))
+    if "doc_to_doc" in directions:
+        sums.append(log_sum_exp_where(d @ documents.T / temperature, ~own))
+    every = torch.stack(sums)
+    every = every.logsumexp(0) if partition_mode == "joint" else every.mean(0)
+    return every - positive, torch.ones_like(panel.ids, dtype=torch.bool)
+
+
+def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:
+    if queries.shape != documents.shape or queries.dtype != documents.dtype:
+        got = f"got queries {kind(queries)} and documents {kind(documents)}"
+        return f"row i of queries belongs to row i of documents, {got}. Pass further documents as negatives."
+    if negatives is not None and (negatives.shape[1:] != queries.shape[1:] or negatives.dtype != queries.dtype):
+        return f"negatives are [m, d], got {kind(negatives)} for queries {kind(queries)}."
+    if owners is not None:
+        if negatives is None:
+            return "owners say whose the negatives are, but there are no negatives."
+        if wrong := labels_problem("owners", owners, len(negatives)):
+            return wrong
+        if len(owners) and not -1 <= int(owners.min()) <= int(owners.max()) < len(queries):
+            return f"owners are rows of this rank's {len(queries)} queries, or -1, got {owners.unique().tolist()}."
+    return rows_problem("queries", queries)
+
+
+def _settings_problem(
+    directions: tuple[str, ...], partition_mode: str, hardness_mode: str | None, hardness_strength: float
+) -> str | None:
+    if "query_to_doc" not in directions or not set(directions) <= set(_DIRECTIONS):
+        return f"directions are 'query_to_doc' and any of {', '.join(_DIRECTIONS[1:])}, got {directions}."
+    if partition_mode not in ("joint", "per_direction"):
+        return f"partition_mode is 'joint' or 'per_direction', got {partition_mode!r}."
+    if partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
+        return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
+    if hardness_mode not in (None, *_HARDNESS):
+        return f"hardness_mode is None or one of {', '.join(_HARDNESS)}, got {hardness_mode!r}."
+    return None if hardness_strength >= 0 else f"hardness_strength is non-negative, got {hardness_strength}."

@@ -1,0 +1,113 @@
+"""SwAV: from one view of a sample, predict the cluster of another, with clusters of equal size."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from contrastive_zoo.collectives import replicated
+from contrastive_zoo.engine.classes import drawn_weights
+from contrastive_zoo.engine.evaluation import wide
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.engine.sinkhorn import balanced_assignment
+from contrastive_zoo.losses.base import begin, logit_scale, prepared, views_problem
+from contrastive_zoo.losses.class_loss import Maker, positive
+from contrastive_zoo.world import ALONE, World
+
+
+def swav(
+    *views: Float[Tensor, "n d"],
+    prototypes: Float[Tensor, "K d"],
+    temperature: float | Tensor = 0.1,
+    epsilon: float = 0.05,
+    iterations: int = 3,
+    code_views: int = 2,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    r"""Swapped prediction of cluster assignments.
+
+    With z the unit rows of view v, c the unit prototypes, and q the balanced assignment of view u's rows of all ranks,
+
+        loss_i = − mean over u ≤ code_views and v ≠ u of Σ_k q^u_ik log softmax_k(z^v_i·c / t)
+
+    The codes q carry no gradient. They come from Sinkhorn's iterations on exp(z·c / ε), K numbers an iteration and rank.
+
+    Args:
+        views: two or more of [n, d], the full-size crops first; n may differ between ranks.
+        prototypes: [K, d], equal on every rank. The authors and lightly normalise the parameter itself before a step;
+            here it is normalised inside, so its gradient has no part along it.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        epsilon: ε > 0, how soft assignments are.
+        iterations: ≥ 0 of Sinkhorn; 0 is a softmax.
+        code_views: how many views, from the first on, give codes; the others only predict.
+        reduction: ``"mean"`` over all ranks' samples, ``"sum"``, or ``"none"`` for my samples.
+        world: who else holds rows.
+
+    Returns:
+        Nats per sample, the same on every rank; [n] for ``"none"``.
+
+    Raises:
+        ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
+            NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> swav(eye, eye, prototypes=eye, temperature=1.0)   # codes are one-hot: log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Caron et al. 2020, eqs. 2-5, https://arxiv.org/abs/2006.09882
+    """
+    begin(
+        "SwAV",
+        {f"view {index}": view for index, view in enumerate(views)},
+        problem=views_problem(views) or _problem(views, prototypes, epsilon, iterations, code_views),
+        temperature=temperature,
+        reduction=reduction,
+        sinkhorn=(list(prototypes.shape), epsilon, iterations, code_views),
+        world=world,
+    )
+    scale = logit_scale(temperature, world)
+    z = prepared(torch.stack(views), normalize=True)
+    scores = (
+        z @ F.normalize(wide(replicated(prototypes, process_group=world)), dim=1).to(z.dtype).T
+    )  # view, row, cluster
+    codes = [
+        balanced_assignment(x, epsilon=epsilon, iterations=iterations, world=world)
+        for x in scores.detach()[:code_views]
+    ]
+    predicted = (scale * scores).log_softmax(2)
+    losses = [-(q * predicted[v]).sum(1) for u, q in enumerate(codes) for v in range(len(views)) if v != u]
+    return reduce_anchors(torch.stack(losses).mean(0), reduction=reduction, world=world)
+
+
+class SwAV(Maker):
+    """:func:`swav` with its prototypes, drawn standard normal, and its settings kept.
+
+    Args:
+        num_prototypes: K.
+        embedding_size: d.
+        settings: as the function takes them.
+    """
+
+    function = staticmethod(swav)
+    made = ("prototypes",)
+
+    def __init__(self, num_prototypes: int, embedding_size: int, **settings: Any) -> None:
+        if num_prototypes < 1 or embedding_size < 1:
+            raise ValueError(f"SwAV: there are prototypes and features, got {num_prototypes} and {embedding_size}.")
+        drawn = drawn_weights(num_prototypes, embedding_size, keep=slice(0, num_prototypes))
+        super().__init__(prototypes=nn.Parameter(drawn), **settings)
+        self.num_prototypes, self.embedding_size = num_prototypes, embedding_size
+
+
+def _problem(
+    views: tuple[Tensor, ...], prototypes: Tensor, epsilon: float, iterations: int, code_views: int
+) -> str | None:
+    if prototypes.ndim != 2 or prototypes.shape[1] != views[0].shape[1]:
+        return f"prototypes are [clusters, d] with d={views[0].shape[1]} as views, got {list(prototypes.shape)}."
+    if not (iterations >= 0 and 1 <= code_views <= len(views)):
+        return f"iterations >= 0 and 1 <= code_views <= {len(views)}, got {iterations} and {code_views}."
+    return positive("epsilon", epsilon)

@@ -1,0 +1,79 @@
+"""VICReg: two views of a sample agree, every feature keeps its variance, no two features tell the same."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments
+from contrastive_zoo.engine.reduction import reduce_anchors
+from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.world import ALONE, World
+
+
+def vicreg(
+    view1: Float[Tensor, "n d"],
+    view2: Float[Tensor, "n d"],
+    *,
+    invariance: float = 25.0,
+    variance: float = 25.0,
+    covariance: float = 1.0,
+    gamma: float = 1.0,
+    eps: float = 1e-4,
+    world: World = ALONE,
+) -> Float[Tensor, ""]:
+    r"""Variance-invariance-covariance regularisation; rows are not normalised.
+
+    With Cov the covariance (over N − 1) of the rows of all ranks,
+
+        loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ/2 · mean_k max(0, γ − √(Cov(z)_kk + ε))
+                                                            + ν/d · Σ_{k≠l} Cov(z)_kl² ]
+
+    as in the authors' code, lightly and pytorch-metric-learning. The paper sums (a − b)² over features and does not
+    halve the variance term: ``invariance=25 * d, variance=50``. The variance of a single row counts as 0.
+
+    Args:
+        view1: a, [n, d]; n may differ between ranks.
+        view2: b, [n, d]; rows of one sample stand at the same index.
+        invariance: λ.
+        variance: μ.
+        covariance: ν.
+        gamma: γ, the standard deviation that is asked for.
+        eps: ε > 0.
+        world: who else holds rows.
+
+    Returns:
+        A number in units of squared features, the same on every rank.
+
+    Raises:
+        ValueError: views of different shape, an eps that is not positive, NaN or infinite rows, ranks that bring
+            different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> import torch
+        >>> a = torch.tensor([[0.0], [0.6]])   # variance 0.18
+        >>> vicreg(a, a, invariance=1.0, variance=1.0, gamma=1.0, eps=0.07)   # 1 − √0.25
+        tensor(0.5000)
+
+    Source: Bardes et al. 2022, eqs. 1-6, https://arxiv.org/abs/2105.04906
+    """
+    shards, *_ = begin(
+        "VICReg",
+        {"view 0": view1, "view 1": view2},
+        problem=views_problem((view1, view2)) or (None if eps > 0 else f"eps must be positive, got {eps}."),
+        weights=(invariance, variance, covariance, gamma, eps),
+        world=world,
+    )
+    a, b = prepared(view1, normalize=False), prepared(view2, normalize=False)
+    loss = invariance * reduce_anchors((a - b).square().mean(1), world=world)
+    for z in (a, b):
+        x = centered(z, shards=shards, world=world)
+        cov = second_moments(x, x, world=world) / max(1, shards.total - 1)
+        spread = (cov.diagonal() + eps).sqrt()
+        loss = loss + variance / 2 * (gamma - spread).relu().mean()
+        loss = loss + covariance * off_diagonal(cov).square().sum() / len(cov)
+    return loss
+
+
+class VICReg(Loss):
+    """:func:`vicreg` with its settings kept."""
+
+    function = staticmethod(vicreg)

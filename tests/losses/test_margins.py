@@ -1,0 +1,363 @@
+"""Losses of margins: against their definitions, against pytorch-metric-learning, by hand, over ranks."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from pytorch_metric_learning import distances, losses, miners, reducers
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.losses.angular import Angular
+from contrastive_zoo.losses.circle import Circle
+from contrastive_zoo.losses.contrastive import Contrastive
+from contrastive_zoo.losses.distances import distances as euclidean
+from contrastive_zoo.losses.distances import squared_distances
+from contrastive_zoo.losses.fast_ap import FastAP
+from contrastive_zoo.losses.generalized_lifted_structure import GeneralizedLiftedStructure
+from contrastive_zoo.losses.lifted_structure import LiftedStructure
+from contrastive_zoo.losses.margin import Margin
+from contrastive_zoo.losses.multi_similarity import MultiSimilarity
+from contrastive_zoo.losses.ranked_list import RankedList
+from contrastive_zoo.losses.signal_to_noise import SignalToNoise
+from contrastive_zoo.losses.smooth_ap import SmoothAP
+from contrastive_zoo.losses.triplet import Triplet
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.laws import CONTRACT, LAWS, finite_at_extremes
+from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.losses.zoo_margins import ENTRIES
+from tests.zoo import Entry
+
+SHARDS = [(2, 3), (0, 4, 1), (3, 0)]
+
+
+def rows(n: int, d: int = 5, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, d, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def assert_same(
+    ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], z: Tensor, atol: float = 1e-10
+) -> None:
+    """Value and gradient."""
+    found, expected = ours(z), theirs(z)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    for x, y in zip(torch.autograd.grad(found, z), torch.autograd.grad(expected, z), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=100 * atol)
+
+
+# ------------------------------------------------------------------------------------------------ by their definition
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("labels", ["mixed", "singletons", "same", "distinct"])
+@pytest.mark.parametrize("n", [1, 9])
+def test_value_and_gradient_are_the_definition(entry: Entry, labels, n: int, dense: bool) -> None:
+    z, y = rows(n, 3, seed=n), GlobalBatch((n,), labels=labels, seed=4).classes()
+    loss = entry.make().double()
+
+    def ours(z: Tensor) -> Tensor:
+        if not dense:
+            return loss(z, y)
+        with cz.dense():
+            return loss(z, y)
+
+    assert_same(ours, lambda z: entry.dense(z, y, temperature=1.0), z)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_panels_of_any_height_and_views_give_the_same(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, y = rows(8), torch.arange(4).repeat(2)
+    loss = entry.make().double()
+    whole = loss(z, y)
+    if not isinstance(loss, LiftedStructure) and getattr(loss, "num_classes", None) is None:
+        torch.testing.assert_close(loss(*z.chunk(2)), whole)
+    monkeypatch.setattr("contrastive_zoo.engine.evaluation.PANEL_BYTES", 4 * 8 * 8 * 3)
+    panelled = loss(z, y)
+    torch.testing.assert_close(panelled, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, z)[0] for x in (panelled, whole)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_anchors_losses_add_up_to_the_sum(entry: Entry) -> None:
+    z, y = rows(9), GlobalBatch((9,), seed=4).classes()
+    each, total = (entry.make(reduction=reduction).double()(z, y) for reduction in ("none", "sum"))
+    assert each.shape == (9,)
+    nu_beta = 0.125 if entry.name == "Margin" else 0
+    torch.testing.assert_close(each.sum() + nu_beta, total, rtol=1e-10, atol=1e-8)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), z)[0] for x in (each, total)), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_single_precision_is_close(entry: Entry) -> None:
+    z, y = rows(24, seed=3), torch.arange(24) % 5
+    loss = entry.make()
+    torch.testing.assert_close(loss(z.float(), y), loss.double()(z, y).float(), rtol=2e-4, atol=1e-5)
+    assert loss(z.bfloat16(), y).dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------- peers' own
+
+MEAN = reducers.MeanReducer
+COSINE = distances.CosineSimilarity
+SQUARED = distances.LpDistance(power=2)
+PEERS: dict[str, tuple[Any, Any]] = {
+    "contrastive": (Contrastive(), losses.ContrastiveLoss()),
+    "contrastive, margins": (
+        Contrastive(pos_margin=0.4, neg_margin=1.5, average="all"),
+        losses.ContrastiveLoss(0.4, 1.5, reducer=MEAN()),
+    ),
+    "contrastive, cosine": (
+        Contrastive(pos_margin=0.9, neg_margin=0.1, metric="similarity"),
+        losses.ContrastiveLoss(0.9, 0.1, distance=COSINE()),
+    ),
+    "contrastive, squared": (Contrastive(metric="squared distance"), losses.ContrastiveLoss(distance=SQUARED)),
+    "snr": (SignalToNoise(), losses.SignalToNoiseRatioContrastiveLoss()),
+    "triplet": (Triplet(), losses.TripletMarginLoss()),
+    "triplet, all": (Triplet(margin=0.3, average="all"), losses.TripletMarginLoss(0.3, reducer=MEAN())),
+    "triplet, soft": (Triplet(margin=0.1, soft=True), losses.TripletMarginLoss(0.1, smooth_loss=True)),
+    "triplet, cosine": (Triplet(metric="similarity"), losses.TripletMarginLoss(distance=COSINE())),
+    "triplet, squared": (
+        Triplet(margin=0.2, metric="squared distance"),
+        losses.TripletMarginLoss(0.2, distance=SQUARED),
+    ),
+    "multi-similarity": (MultiSimilarity(), losses.MultiSimilarityLoss()),
+    "circle": (Circle(average="nonzero"), losses.CircleLoss()),
+    "circle, all": (Circle(m=0.25, gamma=4), losses.CircleLoss(0.25, 4, reducer=MEAN())),
+    "lifted": (LiftedStructure(neg_margin=1.2, pos_margin=0.1), losses.LiftedStructureLoss(1.2, 0.1)),
+    "generalised lifted": (GeneralizedLiftedStructure(), losses.GeneralizedLiftedStructureLoss()),
+    "generalised lifted, cosine": (
+        GeneralizedLiftedStructure(pos_margin=0.8, neg_margin=0.2, metric="similarity"),
+        losses.GeneralizedLiftedStructureLoss(0.2, 0.8, distance=COSINE()),
+    ),
+    "margin": (Margin(beta=1.25), losses.MarginLoss(beta=1.25)),
+    "margin, nu": (Margin(beta=1.25, nu=0.1), losses.MarginLoss(beta=1.25, nu=0.1, learn_beta=True)),
+    "margin, classes": (
+        Margin(beta=1.25, nu=0.1, num_classes=9),
+        losses.MarginLoss(beta=1.25, nu=0.1, learn_beta=True, num_classes=9),
+    ),
+    "ranked list": (RankedList(t_n=5, epsilon=1e-5), losses.RankedListLoss(margin=0.4, Tn=5)),
+    "ranked list, weighted": (
+        RankedList(margin=0.3, alpha=1.4, t_p=2, t_n=4, imbalance=0.3, epsilon=1e-5),
+        losses.RankedListLoss(margin=0.3, alpha=1.4, Tp=2, Tn=4, imbalance=0.3),
+    ),
+    "FastAP": (FastAP(), losses.FastAPLoss()),
+    "FastAP, 7 bins": (FastAP(num_bins=7), losses.FastAPLoss(num_bins=7)),
+    "angular": (Angular(), losses.AngularLoss()),
+}
+
+
+@pytest.mark.parametrize("odd", ["uneven classes", "duplicates"])
+@pytest.mark.parametrize("name", PEERS)
+def test_pytorch_metric_learning_agrees(name: str, odd: str) -> None:
+    ours, theirs = (x.double() for x in PEERS[name])
+    labels = torch.tensor([0, 0, 1, 1, 1, 4, 4, 4, 4, 1, 8, 8, 8, 8, 8])
+    alike = [0, 0, 2, 2] if odd == "duplicates" else [0, 1, 2, 3]  # equal rows of a class
+    atol = 1e-8 if "circle" in name or "soft" in name else 1e-10  # theirs cuts softplus off at 20
+
+    def unit(z: Tensor) -> Tensor:
+        return F.normalize(z, dim=1)[[*alike, *range(4, 15)]]  # AngularLoss takes negatives as they come
+
+    assert_same(lambda z: ours(unit(z), labels), lambda z: theirs(unit(z), labels), rows(15, seed=2), atol)
+    if name.startswith("margin, "):
+        for loss in (ours, theirs):
+            loss.zero_grad()
+            loss(unit(rows(15)), labels).backward()
+        torch.testing.assert_close(ours.beta.grad.reshape(-1), theirs.beta.grad)
+
+
+MINED = {
+    "hard": (Triplet(margin=0.4, mining="hard"), losses.TripletMarginLoss(0.4), miners.BatchHardMiner()),
+    "semi-hard": (
+        Triplet(margin=0.4, mining="semi-hard"),
+        losses.TripletMarginLoss(0.4),
+        miners.TripletMarginMiner(0.4, "semihard"),
+    ),
+    "semi-hard, soft": (
+        Triplet(margin=0.4, mining="semi-hard", soft=True),
+        losses.TripletMarginLoss(0.4, smooth_loss=True),
+        miners.TripletMarginMiner(0.4, "semihard"),
+    ),
+    "multi-similarity": (
+        MultiSimilarity(epsilon=0.1),
+        losses.MultiSimilarityLoss(),
+        miners.MultiSimilarityMiner(epsilon=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MINED)
+def test_pytorch_metric_learning_s_miners_agree(name: str) -> None:
+    ours, theirs, miner = MINED[name]
+    labels = torch.tensor([0, 0, 1, 1, 1, 4, 4, 4, 4, 1, 7, 8])
+    assert_same(lambda z: ours(z, labels), lambda z: theirs(z, labels, miner(z, labels)), rows(12, seed=5))
+
+
+def test_smooth_ap_of_equal_classes_in_blocks_is_pytorch_metric_learning_s() -> None:
+    labels = torch.arange(4).repeat_interleave(3)
+    ours, theirs = SmoothAP(temperature=0.1, with_self=True), losses.SmoothAPLoss(temperature=0.1).double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(lambda z: ours(z, labels), lambda z: theirs(z, labels), rows(12))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_torch_s_own_functions_agree() -> None:
+    z, labels = rows(3), torch.tensor([0, 0, 1])
+    a, p, n = [0, 1], [1, 0], [2, 2]
+    assert_same(
+        lambda z: Triplet(margin=5.0, average="all", normalize=False)(z, labels),
+        lambda z: F.triplet_margin_loss(z[a], z[p], z[n], margin=5.0, eps=0),
+        z,
+    )
+    pairs, sign = torch.tensor([[0, 1], [0, 2], [1, 2]]).T, torch.tensor([1, -1, -1])
+    assert_same(
+        lambda z: Contrastive(metric="similarity", pos_margin=1.0, neg_margin=-0.9, reduction="sum")(z, labels) / 2,
+        lambda z: F.cosine_embedding_loss(z[pairs[0]], z[pairs[1]], sign, margin=-0.9, reduction="sum"),
+        z,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- by hand
+
+LINE = [[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]  # distances √0.4, √2, √0.8; similarities 0.8, 0, 0.6
+GOLDEN = [
+    (Contrastive(average="all"), math.sqrt(0.4) + (1 - math.sqrt(0.8)) / 2),
+    (Contrastive(power=2, average="all"), 0.4 + (1 - math.sqrt(0.8)) ** 2 / 2),
+    (SignalToNoise(normalize=False), (0.32 / 0.5 + 0.32 / 0.02) / 2),
+    (Triplet(margin=1.0), 1 + math.sqrt(0.4) - (math.sqrt(2) + math.sqrt(0.8)) / 2),
+    (Triplet(margin=0.5, average="all"), (math.sqrt(0.4) - math.sqrt(0.8) + 0.5) / 2),
+    (Triplet(margin=0.5, mining="semi-hard"), math.sqrt(0.4) - math.sqrt(0.8) + 0.5),
+    (Triplet(margin=0.1, mining="semi-hard"), 0.0),
+    (Triplet(margin=1.0, mining="hard", metric="similarity"), (1 + 0 - 0.8 + 1 + 0.6 - 0.8) / 2),
+    (Triplet(margin=0.0, soft=True, metric="similarity"), math.log((1 + math.exp(-0.8)) * (1 + math.exp(-0.2))) / 2),
+    (
+        MultiSimilarity(alpha=1, beta=1, base=0),
+        (2 * math.log(1 + math.exp(-0.8)) + math.log(2 + 0) + math.log(1 + math.exp(0.6)) + math.log(2 + math.exp(0.6)))
+        / 3,
+    ),
+    (
+        Circle(m=0.0, gamma=1.0),
+        (math.log(1 + math.exp(0.2 * 0.2)) + math.log(1 + math.exp(0.36 + 0.04))) / 2,
+    ),
+    (
+        LiftedStructure(),
+        (math.sqrt(0.4) + math.log(math.exp(1 - math.sqrt(2)) + math.exp(1 - math.sqrt(0.8)))) ** 2 / 2,
+    ),
+    (
+        GeneralizedLiftedStructure(),
+        (2 * math.sqrt(0.4) + 2 - math.sqrt(2) - math.sqrt(0.8)) / 2,
+    ),
+    (Margin(margin=0.2, beta=0.7), (2 * (math.sqrt(0.4) - 0.5) + (0.9 - math.sqrt(0.8))) / 3),
+    (
+        Margin(margin=0.2, beta=0.7, num_classes=2, nu=1.0),
+        (2 * (math.sqrt(0.4) - 0.5) + (0.9 - math.sqrt(0.8)) + 1.4) / 3,
+    ),
+    (
+        RankedList(t_n=0, margin=0.8),
+        ((math.sqrt(0.4) - 0.4) * 2 + (1.2 - math.sqrt(0.8)) * 2) / 2 / 3,
+    ),
+    (FastAP(num_bins=4), (1 - 0.6 * 0.6 / 0.8 - 0.4 / 2) / 2),
+    (SmoothAP(temperature=1.0), 1 - (1 / (1 + 1 / (1 + math.exp(0.8))) + 1 / (1 + 1 / (1 + math.exp(0.2)))) / 2),
+    (Angular(alpha=45), math.log(1 + math.exp(4 * 0.6 - 4 * 0.8))),
+]
+
+
+@pytest.mark.parametrize(("loss", "value"), GOLDEN, ids=lambda x: type(x).__name__)
+def test_golden_values(loss: Any, value: float) -> None:
+    found = loss.double()(torch.tensor(LINE, dtype=torch.float64), torch.tensor([0, 0, 1]))
+    assert found.item() == pytest.approx(value, abs=1e-7)
+
+
+# -------------------------------------------------------------------------------------------------------- over ranks
+
+
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_the_contract_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
+    trial = Trial(entry.case("sum" if len(shards) == 3 else "mean"), GlobalBatch(shards, d=3, seed=7), worlds)
+    for law in CONTRACT:
+        law(trial)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_every_law_holds(entry: Entry, worlds: Worlds) -> None:
+    for law in LAWS:
+        law(Trial(entry.case(), GlobalBatch((1, 4), d=3, labels="singletons", seed=5), worlds))
+
+
+@pytest.mark.parametrize("rows", ["duplicates", "zeros", "huge"])
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_extremes_stay_finite(entry: Entry, rows, worlds: Worlds) -> None:
+    trial = Trial(entry.case(), GlobalBatch((2, 4), d=3, rows=rows, seed=5), worlds)
+    assert math.isfinite(trial.alone().value)
+    finite_at_extremes(trial)
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Contrastive(metric="cosine"), "metric is one of 'distance', 'squared distance', 'similarity'"),
+        (lambda: Contrastive(average="mean"), "average is one of 'nonzero', 'all', got 'mean'"),
+        (lambda: Contrastive(power=0.5), "power is at least 1, got 0.5"),
+        (lambda: SignalToNoise(average="mean"), "SignalToNoise: average is one of"),
+        (lambda: Triplet(mining="semihard"), "mining is one of 'all', 'hard', 'semi-hard', got 'semihard'"),
+        (lambda: Triplet(mining="semi-hard", margin=0.0), "semi-hard negatives lie within a positive margin, got 0.0"),
+        (lambda: Triplet(metric="l2"), "metric is one of"),
+        (lambda: Triplet(average=None), "average is one of"),
+        (lambda: MultiSimilarity(alpha=0), "alpha and beta are positive, got 0 and 50.0"),
+        (lambda: Circle(gamma=-1), "gamma is positive, got -1"),
+        (lambda: Circle(average="none"), "average is one of"),
+        (lambda: GeneralizedLiftedStructure(metric=""), "metric is one of"),
+        (lambda: Margin(nu=-1), "nu is 0 or more, got -1"),
+        (lambda: Margin(num_classes=0), "num_classes is 1 or more, got 0"),
+        (lambda: RankedList(imbalance=1.5), "imbalance is a share, 0 … 1, got 1.5"),
+        (lambda: RankedList(t_n=-1), "0 or more"),
+        (lambda: FastAP(num_bins=0), "num_bins is 1 or more, got 0"),
+        (lambda: FastAP(normalize=False), "unit rows"),
+        (lambda: SmoothAP(temperature=0), "temperature is positive, got 0"),
+        (lambda: Angular(alpha=90), "between 0 and 90, got 90"),
+    ],
+)
+def test_settings_without_sense_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 3]), torch.tensor([-1, 0])])
+def test_labels_outside_of_the_classes_are_refused(labels: Tensor) -> None:
+    with pytest.raises(ValueError, match="labels are 0 … 2, got"):
+        Margin(num_classes=3)(torch.eye(2), labels)
+    with pytest.raises(ValueError, match="β of a class needs labels"):
+        Margin(num_classes=3)(torch.eye(2), torch.eye(2))
+
+
+def test_settings_are_shown() -> None:
+    shown = repr(Triplet(margin=0.2, mining="hard"))
+    assert all(x in shown for x in ("Triplet(", "mining='hard'", "normalize=True"))
+    assert "neg_margin=1.0" in repr(LiftedStructure())
+
+
+# --------------------------------------------------------------------------------------------------------- distances
+
+
+@given(seed=st.integers(0, 99), n=st.integers(1, 40), d=st.integers(1, 6))
+def test_distances_are_torch_s(seed: int, n: int, d: int) -> None:
+    a, b = rows(n, d, seed), rows(7, d, seed + 1)
+    expected = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
+    torch.testing.assert_close(euclidean(a, b), expected, rtol=1e-9, atol=1e-7)
+    torch.testing.assert_close(squared_distances(a, b), expected.square(), rtol=1e-9, atol=1e-10)
+    assert torch.equal(euclidean(a, a).diagonal(), torch.zeros(n, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(euclidean(a, a).sum(), a)
+    assert gradient.isfinite().all()

@@ -1,0 +1,394 @@
+"""Softmax and sigmoid losses over pairs: against their equations, their peers, numbers by hand, and over ranks."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import reducers
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.losses.clip import Clip, clip
+from contrastive_zoo.losses.clip_distillation import ClipDistillation, clip_distillation
+from contrastive_zoo.losses.dcl import DCL, DCLW, dcl
+from contrastive_zoo.losses.gist import GIST, gist
+from contrastive_zoo.losses.hcl import HCL, Debiased, debiased, hcl
+from contrastive_zoo.losses.mil_nce import MILNCE, mil_nce
+from contrastive_zoo.losses.mnrl import MNRL, mnrl
+from contrastive_zoo.losses.multi_positive import MultiPositive, multi_positive
+from contrastive_zoo.losses.n_pairs import NPairs, n_pairs
+from contrastive_zoo.losses.nca import NCA
+from contrastive_zoo.losses.siglip import SigLIP, siglip
+from contrastive_zoo.losses.sincere import SINCERE
+from contrastive_zoo.losses.sup_con import SupCon, sup_con
+from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
+from contrastive_zoo.losses.tuplet_margin import TupletMargin
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.laws import CONTRACT, LAWS, finite_at_extremes
+from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, numbers
+from tests.losses.zoo_softmax import ENTRIES
+from tests.zoo import Entry
+
+BATCHES = [
+    GlobalBatch((7,), d=3),
+    GlobalBatch((6,), d=3, labels="singletons", seed=1),
+    GlobalBatch((4,), d=2, labels="same", seed=2),
+    GlobalBatch((5,), d=4, labels="distinct", seed=3),
+    GlobalBatch((1,), d=2, seed=4),
+]
+TRAPS = ("MNRL, all directions", "MultiPositive, ignored", "GIST", "SINCERE, pairs", "NPairs")
+
+
+def rows_of(entry: Entry, batch: GlobalBatch) -> list[Tensor]:
+    rows = batch.samples(entry.views) if entry.call == "views" else [*batch.samples(), batch.classes()]
+    return [x.requires_grad_() if x.is_floating_point() else x for x in rows]
+
+
+def same_function(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], rows: list[Tensor]) -> None:
+    """Value and gradients."""
+    floating = [x for x in rows if x.requires_grad]
+    found, expected = ours(*rows), theirs(*rows)
+    close(found, expected)
+    for x, y in zip(gradients(found, floating), gradients(expected, floating), strict=True):
+        close(x, y)
+
+
+def gradients(value: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(value, rows, allow_unused=True, materialize_grads=True)
+
+
+def pairs(*shape: int) -> list[Tensor]:
+    """Two towers of unit rows."""
+    return [F.normalize(numbers(*shape, seed=seed), dim=1).requires_grad_() for seed in (1, 2)]
+
+
+def labelled(seed: int, n: int = 12) -> list[Tensor]:
+    return [numbers(n, 4, seed=seed).requires_grad_(), GlobalBatch((n,), labels="singletons", seed=seed).classes()]
+
+
+# ----------------------------------------------------------------------------------------------------- the definition
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_it_is_the_papers_equation(entry: Entry, temperature: float) -> None:
+    for batch in BATCHES:
+        same_function(
+            entry.make(temperature=temperature).double(),
+            lambda *rows: entry.dense(*rows, temperature=temperature),
+            rows_of(entry, batch),
+        )
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_reductions_and_dense_evaluation_agree(entry: Entry) -> None:
+    rows = rows_of(entry, BATCHES[1])
+    floating = [x for x in rows if x.requires_grad]
+    none, total = (entry.make(temperature=0.5, reduction=how).double()(*rows) for how in ("none", "sum"))
+    close(none.sum(), total)
+    for x, y in zip(gradients(none.sum(), floating), gradients(total, floating), strict=True):
+        close(x, y)
+    mean = entry.make(temperature=0.5).double()(*rows)
+    with cz.dense():
+        again = entry.make(temperature=0.5).double()(*rows)
+    close(mean, again)
+    for x, y in zip(gradients(mean, floating), gradients(again, floating), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.02])
+def test_32_bits_are_enough_at_low_temperatures(temperature: float) -> None:
+    """Where exponentials of the logits overflow or vanish."""
+    for entry in ENTRIES:
+        rows = rows_of(entry, BATCHES[0])
+        exact = entry.make(temperature=temperature).double()(*rows).detach()
+        short = entry.make(temperature=temperature)(*(x.detach().float() if x.is_floating_point() else x for x in rows))
+        assert torch.isfinite(short), entry
+        assert abs(short.double() - exact) < 1e-4 * max(1.0, exact.abs().item()) / temperature, entry
+
+
+# -------------------------------------------------------------------------------------------------------------- peers
+
+EVERY_PAIR = {"reducer": reducers.MeanReducer()}
+PEERS = [
+    (NPairs(normalize=True), pml.NPairsLoss()),
+    (TupletMargin(), pml.TupletMarginLoss()),
+    (TupletMargin(temperature=1 / 8, margin=20.0), pml.TupletMarginLoss(margin=20, scale=8)),
+    (NCA(), pml.NCALoss()),
+    (NCA(temperature=1 / 3), pml.NCALoss(softmax_scale=3)),
+    (SINCERE(average="pairs", temperature=0.2), pml.NTXentLoss(temperature=0.2)),
+    (SupCon(temperature=0.2), pml.SupConLoss(temperature=0.2)),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PEERS, ids=lambda x: type(x).__name__)
+def test_it_is_pytorch_metric_learnings(ours: cz.RowLoss, theirs: torch.nn.Module) -> None:
+    for seed in range(4):
+        same_function(ours, theirs, labelled(seed))
+
+
+def test_towers_are_torchs_functions() -> None:
+    """The one-liners of the docstrings; open_clip's ClipLoss and SigLipLoss are these on one process."""
+    rows, t = pairs(6, 4), 0.3
+    eye, y = torch.eye(6, dtype=torch.float64), torch.arange(6)
+
+    def open_clip(a: Tensor, b: Tensor) -> Tensor:
+        return (F.cross_entropy(a @ b.T / t, y) + F.cross_entropy(b @ a.T / t, y)) / 2
+
+    def open_siglip(a: Tensor, b: Tensor) -> Tensor:
+        return -F.logsigmoid((2 * eye - 1) * (a @ b.T / t - 3.0)).sum() / 6
+
+    same_function(lambda *x: clip(*x, temperature=t), open_clip, rows)
+    same_function(lambda *x: multi_positive(*x, y, temperature=t), lambda a, b: F.cross_entropy(a @ b.T / t, y), rows)
+    same_function(lambda *x: siglip(*x, temperature=t, logit_bias=-3.0), open_siglip, rows)
+    teacher = pairs(6, 3)
+    taught = [clip_distillation(*rows, *teacher, temperature=t, weight=weight) for weight in (0.0, 0.5, 1.0)]
+    close(taught[0], clip(*rows, temperature=t))
+    close(2 * taught[1], taught[0] + taught[2])  # open_clip's sum of both
+
+
+def test_families_meet() -> None:
+    """One loss at a setting is another one."""
+    a, b = pairs(5, 3)
+    for temperature in (1.0, 0.1):
+        even = hcl(a, b, temperature=temperature, beta=0.0)
+        close(even, debiased(a, b, temperature=temperature))
+        plain = hcl(a, b, temperature=temperature, beta=0.0, tau_plus=0.0)
+        close(plain, cz.nt_xent(a, b, temperature=temperature))
+        close(mnrl(a, b, temperature=temperature), cz.info_nce(a, b, temperature=temperature))
+        both = mnrl(
+            a, b, temperature=temperature, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"
+        )
+        close(both, clip(a, b, temperature=temperature))
+        alone = gist(a, b, a, a, temperature=temperature, contrast_anchors=False, contrast_positives=False)
+        close(alone, cz.info_nce(a, b, temperature=temperature))  # a guide that agrees in all strikes out nothing
+        ids = torch.tensor([0, 0, 1, 2, 1])
+        kept = multi_positive(a, b, ids, temperature=temperature, duplicates="negative")
+        close(kept, cz.info_nce(a, b, temperature=temperature))
+    z, labels = torch.cat([a, b]), torch.arange(5).repeat(2)
+    inside = sup_con(z, labels, variant="in")
+    close(inside, sup_con(z, labels))  # with one positive each, in and out are one
+    close(NCA(temperature=0.2)(z, labels), inside)  # ‖a − b‖² = 2 − 2 a·b
+    close(SINCERE()(z, labels), inside)
+    close(n_pairs(z, labels), cz.info_nce(a, b, temperature=1.0, normalize=False))
+
+
+# ---------------------------------------------------------------------------------------------------- numbers by hand
+
+
+def test_numbers_by_hand() -> None:
+    eye, e = torch.eye(2, dtype=torch.float64), math.e
+    one = {"temperature": 1.0}
+    found = {
+        "dcl": (dcl(eye, eye, **one), math.log(2) - 1),
+        "dcl, per view": (dcl(eye, eye, denominators="per_view", **one), -1.0),
+        "dclw, equal pairs weigh 1": (dcl(eye, eye, sigma=0.5, **one), math.log(2) - 1),
+        "hcl, negatives alike": (hcl(eye, eye, tau_plus=0.1, **one), math.log(1 + (2 - 0.2 * e) / 0.9 / e)),
+        "hcl at its bound": (hcl(eye, eye, tau_plus=0.9, **one), math.log(1 + 2 / e**2)),
+        "mil-nce": (mil_nce(eye, eye[:, None]), math.log(e + 2) - 1),
+        "mil-nce, reference": (mil_nce(eye, eye[:, None], denominator="reference"), math.log(2 * e + 2) - 1),
+        "gist": (gist(eye, eye, eye, eye, **one), math.log(e + 3) - 1),
+        "siglip": (siglip(eye, eye, logit_bias=0.0, **one), math.log(1 + 1 / e) + math.log(2)),
+    }
+    for name, (ours, by_hand) in found.items():
+        assert abs(ours.item() - by_hand) < 1e-10, name
+    # two queries, three keys; query 0 wants key 1 three times as much as key 0, query 1 has no key
+    keys = torch.cat([eye, -eye[:1]])
+    several = multi_positive(
+        eye,
+        keys,
+        torch.tensor([[0, 1], [7, 7]]),
+        torch.tensor([0, 1, 2]),
+        torch.tensor([[1.0, 3.0], [1.0, 1.0]]),
+        **one,
+    )
+    assert abs(several.item() - (math.log(e + 1 + 1 / e) - 1 / 4)) < 1e-6
+
+
+def test_hard_negatives_of_unequal_number() -> None:
+    """Of nobody, of one query, of another; hardness counts a query's own, others', or all of them."""
+    eye, far = torch.eye(2, dtype=torch.float64), -torch.eye(2, dtype=torch.float64)
+    negatives, owners = torch.cat([far[:1], eye[:1], far[1:]]), torch.tensor([0, 1, -1])
+    e, h = math.e, 2.0
+    rows = [[e, 1, 1 / e, e, 1], [1, e, 1, 1, 1 / e]]  # documents 0 and 1, then the negatives of 0, 1 and nobody
+    hard = {  # exp(h cos) where it counts
+        None: [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
+        "hard_negatives": [[1, 1, e**-h, 1, 1], [1, 1, 1, 1, 1]],
+        "in_batch_negatives": [[1, 1, 1, e**h, 1], [1, 1, 1, 1, e**-h]],
+        "all_negatives": [[1, 1, e**-h, e**h, 1], [1, 1, 1, 1, e**-h]],
+    }
+    for mode, factors in hard.items():
+        found = mnrl(
+            eye, eye, negatives, owners, temperature=1.0, hardness_mode=mode, hardness_strength=h, reduction="none"
+        )
+        expected = [
+            math.log(sum(x * f for x, f in zip(*row, strict=True))) - 1 for row in zip(rows, factors, strict=True)
+        ]
+        close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None:
+    assert Clip().logit_scale.item() == pytest.approx(math.log(1 / 0.07))
+    assert SigLIP().logit_scale.item() == pytest.approx(math.log(10))
+    assert {name for name, _ in SigLIP().named_parameters()} == {"temperature.log_scale", "logit_bias"}
+    bounded, free = Clip(), SigLIP()
+    rows = pairs(4, 3)
+    for loss in (bounded, free):
+        loss.logit_scale.data.fill_(7.0)
+        loss(*rows).backward()
+    assert bounded.logit_scale.item() == pytest.approx(math.log(100))
+    assert free.logit_scale.item() == 7.0
+    bias = free.get_parameter("logit_bias")
+    assert bias.item() == -10.0
+    assert bias.grad is not None
+
+
+# --------------------------------------------------------------------------------------------------------- over ranks
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_the_contract_holds(entry: Entry, worlds: Worlds) -> None:
+    for shards, trainer in (((2, 3), "mean"), ((0, 3, 2), "sum")):
+        case = entry.case(trainer, temperature=0.2)
+        trial = Trial(case, GlobalBatch(shards, d=3, labels="singletons", seed=5), worlds)
+        for law in CONTRACT:
+            law(trial)
+
+
+@pytest.mark.parametrize("entry", [x for x in ENTRIES if x.name in TRAPS], ids=str)
+def test_every_law_holds(entry: Entry, worlds: Worlds) -> None:
+    trial = Trial(entry.case(temperature=0.2), GlobalBatch((1, 4, 2), d=3, seed=6), worlds)
+    for law in LAWS:
+        law(trial)
+
+
+@pytest.mark.parametrize("entry", [x for x in ENTRIES if x.name not in TRAPS], ids=str)
+def test_a_learnt_temperature_gets_its_whole_gradient(entry: Entry, worlds: Worlds) -> None:
+    def learnt() -> Any:
+        return entry.make(temperature=cz.LearnableTemperature(0.3))
+
+    trial = Trial(
+        Entry(entry.name, learnt, entry.dense, entry.call, entry.views).case(), GlobalBatch((3, 1), 3), worlds
+    )
+    for law in CONTRACT:
+        law(trial)
+    assert trial.alone().parameters
+
+
+@pytest.mark.parametrize("rows", ["duplicates", "zeros", "huge", "tiny"])
+def test_extremes_stay_finite(rows: Any, worlds: Worlds) -> None:
+    for entry in ENTRIES:
+        for temperature in (1.0, 0.01):
+            trial = Trial(entry.case(temperature=temperature), GlobalBatch((5,), d=2, rows=rows, seed=7), worlds)
+            if "NPairs" not in entry.name:  # whose dot products overflow by themselves
+                assert math.isfinite(trial.alone().value), entry
+                assert all(x.isfinite().all() for x in trial.alone().encoder.values()), entry
+            finite_at_extremes(trial)
+
+
+def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
+    """The number of negatives may differ between ranks, down to none, apart from the number of queries."""
+    q, d, x = (numbers(5, 3, seed=seed) for seed in range(3))
+    whole = mnrl(q, d, x[:3], torch.tensor([1, 3, 3])).item()
+
+    def job() -> float:
+        rank = torch.distributed.get_rank()
+        mine, mined = slice(2 * rank, 2 * rank + 2 + rank), slice(0, 0) if rank == 0 else slice(1, 3)
+        owners = torch.tensor([1, 1] if rank else [], dtype=torch.int64)
+        if rank == 0:
+            mined, owners = slice(0, 1), torch.tensor([1])
+        return cz.DistributedLoss(MNRL())(q[mine], d[mine], x[mined], owners).item()
+
+    assert worlds.run(2, job) == pytest.approx([whole, whole], abs=1e-12)
+
+    def none_on_rank_0() -> float:
+        rank = torch.distributed.get_rank()
+        mine, mined = slice(2 * rank, 2 * rank + 2 + rank), x[:0] if rank == 0 else x
+        return cz.DistributedLoss(MNRL())(q[mine], d[mine], mined).item()
+
+    assert worlds.run(2, none_on_rank_0) == pytest.approx([mnrl(q, d, x).item()] * 2, abs=1e-12)
+
+
+def test_nothing_n_by_n_is_held() -> None:
+    """Rows that as one matrix would be 4 GiB and several of them."""
+    from contrastive_zoo.engine import evaluation
+
+    found: list[int] = []
+
+    class Listener(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            found.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor))
+            return out
+
+    n = 600
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "PANEL_BYTES", 2**16)
+        for entry in ENTRIES:
+            rows = rows_of(entry, GlobalBatch((n,), d=4))
+            with Listener():
+                entry.make(temperature=0.5).double()(*rows).backward()
+            assert max(found) < n * n / 10, entry
+            found.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+EYE, Y = torch.eye(3), torch.arange(3)
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: SigLIP()(EYE, EYE[:2]), "SigLIP: image i belongs to text i, got images"),
+    (lambda: siglip(EYE, EYE, logit_bias=math.nan), "SigLIP: logit_bias must be finite, got nan"),
+    (lambda: SupSigmoid()(EYE, None), "SupSigmoid: labels are missing"),
+    (lambda: Clip(temperature=0.001), "at least 1 / max_scale"),
+    (lambda: Clip(symmetric=False), "Clip has no setting 'symmetric'"),
+    (lambda: DCL(denominators="both")(EYE, EYE), "DCL: denominators is 'joint' or 'per_view', got 'both'"),
+    (lambda: DCLW(sigma=0.0)(EYE, EYE), "DCL: sigma must be positive, got 0.0"),
+    (lambda: HCL(tau_plus=1.0)(EYE, EYE), r"HCL: tau_plus is a probability in \[0, 1\), got 1.0"),
+    (lambda: HCL(beta=-1.0)(EYE, EYE), "HCL: beta must be non-negative and finite, got -1.0"),
+    (lambda: Debiased(tau_plus=-0.1)(EYE, EYE), "Debiased: tau_plus is a probability"),
+    (lambda: SupCon(variant="inside")(EYE, Y), "SupCon: variant is 'out' or 'in', got 'inside'"),
+    (lambda: SINCERE(average="all")(EYE, Y), "SINCERE: average is 'anchors' or 'pairs', got 'all'"),
+    (lambda: TupletMargin(margin=200.0)(EYE, Y), "TupletMargin: margin is an angle of 0 to 180 degrees, got 200.0"),
+    (lambda: NCA(temperature=-1.0)(EYE, Y), "NCA: temperature must be positive"),
+    (lambda: NPairs(l2=-1.0)(EYE, Y), "NPairs: l2 is a non-negative weight, got -1.0"),
+    (lambda: MILNCE()(EYE, EYE), "MILNCE: texts are k >= 1 candidates per video"),
+    (lambda: MILNCE(denominator="twice")(EYE, EYE[:, None]), "MILNCE: denominator is 'exact' or 'reference'"),
+    (lambda: ClipDistillation(weight=2.0)(EYE, EYE, EYE, EYE), "ClipDistillation: weight is the teacher's share"),
+    (lambda: ClipDistillation(teacher_temperature=0.0)(EYE, EYE, EYE, EYE), "teacher_temperature must be positive"),
+    (lambda: ClipDistillation()(EYE, EYE, EYE, EYE[:2]), "row i is one sample everywhere, got teacher_images"),
+    (lambda: GIST(margin_strategy="none")(EYE, EYE, EYE, EYE), "GIST: margin_strategy is 'absolute' or 'relative'"),
+    (lambda: GIST()(EYE, EYE, EYE, EYE, EYE), "GIST: negatives and guide_negatives come together"),
+    (lambda: GIST()(EYE, EYE, EYE, EYE, EYE, EYE[:2]), "GIST: negatives are rows like anchors"),
+    (lambda: GIST()(EYE, EYE, EYE[:2], EYE[:2]), "GIST: row i is one pair everywhere, got guide_anchors"),
+    (lambda: MultiPositive(duplicates="drop")(EYE, EYE, Y), "duplicates are one of positive, ignore, negative"),
+    (lambda: MultiPositive()(EYE, EYE[:2], Y), "MultiPositive: key_ids are missing"),
+    (lambda: MultiPositive()(EYE, EYE[:, :2], Y), "MultiPositive: queries and keys are of one width"),
+    (lambda: MultiPositive()(EYE, EYE, Y.double()), "MultiPositive: ids are integers, one or k per query"),
+    (lambda: MultiPositive(symmetric=True)(EYE, EYE, Y, Y), "are for paired rows: leave key_ids and weights out"),
+    (lambda: MultiPositive()(EYE, EYE, Y, Y, -torch.ones(3)), "weights are non-negative, one per id"),
+    (lambda: MNRL()(EYE, EYE[:2]), "MNRL: row i of queries belongs to row i of documents"),
+    (lambda: MNRL()(EYE, EYE, EYE[:, :2]), r"MNRL: negatives are \[m, d\], got float32 \[3, 2\]"),
+    (lambda: MNRL()(EYE, EYE, EYE, Y + 1), r"MNRL: owners are rows of this rank's 3 queries, or -1, got \[1, 2, 3\]"),
+    (lambda: MNRL()(EYE, EYE, EYE, Y[:2]), "MNRL: owners are one per row"),
+    (lambda: MNRL()(EYE, EYE, None, Y), "MNRL: owners say whose the negatives are, but there are no negatives"),
+    (lambda: MNRL(directions=("doc_to_query",))(EYE, EYE), "MNRL: directions are 'query_to_doc' and any of"),
+    (lambda: MNRL(partition_mode="split")(EYE, EYE), "MNRL: partition_mode is 'joint' or 'per_direction'"),
+    (
+        lambda: MNRL(directions=("query_to_doc", "doc_to_doc"), partition_mode="per_direction")(EYE, EYE),
+        "MNRL: query_to_query and doc_to_doc never hold the positive",
+    ),
+    (lambda: MNRL(hardness_mode="soft")(EYE, EYE), "MNRL: hardness_mode is None or one of"),
+    (lambda: MNRL(hardness_strength=-1.0)(EYE, EYE), "MNRL: hardness_strength is non-negative, got -1.0"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), BAD, ids=[said for _, said in BAD])
+def test_bad_input_is_refused_with_the_mend(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        call()

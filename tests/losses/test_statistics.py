@@ -1,0 +1,195 @@
+"""Feature statistics, clusters and teachers: the papers' formulas, other people's code, numbers by hand, state."""
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine.moments import centered, second_moments, squared_sums
+from contrastive_zoo.engine.sinkhorn import balanced_assignment
+from contrastive_zoo.losses.align_uniform import AlignUniform, align_uniform
+from contrastive_zoo.losses.barlow_twins import BarlowTwins, barlow_twins
+from contrastive_zoo.losses.dino import DINO, dino
+from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive, spectral_contrastive
+from contrastive_zoo.losses.swav import SwAV, swav
+from contrastive_zoo.losses.vicreg import VICReg, vicreg
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.losses.zoo_statistics import ENTRIES
+from tests.zoo import Entry
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def views(seed: int, count: int = 2, n: int = 7, d: int = 4) -> list[Tensor]:
+    """With two equal rows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, n, d, dtype=torch.float64, generator=generator)
+    x[:, 1] = x[:, 0]
+    return [view.clone().requires_grad_() for view in x]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+def test_it_is_the_papers_formula(entry: Entry, dense: bool) -> None:
+    for seed in range(5):
+        rows = views(seed, entry.views, n=(7, 2, 9, 5, 6)[seed], d=(4, 4, 2, 8, 1)[seed])
+        loss = entry.make(temperature=0.2).double()
+        with cz.dense() if dense else torch.enable_grad():
+            ours = loss(*rows)
+        expected = entry.dense(*rows, temperature=0.2)
+        close(ours, expected)
+        for x, y in zip(torch.autograd.grad(ours, rows), torch.autograd.grad(expected, rows), strict=True):
+            close(x, y, 1e-8)
+
+
+@pytest.mark.parametrize("settings", [(25.0, 25.0, 1.0, 1e-4), (1.0, 3.0, 7.0, 0.1)], ids=str)
+def test_vicreg_is_pytorch_metric_learnings(settings: tuple[float, ...]) -> None:
+    invariance, variance, covariance, eps = settings
+    theirs = pml.VICRegLoss(invariance_lambda=invariance, variance_mu=variance, covariance_v=covariance, eps=eps)
+    ours = VICReg(invariance=invariance, variance=variance, covariance=covariance, eps=eps)
+    for seed in range(4):
+        a, b = views(seed)
+        mine, other = ours(a, b), theirs(a, ref_emb=b)
+        close(mine, other)
+        for x, y in zip(torch.autograd.grad(mine, (a, b)), torch.autograd.grad(other, (a, b)), strict=True):
+            close(x, y)
+
+
+def test_moments_are_torchs() -> None:
+    a, b = views(0)
+    x, y = (centered(z, shards=cz.ALONE.shards(z), world=cz.ALONE) for z in (a, b))
+    both = torch.cov(torch.cat([a, b], 1).T)
+    close(second_moments(x, x, world=cz.ALONE) / 6, torch.cov(a.T))
+    close(second_moments(x, y, world=cz.ALONE) / 6, both[:4, 4:])
+    close(squared_sums(x, world=cz.ALONE) / 6, a.var(0))
+    far = a.detach() + 1e6  # nothing cancels
+    x = centered(far, shards=cz.ALONE.shards(far), world=cz.ALONE)
+    close(second_moments(x, x, world=cz.ALONE) / 6, torch.cov(a.T).detach(), 1e-8)
+
+
+def test_sinkhorn_gives_equal_shares() -> None:
+    scores = torch.randn(12, 4, dtype=torch.float64)
+    q = balanced_assignment(scores, epsilon=0.5, iterations=200, world=cz.ALONE)
+    close(q.sum(1), torch.ones(12).double())
+    close(q.sum(0), torch.full((4,), 3.0).double())
+    close(balanced_assignment(scores, epsilon=0.5, iterations=0, world=cz.ALONE), (scores / 0.5).softmax(1))
+    assert balanced_assignment(1e4 * scores, epsilon=1e-3, iterations=3, world=cz.ALONE).isfinite().all()
+
+
+def test_numbers_by_hand() -> None:
+    a = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+    b = torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)
+    # (a − b)²: 0 1 0 1; variances 2 0 and 2 2; covariances 0 and 2, each twice over two features
+    by_hand = 25 * 0.5 + 25 / 2 * (1 - 0.01) / 2 + (2 * 4) / 2
+    close(vicreg(a, b).item(), by_hand)
+    # correlation [[1, 1], [0, 0]] but for eps
+    close(barlow_twins(a, b, lambda_=0.5, eps=1e-12).item(), 0 + 1 + 0.5 * 1, 1e-9)
+    close(spectral_contrastive(a, b, mu=math.inf).item(), -2 + 1)
+    close(align_uniform(a, a, t=0.5).item(), -0.5 * 4)
+    close(align_uniform(a, -a, alpha=1.0, t=1.0, uniformity=0.5).item(), 2 - 0.5 * 4)
+    eye = torch.eye(2, dtype=torch.float64)
+    # each row wants another prototype: codes are shares 1 : e^(−1/ε)
+    q = 1 / (1 + math.exp(-1))
+    by_hand = math.log(math.e + 1) - q
+    close(swav(eye, eye, prototypes=eye, temperature=1.0, epsilon=1.0).item(), by_hand)
+    loss = dino(eye, eye, eye, teacher=[eye], centre=eye[0], temperature=1.0, teacher_temperature=1.0)
+    # teacher less centre: (0, 0) and (−1, 1)
+    second = 1 / (1 + math.exp(-2))
+    close(loss.item(), math.log(math.e + 1) - (0.5 + second) / 2)
+
+
+def test_dino_moves_its_centre_while_training() -> None:
+    teacher = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])]
+    student = torch.zeros(2, 2)
+    loss = DINO(2, centre_momentum=0.75)
+    loss(student, student, student, teacher=teacher)
+    close(loss.centre, torch.tensor([1.0, 1.25]))
+    loss.eval()(student, student, teacher=teacher)
+    close(loss.centre, torch.tensor([1.0, 1.25]))
+    other = DINO(2)
+    other.load_state_dict(loss.state_dict())
+    close(other.centre, loss.centre)
+
+
+def test_dinos_teacher_is_gathered_on_all_ranks(worlds: Worlds) -> None:
+    def job(student: Tensor, teacher: Tensor, shards: tuple[int, ...]) -> tuple[list[float], Tensor]:
+        loss = DINO(3).double()
+        world = cz.World.of()
+        mine = slice(sum(shards[: world.rank]), sum(shards[: world.rank + 1]))
+        wrapped = cz.DistributedLoss(loss)
+        values = [wrapped(*student[:, mine], teacher=tuple(teacher[:, mine])).item() for _ in range(3)]
+        return values, loss.centre
+
+    student, teacher = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(2, 5, 3, dtype=torch.float64)
+    (values, centre), *_ = worlds.run(1, job, student, teacher, (5,))
+    for shards in [(2, 3), (0, 4, 1)]:
+        for found, state in worlds.run(len(shards), job, student, teacher, shards):
+            close(found, values)
+            close(state, centre)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("shards", [(3, 2), (0, 3, 2), (0, 1)], ids=str)
+def test_every_law_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
+    trial = Trial(entry.case(temperature=0.2), GlobalBatch(shards, d=3, seed=5), worlds)
+    for law in LAWS:
+        law(trial)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_one_sample_and_equal_samples_are_finite(entry: Entry) -> None:
+    for n in (1, 3):
+        rows = [torch.ones(n, 4, requires_grad=True) for _ in range(entry.views)]
+        loss = entry.make()(*rows)
+        assert all(x.isfinite().all() for x in (loss, *torch.autograd.grad(loss, rows)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_sixteen_bits_are_computed_in_32(entry: Entry, dtype: torch.dtype) -> None:
+    rows = [view.detach().to(dtype) for view in views(0, entry.views)]
+    close(entry.make()(*rows), entry.make()(*(view.float() for view in rows)))
+
+
+BAD = [
+    (lambda a, b: vicreg(a, b[:2]), "views must pair row by row"),
+    (lambda a, b: vicreg(a, b, eps=0.0), "eps must be positive, got 0.0"),
+    (lambda a, b: barlow_twins(a, b, eps=-1.0), "eps must be positive"),
+    (lambda a, b: spectral_contrastive(a, b, mu=0.0), "mu must be positive, got 0.0"),
+    (lambda a, b: align_uniform(a, b, alpha=0.5), "alpha is at least 1 and t positive, got alpha=0.5"),
+    (lambda a, b: align_uniform(a, b, t=0.0), "t positive, got alpha=2.0, t=0.0"),
+    (lambda a, b: swav(a, b, prototypes=torch.eye(3)), r"prototypes are \[clusters, d\] with d=4 as views"),
+    (lambda a, b: swav(a, prototypes=torch.eye(4)), "two or more views"),
+    (lambda a, b: swav(a, b, prototypes=torch.eye(4), code_views=3), "1 <= code_views <= 2, got 3 and 3"),
+    (lambda a, b: swav(a, b, prototypes=torch.eye(4), epsilon=0.0), "epsilon must be positive"),
+    (lambda a, b: swav(a, b, prototypes=torch.eye(4), temperature=0.0), "temperature must be positive"),
+    (lambda a, b: SwAV(0, 4), "there are prototypes and features, got 0 and 4"),
+    (lambda a, b: dino(a, b, centre=torch.zeros(3)), r"the centre is as wide as outputs.*Construct DINO\(out_dim"),
+    (lambda a, b: dino(a, b, teacher=[a, b, a], centre=torch.zeros(4)), "first of the student's 2 views, got 3"),
+    (lambda a, b: dino(a, b, teacher=[a[:2]], centre=torch.zeros(4)), "teacher and student pair row by row"),
+    (lambda a, b: dino(a, b, centre=torch.zeros(4), teacher_temperature=0.0), "teacher_temperature must be positive"),
+    (lambda a, b: DINO(4, centre_momentum=1.5), "centre_momentum <= 1, got 4 and 1.5"),
+]
+
+
+@pytest.mark.parametrize(("call", "complaint"), BAD)
+def test_bad_input_is_named(call: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        call(*views(0))
+
+
+def test_what_an_editor_shows() -> None:
+    assert list(inspect.signature(SwAV).parameters)[:3] == ["num_prototypes", "embedding_size", "temperature"]
+    assert "centre" not in inspect.signature(DINO).parameters
+    assert repr(DINO(2)).startswith("DINO(out_dim=2, centre_momentum=0.9, temperature=0.1")
+    assert [type(x()).__name__ for x in (BarlowTwins, SpectralContrastive, AlignUniform)]

@@ -1,0 +1,346 @@
+"""The softmax and sigmoid losses over pairs, each with its paper's equation written out pair by pair."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo.losses.clip import Clip
+from contrastive_zoo.losses.clip_distillation import ClipDistillation
+from contrastive_zoo.losses.dcl import DCL, DCLW
+from contrastive_zoo.losses.gist import GIST
+from contrastive_zoo.losses.hcl import HCL, Debiased
+from contrastive_zoo.losses.mil_nce import MILNCE
+from contrastive_zoo.losses.mnrl import MNRL
+from contrastive_zoo.losses.multi_positive import MultiPositive
+from contrastive_zoo.losses.n_pairs import NPairs
+from contrastive_zoo.losses.nca import NCA
+from contrastive_zoo.losses.siglip import SigLIP
+from contrastive_zoo.losses.sincere import SINCERE
+from contrastive_zoo.losses.sup_con import SupCon
+from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
+from contrastive_zoo.losses.tuplet_margin import TupletMargin
+from tests.zoo import Entry, dense_clip
+
+
+def unit(z: Tensor) -> Tensor:
+    return F.normalize(z, dim=1)
+
+
+def mean(losses: list[Tensor], *connected: Tensor) -> Tensor:
+    """Of what counts; a zero that hangs in the graph if nothing does."""
+    return torch.stack(losses).mean() if losses else sum(0 * x.sum() for x in connected)
+
+
+def log_sum(x: list[Tensor]) -> Tensor:
+    return torch.stack(x).logsumexp(0)
+
+
+def others(labels: Tensor, i: int) -> tuple[list[int], list[int]]:
+    """Positives and negatives of row i."""
+    every = range(len(labels))
+    return [p for p in every if p != i and labels[p] == labels[i]], [n for n in every if labels[n] != labels[i]]
+
+
+# --------------------------------------------------------------------------------------------------------- two towers
+
+
+def dense_siglip(x: Tensor, y: Tensor, temperature: Any, bias: float = -10.0) -> Tensor:
+    x, y = unit(x), unit(y)
+    losses = [
+        -F.logsigmoid((1 if i == j else -1) * (x[i] @ y[j] / temperature + bias))
+        for i in range(len(x))
+        for j in range(len(y))
+    ]
+    return torch.stack(losses).sum() / len(x)
+
+
+def second_tower(z: Tensor) -> Tensor:
+    """Keys made of queries, row by row, for losses that are called with labels here."""
+    return z.flip(1) + 0.5 * z
+
+
+class MultiPositiveOfOne(MultiPositive):
+    def forward(self, z: Tensor, labels: Tensor, world: Any = None) -> Tensor:  # type: ignore[override]
+        return super().forward(z, second_tower(z), labels, world=world)
+
+
+class SeveralTargets(MultiPositive):
+    """Keys of the row's class and, a third as much, of the next one; rows 0 … have different weights."""
+
+    def forward(self, z: Tensor, labels: Tensor, world: Any = None) -> Tensor:  # type: ignore[override]
+        ids, weights = torch.stack([labels, labels + 1], 1), torch.tensor([[3.0, 1.0]]).repeat(len(z), 1).to(z.dtype)
+        keys = torch.cat([second_tower(z), z.sin()])
+        return super().forward(z, keys, ids, labels.repeat(2), weights, world=world)
+
+
+def dense_multi_positive(
+    z: Tensor, labels: Tensor, temperature: Any, duplicates: str = "positive", symmetric: bool = False
+) -> Tensor:
+    def direction(q: Tensor, k: Tensor) -> Tensor:
+        losses = []
+        for i in range(len(q)):
+            s = [q[i] @ k[j] / temperature for j in range(len(k))]
+            same = [j for j in range(len(k)) if labels[j] == labels[i]]
+            positives = same if duplicates == "positive" else [i]
+            left = [s[j] for j in range(len(k)) if duplicates != "ignore" or j == i or j not in same]
+            losses.append(log_sum(left) - sum(s[p] for p in positives) / len(positives))
+        return torch.stack(losses).mean()
+
+    q, k = unit(z), unit(second_tower(z))
+    return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
+
+
+def dense_several_targets(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
+    q, k, of_keys = unit(z), unit(torch.cat([second_tower(z), z.sin()])), labels.repeat(2)
+    logits = q @ k.T / temperature
+    targets = 3.0 * (labels[:, None] == of_keys) + (labels[:, None] + 1 == of_keys).double()
+    return F.cross_entropy(logits, targets / targets.sum(1, keepdim=True))
+
+
+def dense_distillation(
+    x: Tensor, y: Tensor, u: Tensor, v: Tensor, temperature: Any, weight: float = 0.5, teacher_temperature: float = 0.07
+) -> Tensor:
+    x, y, u, v = (unit(rows) for rows in (x, y, u.detach(), v.detach()))
+    s, t, eye = x @ y.T / temperature, u @ v.T / teacher_temperature, torch.eye(len(x), dtype=x.dtype)
+    targets = [(1 - weight) * eye + weight * logits.softmax(1) for logits in (t, t.T)]
+    return (F.cross_entropy(s, targets[0]) + F.cross_entropy(s.T, targets[1])) / 2
+
+
+class MILNCEOfViews(MILNCE):
+    """The first view is the video, the others are its candidate texts."""
+
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:  # type: ignore[override]
+        return super().forward(views[0], torch.stack(views[1:], 1), world=world)
+
+
+def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: str = "exact") -> Tensor:
+    n, losses = len(video), []
+    for i in range(n):
+        own = [video[i] @ text[i] / temperature for text in texts]
+        there = [video[i] @ text[j] / temperature for text in texts for j in range(n) if j != i]
+        back = [video[j] @ text[i] / temperature for text in texts for j in range(n) if j != i]
+        twice = own if denominator == "reference" else []
+        losses.append(log_sum([*own, *twice, *there, *back]) - log_sum(own))
+    return torch.stack(losses).mean()
+
+
+class MNRLOfViews(MNRL):
+    """Queries, documents, and hard negatives: one of every query, and a second of those whose row says so."""
+
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:  # type: ignore[override]
+        negatives, owners = hard_negatives(*views)
+        return super().forward(views[0], views[1], negatives, owners, world=world)
+
+
+def hard_negatives(_: Tensor, __: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+    more = two[:, 0] > 0
+    every = torch.arange(len(one))
+    return torch.cat([one, two[more]]), torch.cat([every, every[more]])
+
+
+def dense_mnrl(
+    *views: Tensor,
+    temperature: Any,
+    directions: tuple[str, ...] = ("query_to_doc",),
+    partition_mode: str = "joint",
+    hardness_mode: str | None = None,
+    hardness_strength: float = 0.0,
+) -> Tensor:
+    negatives, owners = hard_negatives(*views)
+    q, d, x = unit(views[0]), unit(views[1]), unit(negatives)
+    n, losses = len(q), []
+    for i in range(n):
+        terms: dict[str, list[Tensor]] = {name: [] for name in directions}
+        for j in range(n):
+            terms["query_to_doc"].append(q[i] @ d[j] / temperature)
+            if "query_to_query" in directions and j != i:
+                terms["query_to_query"].append(q[i] @ q[j] / temperature)
+            if "doc_to_query" in directions:
+                terms["doc_to_query"].append(d[i] @ q[j] / temperature)
+            if "doc_to_doc" in directions and j != i:
+                terms["doc_to_doc"].append(d[i] @ d[j] / temperature)
+        for k, owner in enumerate(owners):
+            hard = q[i] @ x[k]
+            own = bool(owner == i)
+            extra = {
+                "in_batch_negatives": 0 if own else 1,
+                "hard_negatives": 1 if own else 0,
+                "all_negatives": 1,
+            }.get(hardness_mode or "", 0)
+            terms["query_to_doc"].append(hard / temperature + extra * hardness_strength * hard.detach())
+            if "doc_to_doc" in directions and not own:
+                terms["doc_to_doc"].append(d[i] @ x[k] / temperature)
+        for j in range(n):  # other queries' documents are in-batch negatives
+            if j != i and hardness_mode in ("in_batch_negatives", "all_negatives"):
+                terms["query_to_doc"][j] = terms["query_to_doc"][j] + hardness_strength * (q[i] @ d[j]).detach()
+        sums = [log_sum(x) for x in terms.values() if x]
+        every = log_sum(sums) if partition_mode == "joint" else torch.stack(sums).mean()
+        losses.append(every - q[i] @ d[i] / temperature)
+    return torch.stack(losses).mean()
+
+
+def dense_gist(
+    a: Tensor, p: Tensor, ga: Tensor, gp: Tensor, temperature: Any, margin: float = 0.0, relative: bool = False
+) -> Tensor:
+    a, p, ga, gp = (unit(rows) for rows in (a, p, ga.detach(), gp.detach()))
+    losses = []
+    for i in range(len(a)):
+        agreed = ga[i] @ gp[i]
+        closest = agreed - margin * (agreed.abs() if relative else 1)
+        kept = [a[i] @ p[i]]
+        for j in range(len(a)):
+            if j != i:
+                blocks = [(a[i] @ p[j], ga[i] @ gp[j]), (a[i] @ a[j], ga[i] @ ga[j]), (p[i] @ p[j], gp[i] @ gp[j])]
+                kept += [s for s, guide in blocks if not guide > closest]
+        losses.append((torch.stack(kept) / temperature).logsumexp(0) - a[i] @ p[i] / temperature)
+    return torch.stack(losses).mean()
+
+
+# ---------------------------------------------------------------------------------------------------------- one tower
+
+
+def dense_dcl(
+    a: Tensor, b: Tensor, temperature: Any, sigma: float | None = None, denominators: str = "joint"
+) -> Tensor:
+    views, n, losses = [unit(a), unit(b)], len(a), []
+    alike = torch.stack([(views[0][i] @ views[1][i]).detach() for i in range(n)])
+    weights = torch.ones(n) if sigma is None else 2 - (alike / sigma).exp() / (alike / sigma).exp().mean()
+    for k in range(2):
+        for i in range(n):
+            sums = [[views[k][i] @ view[j] / temperature for j in range(n) if j != i] for view in views]
+            if n > 1:
+                push = log_sum(sum(sums, [])) if denominators == "joint" else log_sum(sums[0]) + log_sum(sums[1])
+                losses.append(push - weights[i] * (views[0][i] @ views[1][i]) / temperature)
+    return mean(losses, a, b)
+
+
+def dense_hcl(a: Tensor, b: Tensor, temperature: Any, tau_plus: float = 0.1, beta: float = 1.0) -> Tensor:
+    z, n, losses = unit(torch.cat([a, b])), len(a), []
+    m = 2 * n - 2
+    for i in range(2 * n if n > 1 else 0):
+        positive = (z[i] @ z[(i + n) % (2 * n)] / temperature).exp()
+        negatives = torch.stack([(z[i] @ z[k] / temperature).exp() for k in range(2 * n) if k % n != i % n])
+        hard = (negatives**beta * negatives).sum() / (negatives**beta).mean()
+        true = (hard - tau_plus * m * positive) / (1 - tau_plus)
+        losses.append(-(positive / (positive + true.clamp(min=m * math.exp(-1 / temperature)))).log())
+    return mean(losses, a, b)
+
+
+def dense_debiased(a: Tensor, b: Tensor, temperature: Any) -> Tensor:
+    return dense_hcl(a, b, temperature, beta=0.0)
+
+
+def dense_sup_con_in(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
+    u, losses = unit(z), []
+    for i in range(len(u)):
+        positives, negatives = others(labels, i)
+        if positives:
+            every = log_sum([u[i] @ u[k] / temperature for k in positives + negatives])
+            chances = [(u[i] @ u[p] / temperature - every).exp() for p in positives]
+            losses.append(-(sum(chances) / len(positives)).log())
+    return mean(losses, z)
+
+
+def dense_sincere(z: Tensor, labels: Tensor, temperature: Any, average: str = "anchors") -> Tensor:
+    u, losses = unit(z), []
+    for i in range(len(u)):
+        positives, negatives = others(labels, i)
+        hard = [u[i] @ u[k] / temperature for k in negatives]
+        of_pairs = [log_sum([x, *hard]) - x for x in (u[i] @ u[p] / temperature for p in positives)]
+        losses += of_pairs if average == "pairs" else [torch.stack(of_pairs).mean()] if of_pairs else []
+    return mean(losses, z)
+
+
+def dense_tuplet_margin(z: Tensor, labels: Tensor, temperature: Any, margin: float = 5.73) -> Tensor:
+    u, losses = unit(z), []
+    for i in range(len(u)):
+        positives, negatives = others(labels, i)
+        for p in positives:
+            cos = (u[i] @ u[p]).clamp(-1 + 1e-15, 1 - 1e-15)
+            slack = (cos.acos() - math.radians(margin)).cos()
+            losses.append(log_sum([0 * slack, *((u[i] @ u[n] - slack) / temperature for n in negatives)]))
+    return mean(losses, z)
+
+
+def dense_nca(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
+    u, losses = unit(z), []
+    for i in range(len(u)):
+        positives, negatives = others(labels, i)
+        if positives:
+            near = {k: -(u[i] - u[k]).square().sum() / temperature for k in positives + negatives}
+            losses.append(log_sum(list(near.values())) - log_sum([near[p] for p in positives]))
+    return mean(losses, z)
+
+
+def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any, l2: float = 0.0) -> Tensor:
+    members = [(labels == c).nonzero().flatten().tolist() for c in labels.unique()]
+    x, y = ([z[rows[k]] for rows in members if len(rows) > 1] for k in range(2))
+    if not x:
+        return 0 * z.sum()
+    a, b = torch.stack(x), torch.stack(y)
+    norms = l2 * (a.square().sum(1) + b.square().sum(1)).mean()
+    return F.cross_entropy(a @ b.T / temperature, torch.arange(len(a))) + norms
+
+
+def dense_sup_sigmoid(z: Tensor, labels: Tensor, temperature: Any, bias: float = -10.0) -> Tensor:
+    u, losses = unit(z), [0 * z.sum()]
+    for i in range(len(u)):
+        for j in range(len(u)):
+            if i != j:
+                losses.append(-F.logsigmoid((1 if labels[i] == labels[j] else -1) * (u[i] @ u[j] / temperature + bias)))
+    return torch.stack(losses).sum() / len(z)
+
+
+def fixed(cls: Any, **given: Any) -> Any:
+    """The class with some settings given."""
+    return lambda **settings: cls(**given, **settings)
+
+
+ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+BOTH = ("query_to_doc", "doc_to_query")
+
+
+def variant(dense: Any, **given: Any) -> Any:
+    return lambda *rows, temperature: dense(*rows, temperature=temperature, **given)
+
+
+def row(name: str, cls: Any, dense: Any, call: str, views: int = 2, **given: Any) -> Entry:
+    """An entry whose settings mean the same to the loss and to its oracle."""
+    return Entry(name, fixed(cls, **given), variant(dense, **given), call, views)  # type: ignore[arg-type]
+
+
+HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
+
+ENTRIES: list[Entry] = [
+    row("Clip", Clip, dense_clip, "views"),
+    row("SigLIP", SigLIP, dense_siglip, "views"),
+    row("SupSigmoid", SupSigmoid, dense_sup_sigmoid, "labels"),
+    row("MultiPositive, duplicates positive", MultiPositiveOfOne, dense_multi_positive, "labels"),
+    row("MultiPositive, ignored", MultiPositiveOfOne, dense_multi_positive, "labels", duplicates="ignore"),
+    row("MultiPositive, negative", MultiPositiveOfOne, dense_multi_positive, "labels", duplicates="negative"),
+    row("MultiPositive, symmetric", MultiPositiveOfOne, dense_multi_positive, "labels", symmetric=True),
+    row("MultiPositive, several targets", SeveralTargets, dense_several_targets, "labels"),
+    row("DCL", DCL, dense_dcl, "views"),
+    row("DCLW", DCLW, dense_dcl, "views", sigma=0.5),
+    row("DCLW, per view", DCLW, dense_dcl, "views", sigma=0.5, denominators="per_view"),
+    row("HCL", HCL, dense_hcl, "views"),
+    row("Debiased", Debiased, dense_debiased, "views"),
+    row("MNRL", MNRLOfViews, dense_mnrl, "views", 4),
+    row("MNRL, all directions", MNRLOfViews, dense_mnrl, "views", 4, directions=ALL, **HARD),
+    row("MNRL, symmetric", MNRLOfViews, dense_mnrl, "views", 4, directions=BOTH, partition_mode="per_direction"),
+    row("GIST", GIST, dense_gist, "views", 4),
+    row("GIST, margin", GIST, dense_gist, "views", 4, margin=0.1),
+    row("ClipDistillation", ClipDistillation, dense_distillation, "views", 4),
+    row("SupCon, in", fixed(SupCon, variant="in"), dense_sup_con_in, "labels"),
+    row("SINCERE", SINCERE, dense_sincere, "labels"),
+    row("SINCERE, pairs", SINCERE, dense_sincere, "labels", average="pairs"),
+    row("NCA", NCA, dense_nca, "labels"),
+    row("NPairs", NPairs, dense_n_pairs, "labels"),
+    row("NPairs, l2", NPairs, dense_n_pairs, "labels", l2=0.1),
+    row("TupletMargin", TupletMargin, dense_tuplet_margin, "labels"),
+    row("MILNCE", MILNCEOfViews, dense_mil_nce, "views", 3),
+    row("MILNCE, reference", MILNCEOfViews, dense_mil_nce, "views", 3, denominator="reference"),
+]

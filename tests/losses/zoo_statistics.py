@@ -1,0 +1,137 @@
+"""Feature statistics, clusters and teachers for the table of losses under test, each with its paper's dense formula."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo.losses.align_uniform import AlignUniform
+from contrastive_zoo.losses.barlow_twins import BarlowTwins
+from contrastive_zoo.losses.dino import DINO
+from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
+from contrastive_zoo.losses.swav import SwAV
+from contrastive_zoo.losses.vicreg import VICReg
+from tests.zoo import Entry
+
+PROTOTYPES, WIDTH = 5, 8
+
+
+def fixed_prototypes() -> Tensor:
+    """The same on every process."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(PROTOTYPES, WIDTH, dtype=torch.float32, generator=generator).double()
+
+
+class SwAVOfAnyWidth(SwAV):
+    """With fixed prototypes, of which it uses as many columns as rows have."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(PROTOTYPES, WIDTH, **settings)
+        self.prototypes.data = fixed_prototypes().to(self.prototypes.dtype)
+
+    def forward(self, *rows: Tensor, world: Any = None) -> Tensor:
+        self.width = rows[0].shape[1]
+        return super().forward(*rows, world=world)
+
+    def settings(self) -> dict[str, Any]:
+        now = super().settings()
+        return {**now, "prototypes": now["prototypes"][:, : self.width]}
+
+
+class DINOOfAnyWidth(DINO):
+    """With outputs as wide as rows; the centre starts at a linear ramp."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(WIDTH, teacher_temperature=0.4, centre_momentum=0.7, **settings)
+        self.centre.copy_(ramp())
+
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
+        widened = [F.pad(view, (0, WIDTH - view.shape[1])) for view in views]
+        return super().forward(*widened, world=world)
+
+
+def ramp() -> Tensor:
+    return torch.linspace(-1, 1, WIDTH, dtype=torch.float32).double()
+
+
+def given(make: Callable[..., Any], *takes: str, **fixed: Any) -> Callable[..., Any]:
+    """``make`` with those of the settings that it takes."""
+    return lambda **settings: make(**fixed, **{name: x for name, x in settings.items() if name in takes})
+
+
+def dense_vicreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    n, d = a.shape
+    loss = 25 * sum((a[i] - b[i]).square().sum() for i in range(n)) / (n * d)
+    for z in (a, b):
+        mean = sum(z[i] for i in range(n)) / n
+        cov = sum(torch.outer(z[i] - mean, z[i] - mean) for i in range(n)) / max(1, n - 1)
+        for k in range(d):
+            loss = loss + 25 / (2 * d) * (1 - (cov[k, k] + 1e-4).sqrt()).clamp(min=0)
+            loss = loss + sum((cov[k, m] ** 2 for m in range(d) if m != k), torch.zeros(())) / d
+    return loss
+
+
+def dense_barlow_twins(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    """As the authors' code writes it."""
+    a, b = (F.batch_norm(x, None, None, training=True) if len(x) > 1 else 0 * x for x in (a, b))
+    c = a.T @ b / len(a)
+    on_diagonal = (c.diagonal() - 1).square().sum()
+    off_diagonal = (c - c.diagonal().diag()).square().sum()
+    return on_diagonal + 0.0051 * off_diagonal
+
+
+def dense_spectral_contrastive(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    a, b = (torch.stack([x if x.norm() < 1 else x / x.norm() for x in rows]) for rows in (a, b))
+    n, others = len(a), torch.zeros(())
+    for i in range(n):
+        others = others + sum(((a[i] @ b[j]) ** 2 for j in range(n) if j != i), torch.zeros(()))
+    return -2 * (a * b).sum() / n + others / max(1, n * (n - 1))
+
+
+def dense_align_uniform(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    """As the authors' code writes it, λ = 1."""
+    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
+    uniform = [torch.pdist(x).pow(2).mul(-2).exp().mean().log() if len(x) > 1 else 0 for x in (a, b)]
+    return (a - b).norm(dim=1).pow(2).mean() + sum(uniform) / 2
+
+
+def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor:
+    """As the authors' pseudo-code writes it."""
+    c = F.normalize(fixed_prototypes()[:, : views[0].shape[1]], dim=1)
+    scores = [F.normalize(z, dim=1) @ c.T for z in views]
+    losses = []
+    for u in range(codes):
+        with torch.no_grad():
+            q = torch.exp((scores[u] - scores[u].max()) / 0.05).T
+            q /= q.sum()
+            k, n = q.shape
+            for _ in range(3):
+                q *= (torch.full((k,), 1 / k) / q.sum(1))[:, None]
+                q *= (torch.full((n,), 1 / n) / q.sum(0))[None]
+            q = (q / q.sum(0, keepdim=True)).T
+        losses += [-(q * F.log_softmax(s / temperature, 1)).sum(1).mean() for v, s in enumerate(scores) if v != u]
+    return torch.stack(losses).mean()
+
+
+def dense_dino(*views: Tensor, temperature: Any = 0.1) -> Tensor:
+    """As the authors' pseudo-code writes it, the student being its own teacher."""
+    outputs = [F.pad(view, (0, WIDTH - view.shape[1])) for view in views]
+    losses = []
+    for u, teacher in enumerate(outputs[:2]):
+        t = F.softmax((teacher.detach() - ramp()) / 0.4, dim=1)
+        losses += [-(t * F.log_softmax(s / temperature, dim=1)).sum(1).mean() for v, s in enumerate(outputs) if v != u]
+    return sum(losses) / len(losses)
+
+
+ENTRIES = [
+    Entry("VICReg", given(VICReg), dense_vicreg),
+    Entry("BarlowTwins", given(BarlowTwins), dense_barlow_twins),
+    Entry("SpectralContrastive", given(SpectralContrastive), dense_spectral_contrastive),
+    Entry("AlignUniform", given(AlignUniform), dense_align_uniform),
+    Entry("SwAV", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav),
+    Entry("SwAV, three views", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav, views=3),
+    Entry("DINO", given(DINOOfAnyWidth, "temperature", "reduction"), dense_dino),
+    Entry("DINO, three views", given(DINOOfAnyWidth, "temperature", "reduction"), dense_dino, views=3),
+]
