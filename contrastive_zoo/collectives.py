@@ -125,6 +125,8 @@ class _AllReduce(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradient == "partial":
             dy = _AllReduce.apply(dy, "sum", "partial", ctx.world)
+        else:  # every rank holds the same dy, and goes on with it for its own x
+            dy = _Replicated.apply(dy, ctx.world)
         return _to_sources(dy, ctx), None, None, None
 
 
@@ -173,8 +175,21 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradient == "complete":
-            return dy[ctx.shards.mine], None, None, None
+            return _OwnSlice.apply(dy, ctx.shards, ctx.world), None, None, None
         return _ReduceScatter.apply(dy, ctx.shards, ctx.world), None, None, None
+
+
+class _OwnSlice(torch.autograd.Function):
+    """y_r = slice r of X, which every rank holds;  dX = [dy_0; …; dy_{W−1}] on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shards: Shards, world: World) -> Tensor:
+        ctx.shards, ctx.world = shards, world
+        return rows[shards.mine]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllGather.apply(dy, ctx.shards, "complete", ctx.world), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -233,7 +248,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllReduce.apply(dy, "sum", "partial", ctx.world), None
+        return _AllReduce.apply(dy, "sum", "complete", ctx.world), None
 
 
 def _winners(x: Tensor, best: Tensor, world: World) -> Tensor:

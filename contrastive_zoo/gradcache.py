@@ -293,7 +293,6 @@ class _Tower:
             found: where gradients of :attr:`parameters` are added up, by identity.
             travel: whether gradients that hooks collect travel with the last chunk.
         """
-        parameters = self.parameters
         sizes = zip(*self.outputs.sizes, strict=True)
         by_chunk = list(zip(*(g.split(list(of)) for g, of in zip(gradients, sizes, strict=True)), strict=True))
         with self._state_of_then():
@@ -303,14 +302,19 @@ class _Tower:
                     with torch.enable_grad(), self._same_autocast():
                         _set_random_states(states, self.devices)
                         rows = tree_leaves(self.model(*call.args, **call.kwargs))
-                    moving = [(x, pull) for x, pull in zip(rows, pulls, strict=True) if x.requires_grad]
-                    ends, starts = [x for x, _ in moving], [pull for _, pull in moving]
-                    if not parameters:
-                        torch.autograd.backward(ends, starts)
-                        continue
-                    for x, part in zip(parameters, torch.autograd.grad(ends, parameters, starts, allow_unused=True)):
-                        if part is not None:
-                            found[id(x)] = found[id(x)] + part if id(x) in found else part
+                    self._pull([(x, pull) for x, pull in zip(rows, pulls, strict=True) if x.requires_grad], found)
+
+    def _pull(self, rows: list[tuple[Tensor, Tensor]], found: dict[int, Tensor]) -> None:
+        """One chunk's rows and their gradients, through its graph."""
+        ends, pulls = [x for x, _ in rows], [pull for _, pull in rows]
+        parameters = self.parameters
+        if not parameters and ends:
+            torch.autograd.backward(ends, pulls)
+        elif ends:
+            parts = torch.autograd.grad(ends, parameters, pulls, allow_unused=True)
+            for x, part in zip(parameters, parts, strict=True):
+                if part is not None:
+                    found[id(x)] = found[id(x)] + part if id(x) in found else part
 
     def fill(self, caller: str, world: World) -> None:
         """Make an empty chunk after another rank's, where there is none.

@@ -23,7 +23,9 @@ def dense() -> Iterator[None]:
     """Within it, losses hold the whole matrix of similarities and are plain autograd: the definition, and slow.
 
     The panel engines write their gradients by hand, so these cannot be differentiated again. A gradient penalty, a
-    Hessian or a meta-learning step runs the loss under this context instead. Value and gradients are the same.
+    Hessian or a meta-learning step runs the loss under this context instead. Value and gradients are the same. Across
+    ranks differentiate the function itself, ``nt_xent(…, world=World.of())``, whose gradients are the plain derivatives:
+    ``DistributedLoss`` multiplies rows' gradients by what the trainer divides by, and would do so at each order.
 
     Example:
         >>> import contrastive_zoo as cz

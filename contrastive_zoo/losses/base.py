@@ -14,7 +14,7 @@ from contrastive_zoo.collectives import replicated
 from contrastive_zoo.engine.evaluation import wide
 from contrastive_zoo.engine.reduction import REDUCTIONS
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import kind, meet, refuse_empty
+from contrastive_zoo.meeting import kind, meet, refuse, refuse_empty
 from contrastive_zoo.world import Shards, World
 
 
@@ -75,7 +75,27 @@ class Loss(nn.Module):
             named_rows: as the function takes them.
         """
         world = self.local() if world is None else world
+        self.refuse_other_than_tensors(rows, named_rows, world)
         return type(self).function(*rows, **named_rows, **self.settings(), world=world)
+
+    def refuse_other_than_tensors(self, rows: Sequence[Any], named_rows: Mapping[str, Any], world: World) -> None:
+        """Say so, on every rank, if what is to be compared is not a tensor; where None is a default, it is allowed.
+
+        Raises:
+            ValueError: an argument is something else.
+        """
+        parameters = list(inspect.signature(getattr(type(self), "function", self.forward)).parameters.values())
+        names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        optional = {x.name for x in parameters if x.default is None}
+        for index, x in enumerate(rows):
+            name = names[index] if index < len(names) else f"view {index}"
+            self._refuse_other_than_tensor(name, x, name in optional, world)
+        for name, x in named_rows.items():
+            self._refuse_other_than_tensor(name, x, name in optional, world)
+
+    def _refuse_other_than_tensor(self, name: str, x: Any, optional: bool, world: World) -> None:
+        if not isinstance(x, Tensor) and not (optional and x is None):
+            refuse(type(self).__name__, f"{name} must be a tensor, got {type(x).__name__}.", world=world)
 
     def local(self) -> World:
         """A world of this process alone; says once if there are others that this loss will not see."""
@@ -84,7 +104,7 @@ class Loss(nn.Module):
             warnings.warn(
                 f"{type(self).__name__} compares this process's own rows only, though {World.of().size} processes run: "
                 f"its negatives are local. For the global batch write DistributedLoss({type(self).__name__}(...)).",
-                stacklevel=3,
+                stacklevel=5,  # the caller's line: beyond forward and two of torch's frames
             )
         return World(check_finite=self.check_finite)
 
@@ -154,10 +174,10 @@ def begin(
         ...
         ValueError: NTXent: temperature must be positive and finite, got 0.0. For a logit scale s pass temperature=1/s.
     """
-    if not torch.as_tensor(temperature).detach().isfinite().all() or not (torch.as_tensor(temperature) > 0).all():
+    given = torch.as_tensor(temperature).detach()
+    if given.numel() != 1 or not (given.isfinite() & (given > 0)).all():
         problem = problem or (
-            f"temperature must be positive and finite, got {float(temperature)}. "
-            "For a logit scale s pass temperature=1/s."
+            f"temperature must be positive and finite, got {given.tolist()}. For a logit scale s pass temperature=1/s."
         )
     if reduction not in REDUCTIONS:
         problem = problem or f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."

@@ -1,6 +1,5 @@
 """DINO: a student predicts, from every crop of a sample, what a centred, sharpened teacher says of the large ones."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +8,16 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.losses.base import begin, logit_scale, prepared, views_problem
+from contrastive_zoo.losses.base import begin, logit_scale, prepared
 from contrastive_zoo.losses.class_loss import Maker, positive
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 
 def dino(
-    *student: Float[Tensor, "n k"],
-    teacher: Sequence[Float[Tensor, "n k"]] | None = None,
+    student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
+    teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],
+    *,
     centre: Float[Tensor, " k"],
     temperature: float | Tensor = 0.1,
     teacher_temperature: float = 0.04,
@@ -31,9 +31,10 @@ def dino(
         loss_i = − mean over u and v ≠ u of Σ_k softmax_k((g^u_i − c) / τ_t) log softmax_k(s^v_i / τ_s)
 
     Args:
-        student: two or more views of [n, k], the large crops first; n may differ between ranks.
-        teacher: one or more of [n, k], of the first views in this order, used without gradient; None takes the
-            student's first two.
+        student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``. n may differ between
+            ranks.
+        teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
+            the same one.
         centre: c; :class:`DINO` keeps it.
         temperature: τ_s > 0; a tensor is learnt.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
@@ -44,8 +45,8 @@ def dino(
         Nats per sample, the same on every rank; [n] for ``"none"``.
 
     Raises:
-        ValueError: fewer than two views, views of different shape, a centre of another width, a temperature that is not
-            positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
+            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
 
     Example:
         >>> same = torch.zeros(3, 4)
@@ -54,24 +55,21 @@ def dino(
 
     Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294
     """
-    taught = [x.detach() for x in (student[:2] if teacher is None else teacher)]
-    named = {f"student {index}": x for index, x in enumerate(student)}
-    named |= {f"teacher {index}": x for index, x in enumerate(taught)}
-    problem = views_problem(student) or _problem(student, taught, centre)
+    problem = _problem(student, teacher, centre) or positive("teacher_temperature", teacher_temperature)
     begin(
         "DINO",
-        named,
-        problem=problem or positive("teacher_temperature", teacher_temperature),
+        {"student": student, "teacher": teacher},
+        problem=problem,
         temperature=temperature,
         teacher_temperature=teacher_temperature,
         reduction=reduction,
         world=world,
     )
-    scale = logit_scale(temperature, world)
-    predicted = [(scale * prepared(x, normalize=False)).log_softmax(1) for x in student]
-    targets = [((prepared(x, normalize=False) - centre) / teacher_temperature).softmax(1) for x in taught]
-    losses = [-(q * p).sum(1) for u, q in enumerate(targets) for v, p in enumerate(predicted) if v != u]
-    return reduce_anchors(torch.stack(losses).mean(0), reduction=reduction, world=world)
+    s, g = (prepared(x if x.ndim == 3 else x[:, None], normalize=False) for x in (student, teacher.detach()))
+    predicted = (logit_scale(temperature, world) * s).log_softmax(2)
+    losses = -((g - centre) / teacher_temperature).softmax(2) @ predicted.mT  # of teacher's view u, student's view v
+    same_view = torch.eye(*losses.shape[1:], dtype=torch.bool, device=losses.device) & (student.ndim == 3)
+    return reduce_anchors(losses[:, ~same_view].mean(1), reduction=reduction, world=world)
 
 
 class DINO(Maker):
@@ -87,47 +85,49 @@ class DINO(Maker):
     """
 
     function = staticmethod(dino)
-    made = ("centre", "teacher")
+    made = ("centre",)
     centre: Tensor
 
     def __init__(self, out_dim: int, *, centre_momentum: float = 0.9, **settings: Any) -> None:
         if not (out_dim >= 1 and 0 <= centre_momentum <= 1):
             raise ValueError(f"DINO: out_dim >= 1 and 0 <= centre_momentum <= 1, got {out_dim} and {centre_momentum}.")
-        super().__init__(centre=nn.Buffer(torch.zeros(out_dim)), teacher=None, **settings)
+        super().__init__(centre=nn.Buffer(torch.zeros(out_dim)), **settings)
         self.out_dim, self.centre_momentum = out_dim, centre_momentum
 
-    def forward(  # type: ignore[override]
-        self, *student: Tensor, teacher: Sequence[Tensor] | None = None, world: World | None = None
-    ) -> Tensor:
-        """The loss of these views, and a step of the centre.
+    def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
+        """The loss of these outputs, and a step of the centre.
 
         Args:
-            student: as the function takes them.
-            teacher: as the function takes them.
+            student: as the function takes it.
+            teacher: as the function takes it.
             world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
         """
         world = self.local() if world is None else world
-        loss = dino(*student, **{**self.settings(), "teacher": teacher}, world=world)
+        loss = super().forward(student, teacher, world=world)
         if self.training:
-            self._move(student[:2] if teacher is None else teacher, world)
+            self.move_centre(teacher, world)
         return loss
 
     @torch.no_grad()
-    def _move(self, teacher: Sequence[Tensor], world: World) -> None:
-        rows = torch.cat(list(teacher)).to(self.centre.dtype)
+    def move_centre(self, teacher: Tensor, world: World) -> None:
+        """One step towards the mean of the teacher's rows of all ranks."""
+        rows = teacher.flatten(0, -2).to(self.centre.dtype)
         total = torch.cat([rows.sum(0), rows.new_tensor([len(rows)])])
         total = sum_over_ranks(total, gradient="complete", world=world)
         self.centre.lerp_(total[:-1] / total[-1], 1 - self.centre_momentum)
 
 
-def _problem(student: Sequence[Tensor], teacher: Sequence[Tensor], centre: Tensor) -> str | None:
-    for index, x in enumerate(teacher):
-        if x.shape != student[0].shape:
-            return f"teacher and student pair row by row, got teacher {index} {kind(x)} for student {kind(student[0])}."
-    if not 1 <= len(teacher) <= len(student):
-        return f"the teacher sees the first of the student's {len(student)} views, got {len(teacher)} from the teacher."
-    if centre.shape != student[0].shape[1:]:
+def _problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:
+    fits = student.ndim == teacher.ndim and student.ndim in (2, 3) and student.is_floating_point()
+    if not fits or len(student) != len(teacher) or student.shape[-1] != teacher.shape[-1]:
         return (
-            f"the centre is as wide as outputs, got {kind(centre)} for {kind(student[0])}. Construct DINO(out_dim=…)."
+            f"student and teacher are [n, views, k], or [n, k], got student {kind(student)}, teacher {kind(teacher)}."
         )
+    if student.ndim == 3 and not (1 <= teacher.shape[1] <= student.shape[1] and student.shape[1] > 1):
+        return (
+            f"the student sees two or more views and the teacher the first of them, got {student.shape[1]} from the "
+            f"student and {teacher.shape[1]} from the teacher."
+        )
+    if centre.shape != student.shape[-1:]:
+        return f"the centre is as wide as outputs, got {kind(centre)} for {kind(student)}. Construct DINO(out_dim=…)."
     return None

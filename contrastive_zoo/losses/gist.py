@@ -9,11 +9,9 @@ from torch import Tensor
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
-from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, Shards, World
-
-_ANCHOR, _POSITIVE, _NEGATIVE = 0, 1, 2
 
 
 def gist(
@@ -89,16 +87,15 @@ def gist(
     shards, _, mined, *_ = begin(
         "GIST", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
     )
-    a, p, x = (prepared(rows, normalize=True) for rows in (anchors, positives, x))
-    guides = [prepared(rows.detach(), normalize=True) for rows in (guide_anchors, guide_positives, guide_x)]
-    mine = torch.arange(shards.start, shards.start + shards.size, device=a.device)
-    kinds = torch.repeat_interleave(torch.tensor([len(a), len(p), len(x)], device=a.device))
-    sizes = tuple(2 * n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
+    pairs, columns, single = side_by_side(*(prepared(rows, normalize=True) for rows in (anchors, positives, x)))
+    guides = (prepared(rows.detach(), normalize=True) for rows in (guide_anchors, guide_positives, guide_x))
+    guide_pairs, guide_columns, _ = side_by_side(*guides)
+    mine = torch.arange(shards.start, shards.start + shards.size, device=pairs.device)
+    sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
     return sum_over_anchors(
-        Panelwise(_guided, temperature=temperature, **settings), torch.cat([a, p], 1), mine, shards=shards,
-        columns=torch.cat([a, p, x]), column_ids=torch.cat([mine, mine, mine.new_full((len(x),), -1)]),
-        column_shards=Shards(sizes, shards.rank), reduction=reduction, world=world,
-        companions=[(mine, kinds), (torch.cat(guides[:2], 1), torch.cat(guides))],
+        Panelwise(_guided, temperature=temperature, **settings), pairs, mine, columns=columns, shards=shards,
+        column_ids=torch.cat([mine, mine.new_full((len(x),), -1)]), column_shards=Shards(sizes, shards.rank),
+        companions=[(mine, single), (guide_pairs, guide_columns)], reduction=reduction, world=world,
     )  # fmt: skip
 
 
@@ -116,25 +113,26 @@ def _guided(
     contrast_anchors: bool,
     contrast_positives: bool,
 ) -> tuple[Tensor, Tensor]:
-    (_, kinds), (guides, guide_columns) = panel.companions
-    a, p = panel.anchors.chunk(2, 1)  # an anchor and its positive are one, that looks with either
-    guide_a, guide_p = guides.chunk(2, 1)
-    agreed = (guide_a * guide_p).sum(1, keepdim=True)
+    (_, single), (guide_rows, guide_columns) = panel.companions
+    x, guide = (
+        apart(rows, columns, single, panel.positive)
+        for rows, columns in ((panel.anchors, panel.columns), (guide_rows, guide_columns))
+    )
+    agreed = (guide.first * guide.second).sum(1, keepdim=True)
     closest = agreed - margin * (agreed.abs() if relative else 1)
 
-    def block(rows: Tensor, guide: Tensor, of: int) -> tuple[Tensor, Tensor, Tensor]:
-        there = kinds == of
-        kept = guide @ guide_columns[there].T <= closest
-        return rows @ panel.columns[there].T / temperature, kept, panel.positive[:, there]
-
-    logits, kept, own = block(a, guide_a, _POSITIVE)
-    sums = [log_sum_exp_where(logits, kept | own)]
-    blocks = [(a, guide_a, _ANCHOR)] * contrast_anchors + [(p, guide_p, _POSITIVE)] * contrast_positives
-    for rows, guide, of in [*blocks, (a, guide_a, _NEGATIVE)]:
-        others, allowed, self = block(rows, guide, of)
-        sums.append(log_sum_exp_where(others, allowed & ~self))
+    logits = x.first @ x.seconds.T / temperature
+    sums = [log_sum_exp_where(logits, (guide.first @ guide.seconds.T <= closest) | x.own)]
+    blocks = [(x.first, x.singles, guide.first, guide.singles, x.mine)]
+    if contrast_anchors:
+        blocks.append((x.first, x.firsts, guide.first, guide.firsts, x.own))
+    if contrast_positives:
+        blocks.append((x.second, x.seconds, guide.second, guide.seconds, x.own))
+    for rows, columns, guide_of_rows, guide_of_columns, own in blocks:
+        kept = (guide_of_rows @ guide_of_columns.T <= closest) & ~own
+        sums.append(log_sum_exp_where(rows @ columns.T / temperature, kept))
     every = torch.stack(sums).logsumexp(0)
-    return every - logits.where(own, 0).sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
+    return every - logits.where(x.own, 0).sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
 
 
 def _problem(

@@ -69,7 +69,7 @@ class Margin(MetricLoss):
         positives, negatives = panel.positive.sum(1), panel.negative.sum(1)
         losses = negatives * pull.sum(1) + positives * push.sum(1)
         if self.num_classes is not None:
-            losses = losses + self.nu * positives * negatives * beta[:, 0]
+            losses = losses + self.nu * beta[:, 0] * positives * negatives
         return losses, negatives * (pull > 0).sum(1) + positives * (push > 0).sum(1)
 
     def forward(self, *rows: Tensor, world: World | None = None) -> Tensor:  # type: ignore[override]
@@ -83,7 +83,9 @@ class Margin(MetricLoss):
         if self.num_classes is not None and (problem := _classes_problem(rows, self.num_classes)):
             refuse(type(self).__name__, problem, world=world)
         value = super().forward(*rows, world=world)
-        return value + self.nu * self.beta if self.num_classes is None and self.reduction != "none" else value
+        if self.num_classes is not None or self.reduction == "none":
+            return value
+        return value + self.nu * self.beta.to(value.dtype)
 
 
 def _classes_problem(rows: tuple[Tensor, ...], num_classes: int) -> str | None:

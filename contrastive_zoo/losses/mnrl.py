@@ -9,7 +9,7 @@ from torch import Tensor
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
-from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, Shards, World
@@ -18,7 +18,6 @@ Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_do
 Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
 _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 _HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
-_QUERY, _DOCUMENT, _NEGATIVE = 0, 1, 2
 
 
 def mnrl(
@@ -102,14 +101,12 @@ def mnrl(
     )
     q, d, x = (prepared(rows, normalize=normalize) for rows in (queries, documents, negatives))
     mine = torch.arange(shards.start, shards.start + shards.size, device=q.device)
-    owners = torch.where(owners < 0, -1, owners + shards.start)
-    counts = [len(q), len(d), len(x)]
-    kinds = torch.repeat_interleave(torch.tensor(counts, device=q.device))
-    sizes = tuple(2 * n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
+    pairs, columns, single = side_by_side(q, d, x)
+    sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
     return sum_over_anchors(
-        Panelwise(_ranked, temperature=temperature, **settings), torch.cat([q, d], 1), mine, shards=shards,
-        columns=torch.cat([q, d, x]), column_ids=torch.cat([mine, mine, owners]),
-        column_shards=Shards(sizes, shards.rank), companions=[(mine, kinds)], reduction=reduction, world=world,
+        Panelwise(_ranked, temperature=temperature, **settings), pairs, mine, columns=columns, shards=shards,
+        column_ids=torch.cat([mine, torch.where(owners < 0, -1, owners + shards.start)]),
+        column_shards=Shards(sizes, shards.rank), companions=[(mine, single)], reduction=reduction, world=world,
     )  # fmt: skip
 
 
@@ -127,26 +124,23 @@ def _ranked(
     hardness_mode: Hardness | None,
     hardness_strength: float,
 ) -> tuple[Tensor, Tensor]:
-    q, d = panel.anchors.chunk(2, 1)  # a query and its document are one anchor, that looks with either
-    kinds = panel.companions[0][1]
-    asked, told = kinds == _QUERY, kinds != _QUERY
-    queries, documents = panel.columns[asked], panel.columns[told]
-    own, mined = panel.positive[:, told], kinds[told] == _NEGATIVE
-    partner = own & ~mined
+    x = apart(panel.anchors, panel.columns, panel.companions[0][1], panel.positive)
+    documents, own = torch.cat([x.seconds, x.singles]), torch.cat([x.own, x.mine], 1)
+    mined = torch.arange(len(documents), device=own.device) >= len(x.seconds)
 
-    cos = q @ documents.T
+    cos = x.first @ documents.T
     logits = cos / temperature
-    positive = logits.where(partner, 0).sum(1)
+    positive = logits.where(own & ~mined, 0).sum(1)
     if hardness_mode is not None:
-        hard = {"in_batch_negatives": ~own, "hard_negatives": own & mined, "all_negatives": ~partner}[hardness_mode]
+        hard = {"in_batch_negatives": ~own, "hard_negatives": own & mined, "all_negatives": ~own | mined}[hardness_mode]
         logits = logits + (hardness_strength * cos.detach()).where(hard, 0)
     sums = [logits.logsumexp(1)]
     if "query_to_query" in directions:
-        sums.append(log_sum_exp_where(q @ queries.T / temperature, ~panel.positive[:, asked]))
+        sums.append(log_sum_exp_where(x.first @ x.firsts.T / temperature, ~x.own))
     if "doc_to_query" in directions:
-        sums.append((d @ queries.T / temperature).logsumexp(1))
+        sums.append((x.second @ x.firsts.T / temperature).logsumexp(1))
     if "doc_to_doc" in directions:
-        sums.append(log_sum_exp_where(d @ documents.T / temperature, ~own))
+        sums.append(log_sum_exp_where(x.second @ documents.T / temperature, ~own))
     every = torch.stack(sums)
     every = every.logsumexp(0) if partition_mode == "joint" else every.mean(0)
     return every - positive, torch.ones_like(panel.ids, dtype=torch.bool)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -53,3 +53,42 @@ def log_sum_exp_where(
     none = ~where.any(1)
     kept = x.masked_fill(~where, -torch.inf).masked_fill(none[:, None], 0)
     return kept.logsumexp(1).masked_fill(none, empty)
+
+
+class Pairs(NamedTuple):
+    """A panel whose rows are pairs, side by side, and whose columns are pairs and single rows."""
+
+    first: Tensor
+    """[c, d] of the anchors."""
+    second: Tensor
+    firsts: Tensor
+    """[P, d] of the columns."""
+    seconds: Tensor
+    singles: Tensor
+    """[M, d]."""
+    own: Tensor
+    """[c, P], which pair the anchor is."""
+    mine: Tensor
+    """[c, M], whose ids of singles are the anchor's."""
+
+
+def side_by_side(
+    first: Float[Tensor, "n d"], second: Float[Tensor, "n d"], singles: Float[Tensor, "m d"]
+) -> tuple[Float[Tensor, "n e"], Float[Tensor, "k e"], Bool[Tensor, " k"]]:
+    """Pairs as anchors, so that one can look with either of its rows; pairs and singles as columns, and which is which.
+
+    Example:
+        >>> [x.tolist() for x in side_by_side(torch.ones(1, 1), torch.zeros(1, 1), torch.full((1, 1), 7.0))]
+        [[[1.0, 0.0]], [[1.0, 0.0], [7.0, 0.0]], [False, True]]
+    """
+    pairs = torch.cat([first, second], 1)
+    single = torch.arange(len(pairs) + len(singles), device=pairs.device) >= len(pairs)
+    return pairs, torch.cat([pairs, torch.cat([singles, torch.zeros_like(singles)], 1)]), single
+
+
+def apart(rows: Tensor, columns: Tensor, single: Tensor, positive: Tensor) -> Pairs:
+    """What :func:`side_by_side` put together, of a panel."""
+    pair, extra = single.logical_not().nonzero().flatten(), single.nonzero().flatten()
+    firsts, seconds = columns[pair].chunk(2, 1)
+    singles = columns[extra].chunk(2, 1)[0]
+    return Pairs(*rows.chunk(2, 1), firsts, seconds, singles, positive[:, pair], positive[:, extra])

@@ -52,7 +52,7 @@ def proxy_nca(
     """
     target, others, scale = against_classes(
         "ProxyNCA", embeddings, labels, weights, temperature=temperature / 2, reduction=reduction,
-        problem=positive("temperature", float(temperature)), world=world,
+        problem=positive("temperature", None if isinstance(temperature, Tensor) else temperature), world=world,
     )  # fmt: skip
     return reduce_anchors(-F.logsigmoid(scale * target - others), reduction=reduction, world=world)
 

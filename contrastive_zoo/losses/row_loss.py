@@ -77,6 +77,7 @@ class RowLoss(Loss):
             world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
         """
         world = self.local() if world is None else world
+        self.refuse_other_than_tensors(rows, {}, world)
         views = len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows)
         if views:
             named: Mapping[str, Tensor] = {f"view {index}": view for index, view in enumerate(rows)}

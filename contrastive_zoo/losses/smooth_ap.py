@@ -19,8 +19,8 @@ class SmoothAP(MetricLoss):
 
     Args:
         temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
-        with_self: whether an anchor also retrieves itself, as a positive, as in the authors' code and
-            pytorch-metric-learning (which takes classes of equal size only, in blocks).
+        with_self: whether an anchor also retrieves itself, as a positive, as in the authors' code and in
+            pytorch-metric-learning's, which takes blocks of equal classes, as many as each has rows.
         kept: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -126,9 +127,27 @@ def _() -> Any:
     def gathered(x: Tensor) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its torch function is deprecated, on every call
-            return fabric.all_gather(x, sync_grads=True).flatten(0, 1)
+            everybody = fabric.all_gather(x, sync_grads=True)
+        assert isinstance(everybody, Tensor)
+        return everybody.flatten(0, 1)
 
     return Pairs(gathered=gathered)
+
+
+class _Given(nn.Module):
+    """What a SentenceTransformer is to its losses, for embeddings that are there already."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return features
+
+
+@peer("sentence-transformers, gathered", library="sentence_transformers", mistake="uneven shards", call="views")
+def _() -> Any:
+    """sentence-transformers' `MultipleNegativesRankingLoss(model, gather_across_devices=True)`"""
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    loss = MultipleNegativesRankingLoss(_Given(), gather_across_devices=ranks()[1] > 1)  # type: ignore[arg-type]
+    return lambda view1, view2: loss([{"sentence_embedding": view1}, {"sentence_embedding": view2}], torch.empty(0))
 
 
 def _as_torchrun_would() -> None:

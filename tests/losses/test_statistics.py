@@ -94,27 +94,26 @@ def test_numbers_by_hand() -> None:
     close(vicreg(a, b).item(), by_hand)
     # correlation [[1, 1], [0, 0]] but for eps
     close(barlow_twins(a, b, lambda_=0.5, eps=1e-12).item(), 0 + 1 + 0.5 * 1, 1e-9)
-    close(spectral_contrastive(a, b, mu=math.inf).item(), -2 + 1)
+    close(spectral_contrastive(a, b, mu=math.inf).item(), -2.0 + 1)
     close(align_uniform(a, a, t=0.5).item(), -0.5 * 4)
-    close(align_uniform(a, -a, alpha=1.0, t=1.0, uniformity=0.5).item(), 2 - 0.5 * 4)
+    close(align_uniform(a, -a, alpha=1.0, t=1.0, uniformity=0.5).item(), 2.0 - 0.5 * 4)
     eye = torch.eye(2, dtype=torch.float64)
     # each row wants another prototype: codes are shares 1 : e^(−1/ε)
     q = 1 / (1 + math.exp(-1))
     by_hand = math.log(math.e + 1) - q
     close(swav(eye, eye, prototypes=eye, temperature=1.0, epsilon=1.0).item(), by_hand)
-    loss = dino(eye, eye, eye, teacher=[eye], centre=eye[0], temperature=1.0, teacher_temperature=1.0)
+    loss = dino(torch.stack([eye] * 3, 1), eye[:, None], centre=eye[0], temperature=1.0, teacher_temperature=1.0)
     # teacher less centre: (0, 0) and (−1, 1)
     second = 1 / (1 + math.exp(-2))
     close(loss.item(), math.log(math.e + 1) - (0.5 + second) / 2)
 
 
 def test_dino_moves_its_centre_while_training() -> None:
-    teacher = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])]
-    student = torch.zeros(2, 2)
+    teacher = torch.tensor([[[1.0, 2.0], [5.0, 6.0]], [[3.0, 4.0], [7.0, 8.0]]])
     loss = DINO(2, centre_momentum=0.75)
-    loss(student, student, student, teacher=teacher)
+    loss(torch.zeros(2, 3, 2), teacher)
     close(loss.centre, torch.tensor([1.0, 1.25]))
-    loss.eval()(student, student, teacher=teacher)
+    loss.eval()(torch.zeros(2, 2), teacher[:, 0])
     close(loss.centre, torch.tensor([1.0, 1.25]))
     other = DINO(2)
     other.load_state_dict(loss.state_dict())
@@ -127,10 +126,10 @@ def test_dinos_teacher_is_gathered_on_all_ranks(worlds: Worlds) -> None:
         world = cz.World.of()
         mine = slice(sum(shards[: world.rank]), sum(shards[: world.rank + 1]))
         wrapped = cz.DistributedLoss(loss)
-        values = [wrapped(*student[:, mine], teacher=tuple(teacher[:, mine])).item() for _ in range(3)]
+        values = [wrapped(student[mine], teacher[mine]).item() for _ in range(3)]
         return values, loss.centre
 
-    student, teacher = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(2, 5, 3, dtype=torch.float64)
+    student, teacher = torch.randn(5, 4, 3, dtype=torch.float64), torch.randn(5, 2, 3, dtype=torch.float64)
     (values, centre), *_ = worlds.run(1, job, student, teacher, (5,))
     for shards in [(2, 3), (0, 4, 1)]:
         for found, state in worlds.run(len(shards), job, student, teacher, shards):
@@ -175,8 +174,8 @@ BAD = [
     (lambda a, b: swav(a, b, prototypes=torch.eye(4), temperature=0.0), "temperature must be positive"),
     (lambda a, b: SwAV(0, 4), "there are prototypes and features, got 0 and 4"),
     (lambda a, b: dino(a, b, centre=torch.zeros(3)), r"the centre is as wide as outputs.*Construct DINO\(out_dim"),
-    (lambda a, b: dino(a, b, teacher=[a, b, a], centre=torch.zeros(4)), "first of the student's 2 views, got 3"),
-    (lambda a, b: dino(a, b, teacher=[a[:2]], centre=torch.zeros(4)), "teacher and student pair row by row"),
+    (lambda a, b: dino(a[:, None], a[:, None], centre=torch.zeros(4)), "student sees two or more views .* got 1 from"),
+    (lambda a, b: dino(a, b[:2], centre=torch.zeros(4)), r"student and teacher are \[n, views, k\], or \[n, k\], got"),
     (lambda a, b: dino(a, b, centre=torch.zeros(4), teacher_temperature=0.0), "teacher_temperature must be positive"),
     (lambda a, b: DINO(4, centre_momentum=1.5), "centre_momentum <= 1, got 4 and 1.5"),
 ]

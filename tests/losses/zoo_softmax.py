@@ -212,7 +212,8 @@ def dense_dcl(
         for i in range(n):
             sums = [[views[k][i] @ view[j] / temperature for j in range(n) if j != i] for view in views]
             if n > 1:
-                push = log_sum(sum(sums, [])) if denominators == "joint" else log_sum(sums[0]) + log_sum(sums[1])
+                joint = log_sum([*sums[0], *sums[1]])
+                push = joint if denominators == "joint" else log_sum(sums[0]) + log_sum(sums[1])
                 losses.append(push - weights[i] * (views[0][i] @ views[1][i]) / temperature)
     return mean(losses, a, b)
 
@@ -286,17 +287,30 @@ def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any, l2: float = 0.0) 
 
 
 def dense_sup_sigmoid(z: Tensor, labels: Tensor, temperature: Any, bias: float = -10.0) -> Tensor:
-    u, losses = unit(z), [0 * z.sum()]
+    u, total = unit(z), 0 * z.sum()
     for i in range(len(u)):
         for j in range(len(u)):
             if i != j:
-                losses.append(-F.logsigmoid((1 if labels[i] == labels[j] else -1) * (u[i] @ u[j] / temperature + bias)))
-    return torch.stack(losses).sum() / len(z)
+                sign = 1 if labels[i] == labels[j] else -1
+                total = total - F.logsigmoid(sign * (u[i] @ u[j] / temperature + bias))
+    return total / len(z)
 
 
 def fixed(cls: Any, **given: Any) -> Any:
     """The class with some settings given."""
     return lambda **settings: cls(**given, **settings)
+
+
+def learnt(cls: Any) -> Any:
+    """The class, whose own temperature starts at the given one to the last bit of 64."""
+
+    def make(temperature: Any = 0.07, **settings: Any) -> Any:
+        loss = cls(temperature=temperature, **settings)
+        if isinstance(temperature, float):
+            loss.logit_scale.data = torch.tensor(-math.log(temperature), dtype=torch.float64)
+        return loss
+
+    return make
 
 
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -315,9 +329,9 @@ def row(name: str, cls: Any, dense: Any, call: str, views: int = 2, **given: Any
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
 
 ENTRIES: list[Entry] = [
-    row("Clip", Clip, dense_clip, "views"),
-    row("SigLIP", SigLIP, dense_siglip, "views"),
-    row("SupSigmoid", SupSigmoid, dense_sup_sigmoid, "labels"),
+    row("Clip", learnt(Clip), dense_clip, "views"),
+    row("SigLIP", learnt(SigLIP), dense_siglip, "views"),
+    row("SupSigmoid", learnt(SupSigmoid), dense_sup_sigmoid, "labels"),
     row("MultiPositive, duplicates positive", MultiPositiveOfOne, dense_multi_positive, "labels"),
     row("MultiPositive, ignored", MultiPositiveOfOne, dense_multi_positive, "labels", duplicates="ignore"),
     row("MultiPositive, negative", MultiPositiveOfOne, dense_multi_positive, "labels", duplicates="negative"),

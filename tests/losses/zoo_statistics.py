@@ -9,7 +9,8 @@ from torch import Tensor
 
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.barlow_twins import BarlowTwins
-from contrastive_zoo.losses.dino import DINO
+from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.losses.dino import DINO, dino
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.swav import SwAV
 from contrastive_zoo.losses.vicreg import VICReg
@@ -40,16 +41,37 @@ class SwAVOfAnyWidth(SwAV):
         return {**now, "prototypes": now["prototypes"][:, : self.width]}
 
 
-class DINOOfAnyWidth(DINO):
-    """With outputs as wide as rows; the centre starts at a linear ramp."""
+def dino_of_views(
+    *views: Tensor,
+    centre: Tensor,
+    temperature: Any = 0.1,
+    teacher_temperature: Any,
+    reduction: Any = "mean",
+    world: Any,
+) -> Tensor:
+    s = _widened(views)
+    settings = {"temperature": temperature, "teacher_temperature": teacher_temperature, "reduction": reduction}
+    return dino(s, s[:, :2], centre=centre, world=world, **settings)
+
+
+class DINOOfViews(DINO):
+    """The student is its own teacher of the first two views; the centre starts at a linear ramp."""
+
+    function = staticmethod(dino_of_views)
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(WIDTH, teacher_temperature=0.4, centre_momentum=0.7, **settings)
         self.centre.copy_(ramp())
 
     def forward(self, *views: Tensor, world: Any = None) -> Tensor:
-        widened = [F.pad(view, (0, WIDTH - view.shape[1])) for view in views]
-        return super().forward(*widened, world=world)
+        world = self.local() if world is None else world
+        loss = Loss.forward(self, *views, world=world)
+        self.move_centre(_widened(views)[:, :2], world)
+        return loss
+
+
+def _widened(views: Any) -> Tensor:
+    return torch.stack([F.pad(view, (0, WIDTH - view.shape[1])) for view in views], 1)
 
 
 def ramp() -> Tensor:
@@ -132,6 +154,6 @@ ENTRIES = [
     Entry("AlignUniform", given(AlignUniform), dense_align_uniform),
     Entry("SwAV", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav),
     Entry("SwAV, three views", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav, views=3),
-    Entry("DINO", given(DINOOfAnyWidth, "temperature", "reduction"), dense_dino),
-    Entry("DINO, three views", given(DINOOfAnyWidth, "temperature", "reduction"), dense_dino, views=3),
+    Entry("DINO", given(DINOOfViews, "temperature", "reduction"), dense_dino),
+    Entry("DINO, three views", given(DINOOfViews, "temperature", "reduction"), dense_dino, views=3),
 ]

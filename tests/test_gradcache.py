@@ -1,0 +1,438 @@
+"""A step through chunks leaves behind what a step at once leaves behind: gradients, random numbers, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+
+import contrastive_zoo as cz
+from contrastive_zoo import gradcache
+from contrastive_zoo.gradcache import GradCache, cached_step
+from contrastive_zoo.testing.strategies import splits
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, complaint, distance, mine, numbers
+
+IN, D = 4, 3
+Gradients = list[Tensor]
+
+
+def mlp(*middle: nn.Module, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(IN, 6), *middle, nn.Tanh(), nn.Linear(6, D)).double()
+
+
+class TwoTowers(nn.Module):
+    """One module, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = mlp(seed=1), mlp(seed=2)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(y)
+
+
+def gradients(*modules: nn.Module) -> Gradients:
+    return [x.grad.clone() for module in modules for x in module.parameters() if x.grad is not None]
+
+
+def same(found: Gradients, expected: Gradients, tolerance: float = 1e-10) -> None:
+    assert len(found) == len(expected) > 0
+    for x, y in zip(found, expected, strict=True):
+        close(x, y, tolerance)
+
+
+def labels(n: int) -> Tensor:
+    return torch.arange(n) % 3
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 8, 100])
+def test_gradients_are_those_of_one_step_at_once(chunk_size: int) -> None:
+    x, loss_fn = numbers(8, IN, seed=0), cz.SupCon(temperature=0.3)
+    at_once, by_module, by_step = mlp(), mlp(), mlp()
+    expected = loss_fn(at_once(x), labels(8))
+    expected.backward()
+
+    found = loss_fn(GradCache(by_module, chunk_size)(x), labels(8))
+    found.backward()
+    stepped = cached_step(by_step, x.split(chunk_size), loss_fn, labels(8))
+
+    close(found.detach(), expected.detach())
+    close(stepped, expected.detach())
+    same(gradients(by_module), gradients(at_once))
+    same(gradients(by_step), gradients(at_once))
+
+
+def test_several_towers_and_several_outputs() -> None:
+    x, y = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
+    loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
+    at_once, one_module, two_modules, by_module = (TwoTowers() for _ in range(4))
+    loss_fn(*at_once(x, y)).backward()
+    expected = [*gradients(at_once), loss_fn.temperature.log_scale.grad.clone()]
+    steps: dict[nn.Module, Callable[[], Any]] = {
+        one_module: lambda: cached_step(one_module, list(zip(x.split(3), y.split(3), strict=True)), loss_fn),
+        two_modules: lambda: cached_step(
+            (two_modules.left, two_modules.right), (x.split(3), [{"input": part} for part in y.split(2)]), loss_fn
+        ),
+        by_module: lambda: loss_fn(*GradCache(by_module, 2)(x, y=y)).backward(),
+    }
+    for model, step in steps.items():
+        loss_fn.zero_grad()
+        step()
+        same([*gradients(model), loss_fn.temperature.log_scale.grad], expected)
+
+
+def test_two_views_through_one_encoder() -> None:
+    x, y, loss_fn = numbers(5, IN, seed=0), numbers(5, IN, seed=1), cz.NTXent()
+    at_once, twice, stacked, stepped = (mlp() for _ in range(4))
+    loss_fn(at_once(x), at_once(y)).backward()
+    encode = GradCache(twice, 2)
+    loss_fn(encode(x), encode(y)).backward()
+    loss_fn(*GradCache(stacked, 3)(torch.cat([x, y])).chunk(2)).backward()
+    cached_step((stepped, stepped), (x.split(2), y.split(3)), loss_fn)
+    for model in (twice, stacked, stepped):
+        same(gradients(model), gradients(at_once))
+
+
+def test_only_one_chunk_has_a_graph_at_a_time() -> None:
+    seen: list[tuple[bool, int]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.is_grad_enabled(), len(x)))
+            return super().forward(x)
+
+    loss = GradCache(Watched(IN, D).double(), 3)(numbers(8, IN, seed=0)).square().sum()
+    assert seen == [(False, 3), (False, 3), (False, 2)]
+    loss.backward()
+    assert seen[3:] == [(True, 3), (True, 3), (True, 2)]
+
+
+@pytest.mark.parametrize("factor", [3.0, 0.25])
+def test_grad_output_is_honoured(factor: float) -> None:
+    x, loss_fn = numbers(6, IN, seed=0), cz.SupCon(temperature=cz.LearnableTemperature(0.5))
+    at_once, cached = mlp(), mlp()
+    (factor * loss_fn(at_once(x), labels(6))).backward()
+    expected = [*gradients(at_once), loss_fn.temperature.log_scale.grad.clone()]
+    loss_fn.zero_grad()
+    (factor * loss_fn(GradCache(cached, 4)(x), labels(6))).backward()
+    same([*gradients(cached), loss_fn.temperature.log_scale.grad], expected)
+
+
+def test_gradients_add_up_and_may_be_asked_for() -> None:
+    x, loss_fn = numbers(6, IN, seed=0), cz.SupCon()
+    at_once, cached = mlp(), mlp()
+    encode = GradCache(cached, 4)
+    for part in (x, 2 * x):
+        loss_fn(at_once(part), labels(6)).backward()
+        loss_fn(encode(part), labels(6)).backward()
+    same(gradients(cached), gradients(at_once))
+    asked = torch.autograd.grad(loss_fn(encode(x), labels(6)), list(cached.parameters()))
+    same(list(asked), list(torch.autograd.grad(loss_fn(at_once(x), labels(6)), list(at_once.parameters()))))
+
+
+def test_two_calls_before_one_backward_pass() -> None:
+    at_once, cached = mlp(), mlp()
+    encode = GradCache(cached, 2)
+    x, y = numbers(3, IN, seed=0), numbers(5, IN, seed=1)
+    (at_once(x).square().mean() + at_once(y).exp().mean()).backward()
+    (encode(x).square().mean() + encode(y).exp().mean()).backward()
+    same(gradients(cached), gradients(at_once))
+
+
+def test_frozen_parameters_and_no_grad() -> None:
+    x, model = numbers(5, IN, seed=0), mlp()
+    with torch.no_grad():
+        assert not GradCache(model, 2)(x).requires_grad
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    GradCache(model, 2)(x).sum().backward()
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is not None
+    assert not GradCache(model.requires_grad_(False), 2)(x).requires_grad
+
+
+def test_outputs_that_are_no_rows_of_numbers_have_no_gradient() -> None:
+    class WithLengths(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"z": super().forward(x), "lengths": torch.full((len(x),), IN)}
+
+    out = GradCache(WithLengths(IN, D).double(), 2)(numbers(5, IN, seed=0))
+    assert out["lengths"].tolist() == [IN] * 5
+    out["z"].sum().backward()
+
+
+# --------------------------------------------------------------------------------- random numbers, buffers, precision
+
+
+def chunk_by_chunk(model: nn.Module, x: Tensor, chunk_size: int, loss_fn: Callable[..., Tensor]) -> None:
+    """The step that is replayed: all chunks with a graph, at once in memory."""
+    loss_fn(torch.cat([model(part) for part in x.split(chunk_size)])).backward()
+
+
+def test_dropout_is_the_same_in_both_passes() -> None:
+    x = numbers(8, IN, seed=0)
+    plain, cached = mlp(nn.Dropout(0.5)), mlp(nn.Dropout(0.5))
+    torch.manual_seed(5)
+    chunk_by_chunk(plain, x, 3, lambda z: z.exp().mean())
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    cached_step(cached, x.split(3), lambda z: z.exp().mean())
+    same(gradients(cached), gradients(plain))
+    assert torch.equal(torch.get_rng_state(), after)  # the second pass leaves no trace
+
+    other = mlp(nn.Dropout(0.5))
+    torch.manual_seed(5)
+    with patch.object(gradcache, "_set_random_states", lambda *_: None):
+        cached_step(other, x.split(3), lambda z: z.exp().mean())
+    assert max(distance(a, b) for a, b in zip(gradients(other), gradients(plain), strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "batch norm"])
+def test_buffers_move_once(kind: str) -> None:
+    def make() -> nn.Module:
+        model = mlp(nn.BatchNorm1d(6)) if kind == "batch norm" else mlp()
+        if kind == "spectral norm":
+            parametrizations.spectral_norm(model[0])  # its vectors move with each pass, and the output with them
+        return model.double()
+
+    x = numbers(9, IN, seed=0)
+    torch.manual_seed(0)
+    plain, cached = make(), make()
+    cached.load_state_dict(plain.state_dict())
+    before = [buffer.clone() for buffer in plain.buffers()]
+    for _ in range(2):
+        chunk_by_chunk(plain, x, 3, lambda z: z.exp().mean())
+        cached_step(cached, x.split(3), lambda z: z.exp().mean())
+    same(gradients(cached), gradients(plain))
+    for was, found, expected in zip(before, cached.buffers(), plain.buffers(), strict=True):
+        assert not torch.equal(was, expected)
+        close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_a_scaler(dtype: torch.dtype) -> None:
+    x = numbers(8, IN, seed=0, dtype=torch.float32)
+    plain, cached, around = mlp().float(), mlp().float(), mlp().float()
+    found = []
+    for model, run in [
+        (plain, lambda model, scaler: _plain(model, x, scaler)),
+        (cached, lambda model, scaler: cached_step(model, x.split(3), _loss, scaler=scaler)),
+        (around, lambda model, scaler: scaler.scale(_loss(GradCache(model, 3)(x))).backward()),
+    ]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", dtype=dtype):
+            run(model, scaler)
+            assert model[0](x).requires_grad  # the first pass has left no weights without a graph in autocast's cache
+        scaled = gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append([*scaled, *gradients(model), *(p.detach() for p in model.parameters())])
+    for result in found[1:]:
+        same(result, found[0], 1e-5)
+    assert found[0][0].abs().max() > 1.0  # it was scaled
+
+
+def _loss(z: Tensor) -> Tensor:
+    return cz.sup_con(z, labels(len(z)), temperature=0.5)
+
+
+def _plain(model: nn.Module, x: Tensor, scaler: Any) -> None:
+    scaler.scale(_loss(torch.cat([model(part) for part in x.split(3)]))).backward()
+
+
+# ------------------------------------------------------------------------------------------------------- several ranks
+
+WAYS = ["DDP inside", "DDP around", "DDP, cached_step", "DDP, chunks or none", "by hand", "by hand, cached_step"]
+
+
+def step_on_ranks(way: str, shards: tuple[int, ...], chunk_size: int) -> tuple[float, Gradients, float, int]:
+    """On every rank: value, gradients, the temperature's gradient, and how often gradients travelled."""
+    rank = dist.get_rank()
+    model = mlp()
+    loss_fn = cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature(0.5))).double()
+    x, y = (mine(part, shards) for part in (numbers(sum(shards), IN, seed=0), labels(sum(shards))))
+    travelled = 0
+
+    def count(_: object, bucket: Any) -> Any:
+        nonlocal travelled
+        travelled += 1
+        return dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True).get_future().then(_first)
+
+    def ddp(module: nn.Module) -> nn.Module:
+        wrapped = DistributedDataParallel(module)
+        wrapped.register_comm_hook(None, count)
+        return wrapped
+
+    size = chunk_size + rank  # ranks need not even agree on the size of a chunk
+    if way == "DDP around":
+        encode = ddp(GradCache(model, size))
+    else:
+        encode = GradCache(ddp(model) if "DDP" in way else model, size)
+    chunks = [] if way == "DDP, chunks or none" and not len(x) else x.split(size)
+    if "cached_step" in way or "none" in way:
+        value = cached_step(encode.model, chunks, loss_fn, y)
+    else:
+        value = loss_fn(encode(x), y)
+        value.backward()
+    if "by hand" in way:
+        cz.average_gradients(model)
+    return value.item(), gradients(model), loss_fn.loss.temperature.log_scale.grad.item(), travelled
+
+
+def _first(future: Any) -> Tensor:
+    return future.value()[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(shards=splits((1, 2, 3), least=2, most=7), chunk_size=st.integers(1, 3))
+def test_gradients_are_those_of_one_process_at_once(way: str, shards, chunk_size: int, worlds: Worlds) -> None:
+    n = sum(shards)
+    model, loss_fn = mlp(), cz.SupCon(temperature=cz.LearnableTemperature(0.5)).double()
+    expected = loss_fn(model(numbers(n, IN, seed=0)), labels(n))
+    expected.backward()
+    for value, found, temperature, travelled in worlds.run(len(shards), step_on_ranks, way, shards, chunk_size):
+        assert value == pytest.approx(expected.item(), abs=1e-10)
+        assert temperature == pytest.approx(loss_fn.temperature.log_scale.grad.item(), abs=1e-10)
+        same(found, gradients(model))
+        assert travelled == ("DDP" in way)  # one bucket, once
+
+
+def test_two_towers_under_ddp_travel_once_also_with_uneven_numbers_of_chunks(worlds: Worlds) -> None:
+    def job(shared: bool) -> tuple[list[Gradients], int]:
+        rank, counted = dist.get_rank(), []
+        x, y = (mine(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in (0, 1))
+        models = [mlp(seed=1), mlp(seed=1 if shared else 2)]
+
+        def count(_: object, bucket: Any) -> Any:
+            counted.append(1)
+            return dist.all_reduce(bucket.buffer() / 3, async_op=True).get_future().then(_first)
+
+        wrapped = [DistributedDataParallel(model) for model in models[: 1 if shared else 2]]
+        for ddp in wrapped:
+            ddp.register_comm_hook(None, count)
+        towers = (wrapped[0], wrapped[-1])
+        cached_step(towers, (x.split(1 + rank), y.split(2)), cz.DistributedLoss(cz.InfoNCE()))
+        return [gradients(model) for model in models[: len(wrapped)]], len(counted)
+
+    for shared in (True, False):
+        left, right = mlp(seed=1), mlp(seed=1 if shared else 2)
+        towers = (left, left) if shared else (left, right)
+        cz.InfoNCE()(*(tower(numbers(8, IN, seed=seed)) for seed, tower in enumerate(towers))).backward()
+        for found, travelled in worlds.run(3, job, shared):
+            assert travelled == len(found)
+            for gradient, tower in zip(found, towers, strict=False):
+                same(gradient, gradients(tower))
+
+
+def test_accumulation_and_buffers_under_ddp(worlds: Worlds) -> None:
+    """Ten steps with a spectral norm, whose vectors DDP copies from rank 0, and numbers of chunks that differ."""
+
+    def job(way: str) -> tuple[Gradients, Gradients]:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(IN, 5)), nn.Tanh(), nn.Linear(5, D)).double()
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn = cz.DistributedLoss(cz.SupCon(temperature=0.5))
+        for step in range(10):
+            x, y = (mine(part, (5, 3)) for part in (numbers(8, IN, seed=step), labels(8)))
+            chunks = x.split(5) if way == "plain" else x.split(2 + rank)
+            model.train(step % 3 > 0) if way == "plain" else model.train(step % 3 > 0)
+            if len(chunks) > 1 and model.training:  # vectors move with every chunk: keep the number of passes equal
+                chunks = x.split(5)
+            optimizer.zero_grad()
+            cached_step(ddp, chunks, loss_fn, y) if way == "cached" else loss_fn(ddp(x), y).backward()
+            optimizer.step()
+        return [x.detach() for x in model.parameters()], list(model.buffers())
+
+    for (weights, buffers), (expected, moved) in zip(
+        worlds.run(2, job, "cached"), worlds.run(2, job, "plain"), strict=True
+    ):
+        same(weights, expected)
+        same(buffers, moved)
+
+
+def test_the_hooks_of_fsdp_collect_gradients(worlds: Worlds) -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+
+    def job() -> Gradients:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        model = mlp()
+        fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+        x, y = (mine(part, (5, 3)) for part in (numbers(8, IN, seed=0), labels(8)))
+        cached_step(model, x.tensor_split(3), cz.DistributedLoss(cz.SupCon()), y)
+        return [x.grad.full_tensor() for x in model.parameters()]
+
+    model = mlp()
+    cz.SupCon()(model(numbers(8, IN, seed=0)), labels(8)).backward()
+    for found in worlds.run(2, job):
+        same(found, gradients(model))
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def encode_two() -> Tensor:
+    return cached_step(mlp(), numbers(2, IN, seed=0).split(1), cz.DistributedLoss(cz.SupCon()), labels(2))
+
+
+def _odd() -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank()
+    return numbers(2, IN, seed=0), numbers(2 + rank, IN, seed=0)
+
+
+BAD: dict[str, Callable[[], Any]] = {
+    "the global batch is empty": lambda: cached_step(mlp(), [], torch.sum),
+    "Bring an empty one there": lambda: cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
+    "chunks carry a gradient": lambda: cached_step(
+        mlp(), [numbers(2, IN, seed=0).requires_grad_(dist.get_rank() == 1)], torch.sum
+    ),
+    "a model is a torch.nn.Module, got function": lambda: cached_step(
+        torch.sum if dist.get_rank() == 9 else (lambda x: x), [numbers(2, IN, seed=0)], torch.sum
+    ),
+    "got 2 models and 1 sequences": lambda: cached_step((mlp(), mlp()), [[numbers(2, IN, seed=0)]], torch.sum),
+    "tensors have one number of rows, got [2, 3]": lambda: GradCache(TwoTowers(), 2)(*_odd()),
+    "got no tensor": lambda: GradCache(mlp(), 2)(),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_input_is_refused_on_every_rank(text: str, worlds: Worlds) -> None:
+    said, after = complaint(worlds, 2, BAD[text], lambda: encode_two().item())
+    assert said.startswith(("cached_step: ", "GradCache: "))
+    assert text in said
+    assert after[0] == after[1]
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        GradCache(mlp(), 0)
+    with pytest.raises(ValueError, match="torch.nn.Module"):
+        GradCache(lambda x: x, 2)
+
+
+def test_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:
+    def job() -> int:
+        if dist.get_rank() == 1:
+            return 0
+        with torch.no_grad():
+            return len(GradCache(mlp(), 2)(numbers(5, IN, seed=0)))
+
+    assert worlds.run(2, job) == [5, 0]
