@@ -56,7 +56,8 @@ def cached_step(
     The gradients are those of ``loss_fn(torch.cat([model(x) for x in chunks]), *targets).backward()``: dropout draws the
     same in both passes, autocast is the same, buffers move once. Under DDP gradients travel once, with the last chunk;
     without it call :func:`contrastive_zoo.average_gradients` afterwards. Ranks may bring different numbers of chunks; a
-    rank without any runs the model on an empty one, made after another rank's, so that DDP finds it in its place.
+    rank without any runs the model on an empty one, made after another rank's, so that DDP finds it in its place. (FSDP
+    sends parameters in each forward pass: there every rank brings as many chunks.)
 
     Args:
         model: an encoder of rows, or several, one a tower. A module may return several tensors.
@@ -202,7 +203,7 @@ def _cached(caller: str, towers: list["_Tower"], problem: str | None, process_gr
         process_group = models[0].process_group if models else None
     # without a backward pass nobody waits for anybody, and a rank may encode alone
     world = World.of(process_group if torch.is_grad_enabled() else World(), check_finite=False)
-    counts = {f"chunks of tower {i}": torch.empty(len(tower.calls)) for i, tower in enumerate(towers)}
+    counts = {f"chunks of tower {i}": torch.zeros(len(tower.calls)) for i, tower in enumerate(towers)}
     for tower, shards in zip(towers, meet(caller, counts, world=world, problem=problem), strict=True):
         refuse_empty(caller, shards)
         if min(shards.sizes) == 0:

@@ -45,7 +45,9 @@ def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> In
     world = World.of(process_group)
     if n < 0 or views < 1:
         meet("sample_ids", {}, world=world, problem=f"n >= 0 and views >= 1, got n={n}, views={views}.")
-    (shards,) = meet("sample_ids", {"samples": torch.empty(n, dtype=torch.int8)}, world=world, settings={"views": views})
+    (shards,) = meet(
+        "sample_ids", {"samples": torch.empty(n, dtype=torch.int8)}, world=world, settings={"views": views}
+    )
     return torch.arange(shards.start, shards.start + n).repeat(views)
 
 

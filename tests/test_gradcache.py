@@ -235,7 +235,8 @@ def test_autocast_and_a_scaler(dtype: torch.dtype) -> None:
     ]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with torch.autocast("cpu", dtype=dtype):
+        # with its cache, autocast adds the plain chunks' gradients up in 16 bits
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=model is not plain):
             run(model, scaler)
             assert model[0](x).requires_grad  # the first pass has left no weights without a graph in autocast's cache
         scaled = gradients(model)
@@ -243,7 +244,7 @@ def test_autocast_and_a_scaler(dtype: torch.dtype) -> None:
         scaler.update()
         found.append([*scaled, *gradients(model), *(p.detach() for p in model.parameters())])
     for result in found[1:]:
-        same(result, found[0], 1e-5)
+        same(result, found[0], 1e-6)
     assert found[0][0].abs().max() > 1.0  # it was scaled
 
 
@@ -268,7 +269,7 @@ def step_on_ranks(way: str, shards: tuple[int, ...], chunk_size: int) -> tuple[f
     x, y = (mine(part, shards) for part in (numbers(sum(shards), IN, seed=0), labels(sum(shards))))
     travelled = 0
 
-    def count(_: object, bucket: Any) -> Any:
+    def count(_, bucket):
         nonlocal travelled
         travelled += 1
         return dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True).get_future().then(_first)
@@ -279,10 +280,10 @@ def step_on_ranks(way: str, shards: tuple[int, ...], chunk_size: int) -> tuple[f
         return wrapped
 
     size = chunk_size + rank  # ranks need not even agree on the size of a chunk
+    inside = "DDP" in way and way != "DDP around"
+    encode = GradCache(ddp(model) if inside else model, size)
     if way == "DDP around":
-        encode = ddp(GradCache(model, size))
-    else:
-        encode = GradCache(ddp(model) if "DDP" in way else model, size)
+        encode = ddp(encode)
     chunks = [] if way == "DDP, chunks or none" and not len(x) else x.split(size)
     if "cached_step" in way or "none" in way:
         value = cached_step(encode.model, chunks, loss_fn, y)
@@ -318,7 +319,7 @@ def test_two_towers_under_ddp_travel_once_also_with_uneven_numbers_of_chunks(wor
         x, y = (mine(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in (0, 1))
         models = [mlp(seed=1), mlp(seed=1 if shared else 2)]
 
-        def count(_: object, bucket: Any) -> Any:
+        def count(_, bucket):
             counted.append(1)
             return dist.all_reduce(bucket.buffer() / 3, async_op=True).get_future().then(_first)
 
@@ -339,32 +340,30 @@ def test_two_towers_under_ddp_travel_once_also_with_uneven_numbers_of_chunks(wor
                 same(gradient, gradients(tower))
 
 
-def test_accumulation_and_buffers_under_ddp(worlds: Worlds) -> None:
-    """Ten steps with a spectral norm, whose vectors DDP copies from rank 0, and numbers of chunks that differ."""
+def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> None:
+    """A spectral norm's vectors move with each forward pass; DDP copies rank 0's to all before."""
 
-    def job(way: str) -> tuple[Gradients, Gradients]:
-        rank = dist.get_rank()
+    def job(cached: bool) -> tuple[Gradients, Gradients]:
         torch.manual_seed(0)
         model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(IN, 5)), nn.Tanh(), nn.Linear(5, D)).double()
         ddp = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss_fn = cz.DistributedLoss(cz.SupCon(temperature=0.5))
-        for step in range(10):
+        for step in range(6):
             x, y = (mine(part, (5, 3)) for part in (numbers(8, IN, seed=step), labels(8)))
-            chunks = x.split(5) if way == "plain" else x.split(2 + rank)
-            model.train(step % 3 > 0) if way == "plain" else model.train(step % 3 > 0)
-            if len(chunks) > 1 and model.training:  # vectors move with every chunk: keep the number of passes equal
-                chunks = x.split(5)
             optimizer.zero_grad()
-            cached_step(ddp, chunks, loss_fn, y) if way == "cached" else loss_fn(ddp(x), y).backward()
+            if cached and step % 2:
+                cached_step(ddp, x.split(5), loss_fn, y)
+            elif cached:
+                loss_fn(GradCache(ddp, 5)(x), y).backward()
+            else:
+                loss_fn(ddp(x), y).backward()
             optimizer.step()
         return [x.detach() for x in model.parameters()], list(model.buffers())
 
-    for (weights, buffers), (expected, moved) in zip(
-        worlds.run(2, job, "cached"), worlds.run(2, job, "plain"), strict=True
-    ):
-        same(weights, expected)
-        same(buffers, moved)
+    for found, expected in zip(worlds.run(2, job, True), worlds.run(2, job, False), strict=True):
+        same(found[0], expected[0])
+        same(found[1], expected[1])
 
 
 def test_the_hooks_of_fsdp_collect_gradients(worlds: Worlds) -> None:
@@ -424,7 +423,7 @@ def test_bad_input_is_refused_on_every_rank(text: str, worlds: Worlds) -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="chunk_size=0"):
         GradCache(mlp(), 0)
-    with pytest.raises(ValueError, match="torch.nn.Module"):
+    with pytest.raises(ValueError, match=r"torch\.nn\.Module"):
         GradCache(lambda x: x, 2)
 
 

@@ -323,7 +323,9 @@ def trained(recipe: Recipe, masked: bool, trainer: str) -> tuple[Tensor, list[Te
     weights = [*encoder.parameters(), *loss.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.02, momentum=0.9)
     distributed = cz.DistributedLoss(loss, grad_reduction="sum" if trainer == "sum" else "mean")
-    model = DistributedDataParallel(encoder) if trainer == "DDP" else encoder
+    model = DistributedDataParallel(encoder) if "DDP" in trainer else encoder
+    if trainer == "DDP, the loss too" and any(True for _ in loss.parameters()):
+        distributed = DistributedDataParallel(distributed)  # which copies rank 0's memory to all
     values = []
     for step in range(10):
         shards = SHARDS[dist.get_world_size()][step % len(SHARDS[dist.get_world_size()])]
@@ -345,7 +347,7 @@ def trained(recipe: Recipe, masked: bool, trainer: str) -> tuple[Tensor, list[Te
     return torch.stack(values), [x.detach() for x in weights], dict(loss.memory.state_dict())
 
 
-PLANS = [(2, "average", True), (3, "DDP", False), (3, "sum", False)]
+PLANS = [(2, "average", True), (2, "DDP, the loss too", False), (3, "DDP", False), (3, "sum", False)]
 
 
 @pytest.mark.parametrize(("world_size", "trainer", "masked"), PLANS)

@@ -64,7 +64,8 @@ def arc_face(
         problem=problem, world=world,
     )  # fmt: skip
     square, eps = 1 - target**2, torch.finfo(target.dtype).eps
-    sine = square.clamp(min=eps).sqrt().where(square > eps, 0)  # at θ = 0 and π its slope would be infinite
+    at_pole = square.detach().clamp(min=0).sqrt()  # the slope would be infinite at θ = 0 and π
+    sine = square.clamp(min=eps).sqrt().where(square > eps, at_pole)
     moved = target * math.cos(margin) - sine * math.sin(margin)
     moved = moved.where(target >= -math.cos(margin), target - margin * math.sin(margin))
     return reduce_anchors(-F.logsigmoid(scale * moved - others), reduction=reduction, world=world)

@@ -28,13 +28,15 @@ class Maker(Loss):
 
     made: ClassVar[tuple[str, ...]] = ()
     """Names of those settings."""
+    refused: ClassVar[tuple[str, ...]] = ()
+    """Names of arguments of the constructor that this loss has no use for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "function" in vars(cls):  # what help() and an editor show
             of_function = [x for x in cls.__signature__.parameters.values() if x.name not in cls.made]
             taken = [x for x in inspect.signature(cls.__init__).parameters.values() if x.kind is not x.VAR_KEYWORD]
-            own = [x for x in taken[1:] if x.name not in {y.name for y in of_function}]
+            own = [x for x in taken[1:] if x.name not in {*cls.refused, *(y.name for y in of_function)}]
             cls.__signature__ = inspect.Signature([*own, *of_function])
 
     def extra_repr(self) -> str:
@@ -92,9 +94,10 @@ class ClassLoss(Maker):
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{type(self).__name__}: {name} is at least 1, got {value}.")
+        for name, given in (("sub_centers", sub_centers != 1), ("shard_over", shard_over is not None)):
+            if given and name in self.refused:
+                raise TypeError(f"{type(self).__name__} has no {name}: leave it out.")
         if shard_over is not None:
-            if "sharded" not in self._defaults:
-                raise TypeError(f"{type(self).__name__} keeps all its weights on every rank: leave shard_over out.")
             settings["sharded"] = True
         weights = drawn_weights(num_classes, sub_centers, embedding_size, keep=class_shard(num_classes, shard_over))
         super().__init__(

@@ -34,15 +34,16 @@ def dcl(
 
         loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
 
-    lightly's DCLLoss and DCLWLoss take the logarithm of either view's sum and add them: ``denominators="per_view"``.
-    Their gathered weights are relative to each rank's own batch; these are relative to the global one.
+    Equal to lightly's DCLLoss and DCLWLoss on one process; gathered, theirs weigh relative to each rank's own batch,
+    these relative to the global one. Its older releases take the logarithm of either view's sum and add them:
+    ``denominators="per_view"``.
 
     Args:
         view1: [n, d], n may differ between ranks.
         view2: [n, d], row i belongs to row i of view1.
         temperature: t > 0, dimensionless; a tensor is learnt.
         sigma: σ > 0, None for no weights.
-        denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly.
+        denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
         normalize: put rows on the unit sphere first.
         reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows, view after view.
         world: who else holds rows.
@@ -64,7 +65,7 @@ def dcl(
     if sigma is not None and not sigma > 0:
         problem = f"sigma must be positive, got {sigma}. Leave it None for no weights."
     if denominators not in ("joint", "per_view"):
-        problem = f"denominators is 'joint' or 'per_view', got {denominators!r}. lightly's is 'per_view'."
+        problem = f"denominators is 'joint' or 'per_view', got {denominators!r}. The paper's is 'joint'."
     named: dict[str, Any] = {"view 0": view1, "view 1": view2}
     settings: dict[str, Any] = {"temperature": temperature, "sigma": sigma, "denominators": denominators}
     shards, *_ = begin("DCL", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings)

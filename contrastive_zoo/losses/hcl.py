@@ -137,7 +137,7 @@ def _against_true_negatives(
     positive = x.where(panel.positive, 0).sum(1)
     hard = log_sum_exp_where((1 + beta) * x, panel.negative, empty=0.0)
     hard = hard - log_sum_exp_where(beta * x, panel.negative, empty=0.0) + math.log(negatives)
-    least = torch.as_tensor(math.log(negatives) - 1 / temperature).to(x.dtype)
+    least = math.log(negatives) - torch.as_tensor(1 / temperature, dtype=x.dtype, device=x.device)
     true = hard
     if tau_plus > 0:
         share = math.log(tau_plus * negatives) + positive - hard

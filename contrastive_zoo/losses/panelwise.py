@@ -89,6 +89,6 @@ def side_by_side(
 def apart(rows: Tensor, columns: Tensor, single: Tensor, positive: Tensor) -> Pairs:
     """What :func:`side_by_side` put together, of a panel."""
     pair, extra = single.logical_not().nonzero().flatten(), single.nonzero().flatten()
-    firsts, seconds = columns[pair].chunk(2, 1)
+    (first, second), (firsts, seconds) = rows.chunk(2, 1), columns[pair].chunk(2, 1)
     singles = columns[extra].chunk(2, 1)[0]
-    return Pairs(*rows.chunk(2, 1), firsts, seconds, singles, positive[:, pair], positive[:, extra])
+    return Pairs(first, second, firsts, seconds, singles, positive[:, pair], positive[:, extra])

@@ -71,3 +71,4 @@ class ProxyAnchor(ClassLoss):
     """:func:`proxy_anchor` with its proxies and settings kept."""
 
     function = staticmethod(proxy_anchor)
+    refused = ("sub_centers", "shard_over")

@@ -15,6 +15,7 @@ def proxy_nca(
     *,
     weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"],
     temperature: float | Tensor = 1 / 9,
+    sharded: bool = False,
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
@@ -30,8 +31,10 @@ def proxy_nca(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: the proxies [C, d], or k of them a class [C, k, d], of which the nearest counts; equal on every rank.
+        weights: the proxies [C, d], or k of them a class [C, k, d], of which the nearest counts; equal on every rank, or
+            with ``sharded`` this rank's classes.
         temperature: t > 0, in units of squared distance; a tensor is learnt.
+        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
         reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows.
         world: who else holds rows.
 
@@ -51,8 +54,9 @@ def proxy_nca(
     Source: Teh et al. 2020, eq. 7, https://arxiv.org/abs/2004.01113
     """
     target, others, scale = against_classes(
-        "ProxyNCA", embeddings, labels, weights, temperature=temperature / 2, reduction=reduction,
-        problem=positive("temperature", None if isinstance(temperature, Tensor) else temperature), world=world,
+        "ProxyNCA", embeddings, labels, weights, temperature=temperature / 2, sharded=sharded,
+        reduction=reduction, world=world,
+        problem=positive("temperature", None if isinstance(temperature, Tensor) else temperature),
     )  # fmt: skip
     return reduce_anchors(-F.logsigmoid(scale * target - others), reduction=reduction, world=world)
 

@@ -77,6 +77,7 @@ class SoftTriple(ClassLoss):
     """:func:`soft_triple` with its centres and settings kept."""
 
     function = staticmethod(soft_triple)
+    refused = ("shard_over",)
     default_centers = 10
 
 

@@ -98,6 +98,6 @@ class SupCon(Loss):
 
 def _inside(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:
     logits = panel.anchors @ panel.columns.T / temperature
-    positives = panel.positive.sum(1)
+    positives = panel.positive.sum(1, dtype=logits.dtype)
     candidates = log_sum_exp_where(logits, panel.positive | panel.negative)
     return candidates - log_sum_exp_where(logits, panel.positive) + positives.clamp(min=1).log(), positives > 0

@@ -76,7 +76,7 @@ def same_value_on_every_rank(trial: Trial) -> None:
     """
     values = [found.value for found in trial.together()]
     for rank, value in enumerate(values):
-        _close(torch.tensor(value), torch.tensor(values[0]), f"rank {rank} returns", "rank 0")
+        _close(_number(value), _number(values[0]), f"rank {rank} returns", "rank 0")
 
 
 @law(catches="own slice × W")
@@ -87,7 +87,7 @@ def same_value(trial: Trial) -> None:
     """
     alone = trial.alone().value
     for rank, found in enumerate(trial.together()):
-        _close(torch.tensor(found.value), torch.tensor(alone), f"rank {rank} returns", "one process")
+        _close(_number(found.value), _number(alone), f"rank {rank} returns", "one process")
 
 
 @law(catches="own slice")
@@ -233,20 +233,25 @@ LAWS = (
 """All laws, the most basic first."""
 
 
+def _number(x: float) -> Tensor:
+    """In 64 bits whatever the caller's default dtype, or values would be compared in 32."""
+    return torch.tensor(x, dtype=torch.float64)
+
+
 def _is_finite(found: Measurement) -> bool:
-    numbers = [torch.tensor(found.value), *found.encoder.values(), *found.parameters.values()]
+    numbers = [_number(found.value), *found.encoder.values(), *found.parameters.values()]
     return all(bool(torch.isfinite(x).all()) for x in numbers)
 
 
 def _order_is_free(trial: Trial) -> bool:
     """Whether one process, too, computes the same from shuffled rows."""
-    ours, theirs = torch.tensor(trial.alone().value), torch.tensor(trial.alone(Plan(shuffle_rows=True)).value)
+    ours, theirs = _number(trial.alone().value), _number(trial.alone(Plan(shuffle_rows=True)).value)
     return torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _same_outcome(trial: Trial, plan: Plan, how: str) -> None:
     ours, theirs = trial.together(AS_IS)[0].value, trial.together(plan)[0].value
-    _close(torch.tensor(theirs), torch.tensor(ours), f"{how}, rank 0 returns", "as it was")
+    _close(_number(theirs), _number(ours), f"{how}, rank 0 returns", "as it was")
     what = f"{how}, the encoder's gradient"
     _same_gradients(trial.reduced("encoder", plan), trial.reduced("encoder"), what, "as it was")
 

@@ -144,9 +144,13 @@ def test_towers_are_torchs_functions() -> None:
     def open_siglip(a: Tensor, b: Tensor) -> Tensor:
         return -F.logsigmoid((2 * eye - 1) * (a @ b.T / t - 3.0)).sum() / 6
 
-    same_function(lambda *x: clip(*x, temperature=t), open_clip, rows)
-    same_function(lambda *x: multi_positive(*x, y, temperature=t), lambda a, b: F.cross_entropy(a @ b.T / t, y), rows)
-    same_function(lambda *x: siglip(*x, temperature=t, logit_bias=-3.0), open_siglip, rows)
+    same_function(lambda *x: clip(*x, temperature=t, normalize=False), open_clip, rows)
+    same_function(
+        lambda *x: multi_positive(*x, y, temperature=t, normalize=False),
+        lambda a, b: F.cross_entropy(a @ b.T / t, y),
+        rows,
+    )
+    same_function(lambda *x: siglip(*x, temperature=t, logit_bias=-3.0, normalize=False), open_siglip, rows)
     teacher = pairs(6, 3)
     taught = [clip_distillation(*rows, *teacher, temperature=t, weight=weight) for weight in (0.0, 0.5, 1.0)]
     close(taught[0], clip(*rows, temperature=t))
@@ -299,10 +303,8 @@ def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
 
     def job() -> float:
         rank = torch.distributed.get_rank()
-        mine, mined = slice(2 * rank, 2 * rank + 2 + rank), slice(0, 0) if rank == 0 else slice(1, 3)
-        owners = torch.tensor([1, 1] if rank else [], dtype=torch.int64)
-        if rank == 0:
-            mined, owners = slice(0, 1), torch.tensor([1])
+        mine, mined = slice(2 * rank, 2 * rank + 2 + rank), slice(rank, 1 + 2 * rank)
+        owners = torch.ones(1 + rank, dtype=torch.int64)  # rows 1 and 3 of all
         return cz.DistributedLoss(MNRL())(q[mine], d[mine], x[mined], owners).item()
 
     assert worlds.run(2, job) == pytest.approx([whole, whole], abs=1e-12)
@@ -316,7 +318,7 @@ def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
 
 
 def test_nothing_n_by_n_is_held() -> None:
-    """Rows that as one matrix would be 4 GiB and several of them."""
+    """In small panels, no tensor comes near the size of the matrix of similarities."""
     from contrastive_zoo.engine import evaluation
 
     found: list[int] = []
@@ -327,15 +329,17 @@ def test_nothing_n_by_n_is_held() -> None:
             found.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor))
             return out
 
-    n = 600
+    n, threads = 120, torch.get_num_threads()
+    torch.set_num_threads(1)  # small operations, and many
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "PANEL_BYTES", 2**16)
-        for entry in ENTRIES:
+        patch.setattr(evaluation, "PANEL_BYTES", 2**15)
+        for entry in [x for x in ENTRIES if "," not in x.name or "all" in x.name]:
             rows = rows_of(entry, GlobalBatch((n,), d=4))
             with Listener():
                 entry.make(temperature=0.5).double()(*rows).backward()
-            assert max(found) < n * n / 10, entry
+            assert max(found) < n * n / 3, entry
             found.clear()
+    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input

@@ -145,11 +145,14 @@ DEALT = [
     lambda world: NormalizedSoftmax(5, 4, shard_over=world, temperature=0.3),
     lambda world: NormalizedSoftmax(5, 4, shard_over=world, temperature=cz.LearnableTemperature(0.3)),
     lambda world: CosFace(5, 4, shard_over=world, scale=8.0),
+    lambda world: ProxyNCA(5, 4, shard_over=world),
     lambda world: ArcFace(5, 4, shard_over=world, sub_centers=2, scale=8.0),
 ]
 
 
-@pytest.mark.parametrize("make", DEALT, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ArcFace"])
+@pytest.mark.parametrize(
+    "make", DEALT, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ProxyNCA", "ArcFace"]
+)
 @pytest.mark.parametrize("trainer", ["mean", "sum"])
 @pytest.mark.parametrize("shards", [(7,), (2, 5), (3, 0, 4)], ids=str)
 def test_dealt_out_weights_are_those_of_one_process(make, trainer, shards, worlds: Worlds) -> None:
@@ -235,8 +238,10 @@ def test_bad_input_is_named(call: Any, complaint: str) -> None:
 def test_bad_constructors_and_signatures() -> None:
     with pytest.raises(TypeError, match="no setting 'magin'"):
         ArcFace(3, 4, magin=0.5)
-    with pytest.raises(TypeError, match="leave shard_over out"):
-        ProxyNCA(3, 4, shard_over=cz.ALONE)
+    with pytest.raises(TypeError, match="SoftTriple has no shard_over: leave it out"):
+        SoftTriple(3, 4, shard_over=cz.ALONE)
+    with pytest.raises(TypeError, match="ProxyAnchor has no sub_centers"):
+        ProxyAnchor(3, 4, sub_centers=2)
     assert list(inspect.signature(ArcFace).parameters)[:4] == [
         "num_classes",
         "embedding_size",
@@ -244,4 +249,7 @@ def test_bad_constructors_and_signatures() -> None:
         "shard_over",
     ]
     assert "shard_over" not in inspect.signature(SoftTriple).parameters
-    assert repr(CosFace(3, 4)) == "CosFace(3, 4, sub_centers=1, margin=0.35, scale=64.0, reduction='mean')"
+    assert (
+        repr(CosFace(3, 4))
+        == "CosFace(num_classes=3, embedding_size=4, sub_centers=1, margin=0.35, scale=64.0, reduction='mean')"
+    )

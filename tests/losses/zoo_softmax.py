@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.losses.clip import Clip
 from contrastive_zoo.losses.clip_distillation import ClipDistillation
 from contrastive_zoo.losses.dcl import DCL, DCLW
 from contrastive_zoo.losses.gist import GIST
 from contrastive_zoo.losses.hcl import HCL, Debiased
-from contrastive_zoo.losses.mil_nce import MILNCE
-from contrastive_zoo.losses.mnrl import MNRL
-from contrastive_zoo.losses.multi_positive import MultiPositive
+from contrastive_zoo.losses.mil_nce import mil_nce
+from contrastive_zoo.losses.mnrl import mnrl
+from contrastive_zoo.losses.multi_positive import multi_positive
 from contrastive_zoo.losses.n_pairs import NPairs
 from contrastive_zoo.losses.nca import NCA
 from contrastive_zoo.losses.siglip import SigLIP
@@ -22,6 +23,7 @@ from contrastive_zoo.losses.sincere import SINCERE
 from contrastive_zoo.losses.sup_con import SupCon
 from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
+from contrastive_zoo.world import ALONE
 from tests.zoo import Entry, dense_clip
 
 
@@ -62,18 +64,37 @@ def second_tower(z: Tensor) -> Tensor:
     return z.flip(1) + 0.5 * z
 
 
-class MultiPositiveOfOne(MultiPositive):
-    def forward(self, z: Tensor, labels: Tensor, world: Any = None) -> Tensor:  # type: ignore[override]
-        return super().forward(z, second_tower(z), labels, world=world)
+def multi_positive_of_one(
+    z: Tensor,
+    labels: Tensor,
+    *,
+    temperature=0.07,
+    duplicates="positive",
+    symmetric=False,
+    reduction="mean",
+    world=ALONE,
+) -> Tensor:
+    return multi_positive(
+        z, second_tower(z), labels, temperature=temperature, duplicates=duplicates, symmetric=symmetric,
+        reduction=reduction, world=world,
+    )  # fmt: skip
 
 
-class SeveralTargets(MultiPositive):
-    """Keys of the row's class and, a third as much, of the next one; rows 0 … have different weights."""
+class MultiPositiveOfOne(Loss):
+    function = staticmethod(multi_positive_of_one)
 
-    def forward(self, z: Tensor, labels: Tensor, world: Any = None) -> Tensor:  # type: ignore[override]
-        ids, weights = torch.stack([labels, labels + 1], 1), torch.tensor([[3.0, 1.0]]).repeat(len(z), 1).to(z.dtype)
-        keys = torch.cat([second_tower(z), z.sin()])
-        return super().forward(z, keys, ids, labels.repeat(2), weights, world=world)
+
+def several_targets(z: Tensor, labels: Tensor, *, temperature=0.07, reduction="mean", world=ALONE) -> Tensor:
+    """Keys of the row's class and, a third as much, of the next one."""
+    ids, weights = torch.stack([labels, labels + 1], 1), torch.tensor([[3.0, 1.0]]).repeat(len(z), 1).to(z.dtype)
+    keys = torch.cat([second_tower(z), z.sin()])
+    return multi_positive(
+        z, keys, ids, labels.repeat(2), weights, temperature=temperature, reduction=reduction, world=world
+    )
+
+
+class SeveralTargets(Loss):
+    function = staticmethod(several_targets)
 
 
 def dense_multi_positive(
@@ -109,11 +130,16 @@ def dense_distillation(
     return (F.cross_entropy(s, targets[0]) + F.cross_entropy(s.T, targets[1])) / 2
 
 
-class MILNCEOfViews(MILNCE):
-    """The first view is the video, the others are its candidate texts."""
+def mil_nce_of_views(
+    video: Tensor, *texts: Tensor, temperature=1.0, denominator="exact", reduction="mean", world=ALONE
+) -> Tensor:
+    return mil_nce(
+        video, torch.stack(texts, 1), temperature=temperature, denominator=denominator, reduction=reduction, world=world
+    )
 
-    def forward(self, *views: Tensor, world: Any = None) -> Tensor:  # type: ignore[override]
-        return super().forward(views[0], torch.stack(views[1:], 1), world=world)
+
+class MILNCEOfViews(Loss):
+    function = staticmethod(mil_nce_of_views)
 
 
 def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: str = "exact") -> Tensor:
@@ -127,12 +153,19 @@ def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: 
     return torch.stack(losses).mean()
 
 
-class MNRLOfViews(MNRL):
+class MNRLOfViews(Loss):
     """Queries, documents, and hard negatives: one of every query, and a second of those whose row says so."""
 
-    def forward(self, *views: Tensor, world: Any = None) -> Tensor:  # type: ignore[override]
-        negatives, owners = hard_negatives(*views)
-        return super().forward(views[0], views[1], negatives, owners, world=world)
+    @staticmethod
+    def function(  # type: ignore[override]
+        q: Tensor, d: Tensor, one: Tensor, two: Tensor, *, temperature=0.05, directions=("query_to_doc",),
+        partition_mode="joint", hardness_mode=None, hardness_strength=0.0, reduction="mean", world=ALONE,
+    ) -> Tensor:  # fmt: skip
+        return mnrl(
+            q, d, *hard_negatives(q, d, one, two), temperature=temperature, directions=directions,
+            partition_mode=partition_mode, hardness_mode=hardness_mode, hardness_strength=hardness_strength,
+            reduction=reduction, world=world,
+        )  # fmt: skip
 
 
 def hard_negatives(_: Tensor, __: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Proxies and classifiers for the table of losses under test."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +28,16 @@ def fixed_weights(centers: int = 1) -> Tensor:
 
 
 def of_any_width(cls: type[ClassLoss], *takes: str, **fixed: Any) -> Callable[..., ClassLoss]:
-    """The loss with fixed weights, of which it uses as many columns as rows have; it is given the settings it takes."""
+    """The loss with fixed weights, of which it uses as many columns as rows have; it is given the settings it takes.
+
+    Rows get a constant further feature: of width 1 they would stand at angle 0 or π to weights, where angles jump.
+    """
 
     class OfAnyWidth(cls):
         def forward(self, *rows: Tensor, world: Any = None) -> Tensor:
-            self.width = rows[0].shape[1]
-            return super().forward(*rows, world=world)
+            z, labels = rows
+            self.width = z.shape[1] + 1
+            return super().forward(off_the_poles(z), labels, world=world)
 
         def settings(self) -> dict[str, Any]:
             now = super().settings()
@@ -46,8 +51,13 @@ def of_any_width(cls: type[ClassLoss], *takes: str, **fixed: Any) -> Callable[..
     return make
 
 
+def off_the_poles(z: Tensor) -> Tensor:
+    return F.pad(z, (0, 1), value=0.5)
+
+
 def cosines(z: Tensor, centers: int = 1) -> Tensor:
     """[n, C, centers]."""
+    z = off_the_poles(z)
     w = fixed_weights(centers).reshape(CLASSES, centers, WIDTH)[..., : z.shape[1]]
     return torch.einsum("nd,ckd->nck", F.normalize(z, dim=1), F.normalize(w, dim=2))
 
@@ -61,6 +71,7 @@ def dense_normalized_softmax(z: Tensor, labels: Tensor, temperature: Any = 0.05)
 
 
 def dense_proxy_nca(z: Tensor, labels: Tensor, temperature: Any = 1 / 9) -> Tensor:
+    z = off_the_poles(z)
     p = F.normalize(fixed_weights()[:, : z.shape[1]], dim=1)
     distances = (F.normalize(z, dim=1)[:, None] - p).square().sum(2)
     return torch.stack(
@@ -76,9 +87,7 @@ def dense_arc_face(z: Tensor, labels: Tensor, temperature: Any = None, centers: 
     losses = []
     for s, y in zip(cosines(z, centers).amax(2), labels, strict=True):
         angle = s[y].acos()
-        moved = (
-            (angle + margin).cos() if angle <= torch.pi - margin else angle.cos() - margin * torch.tensor(margin).sin()
-        )
+        moved = (angle + margin).cos() if angle <= torch.pi - margin else angle.cos() - margin * math.sin(margin)
         logits = 64 * torch.cat([s[:y], moved[None], s[y + 1 :]])
         losses.append(-logits.log_softmax(0)[y])
     return torch.stack(losses).mean()
@@ -87,7 +96,7 @@ def dense_arc_face(z: Tensor, labels: Tensor, temperature: Any = None, centers: 
 def dense_soft_triple(z: Tensor, labels: Tensor, temperature: Any = None, tau: float = 0.2) -> Tensor:
     s = cosines(z, 3)
     relaxed = ((s / 0.1).softmax(2) * s).sum(2)
-    w = F.normalize(fixed_weights(3)[..., : z.shape[1]], dim=2)
+    w = F.normalize(fixed_weights(3)[..., : z.shape[1] + 1], dim=2)
     pairs = [(2 + 1e-5 - 2 * (w[:, k] * w[:, m]).sum(1)).sqrt().sum() for k in range(3) for m in range(k)]
     ce = F.cross_entropy(20 * (relaxed - 0.01 * _one_hot(labels)), labels)
     return ce + tau * torch.stack(pairs).sum() / (CLASSES * 3 * 2)

@@ -13,9 +13,9 @@ from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.gallery import GALLERY, Recipe, make
-from contrastive_zoo.testing.laws import LAWS, finite_at_extremes
+from contrastive_zoo.testing.laws import LAWS, Broken, finite_at_extremes, same_value_on_every_rank
 from contrastive_zoo.testing.strategies import global_batches
-from contrastive_zoo.testing.trial import Trial, call_form
+from contrastive_zoo.testing.trial import Case, Trial, call_form
 from contrastive_zoo.testing.worlds import Worlds
 
 RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
@@ -69,6 +69,14 @@ def test_a_failure_comes_with_a_small_counterexample_the_diagnosis_and_the_mend(
     batch = failure.value.report.findings[0].batch
     assert batch.total <= 4
     assert eval(repr(batch)) == batch
+
+
+def test_values_are_compared_in_64_bits(worlds: Worlds) -> None:
+    def slightly_off(z, labels):
+        return cz.all_gather(z).square().sum() * (1 + 1e-9 * torch.distributed.get_rank())
+
+    with pytest.raises(Broken):
+        same_value_on_every_rank(Trial(Case(lambda: slightly_off), GlobalBatch((2, 2)), worlds))
 
 
 @pytest.mark.parametrize(

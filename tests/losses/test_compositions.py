@@ -1,0 +1,157 @@
+"""Sums of losses, and of one loss over prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.losses.matryoshka import Matryoshka
+from contrastive_zoo.losses.weighted_sum import WeightedSum
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.trial import Case, Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, complaint, numbers
+from tests.losses.zoo_compositions import ENTRIES, info_nce
+from tests.zoo import Entry, dense_nt_xent, dense_sup_con
+
+
+class Hinge(cz.RowLoss):
+    """A user's loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(normalize=False)
+        self.margin = nn.Parameter(torch.tensor(0.25))
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return F.softplus(similarity + self.margin).where(negative, 0).sum(1), negative.any(1)
+
+
+def nested_clip() -> Matryoshka:
+    clip = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
+    return Matryoshka(clip, dims=(1, 2, 3), weights=[0.5, 1.0, 2.0])
+
+
+def nested_labels() -> Matryoshka:
+    return Matryoshka(cz.SupCon(temperature=0.5), dims=(2, 3))
+
+
+def shared_temperature() -> WeightedSum:
+    t = cz.LearnableTemperature(0.5)
+    return WeightedSum([cz.NTXent(temperature=t), cz.InfoNCE(temperature=t), Hinge()], weights=[1.0, 0.3, -0.1])
+
+
+def of_both() -> WeightedSum:
+    return WeightedSum([Matryoshka(cz.SupCon(), dims=(2, 3)), Hinge()], weights=[1.0, 0.3])
+
+
+MAKE: dict[str, tuple[Callable[[], Any], str]] = {
+    "Matryoshka of CLIP": (nested_clip, "views"),
+    "Matryoshka of SupCon": (nested_labels, "labels"),
+    "three losses, one temperature": (shared_temperature, "views"),
+    "a sum of a Matryoshka and a row loss": (of_both, "labels"),
+}
+
+
+@pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
+@pytest.mark.parametrize("name", MAKE)
+def test_every_law_holds(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
+    make, call = MAKE[name]
+    case = Case(lambda: cz.DistributedLoss(make()), call=call, name=name)  # type: ignore[arg-type]
+    trial = Trial(case, GlobalBatch(shards, d=3, seed=5), worlds)
+    for law in LAWS:
+        law(trial)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_the_entries_of_the_table_hold(entry: Entry, worlds: Worlds) -> None:
+    for law in LAWS:
+        law(Trial(entry.case(temperature=0.5), GlobalBatch((2, 4), d=3, seed=5), worlds))
+    views = numbers(5, 3, seed=0), numbers(5, 3, seed=1)
+    close(entry.make(temperature=0.3)(*views), entry.dense(*views, temperature=0.3))
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 1.0, 0.25]])
+def test_a_matryoshka_is_a_sum_over_prefixes(weights: list[float] | None) -> None:
+    z, y = numbers(9, 4, seed=0).requires_grad_(), torch.arange(9) % 4
+    a, b = numbers(6, 4, seed=1).requires_grad_(), numbers(6, 4, seed=2)
+    c = weights or [1.0, 1.0, 1.0]
+    dims = (1, 2, 4)
+    ours = [Matryoshka(x, dims, weights=weights) for x in (cz.SupCon(temperature=0.3), cz.InfoNCE(temperature=0.3))]
+    found = [ours[0](z, y), ours[1](a, keys=b)]
+    expected = [
+        sum(w * dense_sup_con(z[:, :m], y, temperature=0.3) for w, m in zip(c, dims, strict=True)),
+        sum(w * info_nce(a[:, :m], b[:, :m], temperature=0.3) for w, m in zip(c, dims, strict=True)),
+    ]
+    for x, value, wanted in zip((z, a), found, expected, strict=True):
+        close(value, wanted)
+        close(torch.autograd.grad(value, x)[0], torch.autograd.grad(wanted, x)[0])
+
+
+def test_negatives_are_cut_as_well() -> None:
+    q, k, shared, own = (numbers(*shape, seed=i) for i, shape in enumerate([(4, 3), (4, 3), (5, 3), (4, 2, 3)]))
+    ours, plain = Matryoshka(cz.InfoNCE(), (2, 3)), cz.InfoNCE()
+    for x in (shared, own):
+        close(ours(q, k, negatives=x), plain(q[:, :2], k[:, :2], x[..., :2]) + plain(q, k, x))
+
+
+def test_a_sum_is_a_sum() -> None:
+    a, b = numbers(5, 3, seed=0).requires_grad_(), numbers(5, 3, seed=1)
+    found = WeightedSum([cz.NTXent(temperature=0.3), cz.InfoNCE(temperature=0.2)], weights=[2.0, -0.5])(a, b)
+    expected = 2 * dense_nt_xent(a, b, temperature=0.3) - 0.5 * info_nce(a, b, temperature=0.2)
+    close(found, expected)
+    close(torch.autograd.grad(found, a)[0], torch.autograd.grad(expected, a)[0])
+
+
+def test_anchors_may_be_kept_apart() -> None:
+    a, b = numbers(5, 3, seed=0), numbers(5, 3, seed=1)
+    losses = [cz.NTXent(reduction="none"), cz.NTXent(temperature=0.5, reduction="none")]
+    close(WeightedSum(losses)(a, b), losses[0](a, b) + losses[1](a, b))
+
+
+def test_golden_values() -> None:
+    eye = torch.eye(2)  # log(e + 2) − 1 and log(e + 1) − 1
+    assert WeightedSum([cz.NTXent(temperature=1.0)] * 2)(eye, eye).item() == pytest.approx(2 * 0.5514447, abs=1e-6)
+    # prefix 1: queries 1 and 0 against keys 1 and 0 give log(e + 1) − 1 and log 2
+    nested = Matryoshka(cz.InfoNCE(temperature=1.0), (1, 2), weights=[2, 1])(eye, eye).item()
+    assert nested == pytest.approx(0.3132617 + 0.6931472 + 0.3132617, abs=1e-6)
+
+
+def test_a_sum_is_pytorch_metric_learnings() -> None:
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    z, y = numbers(9, 4, seed=0), torch.arange(9) % 3
+    theirs = losses.MultipleLosses([losses.SupConLoss(temperature=t) for t in (0.3, 0.7)], weights=[0.4, 2.0])
+    ours = WeightedSum([cz.SupCon(temperature=t) for t in (0.3, 0.7)], weights=[0.4, 2.0])
+    close(ours(z, y), theirs(z, y))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Matryoshka(cz.SupCon(), ()), "one or more widths"),
+        (lambda: Matryoshka(cz.SupCon(), (0, 3)), "at least 1"),
+        (lambda: Matryoshka(cz.SupCon(), (1, 2), weights=[1.0]), "one weight for each of 2 terms"),
+        (lambda: Matryoshka(nn.MSELoss(), (1, 2)), "this library's, got MSELoss"),
+        (lambda: WeightedSum([]), "one weight for each of 0 terms"),
+        (lambda: WeightedSum([cz.SupCon()], weights=[1.0, 2.0]), "one weight for each of 1 terms"),
+        (lambda: WeightedSum([cz.SupCon(), nn.MSELoss()]), "this library's, got MSELoss"),
+    ],
+)
+def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_bad_rows_are_refused_on_every_rank(worlds: Worlds) -> None:
+    def call(d: int) -> float:
+        return cz.DistributedLoss(Matryoshka(cz.SupCon(), (2, 4)))(torch.ones(2, d), torch.tensor([0, 0])).item()
+
+    said, _ = complaint(worlds, 2, lambda: call(4 - dist.get_rank()), lambda: call(4))
+    assert said == "Matryoshka: rank 1: a prefix of 4 does not fit into argument 0 float32 [2, 3]."
