@@ -2,10 +2,13 @@
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
+
+_INPUTS = {"views": "view1, view2", "labels": "embeddings, labels"}
 
 
 @dataclass(frozen=True)
@@ -15,18 +18,22 @@ class Species:
     Args:
         name: as the command line spells it.
         cls: its class in :mod:`contrastive_zoo`.
-        call: ``"views"`` for ``loss(view1, view2)``, ``"labels"`` for ``loss(embeddings, labels)``.
+        call: ``"views"`` for ``loss(view1, view2)``, ``"labels"`` for ``loss(embeddings, labels)``, ``"other"``.
         family: what it is a kind of.
         engine: what computes it; GEMM counts are forward + backward, in units of one N × d × N product.
         settings: what the constructor is given for a check.
+        inputs: what it is called with, if that is something else than ``call`` says.
+        peers: what other libraries call the same formula.
     """
 
     name: str
     cls: str
-    call: Literal["views", "labels"]
+    call: Literal["views", "labels", "other"]
     family: str
     engine: str
     settings: tuple[tuple[str, Any], ...] = ()
+    inputs: str = ""
+    peers: str = ""
 
     def make(self) -> Any:
         """The loss with these settings."""
@@ -39,9 +46,20 @@ class Species:
         return inspect.getdoc(function) or ""
 
     @property
+    def called_with(self) -> str:
+        """Its arguments."""
+        return self.inputs or _INPUTS[self.call]
+
+    @property
     def summary(self) -> str:
         """First line of its docstring."""
-        return self._doc.partition("\n")[0]
+        return re.sub(r":func:`(\w+)`", r"\1", self._doc.partition("\n")[0])
+
+    @property
+    def formula(self) -> str:
+        """The indented lines that follow it, where the docstring writes the formula."""
+        lines = self._doc.partition("\n")[2].partition("\nArgs:")[0].split("\n")
+        return "\n".join(line[4:] for line in lines if line.startswith("    ")).strip("\n")
 
     @property
     def source(self) -> str:
@@ -49,15 +67,205 @@ class Species:
         return " ".join(self._doc.partition("Source:")[2].split())
 
 
+_PAIRS = "softmax over pairs"
+_SIGMOID = "sigmoid over pairs"
+_CLASSES = "proxies and classifiers"
+_STATISTICS = "feature statistics"
+_CLUSTERS = "clusters and teachers"
+_WEIGHTS = (("num_classes", 64), ("embedding_size", 3))
+_PML, _ST, _LIGHTLY, _CLIP = "pytorch-metric-learning", "sentence-transformers", "lightly", "open_clip"
+
 CATALOGUE = {
     species.name: species
     for species in (
-        Species("nt-xent", "NTXent", "views", "softmax over pairs", "softmax, one tower: 3 GEMM"),
-        Species("info-nce", "InfoNCE", "views", "softmax over pairs", "softmax, two towers: 4 GEMM"),
         Species(
-            "clip", "InfoNCE", "views", "softmax over pairs", "softmax, two towers: 4 GEMM", (("symmetric", True),)
+            "nt-xent",
+            "NTXent",
+            "views",
+            _PAIRS,
+            "softmax, one tower: 3 GEMM",
+            peers=f"{_LIGHTLY} NTXentLoss, {_PML} SelfSupervisedLoss(NTXentLoss())",
         ),
-        Species("sup-con", "SupCon", "labels", "softmax over pairs", "softmax, one tower: 3 GEMM"),
+        Species("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM"),
+        Species("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM", peers=f"{_CLIP} ClipLoss"),
+        Species(
+            "clip-distillation",
+            "ClipDistillation",
+            "other",
+            _PAIRS,
+            "rows: 3 GEMM",
+            inputs="x, y, teacher_x, teacher_y",
+            peers=f"{_CLIP} DistillClipLoss",
+        ),
+        Species("sup-con", "SupCon", "labels", _PAIRS, "softmax, one tower: 3 GEMM", peers=f"{_PML} SupConLoss"),
+        Species("sup-con-in", "SupCon", "labels", _PAIRS, "rows: 3 GEMM", (("variant", "in"),)),
+        Species("multi-positive", "MultiPositive", "other", _PAIRS, "rows: 3 GEMM", inputs="queries, keys, ids"),
+        Species("dcl", "DCL", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLLoss"),
+        Species("dclw", "DCLW", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLWLoss"),
+        Species("hcl", "HCL", "views", _PAIRS, "rows: 3 GEMM"),
+        Species("debiased", "Debiased", "views", _PAIRS, "rows: 3 GEMM"),
+        Species(
+            "mnrl",
+            "MNRL",
+            "views",
+            _PAIRS,
+            "rows: 3 GEMM a direction",
+            inputs="queries, documents, negatives, owners",
+            peers=f"{_ST} MultipleNegativesRankingLoss",
+        ),
+        Species(
+            "gist",
+            "GIST",
+            "other",
+            _PAIRS,
+            "rows: 3 GEMM",
+            inputs="anchors, positives, guide_anchors, guide_positives",
+            peers=f"{_ST} GISTEmbedLoss",
+        ),
+        Species(
+            "mil-nce", "MILNCE", "other", _PAIRS, "softmax, two towers: 4 GEMM", inputs="videos [n, d], texts [n, k, d]"
+        ),
+        Species("sincere", "SINCERE", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NTXentLoss"),
+        Species("nca", "NCA", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NCALoss"),
+        Species("n-pairs", "NPairs", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NPairsLoss"),
+        Species("tuplet-margin", "TupletMargin", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} TupletMarginLoss"),
+        Species("siglip", "SigLIP", "views", _SIGMOID, "rows: 3 GEMM", peers=f"{_CLIP} SigLipLoss"),
+        Species("sup-sigmoid", "SupSigmoid", "labels", _SIGMOID, "rows: 3 GEMM"),
+        Species(
+            "normalized-softmax",
+            "NormalizedSoftmax",
+            "labels",
+            _CLASSES,
+            "classes: 4 GEMM of N × d × C",
+            _WEIGHTS,
+            peers=f"{_PML} NormalizedSoftmaxLoss",
+        ),
+        Species(
+            "cos-face",
+            "CosFace",
+            "labels",
+            _CLASSES,
+            "classes: 4 GEMM of N × d × C",
+            _WEIGHTS,
+            peers=f"{_PML} CosFaceLoss",
+        ),
+        Species(
+            "arc-face",
+            "ArcFace",
+            "labels",
+            _CLASSES,
+            "classes: 4 GEMM of N × d × C",
+            _WEIGHTS,
+            peers=f"{_PML} ArcFaceLoss",
+        ),
+        Species(
+            "sub-center-arc-face",
+            "ArcFace",
+            "labels",
+            _CLASSES,
+            "classes: 4 GEMM of N × d × kC",
+            (*_WEIGHTS, ("sub_centers", 3)),
+            peers=f"{_PML} SubCenterArcFaceLoss",
+        ),
+        Species(
+            "proxy-nca",
+            "ProxyNCA",
+            "labels",
+            _CLASSES,
+            "classes: 4 GEMM of N × d × C",
+            _WEIGHTS,
+            peers=f"{_PML} ProxyNCALoss",
+        ),
+        Species(
+            "proxy-anchor",
+            "ProxyAnchor",
+            "labels",
+            _CLASSES,
+            "classes: 4 GEMM of N × d × C",
+            _WEIGHTS,
+            peers=f"{_PML} ProxyAnchorLoss",
+        ),
+        Species(
+            "soft-triple",
+            "SoftTriple",
+            "labels",
+            _CLASSES,
+            "classes: 4 GEMM of N × d × kC",
+            (*_WEIGHTS, ("sub_centers", 2)),
+            peers=f"{_PML} SoftTripleLoss",
+        ),
+        Species(
+            "vicreg",
+            "VICReg",
+            "views",
+            _STATISTICS,
+            "moments: d × d, no pairs",
+            peers=f"{_PML} VICRegLoss, {_LIGHTLY} VICRegLoss",
+        ),
+        Species(
+            "barlow-twins",
+            "BarlowTwins",
+            "views",
+            _STATISTICS,
+            "moments: d × d, no pairs",
+            peers=f"{_LIGHTLY} BarlowTwinsLoss",
+        ),
+        Species("spectral-contrastive", "SpectralContrastive", "views", _STATISTICS, "moments: d × d, no pairs"),
+        Species("align-uniform", "AlignUniform", "views", _STATISTICS, "softmax, one tower, twice"),
+        Species(
+            "swav",
+            "SwAV",
+            "views",
+            _CLUSTERS,
+            "N × K, Sinkhorn",
+            (("num_prototypes", 5), ("embedding_size", 3)),
+            peers=f"{_LIGHTLY} SwaVLoss",
+        ),
+        Species(
+            "dino",
+            "DINO",
+            "views",
+            _CLUSTERS,
+            "N × k, no pairs",
+            (("out_dim", 3),),
+            inputs="student, teacher",
+            peers=f"{_LIGHTLY} DINOLoss",
+        ),
     )
 }
 """All losses by name."""
+
+_HEAD = """# The zoo
+
+Every loss of the library, generated from the code by `contrastive-zoo list --markdown`. All of them are the same function
+on any number of processes under `DistributedLoss`, and none holds the N × N matrix. GEMM counts are forward + backward, in
+units of one N × d × N product. [Coming from another library](coming-from.md) has the line-by-line changes.
+"""
+
+
+def as_markdown() -> str:
+    """The zoo as a page, a section per family.
+
+    Example:
+        >>> as_markdown().splitlines()[0]
+        '# The zoo'
+    """
+    lines = [_HEAD]
+    for family in dict.fromkeys(species.family for species in CATALOGUE.values()):
+        lines += [
+            f"## {family.capitalize()}\n",
+            "| name | loss | called with | engine | elsewhere |",
+            "|---|---|---|---|---|",
+        ]
+        mine = [species for species in CATALOGUE.values() if species.family == family]
+        for species in mine:
+            made = f"`{species.cls}({', '.join(f'{name}={value!r}' for name, value in species.settings)})`"
+            row = (f"`{species.name}`", made, f"`{species.called_with}`", species.engine, species.peers or "–")
+            lines.append(f"| {' | '.join(row)} |")
+        lines.append("")
+        for cls in dict.fromkeys(species.cls for species in mine):
+            species = next(x for x in mine if x.cls == cls)
+            lines.append(f"**{cls}.** {species.summary} {species.source}\n")
+            if species.formula:
+                lines.append(f"```text\n{species.formula}\n```\n")
+    return "\n".join(lines).rstrip() + "\n"

@@ -98,12 +98,17 @@ def check(
 
 
 @app.command("list")
-def list_losses() -> None:
+def list_losses(
+    markdown: Annotated[bool, typer.Option("--markdown", help="With formulas, as a page of the docs.")] = False,
+) -> None:
     """Show the losses of the zoo."""
     _need("cli", "rich")
     from contrastive_zoo import reports
-    from contrastive_zoo.catalogue import CATALOGUE
+    from contrastive_zoo.catalogue import CATALOGUE, as_markdown
 
+    if markdown:
+        typer.echo(as_markdown(), nl=False)
+        return
     reports.show_catalogue(CATALOGUE.values())
 
 
@@ -114,6 +119,11 @@ def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable
 
     if target in CATALOGUE:
         species = CATALOGUE[target]
+        if species.call == "other":
+            raise typer.BadParameter(
+                f"{target} is called with {species.called_with}; write a function of embeddings and labels, or of two "
+                "views, that calls it, and check that."
+            )
         return lambda: DistributedLoss(species.make()), target, species.call
     module, separator, attribute = target.partition(":")
     if not separator:

@@ -103,6 +103,8 @@ class DistributedLoss(nn.Module):
         except TypeError as error:  # this rank alone may have forgotten an argument; the others would wait for it
             refuse(_name(bare), f"{error}.", world=world)
         bound.arguments = tree_map(lambda x: _scale_rows(x, world.size), dict(bound.arguments))
+        if getattr(bare, "sharded", False) and self.grad_reduction == "sum":
+            bare.shard_gradient_scale = world.size  # no trainer adds up what each rank holds for itself
         if isinstance(bare, Loss):
             value = self.loss(*bound.args, **bound.kwargs, world=world)
         else:

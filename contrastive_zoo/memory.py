@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, prepared, rows_problem
+from contrastive_zoo.losses.panelwise import log_sum_exp_where
 from contrastive_zoo.losses.row_loss import RowLoss
 from contrastive_zoo.losses.sup_con import SupCon
 from contrastive_zoo.masks import labels_problem
@@ -171,15 +172,17 @@ class CrossBatchMemory(Loss):
 
     How depends on what ``loss`` takes. M is the memory; what lies in it carries no gradient.
 
-    - **Labels**: :class:`contrastive_zoo.SupCon`, any :class:`contrastive_zoo.RowLoss`, and losses from elsewhere that
-      take ``ref_emb`` and ``ref_labels``, as pytorch-metric-learning's do. Called ``loss(embeddings, labels)``. The
-      batch enters M; then each of its rows is an anchor and is compared with M, but not with its own copy:
+    - **Labels**: :class:`contrastive_zoo.SupCon`, any :class:`contrastive_zoo.RowLoss` that leaves ``forward`` as it is
+      (most pair and triplet losses of the zoo, and yours), and losses from elsewhere that take ``ref_emb`` and
+      ``ref_labels``, as pytorch-metric-learning's do. Called ``loss(embeddings, labels)``. The batch enters M; then each
+      of its rows is an anchor and is compared with M, but not with its own copy:
 
           L = mean_i loss_i(z_i against M without i)
 
-    - **Negatives**: :class:`contrastive_zoo.InfoNCE`, and functions ``loss(queries, keys, negatives)`` from elsewhere,
-      which are given all ranks' rows. Called ``loss(queries, keys)``. M serves as negatives; then the keys enter it.
-      InfoNCE compares a query with the batch's other keys, too; MoCo with its own key and M alone.
+    - **Negatives**: :class:`contrastive_zoo.InfoNCE` and other losses with shared ``negatives``; functions of
+      ``(queries, keys, negatives)`` from elsewhere, which are given all ranks' rows. Called ``loss(queries, keys)``. M
+      serves as negatives; then the keys enter it. InfoNCE compares a query with the batch's other keys, too; MoCo with
+      its own key and M alone.
 
     Slots not yet filled are never compared. In eval mode nothing enters M, and rows are compared with it as it is.
 
@@ -281,8 +284,13 @@ class CrossBatchMemory(Loss):
         problem = problem or self.memory.problem(
             rows if with_labels else partners, enqueue_mask=enqueue_mask, name=names[0] if with_labels else names[1]
         )
-        settings: Any = self.loss.settings() if isinstance(self.loss, Loss) else {}
-        own = {name: settings[name] for name in ("temperature", "reduction") if name in settings}
+        own: dict[str, Any] = {}
+        if isinstance(self.loss, RowLoss):
+            own = {"reduction": self.loss.reduction, "normalize": self.loss.normalize}
+        elif isinstance(self.loss, Loss):
+            own = {name: x for name, x in self.loss.settings().items() if name == "temperature" or not _is_tensor(x)}
+        if own.get("variant", "out") not in ("out", "in"):
+            problem = problem or f"variant is 'out' or 'in', got {own['variant']!r}."
         return begin("CrossBatchMemory", named, problem=problem, world=world, **own, **self.memory.place())[0]
 
     def _enqueue(
@@ -417,10 +425,11 @@ def _takes(loss: Any) -> Takes:
         raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
     if isinstance(loss, SupCon) or (isinstance(loss, RowLoss) and type(loss).forward is RowLoss.forward):
         return "panels"
-    names = set(_argument_names(loss))
-    if "negatives" in names:
+    parameters = _parameters(loss)
+    needed = [name for name, x in parameters.items() if x.default is x.empty and name != "negatives"]
+    if "negatives" in parameters and len(needed) == 2:
         return "own negatives" if isinstance(loss, Loss) else "negatives"
-    if not isinstance(loss, Loss) and {"indices_tuple", "ref_emb", "ref_labels"} <= names:
+    if not isinstance(loss, Loss) and {"indices_tuple", "ref_emb", "ref_labels"} <= parameters.keys():
         return "references"
     raise ValueError(
         f"CrossBatchMemory: {_name(loss)} compares a batch with itself only. Pass SupCon, a RowLoss, InfoNCE, a loss "
@@ -429,12 +438,16 @@ def _takes(loss: Any) -> Takes:
     )
 
 
-def _argument_names(loss: Any) -> Iterator[str]:
+def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
     function = getattr(type(loss), "function", None) if isinstance(loss, Loss) else None
     try:
-        yield from inspect.signature(function or (loss.forward if isinstance(loss, nn.Module) else loss)).parameters
+        return inspect.signature(function or (loss.forward if isinstance(loss, nn.Module) else loss)).parameters
     except ValueError:  # a built-in
-        return
+        return {}
+
+
+def _is_tensor(x: object) -> bool:
+    return isinstance(x, Tensor)
 
 
 def _name(loss: Any) -> str:
@@ -455,7 +468,7 @@ class _NotItsOwnCopy(nn.Module):
 
     def __init__(self, loss: RowLoss) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss, self.terms = loss, getattr(loss, "terms", 1)
 
     def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         ((slots, numbers),) = panel.companions
@@ -468,17 +481,24 @@ def _row_form(loss: Any, world: World) -> tuple[RowLoss, float | Tensor]:
     if isinstance(loss, RowLoss):
         return loss, 1.0
     settings = loss.settings()
-    rows = _SupConRows(normalize=settings["normalize"], reduction=settings["reduction"])
+    rows = _SupConRows(settings["variant"], normalize=settings["normalize"], reduction=settings["reduction"])
     return rows, logit_scale(settings["temperature"], world)
 
 
 class _SupConRows(RowLoss):
     """SupCon of logits."""
 
+    def __init__(self, variant: str, **kept: Any) -> None:
+        super().__init__(**kept)
+        self.variant = variant
+
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        count = positive.sum(1)
-        pull = similarity.where(positive, 0).sum(1) / count.clamp(min=1)
-        return similarity.masked_fill(~(positive | negative), -torch.inf).logsumexp(1) - pull, count > 0
+        count = positive.sum(1, dtype=similarity.dtype).clamp(min=1)
+        if self.variant == "in":
+            pull = log_sum_exp_where(similarity, positive, empty=0.0) - count.log()
+        else:
+            pull = similarity.where(positive, 0).sum(1) / count
+        return log_sum_exp_where(similarity, positive | negative) - pull, positive.any(1)
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

@@ -55,6 +55,5 @@ def show_catalogue(rows: Iterable["Species"]) -> None:
     for heading in ("name", "class", "called with", "family", "engine", "source"):
         table.add_column(heading)
     for species in rows:
-        called = "embeddings, labels" if species.call == "labels" else "view1, view2"
-        table.add_row(species.name, species.cls, called, species.family, species.engine, species.source)
+        table.add_row(species.name, species.cls, species.called_with, species.family, species.engine, species.source)
     Console().print(table)

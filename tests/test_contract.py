@@ -14,12 +14,15 @@ from contrastive_zoo.testing.laws import CONTRACT, LAWS, TOLERANCE, Broken, Law,
 from contrastive_zoo.testing.strategies import global_batches, temperatures
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
+from tests.losses import zoo_compositions, zoo_margins, zoo_softmax, zoo_statistics, zoo_weights
 from tests.zoo import ZOO, Entry
 
 LEARNABLE = [entry for entry in ZOO if not entry.name.startswith("RowLoss")]
+FAMILIES = (zoo_softmax, zoo_margins, zoo_weights, zoo_statistics, zoo_compositions)
+WHOLE_ZOO = ZOO + [entry for family in FAMILIES for entry in family.ENTRIES]
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=str)
+@pytest.mark.parametrize("entry", [*WHOLE_ZOO, *zoo_softmax.ORDERED], ids=str)
 @given(
     batch=global_batches(),
     temperature=temperatures(),
@@ -47,14 +50,14 @@ def test_the_contract_holds_for_a_learnt_temperature(entry: Entry, batch, traine
     assert trial.alone().parameters
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=str)
+@pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
 @pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
 def test_every_law_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
     for law in LAWS:
         law(Trial(entry.case(temperature=0.2), GlobalBatch(shards, d=3, seed=5), worlds))
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=str)
+@pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
 @given(batch=global_batches(rows=["duplicates", "collinear", "zeros", "huge", "tiny"]), temperature=temperatures())
 def test_extremes_stay_finite(entry: Entry, batch, temperature, worlds: Worlds) -> None:
     finite_at_extremes(Trial(entry.case(temperature=temperature), batch, worlds))
@@ -79,7 +82,7 @@ def test_no_law_accuses_the_right_recipes(recipe, batch, worlds: Worlds) -> None
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
-@pytest.mark.parametrize("entry", ZOO, ids=str)
+@pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
 @given(batch=global_batches((1,)), temperature=temperatures())
 def test_one_process_computes_the_formula(entry: Entry, batch, temperature, dense: bool) -> None:
     views = batch.samples(entry.views) if entry.call == "views" else [*batch.samples(), batch.classes()]

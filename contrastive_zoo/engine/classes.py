@@ -7,16 +7,15 @@ are reduced: the target's similarity and the log-sum-exp of the others. So the w
 are C_r high, and only rows travel. A rank's gradient of its own weights is complete by itself: nobody else has any.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows, replicated, sum_over_ranks
-from contrastive_zoo.engine.evaluation import is_dense, panels, without_autocast
+from contrastive_zoo.engine.evaluation import is_dense, once, panels, without_autocast
 from contrastive_zoo.world import Shards, World
 
 Pool = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]
@@ -68,17 +67,18 @@ def target_and_others(
         (tensor([1., 1., 1.]), tensor([0.6931, 0.6931, 0.6931]))
     """
 
-    def of_panel(rows: Tensor, own: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+    def of_panel(rows: Tensor, own: Tensor, centres: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         s = pool(_similarities(rows, centres))
         hit = own[:, None] == torch.arange(s.shape[1], device=s.device)
         others = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
         return s.where(hit, 0).sum(1), others
 
+    factor = torch.as_tensor(scale, dtype=z.dtype, device=z.device)
     if class_shards is None:
-        return _by_panels(of_panel, z, labels, replicated(weights, process_group=world))
+        return _swept(_ByRow, of_panel, z, labels, replicated(weights, process_group=world), factor)
     everybody = all_gather(z, shards=shards, process_group=world)
     own = gather_rows(labels, shards, world) - class_shards.start
-    target, others = _by_panels(of_panel, everybody, own, weights)
+    target, others = _swept(_ByRow, of_panel, everybody, own, weights, factor)
     target = sum_over_ranks(target, gradient="partial", world=world)
     others = log_sum_exp_over_ranks(others, gradient="partial", world=world)
     return target[shards.mine], others[shards.mine]
@@ -86,27 +86,25 @@ def target_and_others(
 
 @without_autocast
 def log_sum_exp_by_class(
-    z: Float[Tensor, "n d"], labels: Int[Tensor, " n"], weights: Float[Tensor, "C d"], *, shift: float, scale: float
+    z: Float[Tensor, "n d"], labels: Int[Tensor, " n"], weights: Float[Tensor, "C 1 d"], *, shift: float, scale: float
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """``log Σ exp(−scale · (s − shift))`` over my rows of a class, ``log Σ exp(scale · (s + shift))`` over my others.
 
     Only my rows: :func:`log_sum_exp_over_ranks` adds everybody's. A sum over no row is the smallest number there is.
 
     Example:
-        >>> log_sum_exp_by_class(torch.eye(2), torch.arange(2), torch.eye(2), shift=0.0, scale=1.0)
+        >>> log_sum_exp_by_class(torch.eye(2), torch.arange(2), torch.eye(2)[:, None], shift=0.0, scale=1.0)
         (tensor([-1., -1.]), tensor([0., 0.]))
     """
 
-    def of_panel(rows: Tensor, own: Tensor, proxies: Tensor) -> tuple[Tensor, Tensor]:
-        s = rows @ proxies.T
+    def of_panel(rows: Tensor, own: Tensor, proxies: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        s = _similarities(rows, proxies)[..., 0]
         hit = own[:, None] == torch.arange(s.shape[1], device=s.device)
         least = torch.finfo(s.dtype).min
         near = torch.logsumexp((-scale * (s - shift)).masked_fill(~hit, least), 0)
-        far = torch.logsumexp((scale * (s + shift)).masked_fill(hit, least), 0)
-        return near[None], far[None]
+        return near, torch.logsumexp((scale * (s + shift)).masked_fill(hit, least), 0)
 
-    near, far = _by_panels(of_panel, z, labels, weights)
-    return torch.logsumexp(near, 0), torch.logsumexp(far, 0)
+    return _swept(_ByClass, of_panel, z, labels, weights, torch.as_tensor(scale, dtype=z.dtype, device=z.device))
 
 
 def log_sum_exp_over_ranks(
@@ -166,17 +164,72 @@ def _similarities(rows: Tensor, centres: Tensor) -> Tensor:
     return (rows @ centres.flatten(0, 1).T).view(len(rows), *centres.shape[:2])
 
 
-def _by_panels(
-    of_panel: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], z: Tensor, labels: Tensor, weights: Tensor
+OfPanel = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Two results of a panel of rows, their labels, all weights and the scale."""
+
+
+def _swept(
+    sweep: type[torch.autograd.Function], of_panel: OfPanel, z: Tensor, labels: Tensor, weights: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``of_panel`` on all rows; where these do not fit into one panel, each panel is computed again backward."""
-    width = weights.numel() // max(1, weights.shape[-1])
-    found = list(panels(len(z), 4 * width, z.dtype))  # a panel makes several matrices
-    if is_dense() or len(found) < 2:
-        return of_panel(z, labels, weights)
-    parts = [
-        checkpoint(of_panel, z[rows], labels[rows], weights, use_reentrant=False, preserve_rng_state=False)
-        for rows in found
-    ]
-    first, second = zip(*parts, strict=True)
-    return torch.cat(first), torch.cat(second)
+    if is_dense() or len(list(_panels(z, weights))) < 2:
+        return of_panel(z, labels, weights, scale)
+    return sweep.apply(of_panel, labels, z, weights, scale)
+
+
+def _panels(z: Tensor, weights: Tensor) -> Iterator[slice]:
+    return panels(len(z), 4 * weights.shape[0] * weights.shape[1], z.dtype)  # a panel makes several matrices
+
+
+class _ByRow(torch.autograd.Function):
+    """Results are one number a row each."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, of_panel: OfPanel, labels: Tensor, z: Tensor, weights: Tensor, scale: Tensor) -> Any:
+        ctx.of_panel = of_panel
+        ctx.save_for_backward(labels, z, weights, scale)
+        first, second = z.new_empty(2, len(z))
+        for rows in _panels(z, weights):
+            first[rows], second[rows] = of_panel(z[rows], labels[rows], weights, scale)
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Any:
+        return _pull(ctx, ctx.saved_tensors, lambda rows, _: [x[rows] for x in g])
+
+
+class _ByClass(torch.autograd.Function):
+    """Results are one log-sum-exp over rows a class each, which add up from panel to panel."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, of_panel: OfPanel, labels: Tensor, z: Tensor, weights: Tensor, scale: Tensor) -> Any:
+        ctx.of_panel = of_panel
+        totals = z.new_full((2, len(weights)), -torch.inf)
+        for rows in _panels(z, weights):
+            totals = torch.logaddexp(totals, torch.stack(of_panel(z[rows], labels[rows], weights, scale)))
+        ctx.save_for_backward(labels, z, weights, scale, totals)
+        return totals[0].clone(), totals[1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Any:
+        *inputs, totals = ctx.saved_tensors
+        return _pull(
+            ctx, inputs, lambda _, found: [h * (x - y).exp() for h, x, y in zip(g, found, totals, strict=True)]
+        )
+
+
+@without_autocast
+def _pull(ctx: Any, inputs: Sequence[Tensor], share: Callable[[slice, Sequence[Tensor]], list[Tensor]]) -> Any:
+    """The inputs' gradient, panel by panel; ``share`` is what a panel's results get of the gradient of all."""
+    labels, z, weights, scale = (x.detach() for x in inputs)
+    dz, dweights, dscale = (torch.zeros_like(x) for x in (z, weights, scale))
+    for rows in _panels(z, weights):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (z[rows], weights, scale)]
+            found = ctx.of_panel(leaves[0], labels[rows], *leaves[1:])
+        dz[rows], by_weights, by_scale = torch.autograd.grad(found, leaves, share(rows, [x.detach() for x in found]))
+        dweights += by_weights
+        dscale += by_scale
+    return None, None, *(once(gradient, *inputs[1:]) for gradient in (dz, dweights, dscale))

@@ -225,22 +225,23 @@ class _Sweep:
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """Losses and counts of my anchors."""
+        losses, counts = self.z.new_zeros(2, len(self.z), self.terms)
         with torch.no_grad():
-            found = [self._of(rows, self.z[rows], self.everybody) for rows in self._panels()]
-        return self._joined([losses for losses, _ in found]), self._joined([counts for _, counts in found])
+            for rows in self._panels():
+                losses[rows], counts[rows] = self._of(rows, self.z[rows], self.everybody)
+        return losses, counts
 
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
         """Losses and counts of my anchors; the gradient of their weighted sum by anchors, columns and parameters."""
         dz, dcolumns = torch.zeros_like(self.z), torch.zeros_like(self.everybody)
         dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]
-        losses, counts = [], []
+        losses, counts = self.z.new_zeros(2, len(self.z), self.terms)  # nothing small stays behind between panels
         for rows in self._panels():
             with torch.enable_grad():
                 anchors, columns = self.z[rows].requires_grad_(), self.everybody.detach().requires_grad_()
-                of_panel, how_many = self._of(rows, anchors, columns)
-            losses.append(of_panel.detach())
-            counts.append(how_many)
+                of_panel, counts[rows] = self._of(rows, anchors, columns)
+            losses[rows] = of_panel.detach()
             if not of_panel.requires_grad:
                 continue
             weight = torch.ones_like(of_panel) if weights is None else weights[rows].to(of_panel.dtype)
@@ -252,7 +253,4 @@ class _Sweep:
                 total += part
         dcolumns = add_up_rows(dcolumns, self.layout.column_shards, self.layout.world)
         dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
-        return [self._joined(losses), self._joined(counts), dz, dcolumns, *dparameters]
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts) if parts else self.z.new_zeros(0, self.terms)
+        return [losses, counts, dz, dcolumns, *dparameters]

@@ -22,7 +22,9 @@ def align_uniform(
     uniformity: float = 1.0,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    r"""With a, b the unit rows of the two views of all ranks,
+    r"""Mean distance of partners plus the logarithm of the mean Gaussian potential of all pairs.
+
+    With a, b the unit rows of the two views of all ranks,
 
         loss = mean_i ‖a_i − b_i‖^α  +  λ/2 Σ_{z∈{a,b}} log mean_{i≠j} exp(−t ‖z_i − z_j‖²)
 
@@ -49,7 +51,7 @@ def align_uniform(
         >>> align_uniform(eye, eye)   # log exp(−2 · 2)
         tensor(-4.)
 
-    Source: Wang & Isola 2020, §4.1-4.2, https://arxiv.org/abs/2005.10242
+    Source: Wang & Isola 2020, §4.1, https://arxiv.org/abs/2005.10242
     """
     shards, *_ = begin(
         "AlignUniform",

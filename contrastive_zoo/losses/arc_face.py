@@ -55,7 +55,7 @@ def arc_face(
         >>> arc_face(eye, torch.arange(2), weights=eye, margin=torch.pi / 3, scale=2.0)   # log(e^(2 cos 60°) + 1) − 1
         tensor(0.3133)
 
-    Source: Deng et al. 2019, eq. 3, https://arxiv.org/abs/1801.07698; sub-centers: Deng et al. 2020, eq. 4,
+    Source: Deng et al. 2019, eq. 3, https://arxiv.org/abs/1801.07698; sub-centers: Deng et al. 2020, §3,
     https://www.ecva.net/papers/eccv_2020/papers_ECCV/papers/123560715.pdf
     """
     problem = None if 0 <= margin <= math.pi else f"margin is an angle 0 … π in radians, got {margin}."

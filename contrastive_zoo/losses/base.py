@@ -109,7 +109,7 @@ class Loss(nn.Module):
         return World(check_finite=self.check_finite)
 
     def extra_repr(self) -> str:
-        own = {name: getattr(self, name) for name in self._defaults if name not in self._modules}
+        own = {x: getattr(self, x) for x in self._defaults if x not in self._modules and x not in self._parameters}
         return ", ".join(f"{name}={value!r}" for name, value in own.items())
 
 
@@ -146,8 +146,8 @@ class LearnableTemperature(nn.Module):
 
     def forward(self) -> Tensor:
         """t, a positive number."""
-        with torch.no_grad():
-            self.log_scale.clamp_(max=math.log(self.max_scale))
+        # .data: two forward passes before a backward one are fine, the values that autograd keeps are exp's results
+        self.log_scale.data.clamp_(max=math.log(self.max_scale))
         return (-self.log_scale).exp()
 
 

@@ -70,10 +70,9 @@ class ClassLoss(Maker):
         ValueError: fewer than one class, width or centre. TypeError: a setting that the function does not have.
 
     Example:
-        >>> import contrastive_zoo as cz
         >>> from contrastive_zoo.losses.cos_face import CosFace
-        >>> CosFace(1_000, 8, shard_over=cz.World(rank=1, size=4)).weights.shape
-        torch.Size([250, 8])
+        >>> CosFace(1_000, 8, sub_centers=3).weights.shape
+        torch.Size([1000, 3, 8])
     """
 
     made = ("weights", "sharded")

@@ -50,7 +50,7 @@ def normalized_softmax(
         >>> normalized_softmax(eye, torch.arange(2), weights=eye, temperature=1.0)   # log(e + 1) − 1
         tensor(0.3133)
 
-    Source: Zhai & Wu 2019, eq. 4, https://arxiv.org/abs/1811.12649
+    Source: Zhai & Wu 2019, §3, https://arxiv.org/abs/1811.12649
     """
     target, others, scale = against_classes(
         "NormalizedSoftmax", embeddings, labels, weights, temperature=temperature, sharded=sharded,

@@ -57,7 +57,7 @@ def proxy_anchor(
     z, own, proxies, *_ = begin_with_classes(
         "ProxyAnchor", embeddings, labels, weights, margin=margin, alpha=alpha, problem=problem, world=world
     )
-    proxies = replicated(proxies[:, 0], process_group=world)
+    proxies = replicated(proxies, process_group=world)
     near, far = (
         log_sum_exp_over_ranks(x, gradient="complete", world=world)
         for x in log_sum_exp_by_class(z, own, proxies, shift=margin, scale=alpha)

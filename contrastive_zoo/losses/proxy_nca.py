@@ -51,7 +51,7 @@ def proxy_nca(
         >>> proxy_nca(eye, torch.arange(2), weights=eye, temperature=2.0)   # −log(1 / (1 + e⁻¹))
         tensor(0.3133)
 
-    Source: Teh et al. 2020, eq. 7, https://arxiv.org/abs/2004.01113
+    Source: Teh et al. 2020, §3, https://arxiv.org/abs/2004.01113
     """
     target, others, scale = against_classes(
         "ProxyNCA", embeddings, labels, weights, temperature=temperature / 2, sharded=sharded,

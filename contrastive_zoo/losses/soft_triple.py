@@ -56,7 +56,7 @@ def soft_triple(
         >>> soft_triple(eye, torch.arange(2), weights=eye, la=1.0, margin=0.0)   # log(e + 1) − 1
         tensor(0.3133)
 
-    Source: Qian et al. 2019, eqs. 7-9, https://arxiv.org/abs/1909.05235
+    Source: Qian et al. 2019, §3, https://arxiv.org/abs/1909.05235
     """
 
     def soft_center(similarity: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ def spectral_contrastive(
     mu: float = 1.0,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    r"""Rows longer than √μ are shortened to that, others are left; then, with a, b the rows of all ranks,
+    r"""Partners' dot products against the squares of all others', in closed form.
+
+    Rows longer than √μ are shortened to that, others are left; then, with a, b the rows of all ranks,
 
         loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
 
@@ -41,7 +43,7 @@ def spectral_contrastive(
         >>> spectral_contrastive(a, a)   # −2 · 1 + 0.6²
         tensor(-1.6400)
 
-    Source: HaoChen et al. 2021, eq. 6, https://arxiv.org/abs/2106.04156
+    Source: HaoChen et al. 2021, §3, https://arxiv.org/abs/2106.04156
     """
     shards, *_ = begin(
         "SpectralContrastive",

@@ -32,9 +32,11 @@ from contrastive_zoo.testing.laws import CONTRACT, LAWS, finite_at_extremes
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
-from tests.losses.zoo_softmax import ENTRIES
+from tests.losses.zoo_softmax import ENTRIES as LISTED
+from tests.losses.zoo_softmax import ORDERED
 from tests.zoo import Entry
 
+ENTRIES = LISTED + ORDERED
 BATCHES = [
     GlobalBatch((7,), d=3),
     GlobalBatch((6,), d=3, labels="singletons", seed=1),
@@ -42,7 +44,7 @@ BATCHES = [
     GlobalBatch((5,), d=4, labels="distinct", seed=3),
     GlobalBatch((1,), d=2, seed=4),
 ]
-TRAPS = ("MNRL, all directions", "MultiPositive, ignored", "GIST", "SINCERE, pairs", "NPairs")
+TRAPS = ("MNRL, all directions", "MultiPositive, ignored", "GIST", "SINCERE, pairs")
 
 
 def rows_of(entry: Entry, batch: GlobalBatch) -> list[Tensor]:

@@ -187,11 +187,27 @@ def test_a_rank_may_hold_no_class(worlds: Worlds) -> None:
     close(torch.cat([own for _, own in found]), torch.autograd.grad(expected, weights)[0])
 
 
-def test_second_derivatives_exist_across_panels(monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.evaluation.PANEL_BYTES", 4000)
+def test_second_derivatives_are_the_dense_ways(monkeypatch) -> None:
+    monkeypatch.setattr("contrastive_zoo.engine.evaluation.PANEL_BYTES", 500)
     z, labels = labelled(0)
     weights = torch.randn(5, 4, dtype=torch.float64)
-    torch.autograd.gradgradcheck(lambda z: normalized_softmax(z, labels, weights=weights, temperature=0.5), z)
+    with cz.dense():
+        torch.autograd.gradgradcheck(lambda z: normalized_softmax(z, labels, weights=weights, temperature=0.5), z)
+        torch.autograd.gradgradcheck(lambda z: proxy_anchor(z, labels, weights=weights, alpha=2.0), z)
+    (g,) = torch.autograd.grad(normalized_softmax(z, labels, weights=weights), z, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"with contrastive_zoo.dense\(\)"):
+        g.sum().backward()
+
+
+def test_a_learnt_temperature_is_that_of_one_panel(monkeypatch) -> None:
+    z, labels = labelled(0)
+    found = []
+    for panel_bytes in (2**25, 500):
+        monkeypatch.setattr("contrastive_zoo.engine.evaluation.PANEL_BYTES", panel_bytes)
+        weights, t = torch.ones(5, 4, dtype=torch.float64).tril_(), torch.tensor(0.3, dtype=torch.float64)
+        loss = normalized_softmax(z, labels, weights=weights.requires_grad_(), temperature=t.requires_grad_())
+        found.append([loss, *torch.autograd.grad(loss, (z, weights, t))])
+    close(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

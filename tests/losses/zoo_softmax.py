@@ -9,9 +9,9 @@ from torch import Tensor
 
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.losses.clip import Clip
-from contrastive_zoo.losses.clip_distillation import ClipDistillation
+from contrastive_zoo.losses.clip_distillation import clip_distillation
 from contrastive_zoo.losses.dcl import DCL, DCLW
-from contrastive_zoo.losses.gist import GIST
+from contrastive_zoo.losses.gist import gist
 from contrastive_zoo.losses.hcl import HCL, Debiased
 from contrastive_zoo.losses.mil_nce import mil_nce
 from contrastive_zoo.losses.mnrl import mnrl
@@ -121,10 +121,23 @@ def dense_several_targets(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
     return F.cross_entropy(logits, targets / targets.sum(1, keepdim=True))
 
 
+def teacher(*rows: Tensor) -> list[Tensor]:
+    """Another embedding of the same rows."""
+    return [(3 * x).sin().detach() for x in rows]
+
+
+def clip_distillation_of_views(x: Tensor, y: Tensor, *, temperature=0.07, reduction="mean", world=ALONE) -> Tensor:
+    return clip_distillation(x, y, *teacher(x, y), temperature=temperature, reduction=reduction, world=world)
+
+
+class ClipDistillationOfViews(Loss):
+    function = staticmethod(clip_distillation_of_views)
+
+
 def dense_distillation(
-    x: Tensor, y: Tensor, u: Tensor, v: Tensor, temperature: Any, weight: float = 0.5, teacher_temperature: float = 0.07
+    x: Tensor, y: Tensor, temperature: Any, weight: float = 0.5, teacher_temperature: float = 0.07
 ) -> Tensor:
-    x, y, u, v = (unit(rows) for rows in (x, y, u.detach(), v.detach()))
+    x, y, u, v = (unit(rows) for rows in (x, y, *teacher(x, y)))
     s, t, eye = x @ y.T / temperature, u @ v.T / teacher_temperature, torch.eye(len(x), dtype=x.dtype)
     targets = [(1 - weight) * eye + weight * logits.softmax(1) for logits in (t, t.T)]
     return (F.cross_entropy(s, targets[0]) + F.cross_entropy(s.T, targets[1])) / 2
@@ -215,10 +228,24 @@ def dense_mnrl(
     return torch.stack(losses).mean()
 
 
-def dense_gist(
-    a: Tensor, p: Tensor, ga: Tensor, gp: Tensor, temperature: Any, margin: float = 0.0, relative: bool = False
+def gist_of_views(
+    a: Tensor, p: Tensor, *, temperature=0.01, margin_strategy="absolute", margin=0.0, reduction="mean", world=ALONE
 ) -> Tensor:
-    a, p, ga, gp = (unit(rows) for rows in (a, p, ga.detach(), gp.detach()))
+    return gist(
+        a, p, *teacher(a, p), temperature=temperature, margin_strategy=margin_strategy, margin=margin,
+        reduction=reduction, world=world,
+    )  # fmt: skip
+
+
+class GISTOfViews(Loss):
+    function = staticmethod(gist_of_views)
+
+
+def dense_gist(
+    a: Tensor, p: Tensor, temperature: Any, margin: float = 0.0, margin_strategy: str = "absolute"
+) -> Tensor:
+    a, p, ga, gp = (unit(rows) for rows in (a, p, *teacher(a, p)))
+    relative = margin_strategy == "relative"
     losses = []
     for i in range(len(a)):
         agreed = ga[i] @ gp[i]
@@ -378,16 +405,21 @@ ENTRIES: list[Entry] = [
     row("MNRL", MNRLOfViews, dense_mnrl, "views", 4),
     row("MNRL, all directions", MNRLOfViews, dense_mnrl, "views", 4, directions=ALL, **HARD),
     row("MNRL, symmetric", MNRLOfViews, dense_mnrl, "views", 4, directions=BOTH, partition_mode="per_direction"),
-    row("GIST", GIST, dense_gist, "views", 4),
-    row("GIST, margin", GIST, dense_gist, "views", 4, margin=0.1),
-    row("ClipDistillation", ClipDistillation, dense_distillation, "views", 4),
+    row("GIST", GISTOfViews, dense_gist, "views"),
+    row("GIST, relative margin", GISTOfViews, dense_gist, "views", margin=0.3, margin_strategy="relative"),
+    row("ClipDistillation", ClipDistillationOfViews, dense_distillation, "views"),
     row("SupCon, in", fixed(SupCon, variant="in"), dense_sup_con_in, "labels"),
     row("SINCERE", SINCERE, dense_sincere, "labels"),
     row("SINCERE, pairs", SINCERE, dense_sincere, "labels", average="pairs"),
     row("NCA", NCA, dense_nca, "labels"),
-    row("NPairs", NPairs, dense_n_pairs, "labels"),
-    row("NPairs, l2", NPairs, dense_n_pairs, "labels", l2=0.1),
     row("TupletMargin", TupletMargin, dense_tuplet_margin, "labels"),
     row("MILNCE", MILNCEOfViews, dense_mil_nce, "views", 3),
     row("MILNCE, reference", MILNCEOfViews, dense_mil_nce, "views", 3, denominator="reference"),
 ]
+
+ORDERED: list[Entry] = [
+    row("NPairs", NPairs, dense_n_pairs, "labels"),
+    row("NPairs, l2", NPairs, dense_n_pairs, "labels", l2=0.1),
+]
+"""Losses that care which of a class's rows come first. The laws of order, which ask one shuffle whether a loss does,
+may take them for such that do not."""

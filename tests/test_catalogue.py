@@ -1,0 +1,43 @@
+"""The table of the zoo: every row makes a loss, and the page in the docs is this table's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import contrastive_zoo as cz
+from contrastive_zoo.catalogue import CATALOGUE, Species, as_markdown
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "zoo.md"
+COMPOSED = {"Matryoshka", "WeightedSum", "CrossBatchMemory", "RowLoss", "ClassLoss", "DistributedLoss"}
+
+
+@pytest.mark.parametrize("species", CATALOGUE.values(), ids=lambda species: species.name)
+def test_a_row_makes_a_loss_with_a_formula_and_a_source(species: Species) -> None:
+    loss = species.make()
+    assert species.summary.endswith(".")
+    assert "http" in species.source
+    assert species.family
+    assert species.engine
+    if species.call == "views":
+        loss(torch.eye(3, requires_grad=True), torch.eye(3, requires_grad=True)).backward()
+    elif species.call == "labels":
+        loss(torch.eye(3).repeat(2, 1).requires_grad_(), torch.arange(6) % 3).backward()
+
+
+def test_every_loss_has_a_row() -> None:
+    losses = {
+        name
+        for name in cz.__all__
+        if isinstance(getattr(cz, name), type) and issubclass(getattr(cz, name), torch.nn.Module)
+    }
+    losses = {name for name in losses if issubclass(getattr(cz, name), cz.losses.base.Loss)}
+    assert losses - {species.cls for species in CATALOGUE.values()} <= COMPOSED
+
+
+def test_the_page_is_of_this_table() -> None:
+    assert PAGE.read_text(encoding="utf-8") == as_markdown(), "contrastive-zoo list --markdown > docs/pages/zoo.md"
+
+
+def test_there_are_thirty() -> None:
+    assert len({species.cls for species in CATALOGUE.values()}) >= 30
