@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types docs clean
+.PHONY: demo test search lint types docs clean
 
 .venv/.installed: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv
@@ -13,7 +13,10 @@ demo: .venv/.installed
 	$(BIN)/contrastive-zoo demo
 
 test: .venv/.installed lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
+
+search: .venv/.installed
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 tests/test_contract.py tests/testing/test_check.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

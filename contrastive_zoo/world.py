@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, Union
@@ -140,10 +139,11 @@ class World:
             ['ρ']
         """
         mine = text.encode()
-        longest = max(itertools.chain.from_iterable(self.exchange([len(mine)])))
-        if longest == 0:
+        lengths = [length for (length,) in self.exchange([len(mine)])]
+        if max(lengths) == 0:
             return [""] * self.size
-        return [bytes(row).rstrip(b"\0").decode() for row in self.exchange([*mine, *bytes(longest - len(mine))])]
+        rows = self.exchange([*mine, *bytes(max(lengths) - len(mine))])
+        return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def shards(self, rows: int | Tensor) -> Shards:
         """How many rows everybody holds, given how many I do.

@@ -1,13 +1,25 @@
 """Shapes are checked in this run, and Hypothesis searches briefly. The pool of worlds is the plugin's."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 # shapes that the engines and the masks promise are checked at every call of the run
 install_import_hook(["contrastive_zoo.engine", "contrastive_zoo.masks"], "beartype.beartype")
 
-settings.register_profile("quick", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(scope="session")
+def impatient() -> Iterator[Any]:
+    """Worlds in which a hang is found soon."""
+    from contrastive_zoo.testing.worlds import Worlds  # not before the hook is in
+
+    with Worlds(timeout=5.0, grace=0.3) as pool:
+        yield pool

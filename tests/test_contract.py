@@ -64,13 +64,17 @@ def test_extremes_stay_finite(entry: Entry, batch, temperature, worlds: Worlds) 
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_each_law_catches_its_mutant(law: Law, worlds: Worlds) -> None:
+def test_each_law_catches_its_mutant(law: Law, impatient: Worlds) -> None:
     case = GALLERY[law.catches].case
     rows = "huge" if law is finite_at_extremes else "gaussian"
-    with pytest.raises(Broken) as broken:
-        for shards in [(3, 3), (2, 4), (1, 3, 2)]:
-            law(Trial(case, GlobalBatch(shards, seed=1, rows=rows), worlds))
-    assert len(str(broken.value)) > 20
+    complaints = []
+    for shards in [(3, 3), (2, 4), (1, 3, 2)]:
+        try:
+            law(Trial(case, GlobalBatch(shards, seed=1, rows=rows), impatient))
+        except Broken as broken:
+            complaints.append(str(broken))
+    assert complaints
+    assert all(len(complaint) > 20 for complaint in complaints)
 
 
 @pytest.mark.parametrize("recipe", [x for x in GALLERY.values() if x.mistake is None], ids=lambda x: x.name)

@@ -80,5 +80,5 @@ def test_the_exit_status_is_the_verdict(monkeypatch, tmp_path, agree, status):
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("contrastive_zoo.cli.find_spec", lambda name: None if name == "faiss" else object())
     result = CliRunner().invoke(app, ["demo"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "needs faiss: pip install contrastive_zoo[demo]" in result.output

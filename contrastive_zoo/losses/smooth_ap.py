@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from contrastive_zoo.losses.distances import MetricLoss, sum_over_positives
@@ -27,7 +28,6 @@ class SmoothAP(MetricLoss):
         ValueError: a temperature that is not positive; at the call as :class:`RowLoss`.
 
     Example:
-        >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
         >>> SmoothAP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1 − 1/2; row 1 sees a tie: 1 − 1/1.5
         tensor(0.4167)
@@ -42,12 +42,12 @@ class SmoothAP(MetricLoss):
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive
-        ranked = relevant | negative
+        ranked = similarity.masked_fill(~(relevant | negative), -torch.inf)
 
         def precision(p: Tensor) -> Tensor:
-            before = ((similarity - similarity.gather(1, p)) / self.temperature).sigmoid()
+            before = ((ranked - similarity.gather(1, p)) / self.temperature).sigmoid()
             # among both sums is sigmoid(0) = ½ of the positive itself
-            return (before.where(relevant, 0).sum(1) + 0.5) / (before.where(ranked, 0).sum(1) + 0.5)
+            return (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
 
         mean = sum_over_positives(precision, relevant) / relevant.sum(1).clamp(min=1)
         return 1 - mean, positive.any(1)

@@ -73,13 +73,12 @@ class Triplet(MetricLoss):
             nearest = far.masked_fill(~negative & both[:, None], torch.inf).amin(1)
             losses = self._of(farthest - nearest)
             return losses, both & (losses > 0) if self.average == "nonzero" else both
-        if self.soft:
-            return self._one_positive_at_a_time(far, positive, negative)
-        losses, active = self._hinges(far, positive, negative)
-        if self.average == "nonzero":
-            return losses, active
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.soft):
+            losses, active = self._hinges(far, positive, negative)
         mined = positive.sum(1) * negative.sum(1) if self.mining == "all" else active
-        return losses, mined
+        if self.soft:  # no triplet's loss is zero
+            return self._one_positive_at_a_time(far, positive, negative), mined
+        return losses, active if self.average == "nonzero" else mined
 
     def _of(self, violation: Tensor) -> Tensor:
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
@@ -96,14 +95,17 @@ class Triplet(MetricLoss):
         pull = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
         return pull - (of_negative * far).sum(1), of_negative.sum(1)
 
-    def _one_positive_at_a_time(self, far: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        def mined(p: Tensor) -> Tensor:
-            nearer = far.gather(1, p)
-            return negative if self.mining == "all" else negative & (far > nearer) & (far < nearer + self.margin)
+    def _one_positive_at_a_time(self, far: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        negatives = far.masked_fill(~negative, torch.inf)
 
-        losses = sum_over_positives(lambda p: self._of(far.gather(1, p) - far).where(mined(p), 0).sum(1), positive)
-        with torch.no_grad():
-            return losses, sum_over_positives(lambda p: mined(p).sum(1), positive)
+        def losses(p: Tensor) -> Tensor:
+            nearer = far.gather(1, p)
+            found = self._of(nearer - negatives)
+            if self.mining == "semi-hard":
+                found = found.where((negatives > nearer) & (negatives < nearer + self.margin), 0)
+            return found.sum(1)
+
+        return sum_over_positives(losses, positive)
 
 
 def _active(bars: Tensor, far: Tensor, negative: Tensor, *, right: bool) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """The doctor catches every mistake of the gallery, names it rightly, and accuses nobody else."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -19,13 +18,6 @@ from contrastive_zoo.testing.trial import Case, Trial, call_form
 from contrastive_zoo.testing.worlds import Worlds
 
 RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
-
-
-@pytest.fixture(scope="module")
-def impatient() -> Iterator[Worlds]:
-    """Worlds in which a hang is found soon."""
-    with Worlds(timeout=5.0, grace=0.3) as pool:
-        yield pool
 
 
 @pytest.fixture(autouse=True)
