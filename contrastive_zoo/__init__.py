@@ -12,11 +12,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "ALONE": "world",
     "AlignUniform": "losses.align_uniform",
+    "Angular": "losses.angular",
     "ArcFace": "losses.arc_face",
     "BarlowTwins": "losses.barlow_twins",
+    "Circle": "losses.circle",
     "ClassLoss": "losses.class_loss",
     "Clip": "losses.clip",
     "ClipDistillation": "losses.clip_distillation",
+    "Contrastive": "losses.contrastive",
     "CosFace": "losses.cos_face",
     "CrossBatchMemory": "memory",
     "DCL": "losses.dcl",
@@ -24,31 +27,40 @@ _HOMES = {
     "DINO": "losses.dino",
     "Debiased": "losses.hcl",
     "DistributedLoss": "distributed",
+    "FastAP": "losses.fast_ap",
     "GIST": "losses.gist",
+    "GeneralizedLiftedStructure": "losses.generalized_lifted_structure",
     "GradCache": "gradcache",
     "HCL": "losses.hcl",
     "InfoNCE": "losses.info_nce",
     "LearnableTemperature": "losses.base",
+    "LiftedStructure": "losses.lifted_structure",
     "MILNCE": "losses.mil_nce",
     "MNRL": "losses.mnrl",
+    "Margin": "losses.margin",
     "Matryoshka": "losses.matryoshka",
     "MemoryQueue": "memory",
     "MomentumEncoder": "memory",
     "MultiPositive": "losses.multi_positive",
+    "MultiSimilarity": "losses.multi_similarity",
     "NCA": "losses.nca",
     "NPairs": "losses.n_pairs",
     "NTXent": "losses.nt_xent",
     "NormalizedSoftmax": "losses.normalized_softmax",
     "ProxyAnchor": "losses.proxy_anchor",
     "ProxyNCA": "losses.proxy_nca",
+    "RankedList": "losses.ranked_list",
     "RowLoss": "losses.row_loss",
     "SINCERE": "losses.sincere",
     "SigLIP": "losses.siglip",
+    "SignalToNoise": "losses.signal_to_noise",
+    "SmoothAP": "losses.smooth_ap",
     "SoftTriple": "losses.soft_triple",
     "SpectralContrastive": "losses.spectral_contrastive",
     "SupCon": "losses.sup_con",
     "SupSigmoid": "losses.sup_sigmoid",
     "SwAV": "losses.swav",
+    "Triplet": "losses.triplet",
     "TupletMargin": "losses.tuplet_margin",
     "VICReg": "losses.vicreg",
     "WeightedSum": "losses.weighted_sum",
@@ -72,6 +84,7 @@ _HOMES = {
     "gist": "losses.gist",
     "hcl": "losses.hcl",
     "info_nce": "losses.info_nce",
+    "lifted_structure": "losses.lifted_structure",
     "mil_nce": "losses.mil_nce",
     "mnrl": "losses.mnrl",
     "multi_positive": "losses.multi_positive",
@@ -118,16 +131,19 @@ if TYPE_CHECKING:
     from contrastive_zoo.gradcache import cached_step as cached_step
     from contrastive_zoo.losses.align_uniform import AlignUniform as AlignUniform
     from contrastive_zoo.losses.align_uniform import align_uniform as align_uniform
+    from contrastive_zoo.losses.angular import Angular as Angular
     from contrastive_zoo.losses.arc_face import ArcFace as ArcFace
     from contrastive_zoo.losses.arc_face import arc_face as arc_face
     from contrastive_zoo.losses.barlow_twins import BarlowTwins as BarlowTwins
     from contrastive_zoo.losses.barlow_twins import barlow_twins as barlow_twins
     from contrastive_zoo.losses.base import LearnableTemperature as LearnableTemperature
+    from contrastive_zoo.losses.circle import Circle as Circle
     from contrastive_zoo.losses.class_loss import ClassLoss as ClassLoss
     from contrastive_zoo.losses.clip import Clip as Clip
     from contrastive_zoo.losses.clip import clip as clip
     from contrastive_zoo.losses.clip_distillation import ClipDistillation as ClipDistillation
     from contrastive_zoo.losses.clip_distillation import clip_distillation as clip_distillation
+    from contrastive_zoo.losses.contrastive import Contrastive as Contrastive
     from contrastive_zoo.losses.cos_face import CosFace as CosFace
     from contrastive_zoo.losses.cos_face import cos_face as cos_face
     from contrastive_zoo.losses.dcl import DCL as DCL
@@ -135,6 +151,10 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.dcl import dcl as dcl
     from contrastive_zoo.losses.dino import DINO as DINO
     from contrastive_zoo.losses.dino import dino as dino
+    from contrastive_zoo.losses.fast_ap import FastAP as FastAP
+    from contrastive_zoo.losses.generalized_lifted_structure import (
+        GeneralizedLiftedStructure as GeneralizedLiftedStructure,
+    )
     from contrastive_zoo.losses.gist import GIST as GIST
     from contrastive_zoo.losses.gist import gist as gist
     from contrastive_zoo.losses.hcl import HCL as HCL
@@ -143,6 +163,9 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.hcl import hcl as hcl
     from contrastive_zoo.losses.info_nce import InfoNCE as InfoNCE
     from contrastive_zoo.losses.info_nce import info_nce as info_nce
+    from contrastive_zoo.losses.lifted_structure import LiftedStructure as LiftedStructure
+    from contrastive_zoo.losses.lifted_structure import lifted_structure as lifted_structure
+    from contrastive_zoo.losses.margin import Margin as Margin
     from contrastive_zoo.losses.matryoshka import Matryoshka as Matryoshka
     from contrastive_zoo.losses.mil_nce import MILNCE as MILNCE
     from contrastive_zoo.losses.mil_nce import mil_nce as mil_nce
@@ -150,6 +173,7 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.mnrl import mnrl as mnrl
     from contrastive_zoo.losses.multi_positive import MultiPositive as MultiPositive
     from contrastive_zoo.losses.multi_positive import multi_positive as multi_positive
+    from contrastive_zoo.losses.multi_similarity import MultiSimilarity as MultiSimilarity
     from contrastive_zoo.losses.n_pairs import NPairs as NPairs
     from contrastive_zoo.losses.n_pairs import n_pairs as n_pairs
     from contrastive_zoo.losses.nca import NCA as NCA
@@ -162,11 +186,14 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.proxy_anchor import proxy_anchor as proxy_anchor
     from contrastive_zoo.losses.proxy_nca import ProxyNCA as ProxyNCA
     from contrastive_zoo.losses.proxy_nca import proxy_nca as proxy_nca
+    from contrastive_zoo.losses.ranked_list import RankedList as RankedList
     from contrastive_zoo.losses.row_loss import RowLoss as RowLoss
     from contrastive_zoo.losses.siglip import SigLIP as SigLIP
     from contrastive_zoo.losses.siglip import siglip as siglip
+    from contrastive_zoo.losses.signal_to_noise import SignalToNoise as SignalToNoise
     from contrastive_zoo.losses.sincere import SINCERE as SINCERE
     from contrastive_zoo.losses.sincere import sincere as sincere
+    from contrastive_zoo.losses.smooth_ap import SmoothAP as SmoothAP
     from contrastive_zoo.losses.soft_triple import SoftTriple as SoftTriple
     from contrastive_zoo.losses.soft_triple import soft_triple as soft_triple
     from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive as SpectralContrastive
@@ -177,6 +204,7 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.sup_sigmoid import sup_sigmoid as sup_sigmoid
     from contrastive_zoo.losses.swav import SwAV as SwAV
     from contrastive_zoo.losses.swav import swav as swav
+    from contrastive_zoo.losses.triplet import Triplet as Triplet
     from contrastive_zoo.losses.tuplet_margin import TupletMargin as TupletMargin
     from contrastive_zoo.losses.tuplet_margin import tuplet_margin as tuplet_margin
     from contrastive_zoo.losses.vicreg import VICReg as VICReg

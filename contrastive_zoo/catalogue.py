@@ -53,7 +53,7 @@ class Species:
     @property
     def summary(self) -> str:
         """First line of its docstring."""
-        return re.sub(r":func:`(\w+)`", r"\1", self._doc.partition("\n")[0])
+        return re.sub(r":\w+:`(\w+)`", r"\1", self._doc.partition("\n")[0])
 
     @property
     def formula(self) -> str:
@@ -69,6 +69,7 @@ class Species:
 
 _PAIRS = "softmax over pairs"
 _SIGMOID = "sigmoid over pairs"
+_MARGINS = "margins over pairs and triplets"
 _CLASSES = "proxies and classifiers"
 _STATISTICS = "feature statistics"
 _CLUSTERS = "clusters and teachers"
@@ -131,6 +132,50 @@ CATALOGUE = {
         Species("tuplet-margin", "TupletMargin", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} TupletMarginLoss"),
         Species("siglip", "SigLIP", "views", _SIGMOID, "rows: 3 GEMM", peers=f"{_CLIP} SigLipLoss"),
         Species("sup-sigmoid", "SupSigmoid", "labels", _SIGMOID, "rows: 3 GEMM"),
+        Species("contrastive", "Contrastive", "labels", _MARGINS, "rows", peers=f"{_PML} ContrastiveLoss"),
+        Species(
+            "signal-to-noise",
+            "SignalToNoise",
+            "labels",
+            _MARGINS,
+            "rows",
+            peers=f"{_PML} ContrastiveLoss with SNRDistance",
+        ),
+        Species("triplet", "Triplet", "labels", _MARGINS, "rows", peers=f"{_PML} TripletMarginLoss"),
+        Species(
+            "triplet-hard",
+            "Triplet",
+            "labels",
+            _MARGINS,
+            "rows",
+            (("mining", "hard"),),
+            peers=f"{_PML} BatchHardMiner + TripletMarginLoss",
+        ),
+        Species(
+            "triplet-semi-hard",
+            "Triplet",
+            "labels",
+            _MARGINS,
+            "rows",
+            (("mining", "semi-hard"),),
+            peers=f"{_PML} TripletMarginMiner(type_of_triplets='semihard') + TripletMarginLoss",
+        ),
+        Species("multi-similarity", "MultiSimilarity", "labels", _MARGINS, "rows", peers=f"{_PML} MultiSimilarityLoss"),
+        Species("circle", "Circle", "labels", _MARGINS, "rows", peers=f"{_PML} CircleLoss"),
+        Species("lifted-structure", "LiftedStructure", "labels", _MARGINS, "rows", peers=f"{_PML} LiftedStructureLoss"),
+        Species(
+            "generalized-lifted-structure",
+            "GeneralizedLiftedStructure",
+            "labels",
+            _MARGINS,
+            "rows",
+            peers=f"{_PML} GeneralizedLiftedStructureLoss",
+        ),
+        Species("margin", "Margin", "labels", _MARGINS, "rows", peers=f"{_PML} MarginLoss"),
+        Species("ranked-list", "RankedList", "labels", _MARGINS, "rows"),
+        Species("fast-ap", "FastAP", "labels", _MARGINS, "rows", peers=f"{_PML} FastAPLoss"),
+        Species("smooth-ap", "SmoothAP", "labels", _MARGINS, "rows", peers=f"{_PML} SmoothAPLoss"),
+        Species("angular", "Angular", "labels", _MARGINS, "rows", peers=f"{_PML} AngularLoss"),
         Species(
             "normalized-softmax",
             "NormalizedSoftmax",
