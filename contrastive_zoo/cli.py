@@ -141,7 +141,8 @@ def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable
         made = factory(**settings)
         return DistributedLoss(made) if wrap else made
 
-    return make, f"DistributedLoss({attribute})" if wrap else attribute, None
+    name = f"{attribute}({', '.join(f'{key}={value!r}' for key, value in settings.items())})" if settings else attribute
+    return make, f"DistributedLoss({name})" if wrap else name, None
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -36,15 +36,19 @@ def show(report: "Report") -> None:
     for law in LAWS:
         found = broken.get(law.name)
         verdict = Text("yes", "green") if found is None else Text("no", "bold red")
-        table.add_row(law.name, verdict, "" if found is None else f"{found.batch}\n{found.message}")
+        table.add_row(law.name, verdict, Text("" if found is None else f"{found.batch}\n{found.message}"))
     console.print(table)
     console.print()
     sizes = ", ".join(map(str, report.world_sizes))
     tried = f"{report.examples} global batches on W = {sizes}, in {report.seconds:.1f} s"
     if report.diagnosis is None:
-        console.print(f"[bold green]{report.name} is the same function on any number of processes[/] ({tried}).")
+        console.print(
+            Text.assemble((f"{report.name} is the same function on any number of processes", "green"), f" ({tried}).")
+        )
         return
-    console.print(f"[bold red]{report.name} is not the same function on any number of processes[/] ({tried}).")
+    console.print(
+        Text.assemble((f"{report.name} is not the same function on any number of processes", "red"), f" ({tried}).")
+    )
     text = Text.assemble(report.diagnosis.why, "\n\n", ("Mend: ", "bold"), report.diagnosis.mend)
     console.print(Panel(text, title=report.diagnosis.mistake, title_align="left"))
 

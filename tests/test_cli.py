@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from contrastive_zoo import reports
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.check import Finding, Report
+from contrastive_zoo.testing.diagnosis import DIAGNOSES
+from contrastive_zoo.testing.laws import LAWS
+
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "contrastive_zoo.cli", *arguments]
@@ -41,6 +47,15 @@ def test_a_loss_of_pytorch_metric_learning(wrap: bool) -> None:
     done = run("check", "pytorch_metric_learning.losses:ContrastiveLoss", *QUICK, *["--wrap"] * wrap)
     assert done.returncode == (0 if wrap else 1), done.stdout + done.stderr
     assert wrap or "local negatives" in done.stdout
+
+
+def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = GlobalBatch((1, 2))
+    finding = Finding(LAWS[0], "rank 1 died [/some/path.cc:537] [bold]", batch)
+    reports.show(Report("a[b]c", (1, 2), "mean", 3, [finding], DIAGNOSES["hang"], 1.0))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "[/some/path.cc:537]" in shown
+    assert "a[b]c is not" in shown
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,13 @@ def _wrapped(loss: str, **settings: Any) -> nn.Module:
 _PML = "pytorch_metric_learning"
 
 
-@peer("pml wrapper", library=_PML, mistake="uneven shards")
+@peer("pml wrapper", library=_PML, mistake="times W")
 def _() -> Any:
     """pytorch-metric-learning's `DistributedLossWrapper(ContrastiveLoss())`"""
     return _wrapped("ContrastiveLoss")
 
 
-@peer("pml wrapper, proxies", library=_PML, mistake="uneven shards")
+@peer("pml wrapper, proxies", library=_PML, mistake="times W")
 def _() -> Any:
     """pytorch-metric-learning's `DistributedLossWrapper(ProxyAnchorLoss(...))`"""
     return _wrapped("ProxyAnchorLoss")
@@ -105,7 +105,7 @@ def _() -> Any:
     return _wrapped("ProxyAnchorLoss", efficient=True)
 
 
-@peer("accelerate gather", library="accelerate", mistake="uneven shards", call="views")
+@peer("accelerate gather", library="accelerate", mistake="detached", call="views")
 def _() -> Any:
     """Hugging Face Accelerate's `accelerator.gather(embeddings)`, whole loss on every rank"""
     from accelerate import Accelerator
