@@ -11,11 +11,11 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.gallery import GALLERY
 from contrastive_zoo.testing.laws import CONTRACT, LAWS, TOLERANCE, Broken, Law, finite_at_extremes
-from contrastive_zoo.testing.strategies import global_batches, temperatures
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.strategies import dtypes, global_batches, temperatures, views
+from contrastive_zoo.testing.trial import Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.losses import zoo_compositions, zoo_margins, zoo_softmax, zoo_statistics, zoo_weights
-from tests.zoo import ZOO, Entry
+from tests.zoo import ZOO, Entry, dense_nt_xent
 
 LEARNABLE = [entry for entry in ZOO if not entry.name.startswith("RowLoss")]
 FAMILIES = (zoo_softmax, zoo_margins, zoo_weights, zoo_statistics, zoo_compositions)
@@ -48,6 +48,30 @@ def test_the_contract_holds_for_a_learnt_temperature(entry: Entry, batch, traine
     for law in CONTRACT:
         law(trial)
     assert trial.alone().parameters
+
+
+@given(batch=global_batches(), number=views())
+def test_the_contract_holds_for_any_number_of_views(batch, number, worlds: Worlds) -> None:
+    trial = Trial(Entry("NTXent", cz.NTXent, dense_nt_xent, views=number).case(), batch, worlds)
+    for law in CONTRACT:
+        law(trial)
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+@given(batch=global_batches(), dtype=dtypes())
+def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, batch, dtype, worlds: Worlds) -> None:
+    make, rows = entry.make, [x.to(dtype) if x.is_floating_point() else x for x in whole_batch(entry.case(), batch)]
+
+    def job(*mine):
+        return cz.DistributedLoss(make(temperature=0.5))(*mine)
+
+    parts = zip(*(x.split(list(batch.shards)) for x in rows), strict=True)
+    expected = make(temperature=0.5)(*rows)
+    for found in worlds.run(len(batch.shards), job, each=list(parts)):
+        assert found.dtype == expected.dtype == (dtype if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(
+            found, expected, rtol=4 * torch.finfo(found.dtype).eps, atol=torch.finfo(found.dtype).eps
+        )
 
 
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)

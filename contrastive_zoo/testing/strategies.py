@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import get_args
 
+import torch
 from hypothesis import strategies as st
 
 from contrastive_zoo.testing.batch import GlobalBatch, Labels, Rows
@@ -77,3 +78,25 @@ def temperatures() -> st.SearchStrategy[float]:
         0.05
     """
     return st.sampled_from([1.0, 0.5, 0.1, 0.05, 0.01])
+
+
+def views(most: int = 4) -> st.SearchStrategy[int]:
+    """How many views a sample has: two to ``most``.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(views(), lambda number: True)
+        2
+    """
+    return st.integers(2, most)
+
+
+def dtypes() -> st.SearchStrategy[torch.dtype]:
+    """What embeddings come in, the widest first.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(dtypes(), lambda dtype: dtype.itemsize == 2)
+        torch.bfloat16
+    """
+    return st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
