@@ -206,12 +206,7 @@ def _() -> Any:
     return Pairs(gathered=lambda x: torch.cat(parts(x)) + 0 * x.sum() if ranks()[1] > 1 else x)
 
 
-class _MaxAdjoint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.start, ctx.size = sum(sizes(x)[: ranks()[0]]), len(x)
-        return torch.cat(parts(x))
-
+class _MaxAdjoint(_OwnSlice):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return all_reduce(dy, "max")[ctx.start : ctx.start + ctx.size]
