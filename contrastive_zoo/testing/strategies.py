@@ -22,9 +22,11 @@ def splits(
     """Samples per rank: even, uneven, and with empty ranks; ``least`` to ``W · most`` in all.
 
     Example:
-        >>> from hypothesis import find
-        >>> find(splits((2, 3)), lambda shards: 0 in shards)
-        (0, 1)
+        >>> from hypothesis import given
+        >>> @given(splits((2, 3), most=4))
+        ... def somebody_has_something(shards):
+        ...     assert len(shards) in (2, 3) and 1 <= sum(shards) <= 12
+        >>> somebody_has_something()
     """
     world_size = draw(st.sampled_from(sorted(world_sizes)))
     if draw(st.booleans()):
@@ -55,9 +57,11 @@ def global_batches(
         width: of the embeddings; None draws it.
 
     Example:
-        >>> from hypothesis import find
-        >>> find(global_batches((2,)), lambda batch: batch.shards[0] > 1 and batch.d > 1)
-        GlobalBatch((2, 0))
+        >>> from hypothesis import given
+        >>> @given(global_batches((2,), most=3))
+        ... def two_ranks_hold_two_to_six_samples(batch):
+        ...     assert len(batch.shards) == 2 and 2 <= batch.total <= 6
+        >>> two_ranks_hold_two_to_six_samples()
     """
     return st.builds(
         GlobalBatch,
