@@ -1,0 +1,51 @@
+"""Hold the laws against the gallery's right recipes on random batches; every finding would be a false alarm.
+
+python benchmarks/false_alarms.py [examples]
+"""
+
+import random
+import sys
+
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.gallery import GALLERY
+from contrastive_zoo.testing.laws import CONTRACT, LAWS, Broken, Law, finite_at_extremes
+from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.worlds import Worlds
+
+
+def broken(law: Law, trial: Trial) -> str | None:
+    """What the law says against it; None if it holds."""
+    try:
+        law(trial)
+    except Broken as complaint:
+        return str(complaint)
+    return None
+
+
+def main(examples: int = 2000) -> None:
+    """Right recipes in turn; every fourth batch under all laws, the others under the contract's."""
+    right = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
+    generator, alarms = random.Random(0), 0
+    with Worlds(timeout=60.0) as worlds:
+        for index in range(examples):
+            recipe = right[index % len(right)]
+            shards = [generator.randint(0, 6) for _ in range(generator.choice([2, 2, 3, 4]))]
+            shards[-1] += max(0, 2 - sum(shards))
+            batch = GlobalBatch(
+                tuple(shards),
+                d=generator.randint(1, 6),
+                labels=generator.choice(["mixed", "singletons", "same", "distinct"]),
+                rows=generator.choice(["gaussian", "clustered"]),
+                seed=generator.randint(0, 9999),
+            )
+            trial = Trial(recipe.case, batch, worlds)
+            for law in LAWS if index % 4 == 0 else CONTRACT:
+                complaint = None if law is finite_at_extremes else broken(law, trial)
+                if complaint is not None:
+                    alarms += 1
+                    print(f"{recipe.name}, {batch!r}, {law}: {complaint}", flush=True)
+    print(f"{examples} batches, {alarms} false alarms")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
