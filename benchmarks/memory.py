@@ -1,56 +1,145 @@
-"""Peak extra memory of every loss, forward and backward, on one process; each in a process of its own.
+"""Peak extra memory of every loss, forward and backward, on one process; each in a process of its own (Linux).
 
-python benchmarks/memory.py [--rows 16384] [--width 128] [name …]
+python benchmarks/memory.py [--rows 8192 16384] [--width 128] [--docs] [name …]
 """
 
 import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.catalogue import CATALOGUE, Species
+from contrastive_zoo.engine.evaluation import PANEL_BYTES
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
+LIMIT = 400
+CLASSES = 512
+CAPTIONS = 3
+
+TEXT = f"""# Memory
+
+**Short answer.** No loss of the zoo holds the N × N matrix of similarities. One step over 16,384 rows of width 128 is meant
+to need less than {LIMIT} MB beyond what the process held before; the table says which do. Twice the rows need at most
+about twice of it.
+
+```bash
+python benchmarks/memory.py --docs            # all losses, and this page
+python benchmarks/memory.py nt-xent triplet   # some
+```
+
+## What is measured
+
+Each loss runs in a process of its own: first a step of 512 rows, so that whatever loads has been loaded; then one forward
+and one backward pass in float32, on one process without a group. The figure is the highest resident memory during that
+step less the resident memory before it, in MB of 2²⁰ bytes. It contains the rows and their gradients too, 8 MB each for
+16,384 rows. The command fails if a loss needs {LIMIT} MB or more.
+
+Rows are counted over all arguments: two views of 8,192, or 16,384 labelled rows. Labels are {CLASSES} classes of equal size.
+Losses with class weights have {CLASSES} of them, SwAV {CLASSES} prototypes, multi-positive an id for every two queries and
+their keys; DINO's rows are its outputs. A video of MIL-NCE has {CAPTIONS} candidate texts.
+
+It contains what malloc keeps of panels that were freed, too, which for losses of many small steps may be most of it. With
+`MALLOC_MMAP_THRESHOLD_=1048576` in the environment glibc gives every freed panel back at once: SmoothAP of 4,096 rows, 32
+a class, then shows 74 MB instead of 447.
+
+## Why it is linear
+
+An engine compares a panel of anchors with all N columns. A panel is as many anchors as fit into a fixed number of bytes,
+{PANEL_BYTES // 2**20} MiB now: the more columns, the fewer anchors. A loss makes several matrices out of a panel, so that
+it gets a fraction of that. The gradient is taken panel by panel, before the next one begins. What remains between panels
+is linear: the rows, their gradients, and a few numbers per anchor. So a large part of each figure is the constant panel.
+The matrix itself, {4 * 16384**2 // 2**20:,} MB for 16,384 rows of one tower, is never there.
+Losses of feature statistics hold d × d numbers, those with classes N × C in panels, SwAV N × prototypes.
+
+## Measured
+
+Extra MB at the peak, by rows in total.
+
+"""
 
 
-def peak_megabytes() -> float:
-    """The high-water mark of this process's resident memory."""
+def resident(what: str) -> float:
+    """This process's resident memory in MB: VmRSS now, or VmHWM at its highest so far."""
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
+
+
+def made(species: Species, width: int) -> torch.nn.Module:
+    """The loss, of sizes that somebody would train with."""
+    sizes = {"num_classes": CLASSES, "num_prototypes": CLASSES, "embedding_size": width, "out_dim": width}
+    settings = {name: sizes.get(name, value) for name, value in species.settings}
+    return replace(species, settings=tuple(settings.items())).make()
+
+
+def arguments(species: Species, rows: int, width: int) -> Iterator[Tensor]:
+    """As many rows in total as told, split between the arguments that the catalogue names."""
+
+    def drawn(n: int, *more: int, learnt: bool = True) -> Tensor:
+        return torch.randn(n, *more, width, requires_grad=learnt)
+
+    if species.name == "mil-nce":
+        yield from (drawn(rows // (1 + CAPTIONS)), drawn(rows // (1 + CAPTIONS), CAPTIONS))
+    elif species.call == "labels":
+        yield from (drawn(rows), torch.arange(rows) % CLASSES)
+    else:
+        yield from (drawn(rows // 2), drawn(rows // 2))
+        for name in species.called_with.split(", ")[2:] if species.call == "other" else ():
+            yield torch.arange(rows // 2) // 2 if name == "ids" else drawn(rows // 2, learnt=False)
 
 
 def measure(name: str, rows: int, width: int) -> None:
     """Print the peak above what the process held after a small step, and the seconds of the large one."""
     species = CATALOGUE[name]
-    loss = species.make()
+    loss = made(species, width)
+    loss(*arguments(species, CLASSES, width)).backward()
+    before, start = resident("VmRSS"), time.perf_counter()
+    loss(*arguments(species, rows, width)).backward()
+    print(resident("VmHWM") - before, time.perf_counter() - start)
 
-    def step(n: int) -> None:
-        if species.call == "labels":
-            given = (torch.randn(n, width, requires_grad=True), torch.arange(n) % max(2, n // 32) % 64)
-        else:
-            given = tuple(torch.randn(n // 2, width, requires_grad=True) for _ in range(2))
-        loss(*given).backward()
 
-    step(64)
-    before, start = peak_megabytes(), time.perf_counter()
-    step(rows)
-    print(f"{name:28s} {peak_megabytes() - before:8.0f} MB {time.perf_counter() - start:8.1f} s", flush=True)
+def measured(name: str, rows: int, width: int) -> float:
+    """MB, from a process of its own; shows them with the seconds."""
+    command = [sys.executable, __file__, "--here", "--rows", str(rows), "--width", str(width), name]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    megabytes, seconds = map(float, said.split())
+    print(f"{name:28s} {rows:8d} rows {megabytes:8.0f} MB {seconds:8.1f} s", file=sys.stderr, flush=True)
+    return megabytes
 
 
 def main() -> None:
     """Measure the losses named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=16384)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--docs", action="store_true", help="write docs/pages/memory.md, of all losses")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("names", nargs="*", default=list(CATALOGUE))
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(CATALOGUE)}")
     given = parser.parse_args()
-    for name in given.names:
-        if given.here:
-            measure(name, given.rows, given.width)
-        else:
-            sizes = ["--rows", str(given.rows), "--width", str(given.width)]
-            subprocess.run([sys.executable, __file__, "--here", *sizes, name], check=False)
+    if unknown := set(given.names) - set(CATALOGUE):
+        parser.error(f"no loss is called {', '.join(sorted(unknown))}; `contrastive-zoo list` has their names")
+    if given.docs and given.names:
+        parser.error("--docs is a page of all losses: name none")
+    if given.here:
+        measure(given.names[0], given.rows[0], given.width)
+        return
+    found = {
+        name: [measured(name, rows, given.width) for rows in given.rows] for name in given.names or list(CATALOGUE)
+    }
+    head = ["loss", "engine", *(f"{rows:,} rows" for rows in given.rows)]
+    lines = [head, ["---", "---", *["---:"] * len(given.rows)]]
+    lines += [[f"`{name}`", CATALOGUE[name].engine, *(f"{x:.0f}" for x in of)] for name, of in found.items()]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    print(table, end="")
+    if given.docs:
+        PAGE.write_text(TEXT + table, encoding="utf-8")
+    if above := [name for name, of in found.items() if max(of) >= LIMIT]:
+        sys.exit(f"{LIMIT} MB or more: {', '.join(above)}")
 
 
 if __name__ == "__main__":

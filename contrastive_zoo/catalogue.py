@@ -141,7 +141,14 @@ CATALOGUE = {
             peers=f"{_PML} SignalToNoiseRatioContrastiveLoss",
         ),
         Species("contrastive", "Contrastive", "labels", _MARGINS, "rows: 4 GEMM", peers=f"{_PML} ContrastiveLoss"),
-        Species("triplet", "Triplet", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} TripletMarginLoss"),
+        Species(
+            "triplet",
+            "Triplet",
+            "labels",
+            _MARGINS,
+            "rows: 3 GEMM",
+            peers=f"{_PML} TripletMarginLoss, {_ST} BatchAllTripletLoss",
+        ),
         Species(
             "triplet-hard",
             "Triplet",
@@ -149,7 +156,7 @@ CATALOGUE = {
             _MARGINS,
             "rows: 3 GEMM",
             (("mining", "hard"),),
-            peers=f"{_PML} TripletMarginLoss + BatchHardMiner",
+            peers=f"{_PML} TripletMarginLoss + BatchHardMiner, {_ST} BatchHardTripletLoss",
         ),
         Species(
             "triplet-semi-hard",
@@ -272,7 +279,14 @@ CATALOGUE = {
             peers=f"{_LIGHTLY} BarlowTwinsLoss",
         ),
         Species("spectral-contrastive", "SpectralContrastive", "views", _STATISTICS, "moments: d × d, no pairs"),
-        Species("align-uniform", "AlignUniform", "views", _STATISTICS, "softmax, one tower, twice"),
+        Species(
+            "align-uniform",
+            "AlignUniform",
+            "views",
+            _STATISTICS,
+            "softmax, one tower, twice",
+            peers=f"{_LIGHTLY} HypersphereLoss",
+        ),
         Species(
             "swav",
             "SwAV",

@@ -23,7 +23,9 @@ derivative already, and summing W equal copies would count it W times.
 Every rank must call the backward pass through what it got, in the same order, as it must the forward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -56,19 +58,89 @@ def _from_bytes(moved: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """Everybody's rows in rank order."""
+    """Everybody's rows in rank order; within :func:`one_gather` not to be written to, others get the same tensor."""
+    return start_gather(rows, shards, world)()
+
+
+def start_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
+    """Set everybody's rows on their way; calling the result waits for them."""
     if world.size == 1:
-        return rows
+        return lambda: rows
+    shared = _shared.get()
+    return _on_their_way(rows, shards, world) if shared is None else lambda: shared.gather(rows, shards, world)
+
+
+def _on_their_way(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
     mine = _as_bytes(rows)
     highest = max(shards.sizes)
     if len(mine) < highest:
         mine = torch.cat([mine, mine.new_zeros(highest - len(mine), mine.shape[1])])
     everybody = mine.new_empty(world.size * highest, mine.shape[1])
-    all_gather_single(everybody, mine, group=world.group)
-    if min(shards.sizes) < highest:
+    work = all_gather_single(everybody, mine, group=world.group, async_op=True)
+
+    def arrived() -> Tensor:
+        work.wait()
+        if min(shards.sizes) == highest:
+            return _from_bytes(everybody, rows)
         parts = everybody.view(world.size, highest, -1)
-        everybody = torch.cat([part[:size] for part, size in zip(parts, shards.sizes, strict=True)])
-    return _from_bytes(everybody, rows)
+        return _from_bytes(torch.cat([x[:size] for x, size in zip(parts, shards.sizes, strict=True)]), rows)
+
+    return arrived
+
+
+class _Shared:
+    """What has been gathered, and what was made of what, row by row; tensors are kept, lest another gets their id."""
+
+    def __init__(self) -> None:
+        self.everybody: dict[int, tuple[Tensor, Tensor]] = {}
+        self.recipes: dict[int, tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]] = {}
+
+    def gather(self, rows: Tensor, shards: Shards, world: World) -> Tensor:
+        """:func:`gather_rows`, or what it would bring."""
+        if id(rows) not in self.everybody:
+            self.everybody[id(rows)] = rows, self._made_again(rows, shards, world)
+        return self.everybody[id(rows)][1]
+
+    def _made_again(self, rows: Tensor, shards: Shards, world: World) -> Tensor:
+        if id(rows) not in self.recipes:
+            return _on_their_way(rows, shards, world)()
+        _, function, sources = self.recipes[id(rows)]
+        of_source = Shards(tuple(size // len(sources) for size in shards.sizes), shards.rank)
+        parts = (self.gather(source, of_source, world).split(list(of_source.sizes)) for source in sources)
+        with torch.no_grad():
+            return torch.cat([function(*of_rank) for of_rank in zip(*parts, strict=True)])
+
+
+_shared: ContextVar[_Shared | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def one_gather() -> Iterator[None]:
+    """Within it rows travel once, however many losses gather them, or what is :func:`derived` from them.
+
+    Every rank enters and leaves it at the same place of its program. Gradients travel as ever: what is gathered has none.
+    """
+    token = _shared.set(_shared.get() or _Shared())
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def derived(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """``function(*rows)``, as many rows as all of ``rows`` together, whose own rows must be of equal number.
+
+    Each rank can repeat it on what another has sent, so that within :func:`one_gather` the result need not travel.
+
+    Example:
+        >>> derived(lambda x: x[:, :1], torch.tensor([[1, 2], [3, 4]])).tolist()
+        [[1], [3]]
+    """
+    result = function(*rows)
+    shared = _shared.get()
+    if shared is not None and all(result is not x for x in rows):
+        shared.recipes[id(result)] = result, function, rows
+    return result
 
 
 def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
@@ -78,7 +150,7 @@ def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
     """
     if world.size == 1:
         return rows
-    parts = _exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
+    parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
     parts = parts.view(world.size, shards.size, *rows.shape[1:])
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
     return parts.sum(0, dtype=wide).to(rows.dtype)
@@ -89,7 +161,7 @@ def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Te
     return x if world.size == 1 else _reduced(x, op, world, lambda y: dist.all_reduce(y, _OPS[op], world.group))
 
 
-def _exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
+def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
     """``send[r]`` of my rows to rank r, ``receive[r]`` rows from it, both in rank order."""
     mine = _as_bytes(rows)
     got = mine.new_empty(sum(receive), mine.shape[1])
@@ -213,7 +285,7 @@ class _Gather(torch.autograd.Function):
         ctx.dst, ctx.shards, ctx.world = dst, shards, world
         send = [shards.size if rank == dst else 0 for rank in range(world.size)]
         receive = shards.sizes if world.rank == dst else [0] * world.size
-        return _exchange_rows(rows.detach(), send, receive, world)
+        return exchange_rows(rows.detach(), send, receive, world)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -228,7 +300,7 @@ class _Scatter(torch.autograd.Function):
         ctx.src, ctx.shards, ctx.world, ctx.count = src, shards, world, len(rows)
         send = shards.sizes if world.rank == src else [0] * world.size
         receive = [shards.size if rank == src else 0 for rank in range(world.size)]
-        return _exchange_rows(rows.detach()[: sum(send)], send, receive, world)
+        return exchange_rows(rows.detach()[: sum(send)], send, receive, world)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

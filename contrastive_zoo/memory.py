@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, prepared, rows_problem
-from contrastive_zoo.losses.panelwise import log_sum_exp_where
+from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, rows_problem
+from contrastive_zoo.losses.panelwise import PanelLoss
 from contrastive_zoo.losses.row_loss import RowLoss
-from contrastive_zoo.losses.sup_con import SupCon
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import kind, meet
 from contrastive_zoo.randomness import one_stream
@@ -172,17 +171,17 @@ class CrossBatchMemory(Loss):
 
     How depends on what ``loss`` takes. M is the memory; what lies in it carries no gradient.
 
-    - **Labels**: :class:`contrastive_zoo.SupCon`, any :class:`contrastive_zoo.RowLoss` that leaves ``forward`` as it is
-      (most pair and triplet losses of the zoo, and yours), and losses from elsewhere that take ``ref_emb`` and
-      ``ref_labels``, as pytorch-metric-learning's do. Called ``loss(embeddings, labels)``. The batch enters M; then each
-      of its rows is an anchor and is compared with M, but not with its own copy:
+    - **Labels**: SupCon, SINCERE, NCA, TupletMargin and SupSigmoid, any :class:`contrastive_zoo.RowLoss` that leaves
+      ``forward`` as it is (most pair and triplet losses of the zoo, and yours), and losses from elsewhere that take
+      ``ref_emb`` and ``ref_labels``, as pytorch-metric-learning's do. Called ``loss(embeddings, labels)``. The batch
+      enters M; then each of its rows is an anchor and is compared with M, but not with its own copy:
 
           L = mean_i loss_i(z_i against M without i)
 
     - **Negatives**: :class:`contrastive_zoo.InfoNCE` and other losses with shared ``negatives``; functions of
       ``(queries, keys, negatives)`` from elsewhere, which are given all ranks' rows. Called ``loss(queries, keys)``. M
-      serves as negatives; then the keys enter it. InfoNCE compares a query with the batch's other keys, too; MoCo with
-      its own key and M alone.
+      serves as negatives; then the keys enter it. InfoNCE compares a query with the batch's other keys, too; with
+      ``in_batch_negatives=False`` it is MoCo's loss, of a query's own key and M alone.
 
     Slots not yet filled are never compared. In eval mode nothing enters M, and rows are compared with it as it is.
 
@@ -288,9 +287,9 @@ class CrossBatchMemory(Loss):
         if isinstance(self.loss, RowLoss):
             own = {"reduction": self.loss.reduction, "normalize": self.loss.normalize}
         elif isinstance(self.loss, Loss):
-            own = {name: x for name, x in self.loss.settings().items() if name == "temperature" or not _is_tensor(x)}
-        if own.get("variant", "out") not in ("out", "in"):
-            problem = problem or f"variant is 'out' or 'in', got {own['variant']!r}."
+            own = dict(self.loss.settings())
+        if isinstance(self.loss, PanelLoss):
+            problem = problem or _complaint(self.loss, rows)
         return begin("CrossBatchMemory", named, problem=problem, world=world, **own, **self.memory.place())[0]
 
     def _enqueue(
@@ -314,17 +313,19 @@ class CrossBatchMemory(Loss):
 
     def _by_panels(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
         """My anchors against the ring, of which each rank brings its share as columns."""
-        loss, scale = _row_form(self.loss, world)
+        loss: Any = self.loss
+        panels = loss.panelwise() if isinstance(loss, PanelLoss) else loss
+        normalize = getattr(loss, "normalize", True)  # of a loss that has no choice rows are unit rows
         share = self.memory.share(world)
         columns = self._remembered(rows)[share.mine]
         numbers = torch.arange(share.total, device=rows.device)[share.mine]
         return sum_over_anchors(
-            _NotItsOwnCopy(loss),
-            scale * prepared(rows, normalize=loss.normalize),
+            _NotItsOwnCopy(panels),
+            prepared(rows, normalize=normalize),
             labels,
             shards=shards,
             world=world,
-            columns=prepared(columns, normalize=loss.normalize),
+            columns=prepared(columns, normalize=normalize),
             column_ids=self.memory.labels.to(labels)[share.mine],
             column_shards=share,
             companions=[(slots[shards.mine].to(rows.device), numbers)],
@@ -423,7 +424,7 @@ def _takes(loss: Any) -> Takes:
     """What a loss compares rows with besides the batch."""
     if not callable(loss):
         raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
-    if isinstance(loss, SupCon) or (isinstance(loss, RowLoss) and type(loss).forward is RowLoss.forward):
+    if isinstance(loss, PanelLoss) or (isinstance(loss, RowLoss) and type(loss).forward is RowLoss.forward):
         return "panels"
     parameters = _parameters(loss)
     needed = [name for name, x in parameters.items() if x.default is x.empty and name != "negatives"]
@@ -432,9 +433,9 @@ def _takes(loss: Any) -> Takes:
     if not isinstance(loss, Loss) and {"indices_tuple", "ref_emb", "ref_labels"} <= parameters.keys():
         return "references"
     raise ValueError(
-        f"CrossBatchMemory: {_name(loss)} compares a batch with itself only. Pass SupCon, a RowLoss, InfoNCE, a loss "
-        "that takes ref_emb and ref_labels (pytorch-metric-learning's pair and triplet losses), or a function of "
-        "(queries, keys, negatives)."
+        f"CrossBatchMemory: {_name(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
+        "SupSigmoid, a RowLoss, InfoNCE, a loss that takes ref_emb and ref_labels (pytorch-metric-learning's pair and "
+        "triplet losses), or a function of (queries, keys, negatives)."
     )
 
 
@@ -446,8 +447,14 @@ def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, Tensor)
+@torch.no_grad()
+def _complaint(loss: PanelLoss, rows: Tensor) -> str | None:
+    """What the loss says of its settings, tried on one row of zeros; None if nothing."""
+    try:
+        type(loss).function(rows.new_zeros(1, rows.shape[1]), torch.zeros(1).to(rows.device).long(), **loss.settings())
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _name(loss: Any) -> str:
@@ -464,41 +471,21 @@ def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 
 class _NotItsOwnCopy(nn.Module):
-    """A row loss whose panels leave out the column that is a copy of the anchor; companions say which it is."""
+    """A loss by panels whose panels leave out the column that is a copy of the anchor; companions say which it is."""
 
-    def __init__(self, loss: RowLoss) -> None:
+    def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss, self.terms = loss, getattr(loss, "terms", 1)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Those of the loss, which may be none of ``nn.Module``'s own."""
+        return ((f"loss.{name}", x) for name, x in self.loss.named_parameters())
 
     def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         ((slots, numbers),) = panel.companions
         others = slots[:, None] != numbers
-        return self.loss.on_panel(replace(panel, positive=panel.positive & others, companions=()))
-
-
-def _row_form(loss: Any, world: World) -> tuple[RowLoss, float | Tensor]:
-    """The loss as a sum over anchors with columns that are no anchors, and what these anchors are multiplied with."""
-    if isinstance(loss, RowLoss):
-        return loss, 1.0
-    settings = loss.settings()
-    rows = _SupConRows(settings["variant"], normalize=settings["normalize"], reduction=settings["reduction"])
-    return rows, logit_scale(settings["temperature"], world)
-
-
-class _SupConRows(RowLoss):
-    """SupCon of logits."""
-
-    def __init__(self, variant: str, **kept: Any) -> None:
-        super().__init__(**kept)
-        self.variant = variant
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        count = positive.sum(1, dtype=similarity.dtype).clamp(min=1)
-        if self.variant == "in":
-            pull = log_sum_exp_where(similarity, positive, empty=0.0) - count.log()
-        else:
-            pull = similarity.where(positive, 0).sum(1) / count
-        return log_sum_exp_where(similarity, positive | negative) - pull, positive.any(1)
+        loss: Any = self.loss
+        return loss.on_panel(replace(panel, positive=panel.positive & others, companions=()))
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

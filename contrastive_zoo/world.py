@@ -69,24 +69,27 @@ class World:
         size: number of processes W.
         group: what torch.distributed calls take as ``group``; None is the default group.
         check_finite: whether losses refuse NaN and infinite rows.
+        ring: whether softmax losses pass columns from rank to rank, one shard at a time, rather than gather them all.
 
     Example:
         >>> World.of()
-        World(rank=0, size=1, group=None, check_finite=True)
+        World(rank=0, size=1, group=None, check_finite=True, ring=False)
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     check_finite: bool = True
+    ring: bool = False
 
     @classmethod
-    def of(cls, process_group: Processes = None, *, check_finite: bool = True) -> World:
+    def of(cls, process_group: Processes = None, *, check_finite: bool = True, ring: bool = False) -> World:
         """The world that ``process_group`` names at this moment; a World is returned as it is.
 
         Args:
             process_group: a process group, a 1-d DeviceMesh, or None for the default group if there is one.
             check_finite: whether losses refuse NaN and infinite rows.
+            ring: whether softmax losses pass columns from rank to rank rather than gather them.
 
         Raises:
             ValueError: this process is not in the group, or the mesh has more than one dimension.
@@ -94,7 +97,7 @@ class World:
         if isinstance(process_group, World):
             return process_group
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(check_finite=check_finite)
+            return cls(check_finite=check_finite, ring=ring)
         if process_group is None or isinstance(process_group, dist.ProcessGroup):
             group = process_group
         elif isinstance(process_group, int):  # what torch gives to those who are not in a new group
@@ -109,7 +112,7 @@ class World:
                 f"process_group: a device mesh of {process_group.ndim} dimensions does not name one set of processes. "
                 "Pass a 1-d mesh, such as mesh['dp'], or flatten the data-parallel dimensions first."
             )
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, check_finite)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, check_finite, ring)
 
     @property
     def device(self) -> torch.device:

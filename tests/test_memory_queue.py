@@ -171,6 +171,8 @@ OWN = [
     ("SupConLoss", {"temperature": 0.3}, lambda: cz.SupCon(temperature=0.3)),
     ("ContrastiveLoss", {"neg_margin": 1.2}, lambda: Contrastive(neg_margin=1.2)),
     ("MultiSimilarityLoss", {}, MultiSimilarity),
+    ("NTXentLoss", {"temperature": 0.3}, lambda: cz.SINCERE(temperature=0.3, average="pairs")),
+    ("TupletMarginLoss", {"scale": 8}, lambda: cz.TupletMargin(temperature=1 / 8)),
 ]
 
 
@@ -244,6 +246,10 @@ def test_a_row_loss_meets_the_memory_without_its_own_copy(size: int) -> None:
         cz.SupCon,
         lambda: cz.SupCon(variant="in"),
         lambda: cz.SupCon(normalize=False),
+        cz.SINCERE,
+        cz.NCA,
+        cz.TupletMargin,
+        cz.SupSigmoid,
         Contrastive,
         MultiSimilarity,
         BatchHard,
@@ -270,6 +276,17 @@ def test_negatives_are_earlier_keys(inner: Any) -> None:
         before = torch.cat(earlier)[-9:] if earlier else keys[:0]
         close(ours(queries, keys), inner(queries, keys, before))
         earlier.append(keys)
+
+
+def test_without_negatives_in_the_batch_info_nce_is_mocos() -> None:
+    inner = cz.InfoNCE(temperature=0.2, in_batch_negatives=False)
+    ours, theirs = (CrossBatchMemory(x, 9, D, dtype=torch.float64) for x in (inner, moco))
+    for step, n in enumerate([4, 3, 6, 2]):
+        queries, keys = numbers(n, D, seed=step), numbers(n, D, seed=50 + step)
+        found, expected = (value_and_gradient(loss, queries, keys) for loss in (ours, theirs))
+        for x, y in zip(found, expected, strict=True):
+            close(x, y, 1e-12)
+        assert (found[0] == 0) == (step == 0)  # nothing yet to confuse a key with
 
 
 def test_nothing_enters_in_eval_mode() -> None:
@@ -317,6 +334,10 @@ def symmetric() -> nn.Module:
     return cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
 
 
+def queue_only() -> nn.Module:
+    return cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), in_batch_negatives=False)
+
+
 RECIPES = [
     Recipe("InfoNCE", lambda: CrossBatchMemory(symmetric(), 13, D, dtype=torch.float64), "views"),
     Recipe("MoCo's own", lambda: CrossBatchMemory(moco, 5, D, dtype=torch.float64), "views"),
@@ -324,6 +345,10 @@ RECIPES = [
         "SupCon",
         lambda: CrossBatchMemory(cz.SupCon(temperature=cz.LearnableTemperature(0.5)), 13, D, dtype=torch.float64),
         "labels",
+    ),
+    Recipe("MoCo's own, of InfoNCE", lambda: CrossBatchMemory(queue_only(), 13, D, dtype=torch.float64), "views"),
+    Recipe(
+        "SupSigmoid", lambda: CrossBatchMemory(cz.SupSigmoid(logit_bias=-1.0), 13, D, dtype=torch.float64), "labels"
     ),
     Recipe("SupCon, in", lambda: CrossBatchMemory(cz.SupCon(variant="in"), 13, D, dtype=torch.float64), "labels"),
     Recipe("MNRL", lambda: CrossBatchMemory(MNRL(), 13, D, dtype=torch.float64), "views"),
@@ -552,6 +577,7 @@ BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
     "enqueue_mask is one bool per row": (cz.SupCon, lambda rank: (ROWS, torch.arange(2), torch.ones(2 + rank).bool())),
     "temperature must be positive": (lambda: cz.SupCon(temperature=-1.0), lambda rank: (ROWS, torch.arange(2))),
     "variant is 'out' or 'in'": (lambda: cz.SupCon(variant="on"), lambda rank: (ROWS, torch.arange(2))),
+    "average is 'anchors' or 'pairs'": (lambda: cz.SINCERE(average="all"), lambda rank: (ROWS, torch.arange(2))),
     "reduction is one of": (lambda: cz.SupCon(reduction="max"), lambda rank: (ROWS, torch.arange(2))),
 }
 

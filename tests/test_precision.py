@@ -1,9 +1,11 @@
 """Rounding errors, second derivatives, weights on single anchors: against the formulas written out in float64."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
 from tests.helpers import close, mine, numbers
-from tests.zoo import ZOO, BatchHard, Entry
+from tests.losses import zoo_softmax
+from tests.test_contract import WHOLE_ZOO
+from tests.zoo import ZOO, BatchHard, Entry, dense_nt_xent, dense_sup_con
 
 LOSSES = [entry for entry in ZOO if entry.name in ("NTXent", "CLIP", "SupCon", "RowLoss, labels")]
 by_entry = pytest.mark.parametrize("entry", LOSSES, ids=str)
@@ -25,7 +30,7 @@ def rows_of(entry: Entry, n: int, d: int, dtype: torch.dtype = torch.float64) ->
     """Embeddings around a few centres, partners close by, as an encoder in training makes them; and labels."""
     labels = torch.arange(n) % max(2, n // 4)
     centres = numbers(n, d, seed=1)[labels]
-    views = [(centres + 0.7 * numbers(n, d, seed=2 + view)).to(dtype).requires_grad_() for view in range(2)]
+    views = [(centres + 0.7 * numbers(n, d, seed=2 + view)).to(dtype).requires_grad_() for view in range(entry.views)]
     return views if entry.call == "views" else [views[0], labels]
 
 
@@ -110,6 +115,157 @@ def test_a_backward_pass_under_autocast_is_not_cast_down(entry: Entry) -> None:
         _, found = evaluated(loss, rows)
     for x, y in zip(found, expected, strict=True):
         close(x, y, 1e-6)
+
+
+# ------------------------------------------------------------------------------------------- rounding, the whole zoo
+
+# the one whose keys are functions of queries that 16 bits round; the others' are made exact below
+EVERY = [entry for entry in (*WHOLE_ZOO, *zoo_softmax.ORDERED) if entry.name != "MultiPositive, several targets"]
+NARROW = [name for name in INPUTS if name != "float32"]
+every_loss = pytest.mark.parametrize("entry", EVERY, ids=str)
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture
+def exact_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the table makes out of rows, a second tower and teachers, is the same numbers in every dtype."""
+
+    def teacher(*rows: Tensor) -> list[Tensor]:
+        return [(3 * x.detach().to(torch.float64)).sin().to(torch.bfloat16).to(x.dtype) for x in rows]
+
+    monkeypatch.setattr(zoo_softmax, "second_tower", lambda z: z.flip(1))
+    monkeypatch.setattr(zoo_softmax, "teacher", teacher)
+
+
+def short_rows(entry: Entry, dtype: torch.dtype) -> list[Tensor]:
+    """Of lengths around 1, so that losses of bare dot products are not saturated by them."""
+    rows = [x.detach() / 4 if x.is_floating_point() else x for x in rows_of(entry, 12, 7)]
+    return like(rows, dtype)
+
+
+def formula(entry: Entry, rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """The dense formula in a dtype, its constants too, which it calls ``double()``."""
+    with patch.object(Tensor, "double", lambda x: x.to(dtype)):
+        return evaluated(lambda *x: entry.dense(*x, temperature=0.1), like(rows, dtype))
+
+
+def off_in_the_last_bit(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Of 32, each number by chance up or down."""
+    signs = [numbers(*x.shape, seed=90 + i).sign() if x.is_floating_point() else 0 for i, x in enumerate(rows)]
+    return [x.double() * (1 + EPS * sign) if x.is_floating_point() else x for x, sign in zip(rows, signs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What 32 bits may cost: twice the error of the dense formula in float32 on the same rows.
+
+    Where that formula happens to be exact, four times what rows that are off in their last bit would change: nobody who
+    normalises them in 32 bits knows them better. The value is rounded once more to 32 bits, the gradient to the dtype
+    of the rows.
+    """
+
+    value: Tensor
+    gradients: list[Tensor]
+    of_value: float
+    of_gradients: float
+
+    @classmethod
+    @functools.cache
+    def of(cls, entry: Entry, dtype: torch.dtype) -> "Bound":
+        rows, last = short_rows(entry, dtype), torch.finfo(dtype)
+        exact, gradients = formula(entry, rows, torch.float64)
+        dense, dense_gradients = formula(entry, rows, torch.float32)
+        near, near_gradients = formula(entry, off_in_the_last_bit(rows), torch.float64)
+        largest = max(x.abs().max().item() for x in gradients)
+        return cls(
+            exact,
+            gradients,
+            2 * error([dense], [exact]) + 4 * (error([near], [exact]) + EPS * exact.abs().item()),
+            2 * error(dense_gradients, gradients)
+            + 4 * error(near_gradients, gradients)
+            + last.eps * (largest + last.smallest_normal),
+        )
+
+    def check(self, value: Tensor, gradients: Sequence[Tensor]) -> None:
+        assert error([value], [self.value]) <= self.of_value, "value"
+        assert error(gradients, self.gradients) <= self.of_gradients, "gradient"
+
+
+def under_autocast(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """With the backward pass after the block, and in it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(*rows)
+        inside = evaluated(loss, rows)
+    return [(value.detach(), list(torch.autograd.grad(value, floating(rows)))), inside]
+
+
+def test_no_loss_is_left_out() -> None:
+    tested = {entry.name.partition(",")[0].rstrip("+") for entry in EVERY}
+    assert {species.cls for species in CATALOGUE.values()} <= tested
+
+
+@pytest.mark.parametrize("inputs", NARROW)
+@pytest.mark.usefixtures("exact_arguments")
+@every_loss
+def test_every_loss_costs_what_32_bits_cost(entry: Entry, inputs: str) -> None:
+    dtype, autocast = INPUTS[inputs]
+    rows, bound = short_rows(entry, dtype), Bound.of(entry, dtype)
+
+    def loss(*rows: Tensor) -> Tensor:
+        value: Tensor = entry.make(temperature=0.1)(*rows)  # a new one: the centre of DINO's moves
+        return value
+
+    for value, gradients in under_autocast(loss, rows) if autocast else [evaluated(loss, rows)]:
+        assert value.dtype == torch.float32
+        assert {x.dtype for x in gradients} == {dtype}
+        bound.check(value, gradients)
+
+
+@pytest.mark.usefixtures("exact_arguments")
+@pytest.mark.parametrize("entry", [x for x in EVERY if x.name != "AlignUniform"], ids=str)  # pdist has no 16 bits
+def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
+    found = formula(entry, short_rows(entry, torch.bfloat16), torch.bfloat16)
+    with pytest.raises(AssertionError, match=r"value|gradient"):
+        Bound.of(entry, torch.bfloat16).check(*found)
+
+
+class SupConOfLogits(cz.RowLoss):
+    """SupCon, its logits rounded to a dtype on the way."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        logits = (similarity / 0.1).to(self.dtype).to(similarity.dtype)
+        log_p = logits.masked_fill(~(positive | negative), -torch.inf).log_softmax(1)
+        return -log_p.where(positive, 0).sum(1) / positive.sum(1).clamp(min=1), positive.any(1)
+
+
+@pytest.mark.parametrize("inputs", NARROW)
+def test_logits_in_16_bits_are_caught(inputs: str) -> None:
+    dtype, autocast = INPUTS[inputs]
+    entry = Entry("SupCon", SupConOfLogits, dense_sup_con, call="labels")
+    rows, bound = short_rows(entry, dtype), Bound.of(entry, dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
+        bound.check(*evaluated(SupConOfLogits(torch.float32), rows))
+        for narrow in (torch.bfloat16, torch.float16):
+            value, gradients = evaluated(SupConOfLogits(narrow), rows)
+            with pytest.raises(AssertionError, match="value"):
+                bound.check(value, gradients)
+            if dtype == torch.float32:  # otherwise the last rounding of the gradient may hide it
+                with pytest.raises(AssertionError, match="gradient"):
+                    bound.check(bound.value, gradients)
+
+
+def test_products_that_autocast_reaches_are_caught() -> None:
+    rows, bound = short_rows(ZOO[0], torch.float32), Bound.of(ZOO[0], torch.float32)
+    after, inside = under_autocast(lambda *x: dense_nt_xent(*x, temperature=0.1), rows)
+    for value, gradients in (after, inside):
+        with pytest.raises(AssertionError, match="value"):
+            bound.check(value, gradients)
+        with pytest.raises(AssertionError, match="gradient"):
+            bound.check(bound.value, gradients)
 
 
 # -------------------------------------------------------------------------------------------------- second derivatives

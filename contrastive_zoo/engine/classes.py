@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows, replicated, sum_over_ranks
-from contrastive_zoo.engine.evaluation import is_dense, once, panels, without_autocast
+from contrastive_zoo.engine.evaluation import is_dense, once, panels, product, without_autocast
 from contrastive_zoo.world import Shards, World
 
 Pool = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]
@@ -85,16 +86,25 @@ def target_and_others(
 
 
 @without_autocast
-def log_sum_exp_by_class(
-    z: Float[Tensor, "n d"], labels: Int[Tensor, " n"], weights: Float[Tensor, "C 1 d"], *, shift: float, scale: float
-) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
-    """``log Σ exp(−scale · (s − shift))`` over my rows of a class, ``log Σ exp(scale · (s + shift))`` over my others.
+def log1p_sum_exp_by_class(
+    z: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"],
+    weights: Float[Tensor, "C 1 d"],
+    *,
+    shift: float,
+    scale: float,
+    world: World,
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Int[Tensor, " C"]]:
+    """Of each class ``log(1 + Σ exp(−scale · (s − shift)))`` over the rows of it, ``log(1 + Σ exp(scale · (s + shift)))``
+    over the rows of others, and the number of its rows; s their similarity to its weights, rows those of all ranks.
 
-    Only my rows: :func:`log_sum_exp_over_ranks` adds everybody's. A sum over no row is the smallest number there is.
+    Every rank holds the same results, and the weights' gradient is complete on each.
 
     Example:
-        >>> log_sum_exp_by_class(torch.eye(2), torch.arange(2), torch.eye(2)[:, None], shift=0.0, scale=1.0)
-        (tensor([-1., -1.]), tensor([0., 0.]))
+        >>> from contrastive_zoo.world import ALONE
+        >>> eye = torch.eye(2)
+        >>> log1p_sum_exp_by_class(eye, torch.arange(2), eye[:, None], shift=0.0, scale=1.0, world=ALONE)
+        (tensor([0.3133, 0.3133]), tensor([0.6931, 0.6931]), tensor([1, 1]))
     """
 
     def of_panel(rows: Tensor, own: Tensor, proxies: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +114,11 @@ def log_sum_exp_by_class(
         near = torch.logsumexp((-scale * (s - shift)).masked_fill(~hit, least), 0)
         return near, torch.logsumexp((scale * (s + shift)).masked_fill(hit, least), 0)
 
-    return _swept(_ByClass, of_panel, z, labels, weights, torch.as_tensor(scale, dtype=z.dtype, device=z.device))
+    factor = torch.as_tensor(scale, dtype=z.dtype, device=z.device)
+    mine = _swept(_ByClass, of_panel, z, labels, replicated(weights, process_group=world), factor)
+    near, far = (-F.logsigmoid(-log_sum_exp_over_ranks(x, gradient="complete", world=world)) for x in mine)
+    members = torch.bincount(labels, minlength=len(weights))
+    return near, far, sum_over_ranks(members, gradient="complete", world=world)
 
 
 def log_sum_exp_over_ranks(
@@ -161,7 +175,7 @@ def drawn_weights(num_classes: int, *shape: int, keep: slice) -> Float[Tensor, "
 
 def _similarities(rows: Tensor, centres: Tensor) -> Tensor:
     """[c, C, k]."""
-    return (rows @ centres.flatten(0, 1).T).view(len(rows), *centres.shape[:2])
+    return product(rows, centres.flatten(0, 1).T).view(len(rows), *centres.shape[:2])
 
 
 OfPanel = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -1,6 +1,7 @@
 """What all engines share: panel heights, the dense way, numbers wide enough, a word about second derivatives."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +15,9 @@ R = TypeVar("R")
 
 PANEL_BYTES = 32 * 2**20
 """How large one panel of similarities may be."""
+
+TILE_BYTES = 2 * 2**20
+"""How large a tile of similarities may be, to stay in a processor's cache; a GPU's are 64 times as large."""
 
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
@@ -41,9 +45,71 @@ def dense() -> Iterator[None]:
         _dense.reset(token)
 
 
+_budget: ContextVar[int] = ContextVar("budget", default=64 * 2**20)
+
+
+@contextmanager
+def memory_budget(size: int) -> Iterator[None]:
+    """Within it, losses hold at most ``size`` bytes of similarities at a time.
+
+    Where all of a rank's similarities fit, they are kept for the backward pass, which saves one product of three (one
+    of four with two towers). Where they do not, they are made again, tile by tile. The default is 64 MiB.
+
+    Args:
+        size: bytes; 0 never keeps any.
+
+    Raises:
+        ValueError: a negative size.
+
+    Example:
+        >>> import contrastive_zoo as cz
+        >>> with memory_budget(2**30):
+        ...     cz.InfoNCE(temperature=1.0)(torch.eye(2), torch.eye(2))
+        tensor(0.3133)
+    """
+    if size < 0:
+        raise ValueError(f"memory_budget: size is a number of bytes, 0 or more, got {size}.")
+    token = _budget.set(size)
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+def budget() -> int:
+    """Bytes of similarities that may be held at a time."""
+    return _budget.get()
+
+
 def is_dense() -> bool:
     """Whether :func:`dense` is in force."""
     return _dense.get()
+
+
+def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iterator[tuple[slice, slice]]:
+    """Pieces of a matrix that fit a cache, strip by strip; with ``upper`` those on and above the diagonal alone.
+
+    Tiles on the diagonal are then square.
+
+    Example:
+        >>> list(tiles(2, 3, torch.empty(0)))
+        [(slice(0, 2, None), slice(0, 3, None))]
+    """
+    height, width = tile_shape(like)
+    for top in range(0, rows, height):
+        strip, left = slice(top, min(rows, top + height)), 0
+        if upper:
+            yield strip, strip
+            left = strip.stop
+        for start in range(left, columns, width):
+            yield strip, slice(start, min(columns, start + width))
+
+
+def tile_shape(like: Tensor) -> tuple[int, int]:
+    """Height and width of a tile, twice as wide as high."""
+    room = TILE_BYTES if like.device.type == "cpu" else 64 * TILE_BYTES
+    height = max(1, math.isqrt(room // like.dtype.itemsize // 2))
+    return height, max(1, room // like.dtype.itemsize // height)
 
 
 def panels(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
@@ -73,6 +139,69 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def unit(x: Tensor) -> Tensor:
+    """Rows over their lengths, ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero.
+
+    Example:
+        >>> unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        tensor([[0.6000, 0.8000],
+                [0.0000, 0.0000]])
+    """
+    return torch.nn.functional.normalize(x, dim=-1) if is_dense() else _Unit.apply(x)
+
+
+class _Unit(torch.autograd.Function):
+    """y = x / |x|;  dx = (dy − y ⟨y, dy⟩) / |x|, in two passes where autograd takes eight."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        y = x / length.clamp(min=_SHORTEST)
+        ctx.save_for_backward(x, y, length)
+        return y
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, dy: Tensor) -> Tensor | None:
+        x, y, length = ctx.saved_tensors
+        with torch.no_grad():
+            along = torch.linalg.vecdot(y, dy).unsqueeze(-1).where(length > _SHORTEST, 0)
+            dx = torch.addcmul(dy, y, along, value=-1).div_(length.clamp(min=_SHORTEST))
+        return once(dx, x)
+
+
+_SHORTEST = 1e-12
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of equal batches, which no autocast casts down: not here, nor where somebody calls backward() in one.
+
+    Example:
+        >>> with torch.autocast("cpu"):
+        ...     product(torch.eye(2), torch.ones(2, 1)).dtype
+        torch.float32
+    """
+    found: Tensor = _Product.apply(a, b)
+    return found
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        return (
+            product(g, b.mT) if ctx.needs_input_grad[0] else None,
+            product(a.mT, g) if ctx.needs_input_grad[1] else None,
+        )
 
 
 class _Once(torch.autograd.Function):

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.evaluation import without_autocast
+from contrastive_zoo.engine.evaluation import product, without_autocast
 from contrastive_zoo.world import Shards, World
 
 
@@ -37,7 +37,7 @@ def second_moments(x: Float[Tensor, "n d"], y: Float[Tensor, "n e"], *, world: W
         >>> second_moments(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]), world=ALONE)
         tensor([[11.]])
     """
-    return sum_over_ranks(x.T @ y, gradient="complete", world=world)
+    return sum_over_ranks(product(x.T, y), gradient="complete", world=world)
 
 
 @without_autocast

@@ -1,4 +1,4 @@
-"""Log-sum-exps of similarities, over rows and over columns, in panels: the heart of InfoNCE, NT-Xent and SupCon.
+"""Log-sum-exps of similarities, over rows and over columns, in tiles: the heart of InfoNCE, NT-Xent and SupCon.
 
 With A the rows and B the columns of all ranks, S = scale · A Bᵀ,
 
@@ -9,32 +9,44 @@ and for incoming gradients g, h of R, C the backward pass needs only
     G_ij = g_i exp(S_ij − R_i) + h_j exp(S_ij − C_j)
     dA = scale · G B        dB = scale · Gᵀ A        dscale = Σ_i ⟨A_i, (G B)_i⟩
 
-Each rank sweeps its own rows against everybody's columns. Column statistics are small and all-reduced; dB is summed
-back to the columns' owners. With one tower S = Sᵀ, so C = R, and dA already holds both parts: nothing travels back.
+Two towers: one product S gives R and C, one more in the backward pass (none where S was kept) and two with G: four
+products, or three. One tower: S = Sᵀ and C = R, so the tiles on and above the diagonal do: half of that.
 
-A loss is then a formula in these numbers and in a few dot products (positives), written in plain torch.
+Two arithmetics fill the tiles. Shifted by one number u for all, exp(S_ij − u) is a single exponential that serves rows,
+columns and both passes: G = exp(S − u) · (g_i exp(u − R_i) + h_j exp(u − C_j)). u is so close to the largest possible
+|S| that nothing can overflow; a sum so small that its terms may have been lost tells, and then it is done again with
+a maximum of its own for every row and column of a tile.
+
+A loss is a formula in these numbers and in a few dot products (positives), written in plain torch.
 """
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.collectives import add_up_rows, all_gather, extreme_over_ranks, gather_rows, sum_over_ranks
-from contrastive_zoo.engine.evaluation import is_dense, once, panels, without_autocast
+from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
+from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
+from contrastive_zoo.engine.evaluation import budget, is_dense, once, tile_shape, tiles, without_autocast
 from contrastive_zoo.world import Shards, World
 
 Scale = float | Tensor
 
 
 @without_autocast
-def self_log_sum_exp(z: Float[Tensor, "n d"], *, scale: Scale, shards: Shards, world: World) -> Float[Tensor, " n"]:
+def self_log_sum_exp(
+    z: Float[Tensor, "n d"], *, scale: Scale, unit: bool = False, shards: Shards, world: World
+) -> Float[Tensor, " n"]:
     """``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` for my rows z of all rows Z.
 
     Args:
         z: my rows.
         scale: what similarities are multiplied with; each rank's gradient is that of its own rows.
+        unit: whether rows are known to be no longer than 1.
         shards: where everybody's rows are.
         world: who holds them.
 
@@ -46,13 +58,13 @@ def self_log_sum_exp(z: Float[Tensor, "n d"], *, scale: Scale, shards: Shards, w
         >>> self_log_sum_exp(torch.eye(3), scale=1.0, shards=Shards((3,)), world=ALONE)   # log(e⁰ + e⁰)
         tensor([0.6931, 0.6931, 0.6931])
     """
-    scale = torch.as_tensor(scale, dtype=z.dtype, device=z.device)
     if is_dense():
         everybody = all_gather(z, shards=shards, process_group=world)
         own = torch.zeros(len(z), len(everybody), dtype=torch.bool, device=z.device)
         own.diagonal(shards.start).fill_(True)
         return torch.logsumexp((scale * z @ everybody.T).masked_fill(own, -torch.inf), 1)
-    return _SelfLogSumExp.apply(z, scale, shards, world)
+    sweep = _Sweep(shards, shards, world, one_tower=True, unit=unit, learnt=isinstance(scale, Tensor))
+    return _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))[0]
 
 
 @without_autocast
@@ -64,6 +76,7 @@ def log_sum_exp(
     row_shards: Shards,
     column_shards: Shards,
     columnwise: bool = True,
+    unit: bool = False,
     world: World,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None]:
     """``logsumexp(scale * A @ B.T, 1)`` for my rows and ``logsumexp(scale * A @ B.T, 0)`` for my columns.
@@ -75,6 +88,7 @@ def log_sum_exp(
         row_shards: where everybody's rows are.
         column_shards: where everybody's columns are.
         columnwise: whether C is wanted.
+        unit: whether rows and columns are known to be no longer than 1.
         world: who holds them.
 
     Returns:
@@ -87,117 +101,264 @@ def log_sum_exp(
         >>> r.exp(), c.exp()
         (tensor([4., 4.]), tensor([2., 2., 2., 2.]))
     """
-    scale = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
     if is_dense():
         every_row = all_gather(rows, shards=row_shards, process_group=world)
         every_column = all_gather(columns, shards=column_shards, process_group=world)
         r = torch.logsumexp(scale * rows @ every_column.T, 1)
         return r, torch.logsumexp(scale * columns @ every_row.T, 1) if columnwise else None
-    return _LogSumExp.apply(rows, columns, scale, column_shards, columnwise, world)
-
-
-class _SelfLogSumExp(torch.autograd.Function):
-    @staticmethod
-    @without_autocast
-    def forward(ctx: Any, z: Tensor, scale: Tensor, shards: Shards, world: World) -> Tensor:
-        everybody = gather_rows(z, shards, world)
-        r = z.new_empty(len(z))
-        for panel in panels(len(z), len(everybody), z.dtype):
-            s = _similarities(z[panel], everybody, scale)
-            s.diagonal(shards.start + panel.start).fill_(-torch.inf)
-            r[panel] = torch.logsumexp(s, 1)
-        ctx.save_for_backward(z, everybody, scale, r)
-        ctx.shards, ctx.world = shards, world
-        return r
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        z, everybody, scale, r = ctx.saved_tensors
-        with torch.no_grad():
-            statistics = gather_rows(torch.stack([r, g.to(r.dtype)], 1), ctx.shards, ctx.world)
-            dz, _ = _pull(z, everybody, scale, (r, g), statistics.unbind(1), own_from=ctx.shards.start)
-            dscale = (z * dz).sum() / 2  # each pair stands in its row and in its column
-        return once(scale * dz, z, scale), once(dscale, z, scale), None, None
+    sweep = _Sweep(row_shards, column_shards, world, columnwise=columnwise, unit=unit, learnt=isinstance(scale, Tensor))
+    return _LogSumExp.apply(sweep, rows, columns, torch.as_tensor(scale, dtype=rows.dtype, device=rows.device))
 
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        columns: Tensor,
-        scale: Tensor,
-        column_shards: Shards,
-        columnwise: bool,
-        world: World,
+        ctx: Any, sweep: "_Sweep", rows: Tensor, columns: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        everybody = gather_rows(columns, column_shards, world)
-        r, c = rows.new_empty(len(rows)), None
-        top = rows.new_full((len(everybody),), -torch.inf)
-        total = torch.zeros_like(top)
-        for panel in panels(len(rows), len(everybody), rows.dtype):
-            s = _similarities(rows[panel], everybody, scale)
-            r[panel] = torch.logsumexp(s, 1)
-            if columnwise:
-                higher = torch.maximum(top, s.amax(0))
-                total = total * (top - higher).exp() + s.sub_(higher).exp_().sum(0)
-                top = higher
-        if columnwise:
-            highest = extreme_over_ranks(top, "max", world)
-            total = sum_over_ranks(total * (top - highest).exp(), gradient="partial", world=world)
-            c = (highest + total.log())[column_shards.mine]
-        ctx.save_for_backward(rows, columns, everybody, scale, r, c)
-        ctx.shards, ctx.world = column_shards, world
+        ctx.sweep, ctx.scale = sweep, scale.item()
+        travel = sweep.travel(columns)
+        largest = ctx.scale * sweep.longest(rows, columns)
+        ctx.arithmetic = _Shifted.below(largest, rows.dtype)
+        r, c, kept = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale)
+        if sweep.has_lost(r, c, largest):
+            ctx.arithmetic = _Exact()
+            r, c, kept = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale)
+        r, c = ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c)
+        ctx.save_for_backward(rows, columns, scale, r, c, travel.everybody, *kept)
         return r, c
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, h: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, columns, everybody, scale, r, c = ctx.saved_tensors
+        rows, columns, scale, r, c, everybody, *kept = ctx.saved_tensors
+        sweep, columns_too = ctx.sweep, ctx.needs_input_grad[2]
         with torch.no_grad():
-            statistics = None
+            of_rows = torch.stack([r, g.to(r.dtype)], 1)
+            of_columns = of_rows if sweep.one_tower else None
             if c is not None and h is not None:
-                statistics = gather_rows(torch.stack([c, h.to(c.dtype)], 1), ctx.shards, ctx.world).unbind(1)
-            drows, dcolumns = _pull(rows, everybody, scale, (r, g), statistics, columns_too=ctx.needs_input_grad[1])
-            dscale = (rows * drows).sum()
-            if ctx.needs_input_grad[1]:
-                dcolumns = add_up_rows(dcolumns, ctx.shards, ctx.world)
-        gradients = (scale * drows, scale * dcolumns if ctx.needs_input_grad[1] else None, dscale)
-        return *(once(gradient, rows, columns, scale) for gradient in gradients), None, None, None
+                of_columns = torch.stack([c, h.to(c.dtype)], 1)
+            drows = torch.zeros_like(rows)
+            dcolumns = drows if sweep.one_tower else torch.zeros_like(columns) if columns_too else None
+            travel = sweep.travel(columns, everybody)
+            parts = sweep.pulls(ctx.arithmetic, rows, travel, ctx.scale, of_rows, of_columns, drows, dcolumns, kept)
+            if dcolumns is None:
+                for _ in parts:  # nothing to give back, but my rows' pull is taken on the way
+                    pass
+            else:
+                travel.give_back(dcolumns, parts)
+            dscale = (rows * drows).sum() / (scale * (2 if sweep.one_tower else 1))  # there a pair stands in two rows
+        gradients = (drows, None if sweep.one_tower else dcolumns, dscale)
+        return None, *(once(x, rows, columns, scale) for x in gradients)
 
 
-def _similarities(rows: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
-    return (rows @ columns.T).mul_(scale)
+@dataclass(frozen=True)
+class _Sweep:
+    """All of this rank's tiles, in the order in which their columns arrive."""
+
+    row_shards: Shards
+    column_shards: Shards
+    world: World
+    one_tower: bool = False
+    columnwise: bool = True
+    unit: bool = False
+    """Whether rows and columns are no longer than 1."""
+    learnt: bool = False
+    """Whether the scale is; then ranks do not rely on having the very same."""
+
+    @property
+    def blocks(self) -> list[Block]:
+        return schedule(self.row_shards, self.column_shards, half=self.one_tower)
+
+    def travel(self, columns: Tensor, everybody: Tensor | None = None) -> Gathered | Ring:
+        if self.world.ring:
+            return Ring(columns, self.blocks, self.world)
+        return Gathered(columns, self.blocks, self.column_shards, self.world, everybody)
+
+    def longest(self, rows: Tensor, columns: Tensor) -> float:
+        """The largest possible dot product, of all ranks' rows."""
+        if self.unit:
+            return 1.0
+        norms = [torch.linalg.vector_norm(x, dim=1).max() if len(x) else x.new_zeros(()) for x in (rows, columns)]
+        return extreme_over_ranks(torch.stack(norms), "max", self.world).prod().item()
+
+    def has_lost(self, r: Tensor, c: Tensor | None, largest: float) -> bool:
+        """Whether a sum of shifted exponentials is so small that its terms may be gone; the same on every rank."""
+        least = _window(r.dtype)[0]
+        if (self.unit and not self.learnt and largest <= least) or not self._any_pair():
+            return False
+        lowest = min(x.min().item() if len(x) else math.inf for x in (r, r if c is None else c))
+        found = r.new_tensor(lowest >= math.exp(-least), dtype=torch.float32)
+        return not extreme_over_ranks(found, "min", self.world).item()
+
+    def _any_pair(self) -> bool:
+        return self.row_shards.total > self.one_tower and self.column_shards.total > 0
+
+    def tiles(
+        self, rows: Tensor, travel: Gathered | Ring
+    ) -> Iterator[tuple[int, Block, Tensor, Iterator[tuple[slice, slice, bool]]]]:
+        """Each block, its columns, and its tiles: of which rows and columns, and whether on the diagonal."""
+        for index, (block, columns) in enumerate(zip(self.blocks, travel, strict=True)):
+            upper = self.one_tower and index == 0
+            cut = tiles(block.rows.stop - block.rows.start, len(columns), rows, upper=upper)
+            yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
+
+    def sums(
+        self, arithmetic: "_Arithmetic", rows: Tensor, travel: Gathered | Ring, scale: float
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Of my rows over all columns and of my columns over all rows; and the tiles, if they may be kept."""
+        scaled, total, parts, kept = rows * scale, arithmetic.nothing(len(rows), rows), [], []
+        room = None if self._fits(rows) else _room(rows)
+        for index, block, columns, cut in self.tiles(rows, travel):
+            mine, by_row = scaled[block.rows], total[block.rows]
+            by_column = total if self.one_tower and index == 0 else arithmetic.nothing(len(columns), rows)
+            for i, j, diagonal in cut:
+                s = _similarities(mine[i], columns[j], room, diagonal)
+                arithmetic.enter(s)
+                arithmetic.add(by_row[i], s, 1)
+                if self.columnwise and not diagonal:
+                    arithmetic.add(by_column[j], s, 0)
+                if room is None:
+                    kept.append(s)
+            parts.append(by_column)
+        if not self.columnwise:
+            return total, None, kept
+        by_column = merge_at_owners(parts[0], parts[1:], self.blocks[1:], self.world, arithmetic.merge)
+        return total, None if self.one_tower else by_column, kept
+
+    def _fits(self, rows: Tensor) -> bool:
+        """Whether all of this rank's similarities may be kept."""
+        cells = sum((x.rows.stop - x.rows.start) * (x.columns.stop - x.columns.start) for x in self.blocks)
+        return cells * rows.dtype.itemsize <= budget()
+
+    def pulls(
+        self,
+        arithmetic: "_Arithmetic",
+        rows: Tensor,
+        travel: Gathered | Ring,
+        scale: float,
+        of_rows: Tensor,
+        of_columns: Tensor | None,
+        drows: Tensor,
+        dcolumns: Tensor | None,
+        kept: list[Tensor],
+    ) -> Iterator[Tensor]:
+        """G B into ``drows``, Gᵀ A of my own columns into ``dcolumns``; yields that of each other block's columns.
+
+        ``of_rows`` and ``of_columns`` are log-sum-exps and their gradients, [n, 2] and [m, 2].
+        """
+        scaled, room, of_row = rows * scale, _room(rows), arithmetic.coefficients(of_rows)
+        of_column, stored = None, iter(kept)
+        if of_columns is not None:
+            of_columns = gather_rows(of_columns, self.column_shards, self.world)
+            of_column = arithmetic.coefficients(of_columns).split(self.column_shards.sizes)
+        out = torch.empty_like(room)
+        for index, block, columns, cut in self.tiles(rows, travel):
+            mine, row_weights, dmine = scaled[block.rows], of_row[block.rows], drows[block.rows]
+            column_weights = None if of_column is None else of_column[block.ahead][block.columns]
+            pull = dcolumns if index == 0 or dcolumns is None else torch.zeros_like(columns)
+            for i, j, diagonal in cut:
+                if kept:
+                    s = next(stored)
+                else:
+                    s = _similarities(mine[i], columns[j], room, diagonal)
+                    arithmetic.enter(s)
+                weights = arithmetic.weights(
+                    s,
+                    row_weights[i],
+                    None if column_weights is None else column_weights[j],
+                    out[: s.numel()].view_as(s),
+                )
+                dmine[i].addmm_(weights, columns[j], alpha=scale)
+                if pull is not None and not diagonal:
+                    pull[j].addmm_(weights.T, mine[i])
+            if index and pull is not None:
+                yield pull
 
 
-@without_autocast
-def _pull(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    row_statistics: tuple[Tensor, Tensor],
-    column_statistics: tuple[Tensor, ...] | None,
-    *,
-    own_from: int | None = None,
-    columns_too: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """G B and Gᵀ A, with G made panel by panel from the log-sum-exps and their gradients."""
-    r, g = _no_pull_without_pairs(*row_statistics)
-    drows, dcolumns = torch.empty_like(rows), torch.zeros_like(columns) if columns_too else columns
-    for panel in panels(len(rows), len(columns), rows.dtype):
-        s = _similarities(rows[panel], columns, scale)
-        if own_from is not None:
-            s.diagonal(own_from + panel.start).fill_(-torch.inf)
-        pull = (s - r[panel, None]).exp_().mul_(g[panel, None])
-        if column_statistics is not None:
-            c, h = _no_pull_without_pairs(*column_statistics)
-            pull.addcmul_(s.sub_(c).exp_(), h)
-        torch.mm(pull, columns, out=drows[panel])
-        if columns_too:
-            dcolumns.addmm_(pull.T, rows[panel])
-    return drows, dcolumns
+def _room(like: Tensor) -> Tensor:
+    """Memory for one tile."""
+    return like.new_empty(math.prod(tile_shape(like)))
 
 
-def _no_pull_without_pairs(log_sum_exp: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _similarities(rows: Tensor, columns: Tensor, room: Tensor | None, diagonal: bool) -> Tensor:
+    """Rows times columns, in ``room`` if there is some; −inf for a row and itself."""
+    shape = len(rows), len(columns)
+    s = torch.mm(rows, columns.T, out=rows.new_empty(shape) if room is None else room[: math.prod(shape)].view(shape))
+    return s.fill_diagonal_(-torch.inf) if diagonal else s
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """Sums of exp(s − u)."""
+
+    u: float
+
+    @classmethod
+    def below(cls, largest: float, dtype: torch.dtype) -> "_Shifted":
+        """With a u so that no similarity up to ``largest`` overflows, nor a sum of many."""
+        return cls(max(0.0, largest - _window(dtype)[1]))
+
+    def nothing(self, count: int, like: Tensor) -> Tensor:
+        return like.new_zeros(count)
+
+    def enter(self, s: Tensor) -> None:
+        (s.sub_(self.u) if self.u else s).exp_()
+
+    def add(self, total: Tensor, e: Tensor, dim: int) -> None:
+        total += e.sum(dim)
+
+    def merge(self, total: Tensor, part: Tensor) -> Tensor:
+        return total + part
+
+    def log(self, total: Tensor) -> Tensor:
+        return total.log() + self.u
+
+    def coefficients(self, statistics: Tensor) -> Tensor:
+        log_sum_exp, gradient = _no_pull_without_pairs(statistics)
+        return (self.u - log_sum_exp).exp_().mul_(gradient)
+
+    def weights(self, e: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor) -> Tensor:
+        if columns is None:
+            return torch.mul(e, rows[:, None], out=out)
+        return torch.add(rows[:, None], columns, out=out).mul_(e)
+
+
+class _Exact:
+    """Log-sum-exps of s, each with a maximum of its own."""
+
+    def nothing(self, count: int, like: Tensor) -> Tensor:
+        return like.new_full((count,), -torch.inf)
+
+    def enter(self, s: Tensor) -> None:
+        pass
+
+    def add(self, total: Tensor, s: Tensor, dim: int) -> None:
+        torch.logaddexp(total, s.logsumexp(dim), out=total)
+
+    def merge(self, total: Tensor, part: Tensor) -> Tensor:
+        return torch.logaddexp(total, part)
+
+    def log(self, total: Tensor) -> Tensor:
+        return total
+
+    def coefficients(self, statistics: Tensor) -> Tensor:
+        return torch.stack(_no_pull_without_pairs(statistics), 1)
+
+    def weights(self, s: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor) -> Tensor:
+        torch.sub(s, rows[:, :1], out=out).exp_().mul_(rows[:, 1:])
+        return out if columns is None else out.addcmul_((s - columns[:, 0]).exp_(), columns[:, 1])
+
+
+_Arithmetic = _Shifted | _Exact
+
+
+def _window(dtype: torch.dtype) -> tuple[float, float]:
+    """How far below u all may lie without a loss, and how far above it without overflow, in nats."""
+    span = math.log(torch.finfo(dtype).max)
+    return 0.45 * span, 0.6 * span
+
+
+def _no_pull_without_pairs(statistics: Tensor) -> tuple[Tensor, Tensor]:
     """An empty sum has log −inf; +inf in its place makes every weight exp(s − inf) = 0 instead of NaN."""
+    log_sum_exp, gradient = statistics.unbind(1)
     return log_sum_exp.masked_fill(log_sum_exp == -torch.inf, torch.inf), gradient

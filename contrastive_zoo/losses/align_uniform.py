@@ -9,7 +9,7 @@ from torch import Tensor
 from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, begin_views
 from contrastive_zoo.world import ALONE, World
 
 
@@ -22,14 +22,13 @@ def align_uniform(
     uniformity: float = 1.0,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    r"""Mean distance of partners plus the logarithm of the mean Gaussian potential of all pairs.
+    r"""Mean distance of partners plus the logarithm of the mean Gaussian potential of all pairs; it has no unit.
 
     With a, b the unit rows of the two views of all ranks,
 
         loss = mean_i ‖a_i − b_i‖^α  +  λ/2 Σ_{z∈{a,b}} log mean_{i≠j} exp(−t ‖z_i − z_j‖²)
 
-    On the sphere ‖z_i − z_j‖² = 2 − 2 z_i·z_j, so the second term is a log-sum-exp of similarities. Without a pair it
-    is 0.
+    On the sphere ‖z_i − z_j‖² = 2 − 2 z_i·z_j, so the second term is a log-sum-exp of similarities, 0 without a pair.
 
     Args:
         view1: a, [n, d]; n may differ between ranks.
@@ -39,43 +38,23 @@ def align_uniform(
         uniformity: λ, the second term's weight.
         world: who else holds rows.
 
-    Returns:
-        A dimensionless number, the same on every rank.
-
     Raises:
-        ValueError: views of different shape, an alpha below 1, a t that is not positive, NaN or infinite rows, ranks
-            that bring different widths or dtypes, or no rows at all.
+        ValueError: an alpha below 1, a t that is not positive, or what any :class:`Loss` refuses.
 
     Example:
-        >>> eye = torch.eye(2)
-        >>> align_uniform(eye, eye)   # log exp(−2 · 2)
+        >>> align_uniform(torch.eye(2), torch.eye(2))   # log exp(−2 · 2)
         tensor(-4.)
 
     Source: Wang & Isola 2020, §4.1, https://arxiv.org/abs/2005.10242
     """
-    shards, *_ = begin(
-        "AlignUniform",
-        {"view 0": view1, "view 1": view2},
-        problem=views_problem((view1, view2)) or _problem(alpha, t),
-        weights=(alpha, t, uniformity),
-        world=world,
-    )
-    views = [prepared(z, normalize=True) for z in (view1, view2)]
-    loss, n = reduce_anchors((views[0] - views[1]).norm(dim=1) ** alpha, world=world), shards.total
-    for z in views if n > 1 else ():
-        nearness = torch.logsumexp(self_log_sum_exp(z, scale=2 * t, shards=shards, world=world), 0)
-        total = log_sum_exp_over_ranks(nearness, gradient="complete", world=world)
-        loss = loss + uniformity / 2 * (total - 2 * t - math.log(n * (n - 1)))
-    return loss
+    problem = None if alpha >= 1 and t > 0 else f"alpha is at least 1 and t positive, got alpha={alpha}, t={t}."
+    weights = (alpha, t, uniformity)
+    (a, b), shards = begin_views("AlignUniform", (view1, view2), problem=problem, weights=weights, world=world)
+    loss, n = reduce_anchors((a - b).norm(dim=1) ** alpha, world=world), shards.total
+    crowds = [self_log_sum_exp(z, scale=2 * t, unit=True, shards=shards, world=world).logsumexp(0) for z in (a, b)]
+    total = log_sum_exp_over_ranks(torch.stack(crowds), gradient="complete", world=world)
+    return loss + uniformity / 2 * (total - 2 * t - math.log(n * (n - 1))).sum() if n > 1 else loss
 
 
-class AlignUniform(Loss):
+class AlignUniform(Loss, function=align_uniform):
     """:func:`align_uniform` with its settings kept."""
-
-    function = staticmethod(align_uniform)
-
-
-def _problem(alpha: float, t: float) -> str | None:
-    if not (alpha >= 1 and t > 0):
-        return f"alpha is at least 1 and t positive, got alpha={alpha}, t={t}."
-    return None

@@ -32,7 +32,7 @@ class Angular(MetricLoss):
         >>> Angular(alpha=45)(z, torch.tensor([0, 0, 1]))   # log(1 + exp(0 − 4)); row 2 has no positive
         tensor(0.0181)
 
-    Source: Wang et al. 2017, eq. 8, https://arxiv.org/abs/1708.01682
+    Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
     def __init__(self, *, alpha: float = 40.0, **kept: Any) -> None:

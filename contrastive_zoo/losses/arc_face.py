@@ -1,14 +1,14 @@
 """ArcFace: a normalised softmax whose target angle must win by a margin."""
 
 import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.losses.class_loss import ClassLoss, against_classes
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
 
@@ -34,21 +34,16 @@ def arc_face(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or k centres a class [C, k, d], of which the nearest counts; equal on every rank, or with
-            ``sharded`` this rank's classes.
+        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
         margin: m, 0 … π, in radians; pytorch-metric-learning counts it in degrees, its 28.6 is ``math.radians(28.6)``.
         scale: s > 0, dimensionless.
         sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per row, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not one per row or no classes, weights of another width, a scale that is
-            not positive, a margin outside 0 … π, NaN or infinite rows, ranks that bring different widths or dtypes, or
-            no rows at all.
+        ValueError: labels that are no classes, weights of another width, a scale that is not positive, a margin
+            outside 0 … π, or what any :class:`Loss` refuses.
 
     Example:
         >>> eye = torch.eye(2)
@@ -59,19 +54,17 @@ def arc_face(
     https://www.ecva.net/papers/eccv_2020/papers_ECCV/papers/123560715.pdf
     """
     problem = None if 0 <= margin <= math.pi else f"margin is an angle 0 … π in radians, got {margin}."
-    target, others, _ = against_classes(
-        "ArcFace", embeddings, labels, weights, scale=scale, margin=margin, sharded=sharded, reduction=reduction,
-        problem=problem, world=world,
-    )  # fmt: skip
-    square, eps = 1 - target**2, torch.finfo(target.dtype).eps
-    at_pole = square.detach().clamp(min=0).sqrt()  # the slope would be infinite at θ = 0 and π
-    sine = square.clamp(min=eps).sqrt().where(square > eps, at_pole)
-    moved = target * math.cos(margin) - sine * math.sin(margin)
-    moved = moved.where(target >= -math.cos(margin), target - margin * math.sin(margin))
-    return reduce_anchors(-F.logsigmoid(scale * moved - others), reduction=reduction, world=world)
+    settings: Any = {"scale": scale, "margin": margin, "sharded": sharded, "reduction": reduction, "world": world}
+
+    def moved(cosine: Tensor) -> Tensor:
+        square, eps = 1 - cosine**2, torch.finfo(cosine.dtype).eps
+        at_pole = square.detach().clamp(min=0).sqrt()  # the slope would be infinite at θ = 0 and π
+        sine = square.clamp(min=eps).sqrt().where(square > eps, at_pole)
+        turned = cosine * math.cos(margin) - sine * math.sin(margin)
+        return turned.where(cosine >= -math.cos(margin), cosine - margin * math.sin(margin))
+
+    return softmax_over_classes("ArcFace", embeddings, labels, weights, of_target=moved, problem=problem, **settings)
 
 
-class ArcFace(ClassLoss):
+class ArcFace(ClassLoss, function=arc_face):
     """:func:`arc_face` with its weights and settings kept; ``sub_centers=3`` is sub-center ArcFace."""
-
-    function = staticmethod(arc_face)

@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments, squared_sums
-from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, begin_views
 from contrastive_zoo.world import ALONE, World
 
 
@@ -24,6 +24,7 @@ def barlow_twins(
 
     ε and N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code multiplies
     the loss by 0.024 or so for its optimiser, lightly has ``lambda_=5e-3``. A single row correlates with nothing.
+    The loss has no unit.
 
     Args:
         view1: [n, d]; n may differ between ranks.
@@ -32,12 +33,8 @@ def barlow_twins(
         eps: ε > 0, in units of squared features.
         world: who else holds rows.
 
-    Returns:
-        A dimensionless number, the same on every rank.
-
     Raises:
-        ValueError: views of different shape, an eps that is not positive, NaN or infinite rows, ranks that bring
-            different widths or dtypes, or no rows at all.
+        ValueError: an eps that is not positive, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
@@ -47,20 +44,15 @@ def barlow_twins(
 
     Source: Zbontar et al. 2021, eqs. 1-2, https://arxiv.org/abs/2103.03230
     """
-    shards, *_ = begin(
-        "BarlowTwins",
-        {"view 0": view1, "view 1": view2},
-        problem=views_problem((view1, view2)) or (None if eps > 0 else f"eps must be positive, got {eps}."),
-        weights=(lambda_, eps),
-        world=world,
+    problem, weights = None if eps > 0 else f"eps must be positive, got {eps}.", (lambda_, eps)
+    views, shards = begin_views(
+        "BarlowTwins", (view1, view2), normalize=False, problem=problem, weights=weights, world=world
     )
-    a, b = (centered(prepared(z, normalize=False), shards=shards, world=world) for z in (view1, view2))
+    a, b = (centered(z, shards=shards, world=world) for z in views)
     spread_a, spread_b = ((squared_sums(x, world=world) / shards.total + eps).sqrt() for x in (a, b))
     correlation = second_moments(a, b, world=world) / shards.total / spread_a[:, None] / spread_b
     return (1 - correlation.diagonal()).square().sum() + lambda_ * off_diagonal(correlation).square().sum()
 
 
-class BarlowTwins(Loss):
+class BarlowTwins(Loss, function=barlow_twins):
     """:func:`barlow_twins` with its settings kept."""
-
-    function = staticmethod(barlow_twins)

@@ -4,14 +4,13 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import replicated
-from contrastive_zoo.engine.evaluation import wide
+from contrastive_zoo.collectives import derived, replicated
+from contrastive_zoo.engine.evaluation import unit, wide
 from contrastive_zoo.engine.reduction import REDUCTIONS
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import kind, meet, refuse, refuse_empty
@@ -21,7 +20,8 @@ from contrastive_zoo.world import Shards, World
 class Loss(nn.Module):
     """A function of the zoo with its settings kept; the base of every own loss.
 
-    The settings are the keyword-only arguments of ``function``. One that is a module, such as
+    The settings are the keyword-only arguments of the function that a class is declared with, as in
+    ``class NTXent(Loss, function=nt_xent)``. One that is a module, such as
     :class:`LearnableTemperature`, becomes a submodule and is asked for its value at every call.
 
     Args:
@@ -30,6 +30,10 @@ class Loss(nn.Module):
 
     Raises:
         TypeError: a setting that the function does not have.
+        ValueError: at the call, on every rank alike, what any loss refuses: rows, views or labels that do not fit
+            together (labels missing, not integers, not one per row; towers or views of different shape), a temperature
+            that is not positive, an unknown reduction, NaN or infinite rows (unless ``check_finite=False``), ranks that
+            bring different widths, dtypes or settings, or no rows at all.
 
     Example:
         >>> import contrastive_zoo as cz
@@ -42,10 +46,11 @@ class Loss(nn.Module):
     _defaults: ClassVar[dict[str, Any]] = {}
     _told_to_wrap: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, function: Callable[..., Tensor] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "function" in vars(cls):
-            parameters = inspect.signature(cls.function).parameters.values()
+        if function is not None:
+            cls.function = staticmethod(function)
+            parameters = inspect.signature(function).parameters.values()
             keep = [x for x in parameters if x.kind is x.KEYWORD_ONLY and x.name != "world"]
             check = inspect.Parameter("check_finite", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
             cls.__signature__ = inspect.Signature([*keep, check])  # what help() and an editor show
@@ -151,9 +156,34 @@ class LearnableTemperature(nn.Module):
         return (-self.log_scale).exp()
 
 
+class LearntScale(Loss):
+    """A loss whose temperature is learnt from the given one on; ``logit_scale`` is log(1/t), as in open_clip's models.
+
+    Example:
+        >>> from contrastive_zoo.losses.clip import Clip
+        >>> Clip(temperature=0.5).logit_scale
+        Parameter containing:
+        tensor(0.6931, requires_grad=True)
+    """
+
+    max_scale: ClassVar[float] = 100.0
+
+    def __init__(self, *, temperature: float | nn.Module | None = None, **settings: Any) -> None:
+        if temperature is None:
+            temperature = self._defaults["temperature"]
+        if not isinstance(temperature, nn.Module):
+            temperature = LearnableTemperature(temperature, max_scale=self.max_scale)
+        super().__init__(temperature=temperature, **settings)
+
+    @property
+    def logit_scale(self) -> nn.Parameter:
+        """log(1/t)."""
+        return self.get_parameter("temperature.log_scale")
+
+
 def begin(
     caller: str,
-    rows: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor | None],
     *,
     world: World,
     problem: str | None = None,
@@ -162,6 +192,8 @@ def begin(
     **settings: object,
 ) -> list[Shards]:
     """Check what every loss checks, agree on it with all ranks, and learn how the rows lie over them.
+
+    Rows that are None are not there; of a setting that is a tensor, which is learnt, nothing is compared.
 
     Raises:
         ValueError: on every rank alike: a temperature that is not positive, an unknown reduction, ``problem``, no rows
@@ -181,11 +213,59 @@ def begin(
         )
     if reduction not in REDUCTIONS:
         problem = problem or f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
-    if not isinstance(temperature, Tensor):
-        settings["temperature"] = temperature
-    shards = meet(caller, rows, world=world, problem=problem, settings={"reduction": reduction, **settings})
+    given_rows = {name: x for name, x in rows.items() if x is not None}
+    settings = {"reduction": reduction, "temperature": temperature, **settings}
+    fixed = {name: x for name, x in settings.items() if not isinstance(x, Tensor)}
+    shards = meet(caller, given_rows, world=world, problem=problem, settings=fixed)
     refuse_empty(caller, shards[0])
     return shards
+
+
+def begin_labelled(
+    caller: str,
+    embeddings: Tensor | None,
+    labels: Tensor | None,
+    *,
+    normalize: bool = True,
+    problem: str | None = None,
+    world: World,
+    **settings: Any,
+) -> tuple[Tensor, Tensor, Shards]:
+    """:func:`begin` for labelled rows: these, :func:`prepared`, their labels, and how they lie over the ranks.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> begin_labelled("Loss", torch.eye(2), torch.tensor([0, 7]), world=ALONE)[1:]
+        (tensor([0, 7]), Shards(sizes=(2,), rank=0))
+    """
+    problem = labelled_problem(embeddings, labels) or problem
+    named = {"embeddings": embeddings, "labels": labels}
+    shards, *_ = begin(caller, named, problem=problem, normalize=normalize, world=world, **settings)
+    assert embeddings is not None  # begin has refused it
+    assert labels is not None
+    return prepared(embeddings, normalize=normalize), labels, shards
+
+
+def begin_views(
+    caller: str,
+    views: Sequence[Tensor],
+    *,
+    normalize: bool = True,
+    problem: str | None = None,
+    world: World,
+    **settings: Any,
+) -> tuple[list[Tensor], Shards]:
+    """:func:`begin` for views of the same samples: these, :func:`prepared`, and how samples lie over the ranks.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> begin_views("Loss", [torch.ones(2, 1), 3 * torch.ones(2, 1)], world=ALONE)[0][1].tolist()
+        [[1.0], [1.0]]
+    """
+    named = {f"view {index}": view for index, view in enumerate(views)}
+    problem = views_problem(views) or problem
+    shards, *_ = begin(caller, named, problem=problem, normalize=normalize, world=world, **settings)
+    return [prepared(view, normalize=normalize) for view in views], shards
 
 
 def rows_problem(name: str, rows: Tensor) -> str | None:
@@ -198,6 +278,45 @@ def rows_problem(name: str, rows: Tensor) -> str | None:
     if rows.ndim != 2 or not rows.is_floating_point():
         return f"{name} are floating-point rows [n, d], got {kind(rows)}."
     return None
+
+
+def word_problem(name: str, word: object, words: Any) -> str | None:
+    """What is wrong with a word that should be one of a Literal's, in words; None if nothing is.
+
+    Example:
+        >>> from typing import Literal
+        >>> word_problem("variant", "both", Literal["out", "in"])
+        "variant is 'out' or 'in', got 'both'."
+    """
+    known = get_args(words)
+    return None if word in known else f"{name} is {' or '.join(map(repr, known))}, got {word!r}."
+
+
+def positive_problem(**settings: float | None) -> str | None:
+    """What is wrong with settings that must be positive numbers, or None, in words; None if nothing is.
+
+    Example:
+        >>> positive_problem(scale=-1.0)
+        'scale must be positive and finite, got -1.0.'
+    """
+    for name, value in settings.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            return f"{name} must be positive and finite, got {value}."
+    return None
+
+
+def towers_problem(rule: str, mend: str = "", **towers: Tensor) -> str | None:
+    """What is wrong with rows that belong together index by index, in words; None if nothing is.
+
+    Example:
+        >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
+        'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
+    """
+    (first, one), *others = towers.items()
+    for name, other in others:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{rule}, got {first} {kind(one)} and {name} {kind(other)}. {mend}".rstrip()
+    return rows_problem(first, one)
 
 
 def views_problem(views: Sequence[Tensor]) -> str | None:
@@ -239,7 +358,28 @@ def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
         >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True)
         tensor([[0.6000, 0.8000]])
     """
-    return F.normalize(wide(rows), dim=-1) if normalize else wide(rows)
+    return derived(lambda x: unit(wide(x)) if normalize else wide(x), rows)
+
+
+def in_a_row(rows: Sequence[Tensor]) -> Tensor:
+    """Views one after the other.
+
+    Example:
+        >>> in_a_row([torch.zeros(1, 2), torch.ones(1, 2)])
+        tensor([[0., 0.],
+                [1., 1.]])
+    """
+    return derived(lambda *x: torch.cat(x), *rows)
+
+
+def numbered(shards: Shards, like: Tensor, *, views: int = 1) -> Tensor:
+    """Numbers of my samples in the global batch, view after view.
+
+    Example:
+        >>> numbered(Shards((1, 2), rank=1), torch.ones(2, 3), views=2)
+        tensor([1, 2, 1, 2])
+    """
+    return torch.arange(shards.start, shards.start + shards.size, device=like.device).repeat(views)
 
 
 def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:

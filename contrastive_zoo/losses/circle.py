@@ -30,14 +30,13 @@ class Circle(MetricLoss):
         >>> Circle(m=0.5, gamma=1.0)(z, torch.tensor([0, 0, 1]))   # log(1 + exp(−½·½) · exp(−½·½)); row 2 has no positive
         tensor(0.4741)
 
-    Source: Sun et al. 2020, eq. 6 and 8, https://arxiv.org/abs/2002.10857
+    Source: Sun et al. 2020, eq. 6, https://arxiv.org/abs/2002.10857
     """
 
     def __init__(self, *, m: float = 0.4, gamma: float = 80.0, average: Average = "all", **kept: Any) -> None:
         super().__init__(**kept)
         self.expect(gamma > 0, f"gamma is positive, got {gamma}.")
-        self.known("average", average, Average)
-        self.m, self.gamma, self.average = m, gamma, average
+        self.m, self.gamma, self.average = m, gamma, self.known("average", average, Average)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         s, fixed = similarity, similarity.detach()

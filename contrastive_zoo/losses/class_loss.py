@@ -1,8 +1,7 @@
 """What losses with class weights share: weights as a parameter, whole or dealt out, and rows compared with them."""
 
 import inspect
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.engine.classes import Pool, class_shard, drawn_weights, nearest_center, target_and_others
 from contrastive_zoo.engine.evaluation import wide
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, prepared
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, positive_problem, prepared
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import Shards, World
 
@@ -33,7 +33,7 @@ class Maker(Loss):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "function" in vars(cls):  # what help() and an editor show
+        if "function" in kwargs:  # what help() and an editor show
             of_function = [x for x in cls.__signature__.parameters.values() if x.name not in cls.made]
             taken = [x for x in inspect.signature(cls.__init__).parameters.values() if x.kind is not x.VAR_KEYWORD]
             own = [x for x in taken[1:] if x.name not in {*cls.refused, *(y.name for y in of_function)}]
@@ -114,42 +114,49 @@ class ClassLoss(Maker):
         return now
 
 
-def against_classes(
+def softmax_over_classes(
     caller: str,
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None,
     weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"],
     *,
+    of_target: Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]] = lambda cosine: cosine,
+    penalty: Callable[[], Float[Tensor, ""]] | None = None,
     temperature: float | Tensor = 1.0,
+    times: float = 1.0,
     scale: float | None = None,
     pool: Pool = nearest_center,
     sharded: bool = False,
+    problem: str | None = None,
+    reduction: Reduction,
     world: World,
     **settings: Any,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], float | Tensor]:
-    """Check, meet, and compare my rows with all classes, rows and weights on the unit sphere.
+) -> Float[Tensor, "..."]:
+    """Check, meet, and reduce ``log(1 + Σ_{j≠y_i} exp(s z_i·w_j) / exp(s f(z_i·w_{y_i})))``, with unit rows z and weights w.
 
     Args:
         caller: name of the loss.
         embeddings: my rows.
-        labels: their classes.
+        labels: their classes y.
         weights: of all classes, or with ``sharded`` of mine.
+        of_target: f, what the cosine to the own class counts as.
+        penalty: a term for each row alike, asked for when the input has been found good.
         temperature: t > 0; may be learnt.
-        scale: what similarities are multiplied with; None is 1 / temperature.
+        times: s t, what is divided by the temperature.
+        scale: s; None is ``times / temperature``.
         pool: from the centres of a class to its similarity.
         sharded: whether ``weights`` are this rank's share.
+        problem: what is wrong besides.
+        reduction: of the rows' losses.
         world: who holds rows, and classes.
         settings: for :func:`contrastive_zoo.losses.base.begin`.
 
-    Returns:
-        Cosines to the target class [n], ``log Σ exp(scale · cosine)`` over the other classes [n], and the scale.
-
     Example:
-        >>> from contrastive_zoo.world import ALONE
         >>> import torch
+        >>> from contrastive_zoo.world import ALONE
         >>> eye = torch.eye(2)
-        >>> against_classes("Loss", eye, torch.arange(2), eye, scale=3.0, world=ALONE)
-        (tensor([1., 1.]), tensor([0., 0.]), 3.0)
+        >>> softmax_over_classes("Loss", eye, torch.arange(2), eye, reduction="mean", world=ALONE)   # log(e + 1) − 1
+        tensor(0.3133)
     """
     z, own, unit, shards, class_shards = begin_with_classes(
         caller,
@@ -157,17 +164,21 @@ def against_classes(
         labels,
         weights,
         sharded=sharded,
-        problem=settings.pop("problem", None) or positive("scale", scale),
+        problem=problem or positive_problem(scale=scale),
         temperature=temperature,
         scale=scale,
+        reduction=reduction,
         world=world,
         **settings,
     )
-    factor = logit_scale(temperature, world) if scale is None else scale
+    factor = times * logit_scale(temperature, world) if scale is None else scale
     target, others = target_and_others(
         z, own, unit, scale=factor, pool=pool, shards=shards, class_shards=class_shards, world=world
     )
-    return target, others, factor
+    losses = -F.logsigmoid(factor * of_target(target) - others)
+    if penalty is not None:
+        losses = losses + penalty().to(losses.dtype)
+    return reduce_anchors(losses, reduction=reduction, world=world)
 
 
 def begin_with_classes(
@@ -200,7 +211,7 @@ def begin_with_classes(
     problem = labelled_problem(embeddings, labels) or _weights_problem(embeddings, weights) or problem
     if problem is None and not sharded:
         problem = _classes_problem(labels, len(weights))
-    named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
+    named: dict[str, Tensor | None] = {"embeddings": embeddings, "labels": labels}
     if sharded:
         named["class weights"] = weights
     else:
@@ -215,18 +226,6 @@ def begin_with_classes(
     z = prepared(embeddings, normalize=True)
     unit = F.normalize(wide(weights), dim=-1).to(z.dtype)
     return z, labels, unit if unit.ndim == 3 else unit[:, None], shards, class_shards
-
-
-def positive(name: str, value: float | None) -> str | None:
-    """What is wrong with a setting that must be a positive number, in words; None if nothing is.
-
-    Example:
-        >>> positive("scale", -1.0)
-        'scale must be positive and finite, got -1.0.'
-    """
-    if value is None or (value > 0 and math.isfinite(value)):
-        return None
-    return f"{name} must be positive and finite, got {value}."
 
 
 def _weights_problem(embeddings: Tensor, weights: Tensor) -> str | None:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.losses.base import LearnableTemperature, Loss
+from contrastive_zoo.losses.base import LearntScale
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.world import ALONE, World
 
@@ -34,11 +34,8 @@ def clip(
         texts: [n, d], row i belongs to row i of images.
         temperature: t > 0, dimensionless; a tensor is learnt.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs, ``"sum"``, or ``"none"`` for my pairs.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
         world: who else holds rows.
-
-    Returns:
-        Nats per pair, the same on every rank; [n] for ``"none"``.
 
     Raises:
         ValueError: as :func:`info_nce`.
@@ -54,21 +51,9 @@ def clip(
     return info_nce(images, texts, symmetric=True, world=world, **settings)
 
 
-class Clip(Loss):
+class Clip(LearntScale, function=clip):
     """:func:`clip` with its settings kept, and a temperature that is learnt from the given one on.
 
     ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, kept at or below log(100).
     For a temperature that stays use ``InfoNCE(symmetric=True)``.
     """
-
-    function = staticmethod(clip)
-
-    def __init__(self, *, temperature: float | LearnableTemperature = 0.07, **settings: Any) -> None:
-        if not isinstance(temperature, nn.Module):
-            temperature = LearnableTemperature(temperature)
-        super().__init__(temperature=temperature, **settings)
-
-    @property
-    def logit_scale(self) -> nn.Parameter:
-        """log(1/t)."""
-        return self.get_parameter("temperature.log_scale")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.base import Loss, begin, numbered, positive_problem, prepared, towers_problem
 from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
@@ -48,15 +48,11 @@ def clip_distillation(
         weight: λ from 0, no teacher, to 1, nothing else.
         symmetric: both directions; otherwise only from images to texts.
         normalize: put the student's and the teacher's rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs, ``"sum"``, or ``"none"`` for my pairs.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per pair, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: rows of different number, towers of different width, a temperature that is not positive, a weight
-            out of range, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.
 
     Example:
         >>> eye, undecided = torch.eye(2), torch.ones(2, 2)
@@ -66,10 +62,9 @@ def clip_distillation(
     Source: Hinton et al. 2015, eq. 1, https://arxiv.org/abs/1503.02531, on CLIP's logits
     """
     problem = _problem(images, texts, teacher_images, teacher_texts)
+    problem = problem or positive_problem(teacher_temperature=teacher_temperature)
     if not 0 <= weight <= 1:
         problem = f"weight is the teacher's share, 0 to 1, got {weight}."
-    if not teacher_temperature > 0:
-        problem = f"teacher_temperature must be positive, got {teacher_temperature}."
     named = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
     settings: dict[str, Any] = {"teacher_temperature": teacher_temperature, "weight": weight}
     shards, *_ = begin(
@@ -78,7 +73,7 @@ def clip_distillation(
     )  # fmt: skip
     x, y = (prepared(rows, normalize=normalize) for rows in (images, texts))
     u, v = (prepared(rows.detach(), normalize=normalize) for rows in (teacher_images, teacher_texts))
-    pairs = torch.arange(shards.start, shards.start + shards.size, device=x.device)
+    pairs = numbered(shards, x)
     loss = Panelwise(_taught, temperature=temperature, **settings)
 
     def direction(anchors: Tensor, columns: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
@@ -91,10 +86,8 @@ def clip_distillation(
     return (there + direction(y, x, (v, u))) / 2 if symmetric else there
 
 
-class ClipDistillation(Loss):
+class ClipDistillation(Loss, function=clip_distillation):
     """:func:`clip_distillation` with its settings kept."""
-
-    function = staticmethod(clip_distillation)
 
 
 def _taught(panel: Panel, temperature: Tensor, teacher_temperature: float, weight: float) -> tuple[Tensor, Tensor]:
@@ -106,7 +99,8 @@ def _taught(panel: Panel, temperature: Tensor, teacher_temperature: float, weigh
 
 
 def _problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> str | None:
-    for one, other, whose in ((images, texts, ""), (teacher_images, teacher_texts, "teacher_")):
-        if one.shape != other.shape or one.dtype != other.dtype or len(one) != len(images):
-            return f"row i is one sample everywhere, got {whose}images {kind(one)} and {whose}texts {kind(other)}."
-    return rows_problem("images", images) or rows_problem("teacher_images", teacher_images)
+    rule = "row i is one sample everywhere"
+    if len(teacher_images) != len(images):
+        return f"{rule}, got teacher_images {kind(teacher_images)} and images {kind(images)}."
+    found = towers_problem(rule, images=images, texts=texts)
+    return found or towers_problem(rule, teacher_images=teacher_images, teacher_texts=teacher_texts)

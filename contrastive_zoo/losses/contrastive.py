@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.distances import Average, Metric, MetricLoss, farness
+from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, row_sums
 
 
-class Contrastive(MetricLoss):
+class Contrastive(FarnessLoss):
     r"""Hinges on pairs: the mean over positive pairs plus the mean over negative pairs.
 
     With D_ij the distance of unit rows, over all ordered pairs of the rows of all ranks,
@@ -21,14 +20,14 @@ class Contrastive(MetricLoss):
         neg_margin: negatives are pushed beyond this distance, or below this similarity.
         power: 1, or 2 as in the paper, which halves both terms and divides their sum by the number of all pairs.
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins, such as 1, 0.
-        average: each mean is one over the pairs with a loss (``"nonzero"``, pytorch-metric-learning's default) or over
-            all (``"all"``, its MeanReducer).
+        average: of the pairs with a loss, ``"nonzero"``, or of ``"all"``, as pytorch-metric-learning's MeanReducer.
         kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
 
     Raises:
         ValueError: an unknown metric or average, a power below 1; at the call as :class:`RowLoss`.
 
     Example:
+        >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
         >>> Contrastive()(z, torch.tensor([0, 0, 1]))   # √0.4; √2 and √0.8, of which one is below 1
         tensor(0.7380)
@@ -48,20 +47,14 @@ class Contrastive(MetricLoss):
         average: Average = "nonzero",
         **kept: Any,
     ) -> None:
-        super().__init__(**kept)
-        self.known("metric", metric, Metric)
-        self.known("average", average, Average)
+        super().__init__(metric=metric, **kept)
         self.expect(power >= 1, f"power is at least 1, got {power}: below, the gradient is infinite at the margin.")
         self.pos_margin, self.neg_margin, self.power = pos_margin, neg_margin, power
-        self.metric, self.average = metric, average
-
-    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
-        return farness(anchors, columns, self.metric)
+        self.average = self.known("average", average, Average)
 
     def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        far, sign = self.similarity(panel.anchors, panel.columns), -1 if self.metric == "similarity" else 1
-        pull = (far - sign * self.pos_margin).relu().where(panel.positive, 0)
-        push = (sign * self.neg_margin - far).relu().where(panel.negative, 0)
+        far = self.similarity(panel.anchors, panel.columns)
+        pull = (far - self.sign * self.pos_margin).relu().where(panel.positive, 0)
+        push = (self.sign * self.neg_margin - far).relu().where(panel.negative, 0)
         counted = (pull > 0, push > 0) if self.average == "nonzero" else (panel.positive, panel.negative)
-        losses = [x.pow(self.power).sum(1) if self.power != 1 else x.sum(1) for x in (pull, push)]
-        return torch.stack(losses, 1), torch.stack([x.sum(1) for x in counted], 1)
+        return row_sums(pull.pow(self.power), push.pow(self.power)), row_sums(*counted)

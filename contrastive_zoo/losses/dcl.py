@@ -9,7 +9,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, numbered, word_problem
 from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
 from contrastive_zoo.world import ALONE, World
 
@@ -45,50 +45,41 @@ def dcl(
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows, view after view.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
+            view after view, [2n].
         world: who else holds rows.
 
-    Returns:
-        Nats per anchor, the same on every rank; 0 if there is one sample only; [2n] for ``"none"``.
-
     Raises:
-        ValueError: views of different shape, a temperature or sigma that is not positive, unknown denominators, NaN or
-            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
 
     Example:
         >>> dcl(torch.eye(2), torch.eye(2), temperature=1.0)   # log 2 − 1
         tensor(-0.3069)
 
-    Source: Yeh et al. 2021, eq. 6 and §3.2, https://arxiv.org/abs/2110.06848
+    Source: Yeh et al. 2021, §3, https://arxiv.org/abs/2110.06848
     """
-    problem = views_problem((view1, view2))
+    problem = word_problem("denominators", denominators, Denominators)
     if sigma is not None and not sigma > 0:
         problem = f"sigma must be positive, got {sigma}. Leave it None for no weights."
-    if denominators not in ("joint", "per_view"):
-        problem = f"denominators is 'joint' or 'per_view', got {denominators!r}. The paper's is 'joint'."
-    named: dict[str, Any] = {"view 0": view1, "view 1": view2}
-    settings: dict[str, Any] = {"temperature": temperature, "sigma": sigma, "denominators": denominators}
-    shards, *_ = begin("DCL", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings)
-    a, b = (prepared(rows, normalize=normalize) for rows in (view1, view2))
-
+    (a, b), shards = begin_views(
+        "DCL", (view1, view2), problem=problem, temperature=temperature, sigma=sigma, denominators=denominators,
+        normalize=normalize, reduction=reduction, world=world,
+    )  # fmt: skip
     weight = a.new_ones(len(a))
     if sigma is not None:
         alike = gather_rows((a * b).sum(-1).detach() / sigma, shards, world)
         weight = 2 - shards.total * alike.softmax(0)[shards.mine]
-    samples = torch.arange(shards.start, shards.start + shards.size, device=a.device).repeat(2)
     view = torch.arange(2, device=a.device).repeat_interleave(len(a))
     loss = Panelwise(_decoupled, temperature=temperature, denominators=denominators)
     companions = [(view, view), (weight.repeat(2), view)]
-    both = shards.times(2)
     return sum_over_anchors(
-        loss, torch.cat([a, b]), samples, companions=companions, shards=both, reduction=reduction, world=world
-    )
+        loss, in_a_row([a, b]), numbered(shards, a, views=2), companions=companions, shards=shards.times(2),
+        reduction=reduction, world=world,
+    )  # fmt: skip
 
 
-class DCL(Loss):
+class DCL(Loss, function=dcl):
     """:func:`dcl` with its settings kept."""
-
-    function = staticmethod(dcl)
 
 
 class DCLW(DCL):

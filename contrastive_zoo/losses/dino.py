@@ -7,9 +7,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.engine.evaluation import product
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.losses.base import begin, logit_scale, prepared
-from contrastive_zoo.losses.class_loss import Maker, positive
+from contrastive_zoo.losses.base import begin, logit_scale, positive_problem, prepared
+from contrastive_zoo.losses.class_loss import Maker
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
@@ -38,11 +39,8 @@ def dino(
         centre: c; :class:`DINO` keeps it.
         temperature: τ_s > 0; a tensor is learnt.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: ``"mean"`` over all ranks' samples, ``"sum"``, or ``"none"`` for my samples.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
         world: who else holds rows.
-
-    Returns:
-        Nats per sample, the same on every rank; [n] for ``"none"``.
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
@@ -55,7 +53,7 @@ def dino(
 
     Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294
     """
-    problem = _problem(student, teacher, centre) or positive("teacher_temperature", teacher_temperature)
+    problem = _problem(student, teacher, centre) or positive_problem(teacher_temperature=teacher_temperature)
     begin(
         "DINO",
         {"student": student, "teacher": teacher},
@@ -67,12 +65,14 @@ def dino(
     )
     s, g = (prepared(x if x.ndim == 3 else x[:, None], normalize=False) for x in (student, teacher.detach()))
     predicted = (logit_scale(temperature, world) * s).log_softmax(2)
-    losses = -((g - centre) / teacher_temperature).softmax(2) @ predicted.mT  # of teacher's view u, student's view v
+    losses = -product(
+        ((g - centre) / teacher_temperature).softmax(2), predicted.mT
+    )  # of teacher's view u, student's view v
     same_view = torch.eye(*losses.shape[1:], dtype=torch.bool, device=losses.device) & (student.ndim == 3)
     return reduce_anchors(losses[:, ~same_view].mean(1), reduction=reduction, world=world)
 
 
-class DINO(Maker):
+class DINO(Maker, function=dino):
     """:func:`dino` with its settings and the centre kept.
 
     While training, each call moves the buffer ``centre`` towards the mean of the teacher's rows of all ranks, after it
@@ -84,7 +84,6 @@ class DINO(Maker):
         settings: as the function takes them.
     """
 
-    function = staticmethod(dino)
     made = ("centre",)
     centre: Tensor
 

@@ -1,11 +1,11 @@
 """How far rows are apart, and what losses of margins make of it, panel by panel."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +13,7 @@ from contrastive_zoo.losses.row_loss import RowLoss
 
 Metric = Literal["distance", "squared distance", "similarity"]
 Average = Literal["nonzero", "all"]
+W = TypeVar("W", bound=str)
 
 
 def squared_distances(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
@@ -74,6 +75,16 @@ def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Te
     return torch.logsumexp(x.masked_fill(~where & some[:, None], -torch.inf), 1).where(some, 0)
 
 
+def row_sums(*terms: Shaped[Tensor, "c N"]) -> Shaped[Tensor, "c k"]:
+    """Of each of k terms the sum of each row, as columns.
+
+    Example:
+        >>> row_sums(torch.ones(1, 3), torch.ones(1, 2))
+        tensor([[3., 2.]])
+    """
+    return torch.stack([x.sum(1) for x in terms], 1)
+
+
 def sum_over_positives(
     term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"]
 ) -> Float[Tensor, " c"]:
@@ -113,12 +124,35 @@ class MetricLoss(RowLoss):
         if not good:
             raise ValueError(f"{type(self).__name__}: {sentence}")
 
-    def known(self, name: str, word: str, words: Any) -> None:
-        """Refuse a word that is not one of a Literal's."""
+    def known(self, name: str, word: W, words: Any) -> W:
+        """The word; refused if it is not one of a Literal's."""
         self.expect(word in get_args(words), f"{name} is one of {', '.join(map(repr, get_args(words)))}, got {word!r}.")
+        return word
 
     def extra_repr(self) -> str:
         shown = {
             name: x for name, x in vars(self).items() if name[0] != "_" and name not in ("training", "check_finite")
         }
         return ", ".join(f"{name}={x!r}" for name, x in shown.items())
+
+
+class FarnessLoss(MetricLoss):
+    """A metric loss that is told how to measure how far rows are apart.
+
+    Example:
+        >>> FarnessLoss(metric="similarity").sign
+        -1
+    """
+
+    def __init__(self, *, metric: Metric = "distance", **kept: Any) -> None:
+        super().__init__(**kept)
+        self.metric = self.known("metric", metric, Metric)
+
+    @property
+    def sign(self) -> int:
+        """What margins are multiplied by: similarities are farness's negative."""
+        return -1 if self.metric == "similarity" else 1
+
+    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
+        """How far apart, by the metric."""
+        return farness(anchors, columns, self.metric)

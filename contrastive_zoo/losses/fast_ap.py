@@ -30,7 +30,7 @@ class FastAP(MetricLoss):
         >>> FastAP()(z, torch.tensor([0, 1, 0]))   # rows 0 and 2 find the positive last: 1 − 1/2 and, tied, 1 − 1/2
         tensor(0.5000)
 
-    Source: Cakir et al. 2019, eq. 5–7, https://openaccess.thecvf.com/content_CVPR_2019/html/Cakir_Deep_Metric_Learning_to_Rank_CVPR_2019_paper.html
+    Source: Cakir et al. 2019, https://openaccess.thecvf.com/content_CVPR_2019/html/Cakir_Deep_Metric_Learning_to_Rank_CVPR_2019_paper.html
     """
 
     def __init__(self, *, num_bins: int = 10, **kept: Any) -> None:

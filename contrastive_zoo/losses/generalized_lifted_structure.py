@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_zoo.losses.distances import Metric, MetricLoss, farness, log_sum_exp
+from contrastive_zoo.losses.distances import FarnessLoss, Metric, log_sum_exp
 
 
-class GeneralizedLiftedStructure(MetricLoss):
+class GeneralizedLiftedStructure(FarnessLoss):
     r"""Hinge of two soft extremes: the farthest positive and the nearest negative.
 
     With D_ij the distance of unit rows,
@@ -38,15 +38,10 @@ class GeneralizedLiftedStructure(MetricLoss):
     def __init__(
         self, *, pos_margin: float = 0.0, neg_margin: float = 1.0, metric: Metric = "distance", **kept: Any
     ) -> None:
-        super().__init__(**kept)
-        self.known("metric", metric, Metric)
-        self.pos_margin, self.neg_margin, self.metric = pos_margin, neg_margin, metric
-
-    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
-        return farness(anchors, columns, self.metric)
+        super().__init__(metric=metric, **kept)
+        self.pos_margin, self.neg_margin = pos_margin, neg_margin
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        sign = -1 if self.metric == "similarity" else 1
-        pull = log_sum_exp(similarity - sign * self.pos_margin, positive)
-        push = log_sum_exp(sign * self.neg_margin - similarity, negative)
+        pull = log_sum_exp(similarity - self.sign * self.pos_margin, positive)
+        push = log_sum_exp(self.sign * self.neg_margin - similarity, negative)
         return (pull + push).relu(), positive.any(1) & negative.any(1)

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, towers_problem, word_problem
 from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, Shards, World
+
+Strategy = Literal["absolute", "relative"]
 
 
 def gist(
@@ -23,7 +25,7 @@ def gist(
     guide_negatives: Float[Tensor, "m e"] | None = None,
     *,
     temperature: float | Tensor = 0.01,
-    margin_strategy: Literal["absolute", "relative"] = "absolute",
+    margin_strategy: Strategy = "absolute",
     margin: float = 0.0,
     contrast_anchors: bool = True,
     contrast_positives: bool = True,
@@ -56,15 +58,11 @@ def gist(
         margin: of τ; the larger, the more is struck out.
         contrast_anchors: whether anchors are candidates of each other.
         contrast_positives: whether positives are.
-        reduction: ``"mean"`` over all ranks' anchors, ``"sum"``, or ``"none"`` for my anchors.
+        reduction: ``"mean"`` over all ranks' anchors (nats per anchor), ``"sum"``, or ``"none"`` for my anchors, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per anchor, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: rows that do not pair or lack their guide's, an unknown strategy, a temperature that is not
-            positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: rows that do not pair or lack their guide's, an unknown strategy, or what any :class:`Loss` refuses.
 
     Example:
         >>> eye, alike = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -76,8 +74,7 @@ def gist(
     Source: Solatorio 2024, §3, https://arxiv.org/abs/2402.16829
     """
     problem = _problem(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)
-    if margin_strategy not in ("absolute", "relative"):
-        problem = f"margin_strategy is 'absolute' or 'relative', got {margin_strategy!r}."
+    problem = problem or word_problem("margin_strategy", margin_strategy, Strategy)
     x = anchors[:0] if negatives is None else negatives
     guide_x = guide_anchors[:0] if guide_negatives is None else guide_negatives
     named = {"anchors": anchors, "positives": positives, "negatives": x}
@@ -90,7 +87,7 @@ def gist(
     pairs, columns, single = side_by_side(*(prepared(rows, normalize=True) for rows in (anchors, positives, x)))
     guides = (prepared(rows.detach(), normalize=True) for rows in (guide_anchors, guide_positives, guide_x))
     guide_pairs, guide_columns, _ = side_by_side(*guides)
-    mine = torch.arange(shards.start, shards.start + shards.size, device=pairs.device)
+    mine = numbered(shards, pairs)
     sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
     return sum_over_anchors(
         Panelwise(_guided, temperature=temperature, **settings), pairs, mine, columns=columns, shards=shards,
@@ -99,10 +96,8 @@ def gist(
     )  # fmt: skip
 
 
-class GIST(Loss):
+class GIST(Loss, function=gist):
     """:func:`gist` with its settings kept."""
-
-    function = staticmethod(gist)
 
 
 def _guided(
@@ -143,9 +138,9 @@ def _problem(
     negatives: Tensor | None,
     guide_negatives: Tensor | None,
 ) -> str | None:
-    for one, other, whose in ((anchors, positives, ""), (guide_anchors, guide_positives, "guide_")):
-        if one.shape != other.shape or one.dtype != other.dtype or len(one) != len(anchors):
-            return f"row i is one pair everywhere, got {whose}anchors {kind(one)} and {whose}positives {kind(other)}."
+    rule = "row i is one pair everywhere"
+    if len(guide_anchors) != len(anchors):
+        return f"{rule}, got guide_anchors {kind(guide_anchors)} and anchors {kind(anchors)}."
     if (negatives is None) != (guide_negatives is None):
         return "negatives and guide_negatives come together, got one of them."
     if negatives is not None and guide_negatives is not None:
@@ -154,4 +149,5 @@ def _problem(
         if not (fits and same and len(negatives) == len(guide_negatives)):
             got = f"got negatives {kind(negatives)} and guide_negatives {kind(guide_negatives)}"
             return f"negatives are rows like anchors, one for each of guide_negatives, {got}."
-    return rows_problem("anchors", anchors) or rows_problem("guide_anchors", guide_anchors)
+    found = towers_problem(rule, anchors=anchors, positives=positives)
+    return found or towers_problem(rule, guide_anchors=guide_anchors, guide_positives=guide_positives)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, numbered
 from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
 from contrastive_zoo.world import ALONE, World
 
@@ -41,15 +41,12 @@ def hcl(
         temperature: t > 0, dimensionless; a tensor is learnt.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0, how much hard negatives count more.
-        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows, view after view.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
+            view after view, [2n].
         world: who else holds rows.
 
-    Returns:
-        Nats per anchor, the same on every rank; 0 if there is one sample only; [2n] for ``"none"``.
-
     Raises:
-        ValueError: views of different shape, a temperature that is not positive, tau_plus or beta out of range, NaN or
-            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
 
     Example:
         >>> hcl(torch.eye(2), torch.eye(2), temperature=1.0, tau_plus=0.0)   # log(1 + 2/e)
@@ -76,11 +73,9 @@ def debiased(
         view2: [n, d], row i belongs to row i of view1.
         temperature: t > 0, dimensionless; a tensor is learnt.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows, view after view.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
+            view after view, [2n].
         world: who else holds rows.
-
-    Returns:
-        Nats per anchor, the same on every rank; 0 if there is one sample only; [2n] for ``"none"``.
 
     Raises:
         ValueError: as :func:`hcl`.
@@ -89,21 +84,17 @@ def debiased(
         >>> debiased(torch.eye(2), torch.eye(2), temperature=1.0)   # log(1 + (2 − 0.2e) / 0.9e)
         tensor(0.4671)
 
-    Source: Chuang et al. 2020, eq. 7–8, https://arxiv.org/abs/2007.00224
+    Source: Chuang et al. 2020, https://arxiv.org/abs/2007.00224
     """
     return _contrast("Debiased", view1, view2, temperature, tau_plus, 0.0, reduction, world)
 
 
-class HCL(Loss):
+class HCL(Loss, function=hcl):
     """:func:`hcl` with its settings kept."""
 
-    function = staticmethod(hcl)
 
-
-class Debiased(Loss):
+class Debiased(Loss, function=debiased):
     """:func:`debiased` with its settings kept."""
-
-    function = staticmethod(debiased)
 
 
 def _contrast(
@@ -116,16 +107,14 @@ def _contrast(
     reduction: Reduction,
     world: World,
 ) -> Tensor:
-    problem = views_problem((view1, view2))
+    problem = None
     if not 0 <= tau_plus < 1:
         problem = f"tau_plus is a probability in [0, 1), got {tau_plus}. With C even classes it is 1/C."
     if not 0 <= beta < math.inf:
         problem = f"beta must be non-negative and finite, got {beta}. 0 weighs all negatives evenly."
     settings: dict[str, Any] = {"temperature": temperature, "tau_plus": tau_plus, "beta": beta}
-    named = {"view 0": view1, "view 1": view2}
-    shards, *_ = begin(caller, named, problem=problem, reduction=reduction, world=world, **settings)
-    z = torch.cat([prepared(view, normalize=True) for view in (view1, view2)])
-    samples = torch.arange(shards.start, shards.start + shards.size, device=z.device).repeat(2)
+    views, shards = begin_views(caller, (view1, view2), problem=problem, reduction=reduction, world=world, **settings)
+    z, samples = in_a_row(views), numbered(shards, view1, views=2)
     loss = Panelwise(_against_true_negatives, negatives=max(1, 2 * shards.total - 2), **settings)
     return sum_over_anchors(loss, z, samples, shards=shards.times(2), reduction=reduction, world=world)
 

@@ -4,10 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine import reduce_anchors
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, rows_problem
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, towers_problem
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
@@ -19,6 +18,7 @@ def info_nce(
     *,
     temperature: float | Tensor = 0.07,
     symmetric: bool = False,
+    in_batch_negatives: bool = True,
     normalize: bool = True,
     reduction: Reduction = "mean",
     world: World = ALONE,
@@ -30,7 +30,8 @@ def info_nce(
         loss = mean_i [ log ( Σ_j exp(q_i·k_j / t) + Σ_{x∈X(i)} exp(q_i·x / t) )  −  q_i·k_i / t ]
 
     Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; symmetric, the mean of that and of
-    ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held.
+    ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held. Without negatives in the
+    batch the first sum has one term, q_i·k_i: MoCo's loss, whose logits are a query's own key and the queue.
 
     Args:
         queries: [n, d], n may differ between ranks.
@@ -39,16 +40,14 @@ def info_nce(
             [n, m, d] are per query and seen by it alone. Keys, as anchors of the symmetric loss, see queries only.
         temperature: t > 0, dimensionless; a tensor is learnt.
         symmetric: average with the direction from keys to queries.
+        in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for my queries.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per query, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: queries and keys of different shape, negatives of another width or number, a temperature that is not
-            positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: negatives of another width or number, none at all without those of the batch, or what any
+            :class:`Loss` refuses.
 
     Example:
         >>> eye = torch.eye(2)
@@ -56,34 +55,48 @@ def info_nce(
         tensor(0.3133)
 
     Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748; symmetric: Radford et al. 2021, fig. 3,
-    https://arxiv.org/abs/2103.00020
+    https://arxiv.org/abs/2103.00020; without negatives in the batch: He et al. 2020, eq. 1,
+    https://arxiv.org/abs/1911.05722
     """
-    named = {"queries": queries, "keys": keys} | ({} if negatives is None else {"negatives": negatives})
     problem = _problem(queries, keys, negatives)
+    if not in_batch_negatives and (negatives is None or symmetric):
+        problem = (
+            "in_batch_negatives=False leaves a query its own key and the negatives: pass negatives, and not symmetric."
+        )
     shards, *_, last = begin(
-        "InfoNCE",
-        named,
-        problem=problem,
-        temperature=temperature,
-        reduction=reduction,
-        symmetric=symmetric,
-        normalize=normalize,
-        world=world,
-    )
+        "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
+        symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
+    )  # fmt: skip
     scale = logit_scale(temperature, world)
     q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
     extra = None if negatives is None else prepared(negatives, normalize=normalize)
 
     positive = scale * (q * k).sum(-1)
-    over_keys, over_queries = log_sum_exp(
-        q, k, scale=scale, row_shards=shards, column_shards=shards, columnwise=symmetric, world=world
-    )
+    over_keys, over_queries = positive, None
+    if in_batch_negatives:
+        over_keys, over_queries = log_sum_exp(
+            q,
+            k,
+            scale=scale,
+            row_shards=shards,
+            column_shards=shards,
+            columnwise=symmetric,
+            unit=normalize,
+            world=world,
+        )
     if extra is not None and extra.ndim == 3:
         own = torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1)
         over_keys = torch.logaddexp(over_keys, own)
     elif extra is not None and last.total > 0:
         shared, _ = log_sum_exp(
-            q, extra, scale=scale, row_shards=shards, column_shards=last, columnwise=False, world=world
+            q,
+            extra,
+            scale=scale,
+            row_shards=shards,
+            column_shards=last,
+            columnwise=False,
+            unit=normalize,
+            world=world,
         )
         over_keys = torch.logaddexp(over_keys, shared)
     losses = over_keys - positive
@@ -92,21 +105,15 @@ def info_nce(
     return reduce_anchors(losses, reduction=reduction, world=world)
 
 
-class InfoNCE(Loss):
+class InfoNCE(Loss, function=info_nce):
     """:func:`info_nce` with its settings kept."""
-
-    function = staticmethod(info_nce)
 
 
 def _problem(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> str | None:
-    if queries.shape != keys.shape or queries.dtype != keys.dtype:
-        return (
-            f"row i of queries belongs to row i of keys, got queries {kind(queries)} and keys {kind(keys)}. "
-            "Pass keys without a partner as negatives."
-        )
     if negatives is not None:
         fits = negatives.ndim == 2 or (negatives.ndim == 3 and len(negatives) == len(queries))
         if not fits or negatives.shape[-1] != queries.shape[-1] or negatives.dtype != queries.dtype:
             got = f"got {kind(negatives)} for queries {kind(queries)}"
             return f"negatives are shared [m, d] or per query [n, m, d], {got}."
-    return rows_problem("queries", queries)
+    rule, mend = "row i of queries belongs to row i of keys", "Pass keys without a partner as negatives."
+    return towers_problem(rule, mend, queries=queries, keys=keys)

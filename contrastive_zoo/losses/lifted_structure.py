@@ -2,12 +2,13 @@
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared
+from contrastive_zoo.losses.base import Loss, begin_labelled
 from contrastive_zoo.losses.distances import distances, log_sum_exp
+from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, World
 
 
@@ -35,15 +36,11 @@ def lifted_structure(
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
         normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over positive pairs, ``"sum"``, or ``"none"`` for the sums over my rows' pairs.
+        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for my rows' sums, [n].
         world: who else holds rows.
 
-    Returns:
-        The same on every rank; 0 if there is no positive or no negative pair; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not integers or not one per row, NaN or infinite rows, ranks that bring
-            different widths or dtypes, or no rows at all.
+        ValueError: what any :class:`Loss` refuses.
 
     Example:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
@@ -52,40 +49,28 @@ def lifted_structure(
 
     Source: Song et al. 2016, eq. 4, https://arxiv.org/abs/1511.06452
     """
-    named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
-    problem = labelled_problem(embeddings, labels)
-    shards, *_ = begin("LiftedStructure", named, problem=problem, reduction=reduction, world=world)
-    assert labels is not None  # begin has refused it
-    z = prepared(embeddings, normalize=normalize)
-    crowding = sum_over_anchors(_Crowding(neg_margin), z, labels, shards=shards, world=world, reduction="none")
-    z = torch.cat([z, crowding[:, None]], 1)
-    return sum_over_anchors(_Pairs(pos_margin), z, labels, shards=shards, world=world, reduction=reduction)
+    z, ids, shards = begin_labelled(
+        "LiftedStructure", embeddings, labels, normalize=normalize, reduction=reduction, world=world,
+        margins=(pos_margin, neg_margin),
+    )  # fmt: skip
+    loss = Panelwise(_crowding, margin=neg_margin)
+    crowding = sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction="none")
+    z, loss = torch.cat([z, crowding[:, None]], 1), Panelwise(_pairs, margin=pos_margin)
+    return sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction=reduction)
 
 
-class LiftedStructure(Loss):
+class LiftedStructure(Loss, function=lifted_structure):
     """:func:`lifted_structure` with its settings kept."""
 
-    function = staticmethod(lifted_structure)
+
+def _crowding(panel: Panel, margin: float) -> tuple[Tensor, Tensor]:
+    near = margin - distances(panel.anchors, panel.columns)
+    return log_sum_exp(near, panel.negative), panel.negative.any(1)
 
 
-class _Crowding(nn.Module):
-    def __init__(self, margin: float) -> None:
-        super().__init__()
-        self.margin = margin
-
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        near = self.margin - distances(panel.anchors, panel.columns)
-        return log_sum_exp(near, panel.negative), panel.negative.any(1)
-
-
-class _Pairs(nn.Module):
-    def __init__(self, margin: float) -> None:
-        super().__init__()
-        self.margin = margin
-
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        far = distances(panel.anchors[:, :-1], panel.columns[:, :-1])
-        crowding = torch.logaddexp(panel.anchors[:, -1:], panel.columns[:, -1])
-        counted = panel.positive & panel.negative.any(1, keepdim=True)
-        losses = (far - self.margin + crowding).relu().square().where(counted, 0)
-        return losses.sum(1) / 2, counted.sum(1)
+def _pairs(panel: Panel, margin: float) -> tuple[Tensor, Tensor]:
+    far = distances(panel.anchors[:, :-1], panel.columns[:, :-1])
+    crowding = torch.logaddexp(panel.anchors[:, -1:], panel.columns[:, -1])
+    counted = panel.positive & panel.negative.any(1, keepdim=True)
+    losses = (far - margin + crowding).relu().square().where(counted, 0)
+    return losses.sum(1) / 2, counted.sum(1)

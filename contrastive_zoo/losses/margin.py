@@ -38,7 +38,7 @@ class Margin(MetricLoss):
         >>> Margin()(z, torch.tensor([0, 0, 1]))   # √2 − 1.2 + 0.2, twice; √2 and 2 are 1.4 or more apart
         tensor(0.4142, grad_fn=<...>)
 
-    Source: Wu et al. 2017, eq. 6–8, https://arxiv.org/abs/1706.07567
+    Source: Wu et al. 2017, §4, https://arxiv.org/abs/1706.07567
     """
 
     def __init__(

@@ -6,12 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine import reduce_anchors
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, rows_problem
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, rows_problem, word_problem
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
+
+Denominator = Literal["exact", "reference"]
 
 
 def mil_nce(
@@ -19,7 +20,7 @@ def mil_nce(
     texts: Float[Tensor, "n k d"],
     *,
     temperature: float | Tensor = 1.0,
-    denominator: Literal["exact", "reference"] = "exact",
+    denominator: Denominator = "exact",
     normalize: bool = False,
     reduction: Reduction = "mean",
     world: World = ALONE,
@@ -41,15 +42,11 @@ def mil_nce(
         temperature: t > 0, dimensionless; a tensor is learnt. The paper has none.
         denominator: ``"exact"`` or ``"reference"``.
         normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' videos, ``"sum"``, or ``"none"`` for my videos.
+        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for my videos, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per video, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: texts that are not k ≥ 1 per video, an unknown denominator, a temperature that is not positive, NaN
-            or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: texts that are not k ≥ 1 per video, an unknown denominator, or what any :class:`Loss` refuses.
 
     Example:
         >>> mil_nce(torch.eye(2), torch.eye(2)[:, None])   # log(e + 2) − 1
@@ -61,8 +58,7 @@ def mil_nce(
     fits = texts.ndim == 3 and len(texts) == len(videos) and texts.shape[1] >= 1
     if not fits or texts.shape[-1] != videos.shape[-1] or texts.dtype != videos.dtype:
         problem = f"texts are k >= 1 candidates per video, [n, k, d], got {kind(texts)} for videos {kind(videos)}."
-    if denominator not in ("exact", "reference"):
-        problem = f"denominator is 'exact' or 'reference', got {denominator!r}."
+    problem = problem or word_problem("denominator", denominator, Denominator)
     settings: dict[str, Any] = {"temperature": temperature, "denominator": denominator}
     named = {"videos": videos, "texts": texts}
     shards, *_ = begin(
@@ -72,7 +68,13 @@ def mil_nce(
     v, y = (prepared(rows, normalize=normalize) for rows in (videos, texts))
 
     over_texts, over_videos = log_sum_exp(
-        v, y.flatten(0, 1), scale=scale, row_shards=shards, column_shards=shards.times(y.shape[1]), world=world
+        v,
+        y.flatten(0, 1),
+        scale=scale,
+        row_shards=shards,
+        column_shards=shards.times(y.shape[1]),
+        unit=normalize,
+        world=world,
     )
     assert over_videos is not None  # columnwise is the default
     positive = torch.logsumexp(scale * (v[:, None] * y).sum(-1), 1)
@@ -82,7 +84,5 @@ def mil_nce(
     return reduce_anchors(every - positive, reduction=reduction, world=world)
 
 
-class MILNCE(Loss):
+class MILNCE(Loss, function=mil_nce):
     """:func:`mil_nce` with its settings kept."""
-
-    function = staticmethod(mil_nce)

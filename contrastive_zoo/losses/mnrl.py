@@ -8,7 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, towers_problem
 from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import kind
@@ -63,23 +63,20 @@ def mnrl(
             query's own), ``"all_negatives"``, or None.
         hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for my queries.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per query, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: rows or owners that do not fit, settings that are unknown or do not go together, a temperature that
-            is not positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: owners that do not fit, settings that are unknown or do not go together, or what any :class:`Loss`
+            refuses.
 
     Example:
         >>> eye = torch.eye(2)
         >>> mnrl(eye, eye, -eye[:1], torch.tensor([0]), temperature=1.0)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
         tensor(0.4795)
 
-    Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: Li et al. 2023, eq. 2,
-    https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, eq. 5, https://arxiv.org/abs/2503.04812
+    Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: Li et al. 2023,
+    https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, https://arxiv.org/abs/2503.04812
     """
     settings: dict[str, Any] = {"directions": tuple(directions), "partition_mode": partition_mode}
     settings |= {"hardness_mode": hardness_mode, "hardness_strength": hardness_strength}
@@ -100,7 +97,7 @@ def mnrl(
         **settings,
     )
     q, d, x = (prepared(rows, normalize=normalize) for rows in (queries, documents, negatives))
-    mine = torch.arange(shards.start, shards.start + shards.size, device=q.device)
+    mine = numbered(shards, q)
     pairs, columns, single = side_by_side(q, d, x)
     sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
     return sum_over_anchors(
@@ -110,10 +107,8 @@ def mnrl(
     )  # fmt: skip
 
 
-class MNRL(Loss):
+class MNRL(Loss, function=mnrl):
     """:func:`mnrl` with its settings kept."""
-
-    function = staticmethod(mnrl)
 
 
 def _ranked(
@@ -147,9 +142,6 @@ def _ranked(
 
 
 def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:
-    if queries.shape != documents.shape or queries.dtype != documents.dtype:
-        got = f"got queries {kind(queries)} and documents {kind(documents)}"
-        return f"row i of queries belongs to row i of documents, {got}. Pass further documents as negatives."
     if negatives is not None and (negatives.shape[1:] != queries.shape[1:] or negatives.dtype != queries.dtype):
         return f"negatives are [m, d], got {kind(negatives)} for queries {kind(queries)}."
     if owners is not None:
@@ -159,7 +151,8 @@ def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owner
             return wrong
         if len(owners) and not -1 <= int(owners.min()) <= int(owners.max()) < len(queries):
             return f"owners are rows of this rank's {len(queries)} queries, or -1, got {owners.unique().tolist()}."
-    return rows_problem("queries", queries)
+    rule, mend = "row i of queries belongs to row i of documents", "Pass further documents as negatives."
+    return towers_problem(rule, mend, queries=queries, documents=documents)
 
 
 def _settings_problem(

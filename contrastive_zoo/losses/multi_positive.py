@@ -8,7 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, rows_problem
 from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import kind
@@ -57,15 +57,11 @@ def multi_positive(
         duplicates: see above; other than ``"positive"`` for paired rows with one id each.
         symmetric: average with the direction from keys to queries, for paired rows with one id each.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries with a target, ``"sum"``, or ``"none"`` for my queries.
+        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for mine, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per query, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: rows, ids and weights that do not fit, a temperature that is not positive, NaN or infinite rows,
-            ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: ids and weights that do not fit, or what any :class:`Loss` refuses.
 
     Example:
         >>> eye = torch.eye(2)
@@ -75,21 +71,20 @@ def multi_positive(
         tensor(0.)
 
     Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748, with the targets of Yang et al. 2022
-    (UniCL), eq. 4–6, https://arxiv.org/abs/2204.03610
+    (UniCL), https://arxiv.org/abs/2204.03610
     """
     problem = _problem(queries, keys, ids, key_ids, weights, duplicates, symmetric)
     paired = key_ids is None
     named = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
     settings: dict[str, Any] = {"temperature": temperature, "duplicates": duplicates, "symmetric": symmetric}
-    present = {name: x for name, x in named.items() if x is not None}
     shards, key_shards, *_ = begin(
-        "MultiPositive", present, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
+        "MultiPositive", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
     )
     q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
     of_keys = ids if key_ids is None else key_ids
     wanted = ids[:, None] if ids.ndim == 1 else ids
     much = q.new_ones(wanted.shape) if weights is None else weights.detach().to(q.dtype)
-    own, of_key = (torch.arange(x.start, x.start + x.size, device=q.device) for x in (shards, key_shards))
+    own, of_key = (numbered(x, q) for x in (shards, key_shards))
     loss = Panelwise(_found, temperature=temperature, paired=paired, duplicates=duplicates)
 
     def direction(anchors: Tensor, columns: Tensor) -> Tensor:
@@ -101,10 +96,8 @@ def multi_positive(
     return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
 
 
-class MultiPositive(Loss):
+class MultiPositive(Loss, function=multi_positive):
     """:func:`multi_positive` with its settings kept."""
-
-    function = staticmethod(multi_positive)
 
 
 def _found(panel: Panel, temperature: Tensor, paired: bool, duplicates: Duplicates) -> tuple[Tensor, Tensor]:

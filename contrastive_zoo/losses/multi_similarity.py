@@ -31,7 +31,7 @@ class MultiSimilarity(MetricLoss):
         >>> MultiSimilarity(base=1.0)(z, torch.tensor([0, 0]))   # log(1 + 1) / 2
         tensor(0.3466)
 
-    Source: Wang et al. 2019, eq. 10–13, https://arxiv.org/abs/1904.06627
+    Source: Wang et al. 2019, https://arxiv.org/abs/1904.06627
     """
 
     def __init__(

@@ -1,16 +1,13 @@
 """N-pairs: one pair per class, each anchor against the positives of the other classes."""
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
-from contrastive_zoo.engine import reduce_anchors
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared
+from contrastive_zoo.losses.base import Loss, begin_labelled
 from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, Shards, World
 
@@ -41,35 +38,25 @@ def n_pairs(
         temperature: t > 0, in units of dot products; a tensor is learnt. The paper has none.
         l2: λ ≥ 0, against growing norms.
         normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' pairs, ``"sum"``, or ``"none"`` for my rows, 0 where one is no anchor.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for my rows.
         world: who else holds rows.
 
-    Returns:
-        Nats per pair, the same on every rank; 0 if no class has two rows; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not integers or not one per row, a temperature that is not positive, a
-            negative l2, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: a negative l2, or what any :class:`Loss` refuses.
 
     Example:
         >>> z = torch.eye(2).repeat(2, 1)
         >>> n_pairs(z, torch.tensor([0, 1, 0, 1]))   # log(e + 1) − 1
         tensor(0.3133)
 
-    Source: Sohn 2016, eq. 5 and §3.2.2, https://papers.nips.cc/paper/6200-improved-deep-metric-learning-with-multi-class
+    Source: Sohn 2016, §3.2, https://papers.nips.cc/paper/6200-improved-deep-metric-learning-with-multi-class
     """
-    named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
-    problem = labelled_problem(embeddings, labels)
-    if not l2 >= 0:
-        problem = f"l2 is a non-negative weight, got {l2}."
-    settings: dict[str, Any] = {"temperature": temperature, "l2": l2}
-    shards, *_ = begin(
-        "NPairs", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
-    )
-    assert labels is not None  # begin has refused it
-    z = prepared(embeddings, normalize=normalize)
-
-    every = gather_rows(labels, shards, world)
+    problem = None if l2 >= 0 else f"l2 is a non-negative weight, got {l2}."
+    z, ids, shards = begin_labelled(
+        "NPairs", embeddings, labels, problem=problem, temperature=temperature, l2=l2, normalize=normalize,
+        reduction=reduction, world=world,
+    )  # fmt: skip
+    every = gather_rows(ids, shards, world)
     order = every.argsort(stable=True)
     place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=z.device))
     start = torch.searchsorted(every[order], every)
@@ -79,7 +66,7 @@ def n_pairs(
     x, y = (chosen[shards.mine].nonzero().flatten() for chosen in (first, second))
     loss = Panelwise(_partner, temperature=temperature)
     losses = sum_over_anchors(
-        loss, z[x], labels[x], columns=z[y], column_ids=labels[y], shards=_only(shards, first),
+        loss, z[x], ids[x], columns=z[y], column_ids=ids[y], shards=_only(shards, first),
         column_shards=_only(shards, second), reduction="none", world=world,
     )  # fmt: skip
     squares = l2 * z.square().sum(-1)
@@ -90,10 +77,8 @@ def n_pairs(
     return total if reduction == "sum" else total / first.sum().clamp(min=1)
 
 
-class NPairs(Loss):
+class NPairs(Loss, function=n_pairs):
     """:func:`n_pairs` with its settings kept."""
-
-    function = staticmethod(n_pairs)
 
 
 def _partner(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,12 @@
 """Normalised softmax: a classifier whose rows and class weights lie on the sphere."""
 
-import torch.nn.functional as F
+from typing import Any
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.losses.class_loss import ClassLoss, against_classes
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
 
@@ -30,36 +31,25 @@ def normalized_softmax(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or k centres a class [C, k, d], of which the nearest counts; equal on every rank, or with
-            ``sharded`` this rank's classes.
+        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
         temperature: t > 0, dimensionless; a tensor is learnt.
         sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per row, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not one per row or no classes, weights of another width, a temperature that
-            is not positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
-        >>> eye = torch.eye(2)
-        >>> normalized_softmax(eye, torch.arange(2), weights=eye, temperature=1.0)   # log(e + 1) − 1
+        >>> normalized_softmax(torch.eye(2), torch.arange(2), weights=torch.eye(2), temperature=1.0)   # log(e + 1) − 1
         tensor(0.3133)
 
-    Source: Zhai & Wu 2019, §3, https://arxiv.org/abs/1811.12649
+    Source: Zhai & Wu 2019, https://arxiv.org/abs/1811.12649
     """
-    target, others, scale = against_classes(
-        "NormalizedSoftmax", embeddings, labels, weights, temperature=temperature, sharded=sharded,
-        reduction=reduction, world=world,
-    )  # fmt: skip
-    return reduce_anchors(-F.logsigmoid(scale * target - others), reduction=reduction, world=world)
+    settings: Any = {"temperature": temperature, "sharded": sharded, "reduction": reduction}
+    return softmax_over_classes("NormalizedSoftmax", embeddings, labels, weights, world=world, **settings)
 
 
-class NormalizedSoftmax(ClassLoss):
+class NormalizedSoftmax(ClassLoss, function=normalized_softmax):
     """:func:`normalized_softmax` with its weights and settings kept."""
-
-    function = staticmethod(normalized_softmax)

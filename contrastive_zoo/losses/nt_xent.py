@@ -4,10 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine import reduce_anchors
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, logit_scale
 from contrastive_zoo.world import ALONE, World
 
 
@@ -27,41 +26,30 @@ def nt_xent(
     For two views this is ``cross_entropy((z @ z.T / t).fill_diagonal_(-inf), partner)``, without the 2N × 2N matrix.
 
     Args:
-        views: two or more of [n, d]; rows of one sample stand at the same index of every view. n may differ between
-            ranks.
+        views: two or more of [n, d], rows of one sample at the same index; n may differ between ranks.
         temperature: t > 0, dimensionless; a tensor is learnt.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' anchors, ``"sum"``, or ``"none"`` for my anchors, view after view.
+        reduction: ``"mean"`` over all ranks' anchors (nats), ``"sum"``, or ``"none"``, mine view after view, [views · n].
         world: who else holds rows.
 
-    Returns:
-        Nats per anchor, the same on every rank; [views · n] for ``"none"``.
-
     Raises:
-        ValueError: fewer than two views, views of different shape, a temperature that is not positive, NaN or infinite
-            rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: fewer than two views, or what any :class:`Loss` refuses.
 
     Example:
-        >>> eye = torch.eye(2)
-        >>> nt_xent(eye, eye, temperature=1.0)   # log(e + 2) − 1
+        >>> nt_xent(torch.eye(2), torch.eye(2), temperature=1.0)   # log(e + 2) − 1
         tensor(0.5514)
 
     Source: Chen et al. 2020, eq. 1, https://arxiv.org/abs/2002.05709
     """
-    named = {f"view {index}": view for index, view in enumerate(views)}
-    problem = views_problem(views)
-    shards, *_ = begin(
-        "NTXent", named, problem=problem, temperature=temperature, reduction=reduction, normalize=normalize, world=world
+    rows, shards = begin_views(
+        "NTXent", views, temperature=temperature, normalize=normalize, reduction=reduction, world=world
     )
-    scale = logit_scale(temperature, world)
-    z = prepared(torch.stack(views), normalize=normalize)
-    others = (z.sum(0) - z) / (len(views) - 1)
-    positive = scale * (z * others).sum(-1).flatten()
-    candidates = self_log_sum_exp(z.flatten(0, 1), scale=scale, shards=shards.times(len(views)), world=world)
+    scale, z, count = logit_scale(temperature, world), in_a_row(rows), len(rows)
+    others = (torch.stack(rows).sum(0).repeat(count, 1) - z) / (count - 1)
+    positive = scale * (z * others).sum(-1)
+    candidates = self_log_sum_exp(z, scale=scale, unit=normalize, shards=shards.times(count), world=world)
     return reduce_anchors(candidates - positive, reduction=reduction, world=world)
 
 
-class NTXent(Loss):
+class NTXent(Loss, function=nt_xent):
     """:func:`nt_xent` with its settings kept."""
-
-    function = staticmethod(nt_xent)

@@ -2,13 +2,19 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.losses.base import Loss, begin_labelled
+from contrastive_zoo.world import World
+
+Average = Literal["anchors", "pairs"]
 
 
 class Panelwise(nn.Module):
@@ -41,6 +47,57 @@ class Panelwise(nn.Module):
         return self.function(panel, **{name: getattr(self, name) for name in self.learnt})
 
 
+class PanelLoss(Loss):
+    """A function of labelled rows that is a sum over anchors of what ``panel(panel, **settings)`` says of them.
+
+    A class that is declared with its panel, as in ``class NCA(PanelLoss, function=nca, panel=_neighbours)``, can also
+    compare anchors with rows that are none, such as a memory's.
+
+    Example:
+        >>> from contrastive_zoo.losses.nca import NCA
+        >>> NCA(temperature=torch.tensor(2.0)).panelwise().learnt
+        ['temperature']
+    """
+
+    panel: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
+
+    def __init_subclass__(cls, panel: Callable[..., tuple[Tensor, Tensor]] | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if panel is not None:
+            cls.panel = staticmethod(panel)
+
+    def panelwise(self) -> Panelwise:
+        """``panel`` with the settings of this moment."""
+        of_rows = ("normalize", "reduction")
+        return Panelwise(type(self).panel, **{k: x for k, x in self.settings().items() if k not in of_rows})
+
+
+def over_anchors(
+    caller: str,
+    panel: Callable[..., tuple[Tensor, Tensor]],
+    embeddings: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"] | None,
+    *,
+    normalize: bool = True,
+    reduction: Reduction,
+    problem: str | None = None,
+    world: World,
+    **settings: Any,
+) -> Float[Tensor, "..."]:
+    """``panel(panel, **settings)`` of all labelled rows, which are checked and prepared first.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> nearest = lambda panel, t: ((panel.anchors @ panel.columns.T).amax(1) / t, panel.negative.any(1))
+        >>> over_anchors("Loss", nearest, torch.eye(2), torch.arange(2), reduction="mean", t=2.0, world=ALONE)
+        tensor(0.5000)
+    """
+    z, ids, shards = begin_labelled(
+        caller, embeddings, labels, normalize=normalize, reduction=reduction, problem=problem, world=world, **settings
+    )
+    return sum_over_anchors(Panelwise(panel, **settings), z, ids, shards=shards, reduction=reduction, world=world)
+
+
 def log_sum_exp_where(
     x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"], *, empty: float = -torch.inf
 ) -> Float[Tensor, " c"]:
@@ -53,6 +110,24 @@ def log_sum_exp_where(
     none = ~where.any(1)
     kept = x.masked_fill(~where, -torch.inf).masked_fill(none[:, None], 0)
     return kept.logsumexp(1).masked_fill(none, empty)
+
+
+def each_positive(
+    logits: Float[Tensor, "c N"], panel: Panel, average: Average, of_positives: Float[Tensor, "c N"] | None = None
+) -> tuple[Float[Tensor, " c"], Shaped[Tensor, " c"]]:
+    """log(1 + Σ_n exp(logits_n − logits_p)) of an anchor's positives p: their mean and whether, or their sum and number.
+
+    Args:
+        logits: of the anchors.
+        panel: who is positive.
+        average: of ``"anchors"`` or of ``"pairs"``.
+        of_positives: the logits of positives, if they are others.
+    """
+    against = log_sum_exp_where(logits, panel.negative)
+    own = logits if of_positives is None else of_positives
+    losses = -F.logsigmoid(own - against[:, None]).where(panel.positive, 0).sum(1)
+    pairs = panel.positive.sum(1)
+    return (losses, pairs) if average == "pairs" else (losses / pairs.clamp(min=1), pairs > 0)
 
 
 class Pairs(NamedTuple):

@@ -1,13 +1,11 @@
 """ProxyAnchor: each proxy pulls the rows of its class and pushes all others, the hardest most."""
 
-import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.collectives import replicated, sum_over_ranks
-from contrastive_zoo.engine.classes import log_sum_exp_by_class, log_sum_exp_over_ranks
-from contrastive_zoo.losses.class_loss import ClassLoss, begin_with_classes, positive
+from contrastive_zoo.engine.classes import log1p_sum_exp_by_class
+from contrastive_zoo.losses.base import positive_problem
+from contrastive_zoo.losses.class_loss import ClassLoss, begin_with_classes
 from contrastive_zoo.world import ALONE, World
 
 
@@ -26,7 +24,7 @@ def proxy_anchor(
 
         loss = 1/|P⁺| Σ_{p∈P⁺} log(1 + Σ_{x∈X⁺(p)} exp(−α (s_xp − δ)))  +  1/C Σ_p log(1 + Σ_{x∉X⁺(p)} exp(α (s_xp + δ)))
 
-    The sums over rows are two numbers a proxy, taken over all ranks.
+    in nats per proxy. The sums over rows are two numbers a proxy, taken over all ranks.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -36,39 +34,26 @@ def proxy_anchor(
         alpha: α > 0, dimensionless.
         world: who else holds rows.
 
-    Returns:
-        Nats per proxy, the same on every rank.
-
     Raises:
-        ValueError: labels that are missing, not one per row or no classes, proxies of another width or several a class,
-            an alpha that is not positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows
-            at all.
+        ValueError: labels that are no classes, proxies that do not fit, an alpha <= 0, or what any :class:`Loss` refuses.
 
     Example:
-        >>> eye = torch.eye(2)
-        >>> proxy_anchor(eye, torch.arange(2), weights=eye, margin=0.0, alpha=1.0)   # log(1 + e⁻¹) + log(1 + e⁰)
+        >>> import torch
+        >>> proxy_anchor(torch.eye(2), torch.arange(2), weights=torch.eye(2), margin=0.0, alpha=1.0)   # log(1 + 1/e) + log 2
         tensor(1.0064)
 
     Source: Kim et al. 2020, eq. 4, https://arxiv.org/abs/2003.13911
     """
-    problem = positive("alpha", alpha)
-    if weights.ndim != 2:
-        problem = f"there is one proxy a class, got weights {list(weights.shape)}. Leave sub_centers at 1."
+    several = f"there is one proxy a class, got weights {list(weights.shape)}. Leave sub_centers at 1."
+    problem = positive_problem(alpha=alpha) if weights.ndim == 2 else several
     z, own, proxies, *_ = begin_with_classes(
         "ProxyAnchor", embeddings, labels, weights, margin=margin, alpha=alpha, problem=problem, world=world
     )
-    proxies = replicated(proxies, process_group=world)
-    near, far = (
-        log_sum_exp_over_ranks(x, gradient="complete", world=world)
-        for x in log_sum_exp_by_class(z, own, proxies, shift=margin, scale=alpha)
-    )
-    rows = sum_over_ranks(torch.bincount(own, minlength=len(weights)), gradient="complete", world=world)
-    pull, push = -F.logsigmoid(-near), -F.logsigmoid(-far)  # log(1 + exp(x)); 0 for a proxy without such rows
-    return pull.sum() / (rows > 0).sum() + push.mean()
+    pull, push, members = log1p_sum_exp_by_class(z, own, proxies, shift=margin, scale=alpha, world=world)
+    return pull.sum() / (members > 0).sum() + push.mean()  # 0 for a proxy without such rows
 
 
-class ProxyAnchor(ClassLoss):
+class ProxyAnchor(ClassLoss, function=proxy_anchor):
     """:func:`proxy_anchor` with its proxies and settings kept."""
 
-    function = staticmethod(proxy_anchor)
     refused = ("sub_centers", "shard_over")

@@ -1,11 +1,12 @@
 """ProxyNCA++: a row's own proxy must be the nearest, by squared distance, with low temperature."""
 
-import torch.nn.functional as F
+from typing import Any
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.losses.class_loss import ClassLoss, against_classes, positive
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
 
@@ -25,43 +26,31 @@ def proxy_nca(
 
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
-    As ‖z − p‖² = 2 − 2 z·p, this is :func:`normalized_softmax` at temperature t/2. The own proxy stands in the
-    denominator, unlike in ProxyNCA. pytorch-metric-learning's ``ProxyNCALoss(softmax_scale=s)`` is ``temperature=1/s``.
+    As ‖z − p‖² = 2 − 2 z·p, this is :func:`normalized_softmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
+    The own proxy stands in the denominator, unlike in ProxyNCA.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: the proxies [C, d], or k of them a class [C, k, d], of which the nearest counts; equal on every rank, or
-            with ``sharded`` this rank's classes.
+        weights: [C, d], or [C, k, d] with k proxies a class, of which the nearest counts; equal on every rank.
         temperature: t > 0, in units of squared distance; a tensor is learnt.
         sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per row, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not one per row or no classes, proxies of another width, a temperature that
-            is not positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: labels that are no classes, proxies of another width, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
-        >>> eye = torch.eye(2)
-        >>> proxy_nca(eye, torch.arange(2), weights=eye, temperature=2.0)   # −log(1 / (1 + e⁻¹))
+        >>> proxy_nca(torch.eye(2), torch.arange(2), weights=torch.eye(2), temperature=2.0)   # −log(1 / (1 + e⁻¹))
         tensor(0.3133)
 
     Source: Teh et al. 2020, §3, https://arxiv.org/abs/2004.01113
     """
-    target, others, scale = against_classes(
-        "ProxyNCA", embeddings, labels, weights, temperature=temperature / 2, sharded=sharded,
-        reduction=reduction, world=world,
-        problem=positive("temperature", None if isinstance(temperature, Tensor) else temperature),
-    )  # fmt: skip
-    return reduce_anchors(-F.logsigmoid(scale * target - others), reduction=reduction, world=world)
+    settings: Any = {"temperature": temperature, "sharded": sharded, "reduction": reduction, "world": world}
+    return softmax_over_classes("ProxyNCA", embeddings, labels, weights, times=2.0, **settings)
 
 
-class ProxyNCA(ClassLoss):
+class ProxyNCA(ClassLoss, function=proxy_nca):
     """:func:`proxy_nca` with its proxies and settings kept."""
-
-    function = staticmethod(proxy_nca)

@@ -35,7 +35,7 @@ class RankedList(MetricLoss):
         >>> RankedList(t_n=0)(z, torch.tensor([0, 0, 1]))   # ½ of √2 − 0.8 twice, 1.2 − √0.4, 1.2 − √0.8, their mean; thirds
         tensor(0.4230)
 
-    Source: Wang et al. 2019, eq. 3–8, https://arxiv.org/abs/1903.03238
+    Source: Wang et al. 2019, https://arxiv.org/abs/1903.03238
     """
 
     def __init__(

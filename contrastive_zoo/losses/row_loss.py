@@ -1,14 +1,13 @@
 """Your own loss in five lines: say what an anchor loses, the rest is done."""
 
-from collections.abc import Mapping
+from typing import Any
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, begin_labelled, begin_views, in_a_row, labelled_problem, numbered
 from contrastive_zoo.world import World
 
 
@@ -28,6 +27,7 @@ class RowLoss(Loss):
             or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
 
     Example:
+        >>> import torch
         >>> class Triplet(RowLoss):
         ...     '''Batch-hard: the farthest positive must be nearer than the nearest negative.'''
         ...     def rows(self, similarity, positive, negative):
@@ -78,27 +78,14 @@ class RowLoss(Loss):
         """
         world = self.local() if world is None else world
         self.refuse_other_than_tensors(rows, {}, world)
-        views = len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows)
-        if views:
-            named: Mapping[str, Tensor] = {f"view {index}": view for index, view in enumerate(rows)}
-            problem = views_problem(rows)
+        settings: Any = {"normalize": self.normalize, "reduction": self.reduction, "world": world}
+        if len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows):
+            views, shards = begin_views(type(self).__name__, rows, **settings)
+            z, ids, shards = in_a_row(views), numbered(shards, views[0], views=len(views)), shards.times(len(views))
         else:
-            named = dict(zip(("embeddings", "labels"), rows, strict=False))
+            embeddings, labels, *_ = *rows, None, None
             problem = labelled_problem(*rows)
-        shards, *_ = begin(
-            type(self).__name__,
-            named,
-            problem=problem,
-            reduction=self.reduction,
-            normalize=self.normalize,
-            world=world,
-        )
-        if views:
-            ids = torch.arange(shards.start, shards.start + shards.size, device=rows[0].device).repeat(len(rows))
-            z, shards = torch.cat(rows), shards.times(len(rows))
-        else:
-            z, ids = rows
-        z = prepared(z, normalize=self.normalize)
+            z, ids, shards = begin_labelled(type(self).__name__, embeddings, labels, problem=problem, **settings)
         return sum_over_anchors(self, z, ids, reduction=self.reduction, shards=shards, world=world)
 
     def extra_repr(self) -> str:

@@ -1,8 +1,7 @@
 """SigLIP: every pair of an image and a text is a yes or no question of its own."""
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import LearnableTemperature, Loss, begin, prepared, rows_problem
+from contrastive_zoo.losses.base import LearntScale, begin, numbered, prepared, towers_problem
 from contrastive_zoo.losses.panelwise import Panelwise
-from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 
@@ -42,15 +40,11 @@ def siglip(
         temperature: t > 0, dimensionless; a tensor is learnt.
         logit_bias: b, that starts the many negatives near their answer; a tensor is learnt.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' images, ``"sum"``, or ``"none"`` for my images.
+        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for my images, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per image, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: images and texts of different shape, a temperature that is not positive, a bias that is not finite,
-            NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
     Example:
         >>> siglip(torch.eye(2), torch.eye(2), temperature=1.0, logit_bias=0.0)   # log(1 + e⁻¹) + log 2
@@ -58,40 +52,28 @@ def siglip(
 
     Source: Zhai et al. 2023, §3.2 and algorithm 1, https://arxiv.org/abs/2303.15343
     """
-    problem = rows_problem("images", images)
-    if images.shape != texts.shape or images.dtype != texts.dtype:
-        problem = f"image i belongs to text i, got images {kind(images)} and texts {kind(texts)}. Pass as many of both."
-    settings = bias_settings(logit_bias) | {"normalize": normalize}
-    named, problem = {"images": images, "texts": texts}, problem or settings.pop("problem", None)
+    settings: Any = {"temperature": temperature, "logit_bias": logit_bias}
+    rule, named = "image i belongs to text i", {"images": images, "texts": texts}
+    problem = towers_problem(rule, "Pass as many of both.", **named) or bias_problem(logit_bias)
     shards, *_ = begin(
-        "SigLIP", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
+        "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world, **settings
     )
     x, y = (prepared(rows, normalize=normalize) for rows in (images, texts))
-    ids = torch.arange(shards.start, shards.start + shards.size, device=x.device)
-    loss = Panelwise(yes_or_no, temperature=temperature, logit_bias=logit_bias)
+    ids, loss = numbered(shards, x), Panelwise(yes_or_no, **settings)
     return sum_over_anchors(loss, x, ids, columns=y, column_ids=ids, shards=shards, reduction=reduction, world=world)
 
 
-class SigLIP(Loss):
+class SigLIP(LearntScale, function=siglip):
     """:func:`siglip` with its settings kept; temperature and bias are learnt from the given ones on.
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
     """
 
-    function: ClassVar[Callable[..., Tensor]] = staticmethod(siglip)
+    max_scale = math.inf
 
-    def __init__(
-        self, *, temperature: float | nn.Module = 0.1, logit_bias: float | Tensor = -10.0, **settings: Any
-    ) -> None:
-        if not isinstance(temperature, nn.Module):
-            temperature = LearnableTemperature(temperature, max_scale=math.inf)
+    def __init__(self, *, logit_bias: float | Tensor = -10.0, **settings: Any) -> None:
         bias = logit_bias if isinstance(logit_bias, nn.Parameter) else nn.Parameter(torch.as_tensor(float(logit_bias)))
-        super().__init__(temperature=temperature, logit_bias=bias, **settings)
-
-    @property
-    def logit_scale(self) -> nn.Parameter:
-        """log(1/t)."""
-        return self.get_parameter("temperature.log_scale")
+        super().__init__(logit_bias=bias, **settings)
 
 
 def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,8 +83,8 @@ def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Te
     return pairs.sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
 
 
-def bias_settings(logit_bias: float | Tensor) -> dict[str, Any]:
-    """What ranks compare of a bias: nothing of a learnt one; a problem if it is not finite."""
-    if not torch.as_tensor(logit_bias).detach().isfinite().all():
-        return {"problem": f"logit_bias must be finite, got {float(logit_bias)}. SigLIP starts at -10."}
-    return {} if isinstance(logit_bias, Tensor) else {"logit_bias": logit_bias}
+def bias_problem(logit_bias: float | Tensor) -> str | None:
+    """What is wrong with a bias, in words; None if nothing is."""
+    if torch.as_tensor(logit_bias).detach().isfinite().all():
+        return None
+    return f"logit_bias must be finite, got {float(logit_bias)}. SigLIP starts at -10."

@@ -32,7 +32,7 @@ class SignalToNoise(Contrastive):
         >>> SignalToNoise(normalize=False)(z, torch.tensor([0, 0, 1]))   # pairs 0, 1: 2/2 and 2/8; negatives: 4 and more
         tensor(0.6250)
 
-    Source: Yuan et al. 2019, eq. 5 and 9, https://arxiv.org/abs/1904.02616
+    Source: Yuan et al. 2019, https://arxiv.org/abs/1904.02616
     """
 
     def __init__(

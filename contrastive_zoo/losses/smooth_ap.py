@@ -32,7 +32,7 @@ class SmoothAP(MetricLoss):
         >>> SmoothAP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1 − 1/2; row 1 sees a tie: 1 − 1/1.5
         tensor(0.4167)
 
-    Source: Brown et al. 2020, eq. 5–7, https://arxiv.org/abs/2007.12163
+    Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
 
     def __init__(self, *, temperature: float = 0.01, with_self: bool = False, **kept: Any) -> None:

@@ -6,9 +6,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import replicated
-from contrastive_zoo.engine.evaluation import wide
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.losses.class_loss import ClassLoss, against_classes, positive
+from contrastive_zoo.engine.evaluation import product, wide
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.losses.base import positive_problem
+from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
 
@@ -41,15 +42,12 @@ def soft_triple(
         gamma: γ > 0, how soft centres are chosen.
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
-        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per row, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not one per row or no classes, centres of another width, a la or gamma that
-            is not positive, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, or what
+            any :class:`Loss` refuses.
 
     Example:
         >>> eye = torch.eye(2)
@@ -62,21 +60,19 @@ def soft_triple(
     def soft_center(similarity: Tensor) -> Tensor:
         return ((similarity / gamma).softmax(2) * similarity).sum(2)
 
-    problem = positive("la", la) or positive("gamma", gamma)
-    target, others, _ = against_classes(
-        "SoftTriple", embeddings, labels, weights, scale=la, gamma=gamma, margin=margin, tau=tau, pool=soft_center,
-        reduction=reduction, problem=problem, world=world,
+    def penalty() -> Tensor:
+        return tau * _spread(replicated(weights, process_group=world))
+
+    return softmax_over_classes(
+        "SoftTriple", embeddings, labels, weights, of_target=lambda s: s - margin, scale=la, pool=soft_center,
+        penalty=penalty if tau and weights.ndim == 3 else None, problem=positive_problem(la=la, gamma=gamma),
+        gamma=gamma, margin=margin, tau=tau, reduction=reduction, world=world,
     )  # fmt: skip
-    losses = -F.logsigmoid(la * (target - margin) - others)
-    if tau and weights.ndim == 3:
-        losses = losses + tau * _spread(replicated(weights, process_group=world)).to(losses.dtype)
-    return reduce_anchors(losses, reduction=reduction, world=world)
 
 
-class SoftTriple(ClassLoss):
+class SoftTriple(ClassLoss, function=soft_triple):
     """:func:`soft_triple` with its centres and settings kept."""
 
-    function = staticmethod(soft_triple)
     refused = ("shard_over",)
     default_centers = 10
 
@@ -85,5 +81,5 @@ def _spread(centres: Tensor) -> Tensor:
     """R of :func:`soft_triple`; 1e-5 keeps the slope finite where centres have merged, as in the authors' code."""
     unit, (classes, k, _) = F.normalize(wide(centres), dim=2), centres.shape
     first, second = torch.triu_indices(k, k, 1)
-    cosines = (unit @ unit.mT)[:, first, second]
+    cosines = product(unit, unit.mT)[:, first, second]
     return (2 + 1e-5 - 2 * cosines).sqrt().sum() / max(1, classes * k * (k - 1))

@@ -6,16 +6,12 @@ from torch import Tensor
 
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, begin_views
 from contrastive_zoo.world import ALONE, World
 
 
 def spectral_contrastive(
-    view1: Float[Tensor, "n d"],
-    view2: Float[Tensor, "n d"],
-    *,
-    mu: float = 1.0,
-    world: World = ALONE,
+    view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"], *, mu: float = 1.0, world: World = ALONE
 ) -> Float[Tensor, ""]:
     r"""Partners' dot products against the squares of all others', in closed form.
 
@@ -23,7 +19,8 @@ def spectral_contrastive(
 
         loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
 
-    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N. Without a pair it is 0.
+    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N, and 0 without a pair. A number
+    without a unit where rows have none.
 
     Args:
         view1: a, [n, d]; n may differ between ranks.
@@ -31,12 +28,8 @@ def spectral_contrastive(
         mu: largest squared length; ``math.inf`` for the paper's loss, 1 in the authors' code.
         world: who else holds rows.
 
-    Returns:
-        A number in units of squared features, the same on every rank.
-
     Raises:
-        ValueError: views of different shape, a mu that is not positive, NaN or infinite rows, ranks that bring different
-            widths or dtypes, or no rows at all.
+        ValueError: a mu that is not positive, or what any :class:`Loss` refuses.
 
     Example:
         >>> a = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
@@ -45,24 +38,19 @@ def spectral_contrastive(
 
     Source: HaoChen et al. 2021, §3, https://arxiv.org/abs/2106.04156
     """
-    shards, *_ = begin(
-        "SpectralContrastive",
-        {"view 0": view1, "view 1": view2},
-        problem=views_problem((view1, view2)) or (None if mu > 0 else f"mu must be positive, got {mu}."),
-        mu=mu,
-        world=world,
+    problem = None if mu > 0 else f"mu must be positive, got {mu}."
+    views, shards = begin_views(
+        "SpectralContrastive", (view1, view2), normalize=False, problem=problem, mu=mu, world=world
     )
-    a, b = (_shortened(prepared(z, normalize=False), mu**0.5) for z in (view1, view2))
+    a, b = (_shortened(z, mu**0.5) for z in views)
     own, n = (a * b).sum(1), shards.total
     everybody = (second_moments(a, a, world=world) * second_moments(b, b, world=world)).sum()
     others = everybody - reduce_anchors(own.square(), reduction="sum", world=world)
     return -2 * reduce_anchors(own, world=world) + others / max(1, n * (n - 1))
 
 
-class SpectralContrastive(Loss):
+class SpectralContrastive(Loss, function=spectral_contrastive):
     """:func:`spectral_contrastive` with its settings kept."""
-
-    function = staticmethod(spectral_contrastive)
 
 
 def _shortened(z: Tensor, longest: float) -> Tensor:

@@ -1,19 +1,20 @@
 """SupCon: every other row of an anchor's class is its positive, the rest of the global batch its candidates."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.collectives import all_gather, sum_over_ranks
-from contrastive_zoo.engine import reduce_anchors
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.collectives import gather_rows, sum_over_ranks
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, prepared
-from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.losses.base import begin_labelled, logit_scale, word_problem
+from contrastive_zoo.losses.panelwise import PanelLoss, Panelwise, log_sum_exp_where
 from contrastive_zoo.world import ALONE, World
+
+Variant = Literal["out", "in"]
 
 
 def sup_con(
@@ -21,7 +22,7 @@ def sup_con(
     labels: Int[Tensor, " n"] | None = None,
     *,
     temperature: float | Tensor = 0.1,
-    variant: Literal["out", "in"] = "out",
+    variant: Variant = "out",
     normalize: bool = True,
     reduction: Reduction = "mean",
     world: World = ALONE,
@@ -44,16 +45,11 @@ def sup_con(
         temperature: t > 0, dimensionless; a tensor is learnt.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' anchors with a positive, ``"sum"``, or ``"none"`` for my rows, 0 where an
-            anchor has no positive.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per anchor, the same on every rank; 0 if no anchor has a positive; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not integers or not one per row, a temperature that is not positive, an
-            unknown variant, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: an unknown variant, or what any :class:`Loss` refuses.
 
     Example:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -62,42 +58,38 @@ def sup_con(
 
     Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362
     """
-    named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
-    problem = labelled_problem(embeddings, labels)
-    if variant not in ("out", "in"):
-        problem = f"variant is 'out' or 'in', got {variant!r}. The paper recommends 'out'."
-    shards, *_ = begin(
-        "SupCon", named, problem=problem, temperature=temperature, reduction=reduction, normalize=normalize,
-        variant=variant, world=world,
+    settings: Any = {"temperature": temperature, "variant": variant}
+    z, ids, shards = begin_labelled(
+        "SupCon", embeddings, labels, problem=word_problem("variant", variant, Variant), reduction=reduction,
+        normalize=normalize, world=world, **settings,
     )  # fmt: skip
-    z = prepared(embeddings, normalize=normalize)
-    assert labels is not None  # begin has refused it
     if variant == "in":
-        loss = Panelwise(_inside, temperature=temperature)
-        return sum_over_anchors(loss, z, labels, shards=shards, reduction=reduction, world=world)
-    scale = logit_scale(temperature, world)
+        loss = Panelwise(_attraction, **settings)
+        return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
 
-    classes, of_row, members = torch.unique(
-        all_gather(labels, shards=shards, process_group=world), return_inverse=True, return_counts=True
-    )
+    # positives need no mask: the sum of their similarities is one dot product with their sum
+    everybody = gather_rows(ids, shards, world)
+    classes, of_row, members = torch.unique(everybody, return_inverse=True, return_counts=True)
     mine = of_row[shards.mine]
     class_sums = sum_over_ranks(
         z.new_zeros(len(classes), z.shape[1]).index_add(0, mine, z), gradient="partial", world=world
     )
     positives = members[mine] - 1
+    scale = logit_scale(temperature, world)
     positive = scale * (z * (class_sums[mine] - z)).sum(-1) / positives.clamp(min=1)
-    candidates = self_log_sum_exp(z, scale=scale, shards=shards, world=world)
+    candidates = self_log_sum_exp(z, scale=scale, unit=normalize, shards=shards, world=world)
     return reduce_anchors(candidates - positive, positives > 0, reduction=reduction, world=world)
 
 
-class SupCon(Loss):
-    """:func:`sup_con` with its settings kept."""
-
-    function = staticmethod(sup_con)
-
-
-def _inside(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:
+def _attraction(panel: Panel, temperature: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
     logits = panel.anchors @ panel.columns.T / temperature
-    positives = panel.positive.sum(1, dtype=logits.dtype)
-    candidates = log_sum_exp_where(logits, panel.positive | panel.negative)
-    return candidates - log_sum_exp_where(logits, panel.positive) + positives.clamp(min=1).log(), positives > 0
+    count = panel.positive.sum(1, dtype=logits.dtype)
+    if variant == "in":
+        pull = log_sum_exp_where(logits, panel.positive) - count.clamp(min=1).log()
+    else:
+        pull = logits.where(panel.positive, 0).sum(1) / count.clamp(min=1)
+    return log_sum_exp_where(logits, panel.positive | panel.negative) - pull, count > 0
+
+
+class SupCon(PanelLoss, function=sup_con, panel=_attraction):
+    """:func:`sup_con` with its settings kept."""

@@ -6,10 +6,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import sum_over_anchors
-from contrastive_zoo.losses.base import begin, labelled_problem, prepared
-from contrastive_zoo.losses.panelwise import Panelwise
-from contrastive_zoo.losses.siglip import SigLIP, bias_settings, yes_or_no
+from contrastive_zoo.losses.panelwise import PanelLoss, over_anchors
+from contrastive_zoo.losses.siglip import SigLIP, bias_problem, yes_or_no
 from contrastive_zoo.world import ALONE, World
 
 
@@ -35,15 +33,11 @@ def sup_sigmoid(
         temperature: t > 0, dimensionless; a tensor is learnt.
         logit_bias: b; a tensor is learnt.
         normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for my rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per row, the same on every rank; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not integers or not one per row, a temperature that is not positive, a bias
-            that is not finite, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
@@ -53,19 +47,12 @@ def sup_sigmoid(
 
     Source: Zhai et al. 2023, §3.2, with z_ij from labels, https://arxiv.org/abs/2303.15343
     """
-    settings: dict[str, Any] = bias_settings(logit_bias) | {"normalize": normalize}
-    problem = labelled_problem(embeddings, labels) or settings.pop("problem", None)
-    named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
-    shards, *_ = begin(
-        "SupSigmoid", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
+    problem = bias_problem(logit_bias)
+    settings: Any = {"temperature": temperature, "logit_bias": logit_bias, "normalize": normalize}
+    return over_anchors(
+        "SupSigmoid", yes_or_no, embeddings, labels, reduction=reduction, problem=problem, world=world, **settings
     )
-    assert labels is not None  # begin has refused it
-    loss = Panelwise(yes_or_no, temperature=temperature, logit_bias=logit_bias)
-    z = prepared(embeddings, normalize=normalize)
-    return sum_over_anchors(loss, z, labels, shards=shards, reduction=reduction, world=world)
 
 
-class SupSigmoid(SigLIP):
+class SupSigmoid(SigLIP, PanelLoss, function=sup_sigmoid, panel=yes_or_no):
     """:func:`sup_sigmoid` with its settings kept; temperature and bias are learnt from the given ones on."""
-
-    function = staticmethod(sup_sigmoid)

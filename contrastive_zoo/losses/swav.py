@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
 from contrastive_zoo.engine.classes import drawn_weights
-from contrastive_zoo.engine.evaluation import wide
+from contrastive_zoo.engine.evaluation import product, wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
-from contrastive_zoo.losses.base import begin, logit_scale, prepared, views_problem
-from contrastive_zoo.losses.class_loss import Maker, positive
+from contrastive_zoo.losses.base import begin, logit_scale, positive_problem, prepared, views_problem
+from contrastive_zoo.losses.class_loss import Maker
 from contrastive_zoo.world import ALONE, World
 
 
@@ -43,11 +43,8 @@ def swav(
         epsilon: ε > 0, how soft assignments are.
         iterations: ≥ 0 of Sinkhorn; 0 is a softmax.
         code_views: how many views, from the first on, give codes; the others only predict.
-        reduction: ``"mean"`` over all ranks' samples, ``"sum"``, or ``"none"`` for my samples.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
         world: who else holds rows.
-
-    Returns:
-        Nats per sample, the same on every rank; [n] for ``"none"``.
 
     Raises:
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
@@ -70,10 +67,9 @@ def swav(
         world=world,
     )
     scale = logit_scale(temperature, world)
-    z = prepared(torch.stack(views), normalize=True)
-    scores = (
-        z @ F.normalize(wide(replicated(prototypes, process_group=world)), dim=1).to(z.dtype).T
-    )  # view, row, cluster
+    z = prepared(torch.cat(views), normalize=True)
+    unit = F.normalize(wide(replicated(prototypes, process_group=world)), dim=1).to(z.dtype)
+    scores = product(z, unit.T).unflatten(0, (len(views), -1))  # view, row, cluster
     codes = [
         balanced_assignment(x, epsilon=epsilon, iterations=iterations, world=world)
         for x in scores.detach()[:code_views]
@@ -83,7 +79,7 @@ def swav(
     return reduce_anchors(torch.stack(losses).mean(0), reduction=reduction, world=world)
 
 
-class SwAV(Maker):
+class SwAV(Maker, function=swav):
     """:func:`swav` with its prototypes, drawn standard normal, and its settings kept.
 
     Args:
@@ -92,7 +88,6 @@ class SwAV(Maker):
         settings: as the function takes them.
     """
 
-    function = staticmethod(swav)
     made = ("prototypes",)
 
     def __init__(self, num_prototypes: int, embedding_size: int, **settings: Any) -> None:
@@ -110,4 +105,4 @@ def _problem(
         return f"prototypes are [clusters, d] with d={views[0].shape[1]} as views, got {list(prototypes.shape)}."
     if not (iterations >= 0 and 1 <= code_views <= len(views)):
         return f"iterations >= 0 and 1 <= code_views <= {len(views)}, got {iterations} and {code_views}."
-    return positive("epsilon", epsilon)
+    return positive_problem(epsilon=epsilon)

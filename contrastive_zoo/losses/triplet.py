@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.losses.distances import Average, Metric, MetricLoss, farness, sum_over_positives
+from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, sum_over_positives
 
 Mining = Literal["all", "hard", "semi-hard"]
 
 
-class Triplet(MetricLoss):
+class Triplet(FarnessLoss):
     r"""Hinge, or its soft form, of how much farther a positive is than a negative.
 
     With D_ij the distance of unit rows and the triplets (i, p, n) of the rows of all ranks,
@@ -53,17 +53,12 @@ class Triplet(MetricLoss):
         average: Average = "nonzero",
         **kept: Any,
     ) -> None:
-        super().__init__(**kept)
-        self.known("mining", mining, Mining)
-        self.known("metric", metric, Metric)
-        self.known("average", average, Average)
+        super().__init__(metric=metric, **kept)
+        self.mining, self.average = self.known("mining", mining, Mining), self.known("average", average, Average)
         self.expect(
             mining != "semi-hard" or margin > 0, f"semi-hard negatives lie within a positive margin, got {margin}."
         )
-        self.margin, self.mining, self.soft, self.metric, self.average = margin, mining, soft, metric, average
-
-    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
-        return farness(anchors, columns, self.metric)
+        self.margin, self.soft = margin, soft
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         far = similarity

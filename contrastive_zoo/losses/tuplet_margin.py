@@ -8,10 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared
-from contrastive_zoo.losses.panelwise import Panelwise
-from contrastive_zoo.losses.sincere import Average, average_problem, each_positive
+from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.losses.base import word_problem
+from contrastive_zoo.losses.panelwise import Average, PanelLoss, each_positive, over_anchors
 from contrastive_zoo.world import ALONE, World
 
 
@@ -40,16 +39,11 @@ def tuplet_margin(
         temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnt.
         margin: β in degrees, 0 to 180.
         average: ``"pairs"`` (i, p) weigh alike, or ``"anchors"``.
-        reduction: ``"mean"`` over all ranks' pairs or anchors, ``"sum"`` of them, or ``"none"`` for my rows.
+        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
         world: who else holds rows.
 
-    Returns:
-        Nats per pair or anchor, the same on every rank; 0 if no anchor has a positive; [n] for ``"none"``.
-
     Raises:
-        ValueError: labels that are missing, not integers or not one per row, a temperature that is not positive, a
-            margin out of range, an unknown average, NaN or infinite rows, ranks that bring different widths or dtypes,
-            or no rows at all.
+        ValueError: a margin out of range, an unknown average, or what any :class:`Loss` refuses.
 
     Example:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # log(1 + exp(0 − cos 60°))
@@ -59,21 +53,11 @@ def tuplet_margin(
     Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/
     Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
     """
-    named = {"embeddings": embeddings} | ({} if labels is None else {"labels": labels})
-    problem = labelled_problem(embeddings, labels) or average_problem(average)
+    problem = word_problem("average", average, Average)
     if not 0 <= margin <= 180:
         problem = f"margin is an angle of 0 to 180 degrees, got {margin}. The paper's 0.1 rad is 5.73."
-    settings: dict[str, Any] = {"temperature": temperature, "margin": margin, "average": average}
-    shards, *_ = begin("TupletMargin", named, problem=problem, reduction=reduction, world=world, **settings)
-    assert labels is not None  # begin has refused it
-    z = prepared(embeddings, normalize=True)
-    return sum_over_anchors(Panelwise(_tuples, **settings), z, labels, shards=shards, reduction=reduction, world=world)
-
-
-class TupletMargin(Loss):
-    """:func:`tuplet_margin` with its settings kept."""
-
-    function = staticmethod(tuplet_margin)
+    settings: Any = {"temperature": temperature, "margin": margin, "average": average, "reduction": reduction}
+    return over_anchors("TupletMargin", _tuples, embeddings, labels, problem=problem, world=world, **settings)
 
 
 def _tuples(panel: Panel, temperature: Tensor, margin: float, average: Average) -> tuple[Tensor, Tensor]:
@@ -81,4 +65,8 @@ def _tuples(panel: Panel, temperature: Tensor, margin: float, average: Average) 
     sine2 = 1 - cos.square()
     sine = sine2.clamp(min=torch.finfo(cos.dtype).tiny).sqrt().where(sine2 > torch.finfo(cos.dtype).eps, 0)
     slack = cos * math.cos(beta) + sine * math.sin(beta)  # cos(θ − β)
-    return each_positive(slack / temperature, cos / temperature, panel, average)
+    return each_positive(cos / temperature, panel, average, of_positives=slack / temperature)
+
+
+class TupletMargin(PanelLoss, function=tuplet_margin, panel=_tuples):
+    """:func:`tuplet_margin` with its settings kept."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.losses.base import Loss, begin, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, begin_views
 from contrastive_zoo.world import ALONE, World
 
 
@@ -29,6 +29,7 @@ def vicreg(
 
     as in the authors' code, lightly and pytorch-metric-learning. The paper sums (a − b)² over features and does not
     halve the variance term: ``invariance=25 * d, variance=50``. The variance of a single row counts as 0.
+    The terms have the units of features to the powers 2, 1 and 4.
 
     Args:
         view1: a, [n, d]; n may differ between ranks.
@@ -40,12 +41,8 @@ def vicreg(
         eps: ε > 0.
         world: who else holds rows.
 
-    Returns:
-        A number in units of squared features, the same on every rank.
-
     Raises:
-        ValueError: views of different shape, an eps that is not positive, NaN or infinite rows, ranks that bring
-            different widths or dtypes, or no rows at all.
+        ValueError: an eps that is not positive, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
@@ -55,14 +52,11 @@ def vicreg(
 
     Source: Bardes et al. 2022, eqs. 1-6, https://arxiv.org/abs/2105.04906
     """
-    shards, *_ = begin(
-        "VICReg",
-        {"view 0": view1, "view 1": view2},
-        problem=views_problem((view1, view2)) or (None if eps > 0 else f"eps must be positive, got {eps}."),
-        weights=(invariance, variance, covariance, gamma, eps),
-        world=world,
+    problem = None if eps > 0 else f"eps must be positive, got {eps}."
+    weights = (invariance, variance, covariance, gamma, eps)
+    (a, b), shards = begin_views(
+        "VICReg", (view1, view2), normalize=False, problem=problem, weights=weights, world=world
     )
-    a, b = prepared(view1, normalize=False), prepared(view2, normalize=False)
     loss = invariance * reduce_anchors((a - b).square().mean(1), world=world)
     for z in (a, b):
         x = centered(z, shards=shards, world=world)
@@ -73,7 +67,5 @@ def vicreg(
     return loss
 
 
-class VICReg(Loss):
+class VICReg(Loss, function=vicreg):
     """:func:`vicreg` with its settings kept."""
-
-    function = staticmethod(vicreg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo import collectives
+from contrastive_zoo.losses import composition
+from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.matryoshka import Matryoshka
 from contrastive_zoo.losses.weighted_sum import WeightedSum
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.laws import CONTRACT, LAWS
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, complaint, numbers
@@ -76,6 +80,98 @@ def test_the_entries_of_the_table_hold(entry: Entry, worlds: Worlds) -> None:
         law(Trial(entry.case(temperature=0.5), GlobalBatch((2, 4), d=3, seed=5), worlds))
     views = numbers(5, 3, seed=0), numbers(5, 3, seed=1)
     close(entry.make(temperature=0.3)(*views), entry.dense(*views, temperature=0.3))
+
+
+class Sent:
+    """What this rank gives to the others in all-gathers, as (rows, bytes of a row); a rank of no rows gives padding."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[int, ...]] = []
+
+    def __enter__(self) -> list[tuple[int, ...]]:
+        self.real = collectives.all_gather_single
+
+        def listen(out: Tensor, mine: Tensor, **kwargs: Any) -> Any:
+            self.messages.append(tuple(mine.shape))
+            return self.real(out, mine, **kwargs)
+
+        collectives.all_gather_single = listen
+        return self.messages
+
+    def __exit__(self, *_: object) -> None:
+        collectives.all_gather_single = self.real
+
+
+def nested_pairs() -> Matryoshka:
+    return Matryoshka(cz.InfoNCE(), dims=(2, 3, 5))
+
+
+def nested_views() -> WeightedSum:
+    """Whole rows, prefixes, and rows that are not normalised; one and two towers, by both engines."""
+    prefixes = Matryoshka(cz.NTXent(), dims=(2, 4))
+    return WeightedSum([cz.NTXent(), prefixes, cz.InfoNCE(normalize=False), cz.DCL(), AlignUniform(), Hinge()])
+
+
+def nested_classes() -> WeightedSum:
+    return WeightedSum([Matryoshka(cz.SupCon(), dims=(2, 3, 5)), cz.NCA(), cz.SupCon(normalize=False), Hinge()])
+
+
+ROW = 5 * 8  # bytes of a whole row of float64
+TRAVEL: dict[str, tuple[Callable[[], Any], str, int, int]] = {
+    "prefixes of pairs": (nested_pairs, "views", 1, 3),  # the keys alone are gathered
+    "views": (nested_views, "views", 2, 9),
+    "labelled rows": (nested_classes, "labels", 1, 6),
+}
+
+
+@pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
+@pytest.mark.parametrize("name", TRAVEL)
+def test_rows_travel_once(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
+    make, call, whole, _ = TRAVEL[name]
+    n = sum(shards)
+    rows = [numbers(n, 5, seed=0), numbers(n, 5, seed=1) if call == "views" else torch.arange(n) % 2]
+
+    def job(*mine: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
+        loss = cz.DistributedLoss(make().double())
+        with Sent() as messages:
+            value = loss(*(x.clone().requires_grad_(x.is_floating_point()) for x in mine))
+        return [shape for shape in messages if len(shape) == 2 and shape[1] > 8], value.detach()
+
+    each = list(zip(*(x.split(list(shards)) for x in rows), strict=True))
+    expected = make().double()(*rows)
+    for messages, value in worlds.run(len(shards), job, each=each):
+        assert messages == [(max(shards), ROW)] * whole
+        close(value, expected.detach())
+
+
+def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
+    """The mutant: that the count above can fail."""
+    rows = numbers(6, 5, seed=0), torch.arange(6) % 2
+
+    def job(*mine: Tensor) -> int:
+        real, composition.one_gather = composition.one_gather, nullcontext
+        try:
+            with Sent() as messages:
+                cz.DistributedLoss(nested_classes().double())(*mine)
+        finally:
+            composition.one_gather = real
+        return len([shape for shape in messages if len(shape) == 2 and shape[1] > 8])
+
+    each = list(zip(*(x.split([3, 3]) for x in rows), strict=True))
+    assert worlds.run(2, job, each=each) == [TRAVEL["labelled rows"][3]] * 2
+
+
+@pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
+@pytest.mark.parametrize("make", [nested_pairs, nested_views, nested_classes])
+def test_what_travels_once_keeps_the_contract(make: Callable[[], Any], shards: tuple[int, ...], worlds: Worlds) -> None:
+    call = "labels" if make is nested_classes else "views"
+    trial = Trial(
+        Case(lambda: cz.DistributedLoss(make()), call=call, name=make.__name__),
+        GlobalBatch(shards, d=5, seed=5),
+        worlds,
+    )  # type: ignore[arg-type]
+    for law in CONTRACT:
+        law(trial)
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, 1.0, 0.25]])

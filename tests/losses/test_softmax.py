@@ -378,6 +378,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: MultiPositive()(EYE, EYE, Y.double()), "MultiPositive: ids are integers, one or k per query"),
     (lambda: MultiPositive(symmetric=True)(EYE, EYE, Y, Y), "are for paired rows: leave key_ids and weights out"),
     (lambda: MultiPositive()(EYE, EYE, Y, Y, -torch.ones(3)), "weights are non-negative, one per id"),
+    (lambda: cz.InfoNCE(in_batch_negatives=False)(EYE, EYE), "InfoNCE: in_batch_negatives=False .* pass negatives"),
+    (lambda: cz.InfoNCE(in_batch_negatives=False, symmetric=True)(EYE, EYE, EYE), "and not symmetric"),
     (lambda: MNRL()(EYE, EYE[:2]), "MNRL: row i of queries belongs to row i of documents"),
     (lambda: MNRL()(EYE, EYE, EYE[:, :2]), r"MNRL: negatives are \[m, d\], got float32 \[3, 2\]"),
     (lambda: MNRL()(EYE, EYE, EYE, Y + 1), r"MNRL: owners are rows of this rank's 3 queries, or -1, got \[1, 2, 3\]"),

@@ -80,8 +80,8 @@ def multi_positive_of_one(
     )  # fmt: skip
 
 
-class MultiPositiveOfOne(Loss):
-    function = staticmethod(multi_positive_of_one)
+class MultiPositiveOfOne(Loss, function=multi_positive_of_one):
+    """The function as a module."""
 
 
 def several_targets(z: Tensor, labels: Tensor, *, temperature=0.07, reduction="mean", world=ALONE) -> Tensor:
@@ -93,8 +93,8 @@ def several_targets(z: Tensor, labels: Tensor, *, temperature=0.07, reduction="m
     )
 
 
-class SeveralTargets(Loss):
-    function = staticmethod(several_targets)
+class SeveralTargets(Loss, function=several_targets):
+    """The function as a module."""
 
 
 def dense_multi_positive(
@@ -130,8 +130,8 @@ def clip_distillation_of_views(x: Tensor, y: Tensor, *, temperature=0.07, reduct
     return clip_distillation(x, y, *teacher(x, y), temperature=temperature, reduction=reduction, world=world)
 
 
-class ClipDistillationOfViews(Loss):
-    function = staticmethod(clip_distillation_of_views)
+class ClipDistillationOfViews(Loss, function=clip_distillation_of_views):
+    """The function as a module."""
 
 
 def dense_distillation(
@@ -151,8 +151,8 @@ def mil_nce_of_views(
     )
 
 
-class MILNCEOfViews(Loss):
-    function = staticmethod(mil_nce_of_views)
+class MILNCEOfViews(Loss, function=mil_nce_of_views):
+    """The function as a module."""
 
 
 def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: str = "exact") -> Tensor:
@@ -166,19 +166,19 @@ def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: 
     return torch.stack(losses).mean()
 
 
-class MNRLOfViews(Loss):
-    """Queries, documents, and hard negatives: one of every query, and a second of those whose row says so."""
+def mnrl_of_views(
+    q: Tensor, d: Tensor, one: Tensor, two: Tensor, *, temperature=0.05, directions=("query_to_doc",),
+    partition_mode="joint", hardness_mode=None, hardness_strength=0.0, reduction="mean", world=ALONE,
+) -> Tensor:  # fmt: skip
+    return mnrl(
+        q, d, *hard_negatives(q, d, one, two), temperature=temperature, directions=directions,
+        partition_mode=partition_mode, hardness_mode=hardness_mode, hardness_strength=hardness_strength,
+        reduction=reduction, world=world,
+    )  # fmt: skip
 
-    @staticmethod
-    def function(  # type: ignore[override]
-        q: Tensor, d: Tensor, one: Tensor, two: Tensor, *, temperature=0.05, directions=("query_to_doc",),
-        partition_mode="joint", hardness_mode=None, hardness_strength=0.0, reduction="mean", world=ALONE,
-    ) -> Tensor:  # fmt: skip
-        return mnrl(
-            q, d, *hard_negatives(q, d, one, two), temperature=temperature, directions=directions,
-            partition_mode=partition_mode, hardness_mode=hardness_mode, hardness_strength=hardness_strength,
-            reduction=reduction, world=world,
-        )  # fmt: skip
+
+class MNRLOfViews(Loss, function=mnrl_of_views):
+    """Queries, documents, and hard negatives: one of every query, and a second of those whose row says so."""
 
 
 def hard_negatives(_: Tensor, __: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,8 +237,8 @@ def gist_of_views(
     )  # fmt: skip
 
 
-class GISTOfViews(Loss):
-    function = staticmethod(gist_of_views)
+class GISTOfViews(Loss, function=gist_of_views):
+    """The function as a module."""
 
 
 def dense_gist(

@@ -54,10 +54,8 @@ def dino_of_views(
     return dino(s, s[:, :2], centre=centre, world=world, **settings)
 
 
-class DINOOfViews(DINO):
+class DINOOfViews(DINO, function=dino_of_views):
     """The student is its own teacher of the first two views; the centre starts at a linear ramp."""
-
-    function = staticmethod(dino_of_views)
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(WIDTH, teacher_temperature=0.4, centre_momentum=0.7, **settings)

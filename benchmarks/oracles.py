@@ -1,0 +1,216 @@
+"""lightly's and open_clip's own loss modules against ours: largest differences of value and gradient, in float64.
+
+pip install --no-deps --target peers lightly open_clip_torch
+python benchmarks/oracles.py peers
+
+Their packages import torchvision, which their losses do not need; the files of the losses are loaded alone. Folders may
+be left out if both are installed. Every comparison sees random rows, two of them equal and two of them opposite.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import contrastive_zoo as cz
+
+BARE = {
+    "lightly": (
+        "lightly",
+        "lightly.loss",
+        "lightly.models",
+        "lightly.models.modules",
+        "lightly.models.utils",  # a module, which a loss imports and, without a memory bank, does not use
+        "lightly.utils",
+    ),
+    "open_clip": ("open_clip",),
+}
+"""What imports more than is installed, and stays empty."""
+SEEDS, ROWS, WIDTH = range(5), 9, 4
+LIMIT = 1e-10
+
+
+def opened(package: str) -> bool:
+    """Whether the package is there; from now on its files can be imported, without its ``__init__``."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        return False
+    (root,) = found.submodule_search_locations
+    for name in BARE[package]:
+        sys.modules[name] = module = ModuleType(name)
+        module.__path__ = ["/".join([root, *name.split(".")[1:]])]
+    return True
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A class of theirs, and what is the same of ours.
+
+    Args:
+        home: the module it is in.
+        name: of the class.
+        ours: how our loss is written.
+        pair: from their class to two functions of views [n, d]; theirs first.
+        views: how many.
+    """
+
+    home: str
+    name: str
+    ours: str
+    pair: Callable[[Any], tuple[Callable[..., Tensor], Callable[..., Tensor]]]
+    views: int = 2
+
+    def differences(self) -> tuple[float, float]:
+        """Of value and gradient, the largest over all seeds, relative to the larger of 1 and theirs."""
+        theirs, ours = self.pair(getattr(importlib.import_module(self.home), self.name))
+        worst = [0.0, 0.0]
+        for seed in SEEDS:
+            views = [rows(seed=10 * seed + view) for view in range(self.views)]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # DCLWLoss copies a tensor in a way that torch advises against
+                values = [loss(*views) for loss in (ours, theirs)]
+            slopes = [torch.stack(torch.autograd.grad(value, views)) for value in values]
+            for index, (found, expected) in enumerate([values, slopes]):
+                off = (found - expected).abs().max() / expected.abs().max().clamp(min=1)
+                worst[index] = max(worst[index], off.item())
+        return worst[0], worst[1]
+
+
+def rows(seed: int) -> Tensor:
+    """The same for a seed."""
+    z = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    z[1], z[3] = z[0], -z[2]
+    return z.requires_grad_()
+
+
+def unit(*views: Tensor) -> list[Tensor]:
+    """What open_clip's models do before the loss."""
+    return [F.normalize(view, dim=1) for view in views]
+
+
+def swav(cls: Any) -> Any:
+    """Their prototypes are a layer before the loss."""
+    prototypes = rows(seed=99).detach()
+    crops, (c,) = cls(), unit(prototypes)
+
+    def theirs(*views: Tensor) -> Tensor:
+        scores = [z @ c.T for z in unit(*views)]
+        value: Tensor = crops(scores[:2], scores[2:]).squeeze()
+        return value
+
+    return theirs, lambda *views: cz.swav(*views, prototypes=prototypes)
+
+
+def dino(cls: Any) -> Any:
+    """The student's first two views are also the teacher's, from other weights; after a step that moved the centre."""
+    t = 2**-5  # theirs rounds it to 32 bits
+    losses = cls(output_dim=WIDTH, teacher_temp=t).double(), cz.DINO(WIDTH, teacher_temperature=t).double()
+    teacher = [rows(seed=98).detach(), rows(seed=97).detach()]
+
+    def theirs(*views: Tensor) -> Tensor:
+        value: Tensor = losses[0](teacher, list(views))
+        return value
+
+    def ours(*views: Tensor) -> Tensor:
+        value: Tensor = losses[1](torch.stack(views, 1), torch.stack(teacher, 1))
+        return value
+
+    return theirs, ours
+
+
+def distilled(cls: Any) -> Any:
+    """They return two numbers and train on the sum."""
+    teacher = [rows(seed=98).detach(), rows(seed=97).detach()]
+
+    def theirs(*views: Tensor) -> Tensor:
+        value: Tensor = sum(cls()(*unit(*views), 5.0, *unit(*teacher), 10.0))
+        return value
+
+    return theirs, lambda *views: 2 * cz.clip_distillation(*views, *teacher, temperature=0.2, teacher_temperature=0.1)
+
+
+ORACLES = [
+    Oracle(
+        "lightly.loss.ntx_ent_loss",
+        "NTXentLoss",
+        "NTXent(temperature=0.5)",
+        lambda theirs: (theirs(), cz.NTXent(temperature=0.5)),
+    ),
+    Oracle(
+        "lightly.loss.dcl_loss", "DCLLoss", "DCL(temperature=0.1)", lambda theirs: (theirs(), cz.DCL(temperature=0.1))
+    ),
+    Oracle(
+        "lightly.loss.dcl_loss",
+        "DCLWLoss",
+        "DCLW(temperature=0.1)",
+        lambda theirs: (theirs(), cz.DCLW(temperature=0.1)),
+    ),
+    Oracle(
+        "lightly.loss.barlow_twins_loss",
+        "BarlowTwinsLoss",
+        "BarlowTwins(lambda_=5e-3)",
+        lambda theirs: (theirs(), cz.BarlowTwins(lambda_=5e-3)),
+    ),
+    Oracle("lightly.loss.vicreg_loss", "VICRegLoss", "VICReg()", lambda theirs: (theirs(), cz.VICReg())),
+    Oracle(
+        "lightly.loss.hypersphere_loss",
+        "HypersphereLoss",
+        "AlignUniform(t=1.0)",
+        lambda theirs: (theirs(), cz.AlignUniform(t=1.0)),
+    ),
+    Oracle("lightly.loss.swav_loss", "SwaVLoss", "swav(a, b, small, prototypes=c)", swav, views=3),
+    Oracle("lightly.loss.dino_loss", "DINOLoss", "DINO(d, teacher_temperature=2**-5)", dino, views=3),
+    Oracle(
+        "open_clip.loss",
+        "ClipLoss",
+        "Clip(temperature=0.2)",
+        lambda theirs: (lambda *x: theirs()(*unit(*x), 5.0), lambda *x: cz.clip(*x, temperature=0.2)),
+    ),
+    Oracle(
+        "open_clip.loss",
+        "SigLipLoss",
+        "SigLIP(temperature=0.2, logit_bias=-3.0)",
+        lambda theirs: (
+            lambda *x: theirs()(*unit(*x), 5.0, -3.0),
+            lambda *x: cz.siglip(*x, temperature=0.2, logit_bias=-3.0),
+        ),
+    ),
+    Oracle("open_clip.loss", "DistillClipLoss", "2 * clip_distillation(…)", distilled),
+]
+
+
+def main() -> None:
+    """Print a row per loss."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", help="where lightly and open_clip lie unpacked")
+    sys.path[:0] = parser.parse_args().folders
+    there = {package for package in BARE if opened(package)}
+    table, wrong = Table("theirs", "ours", "value", "gradient", box=None), []
+    for oracle in ORACLES:
+        package = oracle.home.partition(".")[0]
+        if package not in there:
+            continue
+        value, gradient = oracle.differences()
+        table.add_row(f"{package} {oracle.name}", oracle.ours, f"{value:.1e}", f"{gradient:.1e}")
+        if not max(value, gradient) <= LIMIT:
+            wrong.append(oracle.name)
+    Console(width=110).print(table)
+    if missing := sorted(set(BARE) - there):
+        sys.exit(f"not found: {', '.join(missing)}. See --help.")
+    if wrong:
+        sys.exit(f"more than {LIMIT} apart: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

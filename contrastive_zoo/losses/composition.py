@@ -1,0 +1,71 @@
+"""What sums of losses share: a weight for each term, and rows that travel once for all of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.collectives import one_gather
+from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.world import World
+
+
+class Composition(Loss):
+    """``Σ weight · value`` over what :meth:`values` gives; all gather rows under one roof.
+
+    A row that one value has gathered, or from which it can be made again on any rank (a prefix, a normalised one), does not
+    travel for the others. Gradients do, for each value by itself.
+
+    Args:
+        losses: of this library.
+        count: of terms.
+        weights: of them; None is 1 for each.
+
+    Raises:
+        ValueError: no losses, one from elsewhere, or another number of weights.
+
+    Example:
+        >>> Composition([Loss()], 2, None).weights
+        (1.0, 1.0)
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ("weights",)
+    """Names of what its representation tells."""
+
+    def __init__(self, losses: Sequence[Loss], count: int, weights: Sequence[float] | None) -> None:
+        name = type(self).__name__
+        if strangers := [type(loss).__name__ for loss in losses if not isinstance(loss, Loss)]:
+            raise ValueError(
+                f"{name}: losses are this library's, got {strangers[0]}. Give a loss from elsewhere its own "
+                "DistributedLoss and add the values."
+            )
+        if not losses or (weights is not None and len(weights) != count):
+            raise ValueError(f"{name}: one weight for each of {count} terms, got {weights}.")
+        super().__init__(check_finite=all(loss.check_finite for loss in losses))
+        self.weights = tuple([1.0] * count if weights is None else map(float, weights))
+
+    def values(self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World) -> list[Tensor]:
+        """One a term.
+
+        Raises:
+            NotImplementedError: this is the method to write.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define values(rows, named_rows, world).")
+
+    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
+        """The weighted sum.
+
+        Args:
+            rows: as the losses take them.
+            world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
+            named_rows: as the losses take them.
+        """
+        world = self.local() if world is None else world
+        with one_gather():
+            values = self.values(rows, named_rows, world)
+        return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)

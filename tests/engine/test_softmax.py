@@ -1,0 +1,245 @@
+"""Log-sum-exps in tiles: on any number of ranks, in either arithmetic, kept or made again, they are the dense ones."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastive_zoo.engine import blocks, evaluation, softmax
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import Shards, World
+from tests.helpers import close, mine, numbers
+
+SPLITS = [(9,), (5, 4), (7, 2), (9, 0), (3, 4, 2), (0, 9, 0), (2, 3, 1, 3), (0, 4, 0, 5), (2, 1, 3, 1, 2)]
+COLUMNS = {1: (11,), 2: (3, 8), 3: (0, 6, 5), 4: (5, 0, 4, 2), 5: (2, 2, 3, 4, 0)}
+D = 5
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the tiles are made."""
+
+    ring: bool = False
+    tile_bytes: int = 2**21
+    keep: int = 0
+    scale: float = 3.0
+    unit: bool = False
+
+    def rows(self, n: int, seed: int) -> Tensor:
+        z = numbers(n, D, seed=seed)
+        return torch.nn.functional.normalize(z, dim=1) if self.unit else z
+
+
+WAYS = [
+    Way(),
+    Way(tile_bytes=64),
+    Way(tile_bytes=64, keep=2**20),
+    Way(ring=True),
+    Way(ring=True, tile_bytes=64, keep=2**20),
+    Way(scale=900.0),  # beyond what one shift can hold: a maximum for each row and column
+    Way(scale=900.0, tile_bytes=64),
+    Way(scale=900.0, ring=True, keep=2**20),
+    Way(scale=700.0, unit=True, tile_bytes=64),  # shifted, with u > 0
+]
+
+
+@contextmanager
+def tiled(size: int) -> Iterator[None]:
+    before, evaluation.TILE_BYTES = evaluation.TILE_BYTES, size
+    try:
+        yield
+    finally:
+        evaluation.TILE_BYTES = before
+
+
+def dense(way: Way, kind: str, n: int, m: int) -> list[Tensor]:
+    """Σ w·R + Σ v·C of one process, and its gradients by rows, columns and scale."""
+    a, b, scale = way.rows(n, 1).requires_grad_(), way.rows(m, 2).requires_grad_(), torch.tensor(way.scale).double()
+    scale.requires_grad_()
+    w, v = numbers(n, seed=3), numbers(m, seed=4)
+    if kind == "one tower":
+        s = (scale * a @ a.T).masked_fill(torch.eye(n).bool(), -torch.inf)
+        value = (w * s.logsumexp(1)).sum()
+        return [value.detach(), *torch.autograd.grad(value, (a, scale))]
+    s = scale * a @ b.T
+    value = (w * s.logsumexp(1)).sum() + ((v * s.logsumexp(0)).sum() if kind == "two towers" else 0)
+    return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
+
+
+def job(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
+    """This rank's share of the value, its rows' gradients, and its share of the scale's."""
+    world = World.of(ring=way.ring)
+    rank = world.rank
+    a = mine(way.rows(sum(sizes), 1), sizes).requires_grad_()
+    b = mine(way.rows(sum(columns), 2), columns).requires_grad_()
+    w, v = mine(numbers(sum(sizes), seed=3), sizes), mine(numbers(sum(columns), seed=4), columns)
+    scale = torch.tensor(way.scale, dtype=torch.float64, requires_grad=True)
+    rows, cols = Shards(sizes, rank), Shards(columns, rank)
+    with tiled(way.tile_bytes), evaluation.memory_budget(way.keep):
+        if kind == "one tower":
+            r = softmax.self_log_sum_exp(a, scale=scale, unit=way.unit, shards=rows, world=world)
+            value = (w * r).sum()
+            return [value.detach(), *torch.autograd.grad(value, (a, scale))]
+        r, c = softmax.log_sum_exp(
+            a, b, scale=scale, row_shards=rows, column_shards=cols, columnwise=kind == "two towers", unit=way.unit,
+            world=world,
+        )  # fmt: skip
+        value = (w * r).sum() + (0 if c is None else (v * c).sum())
+        return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
+
+
+def together(found: list[list[Tensor]]) -> list[Tensor]:
+    """Values and scales' gradients add up, rows stand in rank order."""
+    parts = list(zip(*found, strict=True))
+    return [sum(parts[0]), *(torch.cat(part) for part in parts[1:-1]), sum(parts[-1])]
+
+
+KINDS = ("one tower", "two towers", "rows alone")
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_it_is_the_dense_log_sum_exp(sizes: tuple[int, ...], worlds: Worlds) -> None:
+    columns = COLUMNS[len(sizes)]
+    every = list(itertools.product(WAYS, KINDS))
+    found = worlds.run(len(sizes), lambda: [job(way, kind, sizes, columns) for way, kind in every])
+    for (way, kind), of_ranks in zip(every, zip(*found, strict=True), strict=True):
+        expected = dense(way, kind, sum(sizes), sum(columns))
+        for x, y in zip(together(list(of_ranks)), expected, strict=True):
+            close(x, y)
+
+
+def test_each_pair_of_ranks_meets_once_and_the_load_is_even() -> None:
+    for size in range(1, 9):
+        sizes = tuple(8 + rank % 2 for rank in range(size))
+        met, load = torch.zeros(sum(sizes), sum(sizes)), []
+        for rank in range(size):
+            shards = Shards(sizes, rank)
+            cells = -(shards.size**2) / 2  # of my own block half is computed
+            for block in blocks.schedule(shards, shards, half=True):
+                start = sum(sizes[: block.ahead])
+                met[shards.mine][block.rows, start + block.columns.start : start + block.columns.stop] += 1
+                cells += (block.rows.stop - block.rows.start) * (block.columns.stop - block.columns.start)
+            load.append(cells)
+        pairs = met + met.T
+        for rank in range(size):  # my own block, computed from its diagonal up, stands for itself
+            own = Shards(sizes, rank).mine
+            pairs[own, own] = 1
+        assert (pairs == 1).all()
+        assert max(load) <= 1.25 * min(load), load  # sizes differ by an eighth, products by two
+
+
+def test_what_is_lent_is_what_the_other_takes() -> None:
+    for size, half in itertools.product(range(1, 8), (True, False)):
+        sizes = tuple((5 * rank) % 4 for rank in range(size))
+        of = [blocks.schedule(Shards(sizes, rank), Shards(sizes, rank), half=half) for rank in range(size)]
+        for rank, mine_ in enumerate(of):
+            for step, block in enumerate(mine_):
+                taker = of[block.behind][step]
+                assert (taker.ahead, taker.columns) == (rank, block.lent)
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    made: list[Any] = []
+    original = getattr(softmax._Exact, name)
+    monkeypatch.setattr(softmax._Exact, name, lambda self, *args: (made.append(args), original(self, *args))[1])
+    return made
+
+
+@pytest.mark.parametrize(("scale", "exact"), [(10.0, False), (39.0, False), (100.0, False), (1e4, True)])
+def test_one_exponential_where_it_can(scale: float, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At CLIP's largest scale, float32 and rows that have some neighbour, too."""
+    made = calls_of(monkeypatch, "enter")
+    z = torch.nn.functional.normalize(numbers(64, 32, seed=0).float(), dim=1)
+    found = softmax.self_log_sum_exp(z, scale=scale, unit=True, shards=Shards((64,)), world=World())
+    s = (scale * z.double() @ z.double().T).fill_diagonal_(-torch.inf)
+    assert bool(made) == exact
+    torch.testing.assert_close(found.double(), s.logsumexp(1), rtol=1e-6, atol=2e-5 * scale / 10)
+
+
+def test_a_row_far_from_all_others_is_not_lost() -> None:
+    """Its sum is below what a common shift can hold; without the second arithmetic R is off or infinite."""
+    z = torch.zeros(5, 3)
+    z[:4, 0], z[4, 0] = 1.0, -1.0
+    args = {"unit": True, "shards": Shards((5,)), "world": World()}
+    r = softmax.self_log_sum_exp(z.requires_grad_(), scale=100.0, **args)
+    torch.testing.assert_close(r[4], torch.tensor(4.0).log() - 100)
+    (g,) = torch.autograd.grad(r[4], z)
+    torch.testing.assert_close(g[4], torch.tensor([100.0, 0, 0]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mutant_that_never_looks_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax._Sweep, "has_lost", lambda *_: False)
+    with pytest.raises(AssertionError):
+        test_a_row_far_from_all_others_is_not_lost()
+
+
+def test_mutants_of_the_schedule_are_caught(worlds: Worlds) -> None:
+    """A rank that meets half of those opposite twice, or not at all."""
+
+    def wrong() -> list[Tensor]:
+        original = blocks.schedule
+        softmax.schedule = lambda rows, columns, half: original(rows, columns, half=False) if half else None
+        try:
+            return job(Way(), "one tower", (5, 4), (3, 8))
+        finally:
+            softmax.schedule = original
+
+    found, expected = together(worlds.run(2, wrong)), dense(Way(), "one tower", 9, 11)
+    with pytest.raises(AssertionError):
+        close(found[0], expected[0])
+
+
+def test_similarities_are_kept_where_they_fit() -> None:
+    z = numbers(8, 4, seed=0).requires_grad_()
+    args = {"scale": 1.0, "shards": Shards((8,)), "world": World()}
+
+    def kept(size: int) -> int:
+        with evaluation.memory_budget(size):
+            r = softmax.self_log_sum_exp(z, **args)
+        return sum(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
+
+    assert kept(8 * 8 * 8) == 1
+    assert kept(8 * 8 * 8 - 1) == 0
+
+
+def test_backward_twice() -> None:
+    z = numbers(8, 4, seed=0).requires_grad_()
+    r = softmax.self_log_sum_exp(z, scale=1.0, shards=Shards((8,)), world=World()).sum()
+    (first,) = torch.autograd.grad(r, z, retain_graph=True)
+    (second,) = torch.autograd.grad(r, z)
+    close(first, second)
+
+
+def test_the_budget_is_a_number_of_bytes() -> None:
+    with pytest.raises(ValueError, match="0 or more, got -1"), evaluation.memory_budget(-1):
+        pass
+
+
+def test_ranks_are_those_of_the_group(worlds: Worlds) -> None:
+    """Where the ring's neighbours are counted in a group that leaves somebody out."""
+
+    def of_group() -> list[Tensor] | None:
+        group = dist.new_group([0, 2])
+        if dist.get_rank() == 1:
+            return None
+        world = World.of(group, ring=True)
+        z = mine_in(numbers(7, D, seed=1), (3, 4), world.rank).requires_grad_()
+        r = softmax.self_log_sum_exp(z, scale=1.0, shards=Shards((3, 4), world.rank), world=world)
+        return [r.detach(), *torch.autograd.grad(r.sum(), z)]
+
+    first, nobody, last = worlds.run(3, of_group)
+    assert nobody is None
+    z = numbers(7, D, seed=1).requires_grad_()
+    r = (z @ z.T).masked_fill(torch.eye(7).bool(), -torch.inf).logsumexp(1)
+    close(torch.cat([first[0], last[0]]), r.detach())
+    close(torch.cat([first[1], last[1]]), torch.autograd.grad(r.sum(), z)[0])
+
+
+def mine_in(x: Tensor, sizes: tuple[int, ...], rank: int) -> Tensor:
+    return x.split(list(sizes))[rank].clone()

@@ -1,0 +1,372 @@
+"""Formulas that nobody here wrote: sentence-transformers', pytorch-metric-learning's and torch's own, where they are ours.
+
+Value and gradient in float64, on classes of unequal size, equal rows and equal similarities. What the other files of
+this folder compare with pytorch-metric-learning is not repeated. lightly and open_clip: ``benchmarks/oracles.py``.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytorch_metric_learning import losses as pml
+from sentence_transformers.sentence_transformer import losses as st
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+import contrastive_zoo as cz
+from contrastive_zoo.losses.align_uniform import AlignUniform
+from contrastive_zoo.losses.barlow_twins import BarlowTwins
+from contrastive_zoo.losses.contrastive import Contrastive
+from contrastive_zoo.losses.dino import DINO
+from contrastive_zoo.losses.gist import GIST
+from contrastive_zoo.losses.matryoshka import Matryoshka
+from contrastive_zoo.losses.mil_nce import MILNCE
+from contrastive_zoo.losses.mnrl import MNRL
+from contrastive_zoo.losses.multi_positive import MultiPositive
+from contrastive_zoo.losses.multi_similarity import MultiSimilarity
+from contrastive_zoo.losses.siglip import SigLIP
+from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
+from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
+from contrastive_zoo.losses.triplet import Triplet
+from tests.helpers import close, numbers
+
+SEEDS = range(3)
+
+
+def rows(*shape: int, seed: int) -> Tensor:
+    """Two of them equal, two of them opposite, the rest random."""
+    z = numbers(*shape, seed=seed)
+    z[1], z[3] = z[0], -z[2]
+    return z.requires_grad_()
+
+
+def classes(seed: int, smallest: int = 1) -> Tensor:
+    """Of sizes 5, 3, 2, and the smallest, in any order; the equal rows are of one class for even seeds."""
+    labels = torch.tensor([0] * 5 + [1] * 3 + [2] * 2 + [7] * smallest)
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
+    if seed % 2 == 0:
+        other = int((labels == labels[0]).nonzero()[-1])
+        labels[[1, other]] = labels[[other, 1]]
+    return labels
+
+
+def same(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *given: Tensor, tolerance: float = 1e-10) -> None:
+    """Value and gradients."""
+    floating = [x for x in given if x.requires_grad]
+    found, expected = ours(*given), theirs(*given)
+    close(found, expected, tolerance)
+    pairs = zip(torch.autograd.grad(found, floating), torch.autograd.grad(expected, floating), strict=True)
+    for x, y in pairs:
+        close(x, y, tolerance)
+
+
+# ----------------------------------------------------------------------------------------------- sentence-transformers
+
+
+class Wordless(PreTrainedTokenizerBase):
+    def __init__(self) -> None:
+        pass
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+class Given(nn.Module):
+    """What a SentenceTransformer is to its losses, for embeddings that are there already."""
+
+    tokenizer, max_seq_length = Wordless(), 1
+
+    def __init__(self, column: str = "student") -> None:
+        super().__init__()
+        self.column = column
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": features[self.column]}
+
+    def __getitem__(self, _: int) -> nn.Module:
+        return self
+
+    def get_embedding_dimension(self) -> int:
+        return 6
+
+
+def called(loss: nn.Module) -> Callable[..., Tensor]:
+    """Each argument is a column of texts."""
+    return lambda *columns: loss([{"student": x} for x in columns], torch.empty(0))
+
+
+def labelled(loss: nn.Module) -> Callable[..., Tensor]:
+    return lambda z, labels: loss([{"student": z}], labels)
+
+
+ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+DIRECTIONS: list[tuple[tuple[str, ...], str]] = [
+    (ALL[:1], "joint"),
+    (ALL[:2], "joint"),
+    (ALL, "joint"),
+    (("query_to_doc", "doc_to_query"), "per_direction"),
+]
+
+
+@pytest.mark.parametrize("mined", [0, 1, 2], ids="{} negatives a query".format)
+@pytest.mark.parametrize("hardness", [None, "in_batch_negatives", "hard_negatives", "all_negatives"])
+@pytest.mark.parametrize(("directions", "partition"), DIRECTIONS, ids=str)
+def test_multiple_negatives_ranking(directions: Any, partition: Any, hardness: Any, mined: int) -> None:
+    settings = {"directions": directions, "partition_mode": partition, "hardness_mode": hardness}
+    settings["hardness_strength"] = 3.0 if hardness else 0.0
+    theirs = called(st.MultipleNegativesRankingLoss(Given(), scale=5.0, **settings))
+    loss = MNRL(temperature=0.2, **settings)
+
+    def ours(q: Tensor, d: Tensor, *negatives: Tensor) -> Tensor:
+        value: Tensor = loss(q, d, torch.cat(negatives), torch.arange(len(q)).repeat(mined)) if mined else loss(q, d)
+        return value
+
+    for seed in SEEDS:
+        columns = [rows(7, 4, seed=10 * seed + k) for k in range(2 + mined)]
+        columns[1].data[:2] = columns[0].data[1:3]  # documents that are other queries
+        same(ours, theirs, *columns)
+
+
+def test_multiple_negatives_ranking_in_chunks() -> None:
+    theirs = st.CachedMultipleNegativesRankingLoss(Given(), scale=5.0, mini_batch_size=3)
+    columns = [rows(7, 4, seed=k) for k in range(3)]
+
+    def ours(q: Tensor, d: Tensor, x: Tensor) -> Tensor:
+        value: Tensor = MNRL(temperature=0.2)(q, d, x, torch.arange(7))
+        return value
+
+    same(ours, lambda *x: theirs.calculate_loss([list(y.split(3)) for y in x]), *columns)
+
+
+@pytest.mark.parametrize("strategy", ["absolute", "relative"])
+@pytest.mark.parametrize("margin", [0.0, 0.2])
+@pytest.mark.parametrize("contrast", list(itertools.product([True, False], repeat=2)), ids=str)
+def test_gist(strategy: Any, margin: float, contrast: tuple[bool, bool]) -> None:
+    settings = {"temperature": 0.1, "margin_strategy": strategy, "margin": margin}
+    settings |= {"contrast_anchors": contrast[0], "contrast_positives": contrast[1]}
+    theirs, ours = st.GISTEmbedLoss(Given(), Given("guide"), **settings), GIST(**settings)
+    for seed, columns in itertools.product(SEEDS, (2, 3)):
+        guide = [numbers(7, 3, seed=100 + seed + k) for k in range(columns)]
+
+        def in_columns(*students: Tensor, guide: list[Tensor] = guide) -> Tensor:
+            features = [{"student": x, "guide": y} for x, y in zip(students, guide, strict=True)]
+            value: Tensor = theirs(features, torch.empty(0))
+            return value
+
+        def in_order(a: Tensor, p: Tensor, *x: Tensor, guide: list[Tensor] = guide) -> Tensor:
+            value: Tensor = ours(a, p, guide[0], guide[1], *x, *guide[2:])
+            return value
+
+        same(in_order, in_columns, *(rows(7, 4, seed=10 * seed + k) for k in range(columns)))
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 1.0, 2.0]])
+def test_matryoshka(weights: list[float] | None) -> None:
+    model = Given()
+    inner = st.MultipleNegativesRankingLoss(model, scale=5.0)
+    theirs = called(st.MatryoshkaLoss(model, inner, matryoshka_dims=[6, 4, 2], matryoshka_weights=weights))
+    ours = Matryoshka(MNRL(temperature=0.2), (6, 4, 2), weights=weights)
+    for seed in SEEDS:
+        same(ours, theirs, rows(7, 6, seed=seed), rows(7, 6, seed=seed + 10))
+
+
+NO_SINGLETON = 2
+"""An anchor without a positive: sentence-transformers counts its nearest negative against a distance of 0, we do not."""
+COSINE = st.BatchHardTripletLossDistanceFunction.cosine_distance
+BATCHWISE: dict[str, tuple[Any, Any, int]] = {
+    "all": (Triplet(margin=1.0, normalize=False), st.BatchAllTripletLoss(Given(), margin=1.0), 1),
+    "all, cosine": (
+        Triplet(margin=0.5, metric="similarity"),
+        st.BatchAllTripletLoss(Given(), margin=0.5, distance_metric=COSINE),
+        1,
+    ),
+    "hard": (
+        Triplet(margin=1.0, mining="hard", average="all", normalize=False),
+        st.BatchHardTripletLoss(Given(), margin=1.0),
+        NO_SINGLETON,
+    ),
+    "hard, cosine": (
+        Triplet(margin=0.2, mining="hard", average="all", metric="similarity"),
+        st.BatchHardTripletLoss(Given(), margin=0.2, distance_metric=COSINE),
+        NO_SINGLETON,
+    ),
+    "hard, soft": (
+        Triplet(margin=0.0, mining="hard", soft=True, average="all", normalize=False),
+        st.BatchHardSoftMarginTripletLoss(Given()),
+        NO_SINGLETON,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHWISE)
+def test_triplets_of_a_batch(name: str) -> None:
+    ours, theirs, smallest = BATCHWISE[name]
+    for seed in SEEDS:
+        labels = classes(seed, smallest)
+        again = [0, 0, 2, 2, *range(4, len(labels))]  # which of equal rows is the hardest one is anybody's choice
+        z = numbers(len(labels), 4, seed=seed).requires_grad_()
+        same(
+            lambda z, y, rows=again: ours(z[rows], y),
+            lambda z, y, rows=again: labelled(theirs)(z[rows], y),
+            z,
+            labels,
+            tolerance=1e-7,  # theirs is √(a² − 2ab + b²)
+        )
+
+
+def every_triplet(labels: Tensor) -> Tensor:
+    """[3, t]: anchors, positives, negatives."""
+    alike = (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool)
+    return (alike[:, :, None] & (labels[:, None] != labels)[:, None]).nonzero().T
+
+
+@pytest.mark.parametrize("metric", ["distance", "similarity"])
+def test_triplets_one_by_one(metric: Any) -> None:
+    of = {"distance": "EUCLIDEAN", "similarity": "COSINE"}[metric]
+    theirs = called(st.TripletLoss(Given(), getattr(st.TripletDistanceMetric, of), triplet_margin=0.7))
+    ours = Triplet(margin=0.7, average="all", metric=metric, normalize=metric == "similarity")
+    for seed in SEEDS:
+        labels = classes(seed)
+        z = numbers(len(labels), 4, seed=seed).requires_grad_()  # their slope at distance 0 is NaN
+        same(ours, lambda z, y: theirs(*z[every_triplet(y)]), z, labels)
+
+
+def test_contrastive_pairs() -> None:
+    theirs = st.ContrastiveLoss(Given(), margin=0.5, size_average=False)
+    ours = Contrastive(metric="similarity", pos_margin=1.0, neg_margin=0.5, power=2, reduction="sum")
+
+    def pair_by_pair(z: Tensor, labels: Tensor) -> Tensor:
+        first, second = (~torch.eye(len(z), dtype=torch.bool)).nonzero().T
+        alike = (labels[first] == labels[second]).long()
+        value: Tensor = 2 * theirs([{"student": z[first]}, {"student": z[second]}], alike)
+        return value
+
+    for seed in SEEDS:
+        labels = classes(seed)
+        same(ours, pair_by_pair, rows(len(labels), 4, seed=seed), labels, tolerance=1e-7)
+
+
+# ------------------------------------------------------------------------------------------- pytorch-metric-learning
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_nt_xent_is_self_supervised(temperature: float) -> None:
+    theirs = pml.SelfSupervisedLoss(pml.NTXentLoss(temperature=temperature))
+    for seed in SEEDS:
+        same(cz.NTXent(temperature=temperature), theirs, rows(6, 4, seed=seed), rows(6, 4, seed=seed + 10))
+
+
+def test_labelled_losses_of_views_are_self_supervised() -> None:
+    for seed in SEEDS:
+        a, b = rows(6, 4, seed=seed), rows(6, 4, seed=seed + 10)
+        same(MultiSimilarity(), pml.SelfSupervisedLoss(pml.MultiSimilarityLoss()), a, b)
+        same(Triplet(margin=0.3), pml.SelfSupervisedLoss(pml.TripletMarginLoss(margin=0.3)), a, b)
+
+
+# ------------------------------------------------------------------------------------------------------------- torch
+
+
+def unit(*given: Tensor) -> list[Tensor]:
+    return [F.normalize(x, dim=-1) for x in given]
+
+
+def binary(logits: Tensor, targets: Tensor) -> Tensor:
+    """Per anchor."""
+    return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum") / len(logits)
+
+
+def test_sigmoids_are_binary_cross_entropies() -> None:
+    for seed in SEEDS:
+        a, b, y = rows(11, 4, seed=seed), rows(11, 4, seed=seed + 10), classes(seed)
+        own = torch.eye(11, dtype=torch.bool)
+
+        def towers(a: Tensor, b: Tensor, own: Tensor = own) -> Tensor:
+            a, b = unit(a, b)
+            return binary(10 * a @ b.T - 10, own)
+
+        def labelled(z: Tensor, y: Tensor, own: Tensor = own) -> Tensor:
+            (z,) = unit(z)
+            logits, alike = 5 * z @ z.T - 2, y[:, None] == y
+            return binary(logits[~own].view(11, 10), alike[~own].view(11, 10))
+
+        same(SigLIP().double(), towers, a, b, tolerance=1e-6)  # its scale starts at log 10 in 32 bits
+        same(lambda z, y: cz.sup_sigmoid(z, y, temperature=0.2, logit_bias=-2.0), labelled, a, y)
+        assert SupSigmoid.function is cz.sup_sigmoid
+
+
+def test_soft_targets_are_cross_entropies_with_probabilities() -> None:
+    for seed in SEEDS:
+        a, b, y = rows(11, 4, seed=seed), rows(11, 4, seed=seed + 10), classes(seed)
+
+        def several(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+            alike = (y[:, None] == y).double()
+            a, b = unit(a, b)
+            return F.cross_entropy(a @ b.T / 0.3, alike / alike.sum(1, keepdim=True))
+
+        same(MultiPositive(temperature=0.3), several, a, b, y)
+        teacher = numbers(11, 4, seed=seed + 20)
+        centred = DINO(4, temperature=0.2, teacher_temperature=0.5)
+        centred.centre.copy_(torch.tensor([0.5, -0.25, 0.0, 1.0]))
+
+        targets = ((teacher - centred.centre) / 0.5).softmax(1)
+
+        def taught(s: Tensor, targets: Tensor = targets) -> Tensor:
+            return F.cross_entropy(s / 0.2, targets)
+
+        same(lambda s, t=teacher, loss=centred: loss(s, t), taught, a)
+
+
+def test_a_video_of_one_text_is_half_of_both_directions() -> None:
+    """exp(−MIL-NCE) of pair i is its share of row and column i together."""
+
+    def cross(v: Tensor, t: Tensor) -> Tensor:
+        s, own = v @ t.T, torch.eye(len(v), dtype=torch.bool)
+        return F.cross_entropy(torch.cat([s, s.T.masked_fill(own, -torch.inf)], 1), torch.arange(len(v)))
+
+    for seed in SEEDS:
+        v, t = rows(6, 4, seed=seed), rows(6, 4, seed=seed + 10)
+        same(lambda v, t: MILNCE()(v, t[:, None]), cross, v, t)
+
+
+def test_statistics_are_torchs() -> None:
+    for seed in SEEDS:
+        a, b = rows(8, 3, seed=seed), rows(8, 3, seed=seed + 10)
+
+        def correlated(a: Tensor, b: Tensor) -> Tensor:
+            c = torch.corrcoef(torch.cat([a, b], 1).T)[:3, 3:]
+            return (c.diagonal() - 1).square().sum() + 0.1 * (c - c.diagonal().diag()).square().sum()
+
+        def spectral(a: Tensor, b: Tensor) -> Tensor:
+            s = a @ b.T
+            return -2 * s.diagonal().mean() + s[~torch.eye(8, dtype=torch.bool)].square().mean()
+
+        def spread(a: Tensor, b: Tensor) -> Tensor:
+            a, b = unit(a, b)
+            uniform = [(-2 * F.pdist(x).square()).logsumexp(0) for x in (a, b)]
+            return 2 * F.mse_loss(a, b) * 2 + sum(uniform) / 2 - torch.tensor(28.0, dtype=torch.float64).log()
+
+        same(BarlowTwins(lambda_=0.1, eps=1e-15), correlated, a, b)
+        same(SpectralContrastive(mu=1e9), spectral, a, b)
+        same(AlignUniform(), spread, *(numbers(8, 4, seed=seed + k).requires_grad_() for k in (0, 10)))
+
+
+# ----------------------------------------------------------------------------------------------------------- a mutant
+
+
+def test_a_slip_is_seen() -> None:
+    """One settings apart, one pair too many, a sum for a mean."""
+    a, b, y = rows(11, 4, seed=0), rows(11, 4, seed=10), classes(0)
+    theirs = called(st.MultipleNegativesRankingLoss(Given(), scale=5.0))
+    wrong: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
+        (MNRL(temperature=0.2, normalize=False), theirs, (a, b)),
+        (MNRL(temperature=0.2, directions=ALL[:2]), theirs, (a, b)),
+        (Triplet(margin=1.0, average="all", normalize=False), labelled(BATCHWISE["all"][1]), (a, y)),
+        (Triplet(margin=1.0, mining="hard", average="all", normalize=False), labelled(BATCHWISE["hard"][1]), (a, y)),
+        (cz.InfoNCE(temperature=0.1), pml.SelfSupervisedLoss(pml.NTXentLoss(temperature=0.1)), (a, b)),
+    ]
+    for ours, other, given in wrong:
+        with pytest.raises(AssertionError):
+            same(ours, other, *given, tolerance=1e-7)
