@@ -85,6 +85,7 @@ _HOMES = {
     "hcl": "losses.hcl",
     "info_nce": "losses.info_nce",
     "lifted_structure": "losses.lifted_structure",
+    "memory_budget": "engine.evaluation",
     "mil_nce": "losses.mil_nce",
     "mnrl": "losses.mnrl",
     "multi_positive": "losses.multi_positive",
@@ -126,6 +127,7 @@ if TYPE_CHECKING:
     from contrastive_zoo.collectives import scatter as scatter
     from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
     from contrastive_zoo.engine.evaluation import dense as dense
+    from contrastive_zoo.engine.evaluation import memory_budget as memory_budget
     from contrastive_zoo.evaluation import recall_at_k as recall_at_k
     from contrastive_zoo.gradcache import GradCache as GradCache
     from contrastive_zoo.gradcache import cached_step as cached_step

@@ -1,0 +1,232 @@
+"""Losses of sentence-transformers on the sentences of all ranks; called, and trained with, as they are.
+
+Such a loss holds its encoder and calls it itself, on tokens. Tokens need not travel: for the time of the call the encoder
+answers with everybody's embeddings of a column, gathered in rank order. What the loss then does with them (rank, weigh,
+classify, truncate) every rank does alike, and so each holds the complete gradient.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.merged_forward import column_merging_disabled
+from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss, DenoisingAutoEncoderLoss
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from contrastive_zoo.collectives import all_gather, broadcast
+from contrastive_zoo.distributed import GradReduction, _scale_gradient
+from contrastive_zoo.meeting import agreeing, meet, refuse_empty
+from contrastive_zoo.randomness import one_stream
+from contrastive_zoo.world import Processes, Shards, World
+
+
+class DistributedSentenceLoss(nn.Module):
+    """A loss of sentence-transformers as a function of the sentences of all ranks.
+
+    L is what ``loss(sentence_features, labels)`` returns on one process that holds everybody's rows, in rank order. For
+    every split of the rows every rank returns L; after the trainer's reduction the encoder's gradient is ∂L/∂θ; the
+    gradient of the loss's own parameters (a classifier, a projection) is ∂L/∂φ on every rank, before any reduction.
+    These parameters and the loss's buffers are rank 0's from the first call between ranks on. On one process nothing
+    changes.
+
+    The trainer finds everything where the loss has it: ``model``, to put DDP in its place (also for losses that call
+    their encoder otherwise), ``get_config_dict()``, ``citation``, parameters. Of losses that contain others
+    (MatryoshkaLoss) wrap the outermost one. What the encoder draws, dropout say, is each rank's own.
+
+    Args:
+        loss: any loss around a ``SentenceTransformer`` that asks it for ``sentence_embedding``.
+        process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
+            the call.
+        grad_reduction: what the trainer does with the ranks' gradients; ``SentenceTransformerTrainer`` averages,
+            ``"mean"``. ``"sum"``: a sum communication hook, a divide factor of 1.
+        check_finite: whether embeddings with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: an unknown ``grad_reduction``; a loss without a ``SentenceTransformer``, one that recomputes
+            embeddings in its backward pass (``Cached…``, mini-batched ``MegaBatchMarginLoss``), one with
+            ``gather_across_devices=True``, one that trains two encoders or a decoder. At the call, if there are several
+            ranks, on every rank alike: ranks that bring different columns, widths or dtypes, columns or labels that are
+            not one per row, NaN or infinite embeddings, no rows at all; ``AdaptiveLayerLoss`` around a compiled encoder.
+
+    Example:
+        >>> import torch
+        >>> from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
+        >>> class Read(nn.Module):                     # an encoder of numbers instead of words
+        ...     def forward(self, features):
+        ...         return {"sentence_embedding": features["x"]}
+        >>> loss_fn = DistributedSentenceLoss(CosineSimilarityLoss(SentenceTransformer(modules=[Read()], device="cpu")))
+        >>> loss_fn([{"x": torch.eye(2)}, {"x": torch.ones(2, 2)}], torch.ones(2))      # (1 − 1/√2)²
+        tensor(0.0858)
+    """
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        *,
+        process_group: Processes = None,
+        grad_reduction: GradReduction = "mean",
+        check_finite: bool = True,
+    ) -> None:
+        super().__init__()
+        if grad_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"DistributedSentenceLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
+                f"{grad_reduction!r}. SentenceTransformerTrainer averages: 'mean'."
+            )
+        encoders = _encoders(loss)
+        if problem := _problem(loss, encoders):
+            raise ValueError(f"DistributedSentenceLoss: {type(loss).__name__} {problem}")
+        # first, so that parameters of the encoder are called as in the bare loss
+        self.model: nn.Module = encoders["model"] if "model" in encoders else next(iter(encoders.values()))
+        self.loss = loss
+        self.process_group = process_group
+        self.grad_reduction = grad_reduction
+        self.check_finite = check_finite
+        self._guides = [x for x in encoders.values() if x is not self.model]
+        self._holders = [(x, name) for x in loss.modules() for name, y in x.named_children() if y is self.model]
+        self._in_step = False
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
+        """The loss of all ranks' rows, from mine.
+
+        Args:
+            sentence_features: for each column what the encoder takes, my rows.
+            labels: [n, …], one per row, if the loss takes any.
+        """
+        world = World.of(self.process_group, check_finite=self.check_finite)
+        for module, attribute in self._holders:  # a trainer puts DDP into ``model`` and into no other attribute
+            setattr(module, attribute, self.model)
+        if world.size == 1:
+            return self.loss(sentence_features, labels)
+        with agreeing(grad_reduction=self.grad_reduction):
+            value = self._together(list(sentence_features), labels, world)
+        if self.grad_reduction == "sum":
+            value = tree_map(lambda x: _scale_gradient(x, 1 / world.size), value)
+        return value
+
+    def _together(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
+        """The loss on everybody's embeddings and labels, computed by every rank alike."""
+        name, encoder = type(self.loss).__name__, _core(self.model)
+        brought = {"labels": labels} if isinstance(labels, Tensor) else {}
+        problem = _problem_compiled(self.loss, encoder)
+        known = meet(name, brought, world=world, problem=problem, settings={"number of columns": len(columns)})
+        rows = known[0] if known else None
+        if isinstance(labels, Tensor) and rows is not None:
+            refuse_empty(name, rows)
+            labels = all_gather(labels, gradient="complete", shards=rows, process_group=world)
+        self._meet_parameters(encoder, world)
+
+        device = next((x.device for x in self.model.parameters()), None)
+        with ExitStack() as stream, ExitStack() as patches:
+
+            def everybodys(encode: Callable[..., Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+                nonlocal rows
+                stream.close()  # encoders draw by themselves, losses together
+                output = encode(*args, **kwargs)
+                z, rows = _gathered(name, output["sentence_embedding"], rows, world)
+                stream.enter_context(one_stream(world, device))
+                return {**output, "sentence_embedding": z}
+
+            for model in (encoder, *self._guides):
+                patches.enter_context(_answering(model, everybodys))
+            # merged columns would come back column by column within each rank
+            patches.enter_context(column_merging_disabled())
+            stream.enter_context(one_stream(world, device))
+            return self.loss(columns, labels)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not ours is the loss's: ``get_config_dict``, ``citation``, its settings."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("loss"), name)
+
+    def _meet_parameters(self, encoder: nn.Module, world: World) -> None:
+        """Everybody begins with rank 0's classifier: ranks that were seeded differently drew different ones."""
+        if self._in_step:
+            return
+        encoders = {id(x) for model in (encoder, *self._guides) for x in (*model.parameters(), *model.buffers())}
+        for x in (*self.loss.parameters(), *self.loss.buffers()):
+            if id(x) not in encoders:
+                x.data.copy_(broadcast(x.detach(), process_group=world))
+        self._in_step = True
+
+
+def _encoders(loss: nn.Module) -> dict[str, nn.Module]:
+    """The sentence encoders that a loss, or a loss within it, holds, by the attribute's name."""
+    found: dict[str, nn.Module] = {}
+    for name, child in loss.named_children():
+        if isinstance(child, SentenceTransformer):
+            found[name] = child
+        else:
+            found = {**_encoders(child), **found}
+    return found
+
+
+def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
+    """Why the loss cannot be computed from everybody's embeddings, in words; None if it can."""
+    parts = list(loss.modules())
+    if not encoders:
+        return (
+            "holds no SentenceTransformer. Losses of embeddings go into contrastive_zoo.DistributedLoss; those of "
+            "CrossEncoder, SparseEncoder and MultiVectorEncoder are not supported."
+        )
+    if any(isinstance(x, DenoisingAutoEncoderLoss) for x in parts):
+        return "reads tokens with a decoder and compares no rows: leave it as it is, and wrap its decoder in DDP."
+    if cached := [type(x).__name__ for x in parts if getattr(x, "uses_gradient_cache", False)]:
+        return (
+            f"computes embeddings once more in its backward pass ({cached[-1]}), when no rank waits for them. Pass the "
+            "loss without a cache: MultipleNegativesRankingLoss for CachedMultipleNegativesRankingLoss, "
+            "use_mini_batched_version=False. For a large batch in small memory see contrastive_zoo.cached_step."
+        )
+    if any(getattr(x, "gather_across_devices", False) for x in parts):
+        return "gathers by itself, and would gather everybody's rows again. Pass gather_across_devices=False."
+    if "model" not in encoders and len({id(x) for x in encoders.values()}) > 1:
+        return (
+            f"trains {len(encoders)} encoders ({', '.join(encoders)}), of which trainers reduce the gradients of one at "
+            "most. Embed with both under DDP, and pass a function of the embeddings to contrastive_zoo.DistributedLoss."
+        )
+    return None
+
+
+def _problem_compiled(loss: nn.Module, encoder: nn.Module) -> str | None:
+    if not isinstance(encoder, SentenceTransformer) and any(isinstance(x, AdaptiveLayerLoss) for x in loss.modules()):
+        return "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
+    return None
+
+
+def _core(model: nn.Module) -> nn.Module:
+    """What DDP or FSDP wraps: losses look inside for the layers. Compiled code stays closed."""
+    while not isinstance(model, SentenceTransformer) and not hasattr(model, "_orig_mod") and hasattr(model, "module"):
+        model = cast(nn.Module, model.module)
+    return model
+
+
+def _gathered(name: str, z: Tensor, rows: Shards | None, world: World) -> tuple[Tensor, Shards]:
+    """All ranks' embeddings of one column, and how they lie over the ranks: as the labels or the first column do."""
+    problem = None
+    if rows is not None and len(z) != rows.size:
+        problem = (
+            f"a column has {len(z)} rows where the labels or the first column have {rows.size}. Pass one sentence of "
+            "every column, and one label, for each row."
+        )
+    (shards,) = meet(name, {"sentence_embedding": z}, world=world, problem=problem)
+    refuse_empty(name, shards)
+    z = _scale_gradient(z, world.size)
+    return all_gather(z, gradient="complete", shards=shards, process_group=world), shards
+
+
+@contextmanager
+def _answering(model: nn.Module, answer: Callable[..., Any]) -> Iterator[None]:
+    """Within it ``model(…)`` is ``answer(forward, …)``."""
+    forward, patched = model.forward, "forward" in vars(model)
+    model.forward = lambda *args, **kwargs: answer(forward, *args, **kwargs)
+    try:
+        yield
+    finally:
+        if patched:
+            model.forward = forward
+        else:
+            del model.forward

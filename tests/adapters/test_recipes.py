@@ -1,0 +1,287 @@
+"""Losses of other kinds, as their authors write them: what a trainer on W ranks makes of them bare, and behind one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.laws import CONTRACT, Broken, Law, same_state
+from contrastive_zoo.testing.trial import Call, Case, Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, distance, mine, numbers
+
+SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]
+
+# ------------------------------------------------------------------------------------- losses, as one process sees them
+
+
+def pull(z: Tensor, y: Tensor) -> Tensor:
+    """Rows of a class towards each other, all rows away from each other."""
+    squared = (z[:, None] - z).square().sum(2)
+    return squared[y[:, None] == y].mean() + torch.exp(-squared).mean()
+
+
+def with_parts(z: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    squared = (z[:, None] - z).square().sum(2)
+    parts = {"pull": squared[y[:, None] == y].mean(), "push": torch.exp(-squared).mean()}
+    return parts["pull"] + parts["push"], parts
+
+
+def as_dict(z: Tensor, y: Tensor) -> dict[str, Tensor]:
+    total, parts = with_parts(z, y)
+    return {"total": total, **parts}
+
+
+def nt_xent(view1: Tensor, view2: Tensor) -> Tensor:
+    """Chen et al. 2020, eq. 1, averaged over both views."""
+    z = F.normalize(torch.cat([view1, view2]), dim=1)
+    logits = (z @ z.T / 0.5).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(z)).roll(len(view1)))
+
+
+def clip(image: Tensor, text: Tensor, logit_scale: Tensor) -> Tensor:
+    """Radford et al. 2021, fig. 3; the scale is the model's."""
+    logits = logit_scale * F.normalize(image, dim=1) @ F.normalize(text, dim=1).T
+    targets = torch.arange(len(logits))
+    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+
+class WithScale(nn.Module):
+    """A model's logit scale, passed to the loss at each call."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(1.5))
+        self.loss = loss
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        return self.loss(view1, view2, self.log_scale.exp())
+
+
+class Centred(nn.Module):
+    """Distance from a moving centre."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(2))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        loss = (z - self.centre).square().sum(1).mean()
+        self.centre.lerp_(z.detach().mean(0), 0.1)
+        return loss
+
+
+class Queued(nn.Module):
+    """Rows against rows of earlier steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.ones(4, 2))
+        self.register_buffer("next", torch.tensor(0))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        loss = (z @ self.queue.clone().T).logsumexp(1).mean()
+        where = (self.next + torch.arange(len(z))) % len(self.queue)
+        self.queue[where[-len(self.queue) :]] = z.detach()[-len(self.queue) :]
+        self.next += len(z)
+        return loss
+
+
+class ClassMeans(nn.Module):
+    """Cross-entropy over moving class means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.eye(12, 2))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(z @ self.means.clone().T, y)
+        present = F.one_hot(y, len(self.means)).to(z.dtype)
+        count = present.sum(0)[:, None]
+        self.means.copy_(
+            torch.where(count > 0, self.means.lerp(present.T @ z.detach() / count.clamp(min=1), 0.5), self.means)
+        )
+        return loss
+
+
+# -------------------------------------------------------------------------------------------- before, and after one line
+
+
+def local_rows(view1: Tensor, view2: Tensor) -> Tensor:
+    """My anchors against everybody's rows, gathered with gradient: what lightly and open_clip do between ranks."""
+    z, others = torch.cat([view1, view2]), torch.cat([cz.all_gather(view1), cz.all_gather(view2)])
+    n, total, start = len(view1), len(others) // 2, cz.World.of().shards(view1).start if dist.is_initialized() else 0
+    rows = torch.cat([torch.arange(n), total + torch.arange(n)]) + start
+    logits = F.normalize(z, dim=1) @ F.normalize(others, dim=1).T / 0.5
+    logits = logits.scatter(1, rows[:, None], -torch.inf)
+    return F.cross_entropy(logits, (rows + total) % (2 * total))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    before: Callable[[], Any]
+    after: Callable[[], Any]
+    call: Call = "labels"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+RECIPES = [
+    Recipe("a plain function", lambda: pull, lambda: cz.DistributedLoss(pull)),
+    Recipe("a tuple of total and parts", lambda: with_parts, lambda: cz.DistributedLoss(with_parts)),
+    Recipe("a dict of parts", lambda: as_dict, lambda: cz.DistributedLoss(as_dict)),
+    Recipe("a moving centre", Centred, lambda: cz.DistributedLoss(Centred())),
+    Recipe("a queue", Queued, lambda: cz.DistributedLoss(Queued())),
+    Recipe("class means", ClassMeans, lambda: cz.DistributedLoss(ClassMeans())),
+    Recipe("a formula of two views", lambda: local_rows, lambda: cz.DistributedLoss(nt_xent), "views"),
+    Recipe(
+        "a formula of gathered views",
+        lambda: nt_xent,
+        lambda: lambda view1, view2: nt_xent(cz.all_gather(view1), cz.all_gather(view2)),
+        "views",
+    ),
+    Recipe("a scale from outside", lambda: WithScale(clip), lambda: WithScale(cz.DistributedLoss(clip)), "views"),
+]
+STATEFUL = {"a moving centre": Centred, "a queue": Queued, "class means": ClassMeans}
+
+
+def trial(
+    make: Callable[[], Any], call: Call, shards: tuple[int, ...], worlds: Worlds, reduction: str = "mean"
+) -> Trial:
+    return Trial(Case(make, call, reduction), GlobalBatch(shards, d=2, seed=3), worlds)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_one_line_makes_it_the_loss_of_the_global_batch(recipe: Recipe, worlds: Worlds) -> None:
+    for shards in SPLITS:
+        on = trial(recipe.after, recipe.call, shards, worlds)
+        for law in (*CONTRACT, same_state):
+            law(on)
+
+
+@pytest.mark.parametrize("recipe", [x for x in RECIPES if x.name != "a formula of gathered views"], ids=str)
+def test_one_line_serves_trainers_that_sum(recipe: Recipe, worlds: Worlds) -> None:
+    def make() -> Any:
+        made = recipe.after()
+        for part in made.modules():
+            if isinstance(part, cz.DistributedLoss):
+                part.grad_reduction = "sum"
+        return made
+
+    for law in CONTRACT:
+        law(trial(make, recipe.call, (0, 3, 2), worlds, "sum"))
+
+
+def broken(make: Callable[[], Any], call: Call, shards: tuple[int, ...], worlds: Worlds) -> set[str]:
+    """Names of the laws that do not hold."""
+
+    def holds(law: Law) -> bool:
+        try:
+            law(on)
+        except Broken:
+            return False
+        return True
+
+    on = trial(make, call, shards, worlds)
+    return {str(law) for law in (*CONTRACT, same_state) if not holds(law)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_without_it_the_laws_complain(recipe: Recipe, worlds: Worlds) -> None:
+    found = broken(recipe.before, recipe.call, (1, 4), worlds)
+    assert {"same_value_on_every_rank", "same_encoder_gradient"} <= found
+    assert ("same_state" in found) == (recipe.name in STATEFUL)
+    assert ("parameters_in_step" in found) == (recipe.name == "a scale from outside")
+
+
+def parts_of(loss: Callable[..., Any], shards: tuple[int, ...]) -> Any:
+    z, y = numbers(5, 2, seed=1), torch.tensor([0, 1, 0, 1, 0])
+    return loss(mine(z, shards), mine(y, shards))
+
+
+@pytest.mark.parametrize("shards", [(1, 4), (2, 0, 3)], ids=str)
+def test_parts_are_those_of_the_global_batch(shards: tuple[int, ...], worlds: Worlds) -> None:
+    z, y = numbers(5, 2, seed=1), torch.tensor([0, 1, 0, 1, 0])
+    expected = as_dict(z, y)
+    for loss in (with_parts, as_dict):
+        for found in worlds.run(len(shards), lambda loss=loss: parts_of(cz.DistributedLoss(loss), shards)):
+            parts = found if isinstance(found, dict) else {"total": found[0], **found[1]}
+            assert parts.keys() == expected.keys()
+            for name, x in expected.items():
+                close(parts[name], x)
+    logged = torch.stack([x["pull"] for x in worlds.run(2, lambda: parts_of(as_dict, (1, 4)))]).mean()
+    assert distance(logged, expected["pull"]) > 0.1  # what a logger that averages over ranks would have shown
+
+
+def states(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], Any], splits: list[tuple[int, ...]]) -> list[Any]:
+    """The loss's buffers after each step; every step deals its rows otherwise."""
+    loss, found = make().double(), []
+    step_loss = wrap(loss)
+    for step, shards in enumerate(splits):
+        z, y = numbers(6, 2, seed=step), torch.arange(6) % 4
+        step_loss(mine(z, shards).requires_grad_(), mine(y, shards))
+        found.append({name: x.clone() for name, x in loss.named_buffers()})
+    return found
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_is_the_same_bytes_on_all_ranks_after_each_step(name: str, worlds: Worlds) -> None:
+    make = STATEFUL[name]
+    expected = worlds.run(1, states, make, lambda loss: loss, [(6,)] * 4)[0]
+    by_rank = worlds.run(3, states, make, cz.DistributedLoss, [(3, 1, 2), (2, 0, 4), (0, 6, 0), (2, 2, 2)])
+    for step, after in enumerate(expected):
+        for buffer, x in after.items():
+            for found in by_rank:
+                assert torch.equal(found[step][buffer], by_rank[0][step][buffer])
+                close(found[step][buffer], x)
+    local = worlds.run(3, states, make, lambda loss: loss, [(3, 1, 2)] * 2)
+    assert any(not torch.equal(local[0][-1][buffer], local[1][-1][buffer]) for buffer in expected[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "everybody-elses-losses.md"
+
+
+def percent(found: Tensor, expected: Tensor) -> str:
+    return f"{100 * (found - expected).norm() / expected.norm():.0f} %"
+
+
+def row(recipe: Recipe, make: Callable[[], Any], worlds: Worlds) -> str:
+    """What the page tells of two processes with two and six samples: value (mean over ranks), gradients, state."""
+    on = trial(make, recipe.call, (2, 6), worlds)
+    alone, by_rank = on.alone(), on.together()
+
+    def flat(found: dict[str, Tensor]) -> Tensor:
+        return torch.cat([x.double().flatten() for x in found.values()])
+
+    cells = [percent(torch.tensor(sum(x.value for x in by_rank) / 2), torch.tensor(alone.value))]
+    cells.append(percent(flat(on.reduced("encoder")), flat(alone.encoder)))
+    cells.append(percent(flat(on.reduced("parameters")), flat(alone.parameters)) if alone.parameters else "–")
+    cells.append(
+        "–"
+        if not alone.state
+        else "the same"
+        if torch.equal(flat(by_rank[0].state), flat(by_rank[1].state))
+        else "differs"
+    )
+    return f"| {recipe.name} | {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_page_tells_what_was_wrong(recipe: Recipe, worlds: Worlds) -> None:
+    assert row(recipe, recipe.before, worlds) in PAGE.read_text(encoding="utf-8").splitlines()
+    numbers_after = row(recipe, recipe.after, worlds).split("|")[2:-1]
+    assert {x.strip() for x in numbers_after} <= {"0 %", "–", "the same"}

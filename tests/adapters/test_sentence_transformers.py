@@ -1,0 +1,518 @@
+"""Every loss of sentence-transformers is, behind its adapter, the same function on W ranks as on one; or refused, and why.
+
+All of it runs in one world of three, where sentence-transformers is imported once; smaller worlds are groups within it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding, Transformer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from contrastive_zoo.adapters.sentence_transformers import DistributedSentenceLoss
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, distance, groups, said
+
+N, D, WORDS = 6, 4, 11
+SPLITS = [(6,), (4, 2), (3, 1, 2), (2, 0, 4)]
+# sentence-transformers keeps two losses that it would rather not
+pytestmark = pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
+VOCABULARY = {"[PAD]": 0, "[UNK]": 1, **{f"w{i}": i for i in range(2, WORDS)}}
+
+
+# ----------------------------------------------------------------------------------------------- encoders and sentences
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    bare = Tokenizer(WordLevel(VOCABULARY, unk_token="[UNK]"))
+    bare.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="[PAD]", unk_token="[UNK]")
+
+
+class Words(nn.Module):
+    """The mean of a sentence's word vectors, bent a little."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.table, self.head, self.drop = nn.Embedding(WORDS, D), nn.Linear(D, D), nn.Dropout(drop)
+        self.tokenizer = self.processor = tokenizer()
+        self.max_seq_length = 8
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        mask = features["attention_mask"].unsqueeze(-1).to(self.head.weight.dtype)
+        z = (self.table(features["input_ids"]) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        features["sentence_embedding"] = self.drop(torch.tanh(self.head(z)))
+        return features
+
+    def preprocess(self, inputs: list[str], **_: Any) -> dict[str, Tensor]:
+        return dict(self.tokenizer(inputs, padding=True, return_tensors="pt", return_token_type_ids=False))
+
+    def get_embedding_dimension(self) -> int:
+        return D
+
+    def save(self, *_: Any, **__: Any) -> None: ...
+
+
+def words(seed: int = 0, drop: float = 0.0) -> SentenceTransformer:
+    torch.manual_seed(seed)
+    return SentenceTransformer(modules=[Words(drop)], device="cpu").double()
+
+
+def features(columns: int, rows: slice = slice(None)) -> list[dict[str, Tensor]]:
+    """Some rows of each column's sentences, as wide as the longest of them."""
+    found = []
+    for column in range(columns):
+        generator = torch.Generator().manual_seed(column)
+        ids = torch.randint(2, WORDS, (N, 5), generator=generator)
+        lengths = torch.randint(1, 6, (N,), generator=generator)[rows]
+        width = int(lengths.max()) if len(lengths) else 1
+        mask = (torch.arange(width) < lengths[:, None]).long()
+        found.append({"input_ids": ids[rows, :width] * mask, "attention_mask": mask})
+    return found
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------------------ the losses
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[SentenceTransformer], nn.Module]
+    columns: int = 2
+    labels: Callable[[], Tensor | None] = lambda: None
+    learnt: bool = False
+
+
+def species() -> Tensor:
+    return torch.tensor([0, 1, 0, 2, 1, 0])
+
+
+def pairs() -> Tensor:
+    return torch.tensor([1, 0, 0, 1, 1, 0])
+
+
+def scores() -> Tensor:
+    return drawn(N)
+
+
+def mnrl(model: SentenceTransformer, **settings: Any) -> nn.Module:
+    return losses.MultipleNegativesRankingLoss(model, **settings)
+
+
+ALL_WAYS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+CASES = {
+    "MultipleNegativesRankingLoss": Case(mnrl),
+    "MultipleNegativesRankingLoss, negatives": Case(lambda m: mnrl(m, directions=ALL_WAYS), columns=4),
+    "MultipleNegativesRankingLoss, hardness": Case(
+        lambda m: mnrl(m, hardness_mode="all_negatives", hardness_strength=2.0), columns=3
+    ),
+    "MultipleNegativesSymmetricRankingLoss": Case(lambda m: losses.MultipleNegativesSymmetricRankingLoss(m)),
+    "GISTEmbedLoss": Case(lambda m: losses.GISTEmbedLoss(m, guide=words(1), temperature=0.5), columns=3),
+    "CoSENTLoss": Case(lambda m: losses.CoSENTLoss(m), labels=scores),
+    "AnglELoss": Case(lambda m: losses.AnglELoss(m), labels=scores),
+    "CosineSimilarityLoss": Case(lambda m: losses.CosineSimilarityLoss(m), labels=scores),
+    "ContrastiveLoss": Case(lambda m: losses.ContrastiveLoss(m), labels=pairs),
+    "OnlineContrastiveLoss": Case(lambda m: losses.OnlineContrastiveLoss(m), labels=pairs),
+    "TripletLoss": Case(lambda m: losses.TripletLoss(m), columns=3),
+    "MegaBatchMarginLoss": Case(lambda m: losses.MegaBatchMarginLoss(m, use_mini_batched_version=False)),
+    "MarginMSELoss": Case(lambda m: losses.MarginMSELoss(m), columns=3, labels=scores),
+    "DistillKLDivLoss": Case(lambda m: losses.DistillKLDivLoss(m), columns=3, labels=lambda: 4 * drawn(N, 2)),
+    "BatchHardTripletLoss": Case(lambda m: losses.BatchHardTripletLoss(m), 1, species),
+    "BatchHardSoftMarginTripletLoss": Case(lambda m: losses.BatchHardSoftMarginTripletLoss(m), 1, species),
+    "BatchSemiHardTripletLoss": Case(lambda m: losses.BatchSemiHardTripletLoss(m), 1, species),
+    "BatchAllTripletLoss": Case(lambda m: losses.BatchAllTripletLoss(m), 1, species),
+    "GlobalOrthogonalRegularizationLoss": Case(lambda m: losses.GlobalOrthogonalRegularizationLoss(m)),
+    "SoftmaxLoss": Case(lambda m: losses.SoftmaxLoss(m, D, num_labels=3), labels=species, learnt=True),
+    "EmbedDistillLoss": Case(
+        lambda m: losses.EmbedDistillLoss(m, projection_dim=5), labels=lambda: drawn(N, 5), learnt=True
+    ),
+    "MSELoss": Case(lambda m: losses.MSELoss(m, projection_dim=5), labels=lambda: drawn(N, 2, 5), learnt=True),
+    "MatryoshkaLoss": Case(lambda m: losses.MatryoshkaLoss(m, mnrl(m), [4, 2, 1])),
+    "MatryoshkaLoss, some dims": Case(lambda m: losses.MatryoshkaLoss(m, mnrl(m), [4, 3, 2, 1], n_dims_per_step=2)),
+    "MatryoshkaLoss, guide": Case(
+        lambda m: losses.MatryoshkaLoss(m, losses.GISTEmbedLoss(m, guide=words(1), temperature=0.5), [4, 2])
+    ),
+}
+LAYERS = {
+    "AdaptiveLayerLoss": Case(lambda m: losses.AdaptiveLayerLoss(m, losses.CoSENTLoss(m)), labels=scores),
+    "Matryoshka2dLoss": Case(lambda m: losses.Matryoshka2dLoss(m, mnrl(m), [4, 2])),
+}
+REFUSED: dict[str, tuple[Callable[[SentenceTransformer], nn.Module], str]] = {
+    "CachedMultipleNegativesRankingLoss": (
+        lambda m: losses.CachedMultipleNegativesRankingLoss(m),
+        "once more in its backward pass (CachedMultipleNegativesRankingLoss)",
+    ),
+    "CachedMultipleNegativesSymmetricRankingLoss": (
+        lambda m: losses.CachedMultipleNegativesSymmetricRankingLoss(m),
+        "without a cache",
+    ),
+    "CachedGISTEmbedLoss": (lambda m: losses.CachedGISTEmbedLoss(m, guide=words(1)), "once more in its backward pass"),
+    "MatryoshkaLoss of a cached one": (
+        lambda m: losses.MatryoshkaLoss(m, losses.CachedMultipleNegativesRankingLoss(m), [4, 2]),
+        "once more in its backward pass (CachedMultipleNegativesRankingLoss)",
+    ),
+    "MegaBatchMarginLoss": (lambda m: losses.MegaBatchMarginLoss(m), "use_mini_batched_version=False"),
+    "gathered": (lambda m: mnrl(m, gather_across_devices=True), "Pass gather_across_devices=False"),
+    "ContrastiveTensionLoss": (lambda m: losses.ContrastiveTensionLoss(m), "trains 2 encoders (model2, model1)"),
+    "ContrastiveTensionLossInBatchNegatives": (
+        lambda m: losses.ContrastiveTensionLossInBatchNegatives(m),
+        "trains 2 encoders (model2, model1)",
+    ),
+    "a loss of embeddings": (lambda m: nn.CosineEmbeddingLoss(), "holds no SentenceTransformer"),
+}
+NO_LOSSES = {
+    "BatchHardTripletLossDistanceFunction",
+    "ContrastiveTensionDataLoader",
+    "SiameseDistanceMetric",
+    "TripletDistanceMetric",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- measurements
+
+
+@dataclass
+class Found:
+    value: Tensor
+    encoder: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def measured(case: Case, loss: Any, model: SentenceTransformer, rows: slice) -> Found:
+    labels = case.labels()
+    value = loss(features(case.columns, rows), None if labels is None else labels[rows])
+    total = torch.stack(list(value.values())).sum() if isinstance(value, dict) else value  # as the trainer does
+    total.backward()
+    encoder = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    theirs = {id(x) for part in loss.modules() if isinstance(part, SentenceTransformer) for x in part.parameters()}
+    own = {name.removeprefix("loss."): x.grad for name, x in loss.named_parameters() if id(x) not in theirs}
+    return Found(torch.stack(tree_leaves(tree_map(torch.Tensor.detach, value))), encoder, own)
+
+
+def alone(case: Case, build: Callable[[], SentenceTransformer] = words) -> Found:
+    """What the bare loss computes on all rows, in this process."""
+    model = build()
+    torch.manual_seed(100)
+    random.seed(100)
+    return measured(case, case.make(model).double(), model, slice(None))
+
+
+def together(
+    case: Case,
+    shards: tuple[int, ...],
+    build: Callable[[], SentenceTransformer] = words,
+    *,
+    ddp: bool = False,
+    grad_reduction: str = "mean",
+    wrap: Callable[..., Any] = DistributedSentenceLoss,
+) -> Found | None:
+    """On each of the first ranks of a world of three; its own parameters begin otherwise on every rank."""
+    ranks, rank = range(len(shards)), dist.get_rank()
+    within = nullcontext() if len(shards) == 3 else groups(ranks, range(len(shards), 3))
+    with within as group:
+        if rank not in ranks:
+            return None
+        model = build()
+        torch.manual_seed(100 + rank)
+        random.seed(100 + rank)
+        loss = wrap(case.make(model).double(), process_group=group, grad_reduction=grad_reduction)
+        if ddp:
+            trainer = SentenceTransformerTrainer.__new__(SentenceTransformerTrainer)  # needs datasets to be made
+            loss = trainer.override_model_in_loss(loss, DistributedDataParallel(model, process_group=group))
+        return measured(case, loss, model, slice(sum(shards[:rank]), sum(shards[: rank + 1])))
+
+
+def in_world(worlds: Worlds, *args: Any, **kwargs: Any) -> list[Found]:
+    return [x for x in worlds.run(3, together, *args, **kwargs) if x is not None]
+
+
+def assert_same(found: list[Found], expected: Found, reduce: str = "mean") -> None:
+    for each in found:
+        close(each.value, expected.value)
+        assert each.parameters.keys() == expected.parameters.keys()
+    for name, x in expected.encoder.items():
+        gradients = torch.stack([each.encoder[name] for each in found])
+        close(gradients.mean(0) if reduce == "mean" else gradients.sum(0), x)
+    for name, x in expected.parameters.items():
+        for each in found:
+            close(each.parameters[name] * (len(found) if reduce == "sum" else 1), x)
+            assert torch.equal(each.parameters[name], found[0].parameters[name])
+
+
+# ----------------------------------------------------------------------------------------------------------------- tests
+
+
+def test_every_loss_is_in_a_table() -> None:
+    known = {name.partition(",")[0] for name in (*CASES, *LAYERS, *REFUSED)} | NO_LOSSES | {"DenoisingAutoEncoderLoss"}
+    assert set(losses.__all__) <= known
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_what_one_process_computes(name: str, worlds: Worlds) -> None:
+    case, expected = CASES[name], alone(CASES[name])
+    assert bool(expected.parameters) == case.learnt
+    for shards in SPLITS:
+        assert_same(in_world(worlds, case, shards), expected)
+
+
+@pytest.mark.parametrize("name", ["BatchHardTripletLoss", "SoftmaxLoss", "GISTEmbedLoss", "MatryoshkaLoss"])
+def test_ddp_is_found_wherever_the_loss_holds_its_encoder(name: str, worlds: Worlds) -> None:
+    expected = alone(CASES[name])
+    found = in_world(worlds, CASES[name], (3, 1, 2), ddp=True)
+    assert_same(found, expected)
+    for each in found:  # already reduced: the trainer has nothing left to do
+        assert_same([each], expected)
+
+
+@pytest.mark.parametrize("name", ["SoftmaxLoss", "GlobalOrthogonalRegularizationLoss"])
+def test_gradients_may_be_summed(name: str, worlds: Worlds) -> None:
+    assert_same(in_world(worlds, CASES[name], (3, 1, 2), grad_reduction="sum"), alone(CASES[name]), "sum")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A BERT of three layers, on disk, as sentence-transformers wants it."""
+    path = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": D, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    BertModel(
+        BertConfig(vocab_size=WORDS, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    ).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def bert(path: str) -> SentenceTransformer:
+    return SentenceTransformer(modules=[Transformer(path), Pooling(D)], device="cpu").double().train()
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_losses_of_layers_see_everybodys_layers(name: str, ddp: bool, checkpoint: str, worlds: Worlds) -> None:
+    def build() -> SentenceTransformer:
+        return bert(checkpoint)
+
+    assert_same(in_world(worlds, LAYERS[name], (3, 1, 2), build, ddp=ddp), alone(LAYERS[name], build))
+
+
+def compiled(path: str, rows: slice) -> str | None:
+    loss = DistributedSentenceLoss(LAYERS["AdaptiveLayerLoss"].make(bert(path)))
+    loss.model = torch.compile(loss.model, backend="eager")
+    return said(lambda: loss(features(2, rows), scores()[rows]))
+
+
+def test_compiled_layers_are_refused(checkpoint: str, worlds: Worlds) -> None:
+    texts = worlds.run(3, compiled, checkpoint, slice(2))
+    assert len(set(texts)) == 1
+    assert "Do not compile it" in (texts[0] or "")
+
+
+def test_a_compiled_encoder_answers_for_everybody(worlds: Worlds) -> None:
+    case, shards = CASES["CoSENTLoss"], (3, 1, 2)
+
+    def wrap(loss: Any, **settings: Any) -> DistributedSentenceLoss:
+        whole = DistributedSentenceLoss(loss, **settings)
+        whole.model = torch.compile(whole.model, backend="eager")
+        return whole
+
+    assert_same(in_world(worlds, case, shards, wrap=wrap), alone(case))
+
+
+def bare(loss: nn.Module, **_: Any) -> nn.Module:
+    return loss
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bare_loss_would_be_caught(name: str, worlds: Worlds) -> None:
+    expected, found = alone(CASES[name]), in_world(worlds, CASES[name], (3, 1, 2), wrap=bare)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected)
+    assert distance(torch.stack([x.value.sum() for x in found]).mean(), expected.value.sum()) > 1e-4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_mend(name: str) -> None:
+    make, text = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        DistributedSentenceLoss(make(words()))
+
+
+def test_decoders_are_refused(checkpoint: str) -> None:
+    with pytest.raises(ValueError, match="reads tokens with a decoder"):
+        DistributedSentenceLoss(losses.DenoisingAutoEncoderLoss(bert(checkpoint)))
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(ValueError, match="'mean' or 'sum'"):
+        DistributedSentenceLoss(mnrl(words()), grad_reduction="avg")
+
+
+def complaints() -> list[str | None]:
+    """What every rank is told when rank 1 alone has something wrong."""
+    mistaken = dist.get_rank() == 1
+    cosent, classifier = CASES["CoSENTLoss"], CASES["SoftmaxLoss"]
+
+    def job(case: Case, columns: int, labels: Tensor | None, spoil: float = 1.0, rows: int = 2) -> str | None:
+        model = words()
+        with torch.no_grad():
+            model[0].head.weight.mul_(spoil)
+        loss = DistributedSentenceLoss(case.make(model).double())
+        return said(lambda: loss(features(columns, slice(rows)), labels))
+
+    return [
+        job(cosent, 2, drawn(3 if mistaken else 2)),
+        job(cosent, 2, None if mistaken else drawn(2)),
+        job(cosent, 3 if mistaken else 2, drawn(2)),
+        job(classifier, 2, species()[:2], float("nan") if mistaken else 1.0),
+        job(cosent, 2, drawn(0), rows=0),
+        job(CASES["MultipleNegativesRankingLoss"], 2, None, rows=0),
+    ]
+
+
+def test_bad_input_is_refused_on_every_rank_alike(worlds: Worlds) -> None:
+    found = worlds.run(3, complaints, timeout=30.0)
+    assert found[0] == found[1] == found[2]
+    expected = ["has 2 rows where the labels", "brought labels, rank 1 brought none", "number of columns"]
+    expected += ["NaN or infinite", "no rank brought a row", "no rank brought a row"]
+    for text, part in zip(found[0], expected, strict=True):
+        assert text is not None
+        assert part in text
+
+
+def draws() -> tuple[Tensor, Tensor]:
+    """What the encoder of each rank drops of the same sentences, and what the loss then draws."""
+
+    class Drawing(nn.Module):
+        def __init__(self, model: SentenceTransformer) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, columns: list[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
+            z = self.model(columns[0])["sentence_embedding"]
+            return torch.cat([z.detach().flatten(), torch.rand(3, dtype=z.dtype)])
+
+    torch.manual_seed(dist.get_rank())
+    model = words(drop=0.5)
+    torch.manual_seed(dist.get_rank())
+    found = DistributedSentenceLoss(Drawing(model))(features(1), None)
+    return found[:-3].view(3, N, D), found[-3:]
+
+
+def test_encoders_draw_by_themselves_and_losses_together(worlds: Worlds) -> None:
+    by_rank = worlds.run(3, draws)
+    for embeddings, loss in by_rank:
+        assert not torch.equal(embeddings[0] == 0, embeddings[1] == 0)
+        assert torch.equal(loss, by_rank[0][1])
+
+
+def test_the_loss_shows_through() -> None:
+    model = words()
+    inner = mnrl(model, scale=7.0)
+    loss = DistributedSentenceLoss(inner)
+    assert loss.scale == 7.0
+    assert loss.get_config_dict() == inner.get_config_dict()
+    assert loss.citation == inner.citation
+    assert [name for name, _ in loss.named_parameters()] == [name for name, _ in inner.named_parameters()]
+    assert not hasattr(loss, "no_such_thing")
+    again = copy.deepcopy(loss)
+    assert again.model is again.loss.model is not model
+
+
+def test_the_encoder_is_itself_again_afterwards() -> None:
+    model = words()
+    loss = DistributedSentenceLoss(CASES["CoSENTLoss"].make(model))
+    with pytest.raises(IndexError):
+        loss([{"input_ids": torch.full((2, 1), WORDS), "attention_mask": torch.ones(2, 1)}] * 2, drawn(2))
+    assert "forward" not in vars(model)
+    loss(features(2), scores())
+    assert "forward" not in vars(model)
+
+
+# --------------------------------------------------------------------------------------------------------------- trainer
+
+
+def trained(folder: str, name: str, *, wrapped: bool = True, batch: int = 2, env: bool = True) -> dict[str, Tensor]:
+    """Two steps of the real trainer; what it leaves of encoder and loss."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from sentence_transformers import SentenceTransformerTrainingArguments
+
+    if env:  # what torchrun says
+        rank, size = dist.get_rank(), dist.get_world_size()
+        os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
+    torch.manual_seed(0)
+    case, model = (
+        CASES[name],
+        SentenceTransformer(modules=[StaticEmbedding(tokenizer(), embedding_dim=D)], device="cpu"),
+    )
+    model.double()
+    texts = [[f"w{2 + (3 * i + 5 * c) % 9} w{2 + (i * i + c) % 9}" for i in range(12)] for c in range(case.columns)]
+    table = {f"column{c}": x for c, x in enumerate(texts)} | {"label": species().repeat(2).tolist()}
+    data = Dataset(
+        InMemoryTable.from_pydict(table), fingerprint="sentences"
+    )  # its own fingerprint pickles half of pyarrow
+    arguments = SentenceTransformerTrainingArguments(
+        folder, max_steps=2, per_device_train_batch_size=batch, learning_rate=0.1, lr_scheduler_type="constant",
+        optim="sgd", max_grad_norm=0.0, report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True, seed=3,
+        disable_tqdm=True, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    torch.manual_seed(dist.get_rank() if env and wrapped else 0)  # the adapter mends scripts that do not seed
+    loss = case.make(model).double()
+    trainer = SentenceTransformerTrainer(
+        model, arguments, train_dataset=data, loss=DistributedSentenceLoss(loss) if wrapped else loss
+    )
+    trainer.train()
+    own = {name: x for name, x in loss.named_parameters() if name.startswith("classifier")}
+    return {name: x.detach().clone() for name, x in {**dict(model.named_parameters()), **own}.items()}
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[dict[str, Tensor]]]]:
+    """Worlds of their own: a trainer leaves its mark on a process."""
+    pytest.importorskip("datasets")
+    folder = str(tmp_path_factory.mktemp("trainer"))
+    with Worlds(timeout=120.0) as own:
+        yield lambda world_size, *args, **kwargs: own.run(world_size, trained, folder, *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["SoftmaxLoss", "BatchHardTripletLoss"])
+def test_the_trainer_trains_on_ranks_what_it_trains_on_one(
+    name: str, trainers: Callable[..., Any], tmp_path: Path
+) -> None:
+    expected = trained(str(tmp_path), name, batch=4, env=False)
+    for found in trainers(2, name, batch=2):
+        assert found.keys() == expected.keys()
+        for parameter, x in expected.items():
+            close(found[parameter], x)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("SoftmaxLoss", "classifier.weight"), ("BatchHardTripletLoss", "0.embedding.weight")]
+)
+def test_without_the_adapter_replicas_drift_apart(name: str, parameter: str, trainers: Callable[..., Any]) -> None:
+    """What it is for; and that the comparison above can fail."""
+    first, second = trainers(2, name, wrapped=False, batch=2)
+    assert distance(first[parameter], second[parameter]) > 1e-3
