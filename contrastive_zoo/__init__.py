@@ -27,6 +27,7 @@ _HOMES = {
     "DINO": "losses.dino",
     "Debiased": "losses.hcl",
     "DistributedLoss": "distributed",
+    "DistributedMiner": "mining",
     "FastAP": "losses.fast_ap",
     "GIST": "losses.gist",
     "GeneralizedLiftedStructure": "losses.generalized_lifted_structure",
@@ -217,6 +218,7 @@ if TYPE_CHECKING:
     from contrastive_zoo.memory import CrossBatchMemory as CrossBatchMemory
     from contrastive_zoo.memory import MemoryQueue as MemoryQueue
     from contrastive_zoo.memory import MomentumEncoder as MomentumEncoder
+    from contrastive_zoo.mining import DistributedMiner as DistributedMiner
     from contrastive_zoo.world import ALONE as ALONE
     from contrastive_zoo.world import World as World
 

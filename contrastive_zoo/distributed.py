@@ -1,21 +1,41 @@
 """DistributedLoss: the one gesture that makes any loss a function of the global batch."""
 
+import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import meet, refuse, refuse_empty
+from contrastive_zoo.meeting import agreeing, meet, refuse, refuse_empty
 from contrastive_zoo.randomness import one_stream
-from contrastive_zoo.world import Processes, World
+from contrastive_zoo.world import Processes, Shards, World
 
 GradReduction = Literal["mean", "sum"]
+Mode = Literal["replicated", "sharded"]
+
+FIRST_VALUES, EVERY_NTH_VALUE = 8, 64
+"""Which of a foreign loss's values are compared between ranks: the first ones, and then now and again."""
+
+
+_FURTHER = ("indices_tuple", "ref_emb", "ref_labels")
+
+
+class GlobalIndices(tuple[Tensor, ...]):
+    """What a miner found among all ranks' rows, the same on every rank: made by ``DistributedMiner``.
+
+    Example:
+        >>> anchors, positives, negatives = GlobalIndices([torch.tensor([0]), torch.tensor([1]), torch.tensor([2])])
+    """
+
+    __slots__ = ()
 
 
 class DistributedLoss(nn.Module):
@@ -29,7 +49,12 @@ class DistributedLoss(nn.Module):
     - the gradient of the loss's own parameters is ∂L/∂φ, the same on every rank already before any reduction.
 
     Losses of this library compute only their own anchors' part. Any other callable is computed on the gathered rows, by
-    every rank alike. On one process the same line works and changes nothing.
+    every rank alike; it may return a tensor, or a tuple, list or dict of such. On one process the same line works and
+    changes nothing: a foreign loss gets its arguments as they are, and what it makes of NaN, of no rows or of arguments
+    that it does not know is its own affair.
+
+    Attributes and methods of the loss are read and set through this wrapper (``loss_fn.temperature``), but for private
+    ones and those of the wrapper itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
 
     Args:
         loss: a loss of this library, or any module or function of tensors whose dimension 0 counts rows:
@@ -37,17 +62,25 @@ class DistributedLoss(nn.Module):
             ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``.
         miner: called as ``miner(embeddings, labels)`` (and with the reference rows, if there are any) on the gathered
             rows; what it returns is passed on as ``indices_tuple``.
+        mode: how a foreign loss is computed: ``"replicated"``, by every rank on all rows, or ``"sharded"``, by each
+            rank for its own anchors, which pytorch-metric-learning's losses of pairs and triplets allow.
+        prefer_native: take this library's loss in place of a foreign one (and its miner) that it expresses exactly; where
+            there is none, ``loss`` itself.
         process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
             the call.
         grad_reduction: what the trainer does with the ranks' gradients. ``"mean"``: DDP, FSDP, Lightning, Accelerate,
             the Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a sum
             communication hook, a divide factor of 1.
         check_finite: whether rows with NaN or infinite values are refused.
+        check_equal: whether what a foreign loss returns (its tensors) is compared between ranks, at the first calls and at
+            every 64th; it travels with the next call's sizes, in no message of its own.
 
     Raises:
-        ValueError: an unknown ``grad_reduction``; a miner with a loss of this library. At the call, on every rank
-            alike: ranks that bring different arguments, widths or dtypes, labels that are not one per row, NaN or
-            infinite rows, no rows at all, or indices mined on this rank's rows only.
+        ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, or is distributed already; a
+            miner for a loss that takes no ``indices_tuple``. At the call, if there are several ranks, on every rank alike:
+            ranks that bring different arguments, widths, dtypes or ``grad_reduction``, arguments that the loss does not
+            take, labels that are not one per row, NaN or infinite rows, no rows at all, indices mined on one rank's rows
+            only or given although there is a miner, or a last value that came out differently on some rank.
 
     Example:
         >>> import contrastive_zoo as cz
@@ -64,9 +97,12 @@ class DistributedLoss(nn.Module):
         loss: Callable[..., Any],
         *,
         miner: Callable[..., Any] | None = None,
+        mode: Mode = "replicated",
+        prefer_native: bool = False,
         process_group: Processes = None,
         grad_reduction: GradReduction = "mean",
         check_finite: bool = True,
+        check_equal: bool = True,
     ) -> None:
         super().__init__()
         if grad_reduction not in ("mean", "sum"):
@@ -74,18 +110,41 @@ class DistributedLoss(nn.Module):
                 f"DistributedLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
                 f"{grad_reduction!r}. DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
             )
+        if mode not in ("replicated", "sharded"):
+            raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
         if not callable(loss):
             raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
+        if isinstance(_bare(loss), DistributedLoss):
+            raise ValueError("DistributedLoss: this loss is distributed already; wrap the bare one, once.")
+        if (problem := _towers_problem(_bare(loss))) is not None:
+            raise ValueError(f"DistributedLoss: {problem}")
+        self._asked_as: inspect.Signature | None = None
+        if prefer_native:
+            asked, (loss, miner) = loss, _native(loss, miner)
+            self._asked_as = None if loss is asked else signature(_bare(asked))
         if miner is not None and isinstance(_bare(loss), Loss):
             raise ValueError(
                 f"DistributedLoss: {type(_bare(loss)).__name__} weighs all pairs itself and takes no miner's indices. "
                 "Leave the miner out, or pass a loss that takes indices_tuple."
             )
-        self.loss = loss
+        if miner is not None and not _takes(signature(_bare(loss)), "indices_tuple"):
+            raise ValueError(
+                f"DistributedLoss: {_name(_bare(loss))}{signature(_bare(loss))} takes no indices_tuple, which is how a "
+                "miner's findings reach a loss. Leave the miner out."
+            )
+        if mode == "sharded" and not isinstance(_bare(loss), Loss):
+            refusal = importlib.import_module("contrastive_zoo.adapters.pml_sharded").refusal(loss, miner)
+            if refusal is not None:
+                raise ValueError(f"DistributedLoss: {_name(_bare(loss))} cannot be computed in shards: {refusal}")
         self.miner = miner
+        self.mode = mode
         self.process_group = process_group
         self.grad_reduction = grad_reduction
         self.check_finite = check_finite
+        self.check_equal = check_equal
+        self._calls = 0
+        self._last: list[Tensor] = []
+        self.loss = loss
 
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
         """The loss of all ranks' rows, from mine.
@@ -97,35 +156,187 @@ class DistributedLoss(nn.Module):
         bare = _bare(self.loss)
         world = World.of(self.process_group, check_finite=self.check_finite and getattr(bare, "check_finite", True))
         try:
-            signature = _signature(bare)
+            if self._asked_as is not None:
+                rows, named_rows = self._labelled(self._asked_as.bind(*rows, **named_rows).arguments, world), {}
+            takes = signature(bare)
             # a miner's indices come later, also where the loss insists on them
-            bound = (signature.bind_partial if self.miner else signature.bind)(*rows, **named_rows)
-        except TypeError as error:  # this rank alone may have forgotten an argument; the others would wait for it
+            bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
+        except TypeError as error:
+            if world.size == 1:
+                return self.loss(*rows, **named_rows)  # says so in its own words
+            # this rank alone may have forgotten an argument; the others would wait for it
             refuse(_name(bare), f"{error}.", world=world)
-        bound.arguments = tree_map(lambda x: _scale_rows(x, world.size), dict(bound.arguments))
+        if world.size > 1:
+            bound.arguments = tree_map(_once(lambda x: _scale_rows(x, world.size)), dict(bound.arguments))
         if getattr(bare, "sharded", False) and self.grad_reduction == "sum":
             bare.shard_gradient_scale = world.size  # no trainer adds up what each rank holds for itself
-        if isinstance(bare, Loss):
-            value = self.loss(*bound.args, **bound.kwargs, world=world)
-        else:
-            value = self._replicated(bound, world)
-        if self.grad_reduction == "sum":
-            value = tree_map(lambda x: _scale_gradient(x, 1 / world.size), value)
+        with agreeing(grad_reduction=self.grad_reduction, mode=self.mode):
+            if isinstance(bare, Loss):
+                value = self.loss(*bound.args, **bound.kwargs, world=world)
+            else:
+                value = self._foreign(bound, world)
+        if self.grad_reduction == "sum" and world.size > 1:
+            value = tree_map(lambda x: scale_gradient(x, 1 / world.size), value)
         return value
 
-    def _replicated(self, bound: inspect.BoundArguments, world: World) -> Any:
-        """A loss from elsewhere, computed on all rows by every rank alike: each then holds the complete gradient."""
-        bound.arguments, device = _gathered(_name(_bare(self.loss)), bound.arguments, world)
-        with one_stream(world, device):
-            if self.miner is not None:
-                mined = [bound.arguments[name] for name in ("embeddings", "labels")]
-                mined += [bound.arguments[name] for name in ("ref_emb", "ref_labels") if name in bound.arguments]
-                bound.arguments["indices_tuple"] = self.miner(*mined)
-            return self.loss(*bound.args, **bound.kwargs)
+    def _labelled(self, arguments: Mapping[str, Any], world: World) -> tuple[Any, ...]:
+        """What the loss in another's place takes of the other's arguments."""
+        further = {name: x for name, x in arguments.items() if name in _FURTHER}
+        if given := [name for name, x in further.items() if x is not None]:
+            name = _name(_bare(self.loss))
+            refuse(name, f"takes no {' or '.join(given)}. Leave them out, or prefer_native=True.", world=world)
+        return tuple(x for name, x in arguments.items() if name not in further)
+
+    def _foreign(self, bound: inspect.BoundArguments, world: World) -> Any:
+        """A loss from elsewhere; on one process with its arguments as they are."""
+        name, last = _name(_bare(self.loss)), self._last_value()
+        problem = self._indices_problem(bound.arguments, world)
+        if world.size == 1:
+            if problem is not None:
+                refuse(name, problem, world=world)
+            return self._computed(bound)
+        problem = problem or unequal_problem(bound.arguments)
+        brought = Brought.meet(name, bound.arguments, world=world, problem=problem, last_value=last)
+        if self.mode == "sharded":
+            sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
+            return sharded(self.loss, self.miner, bound.arguments, brought.shards, world)
+        # computed on all rows by every rank alike, so that each holds the complete gradient
+        bound.arguments = brought.gathered(gradient="complete", world=world)
+        with one_stream(world, brought.device):
+            value = self._computed(bound)
+        self._remember(value)
+        return value
+
+    def _computed(self, bound: inspect.BoundArguments) -> Any:
+        if self.miner is not None:
+            bound.arguments["indices_tuple"] = self.miner(*mined(bound.arguments))
+        return self.loss(*bound.args, **bound.kwargs)
+
+    def _indices_problem(self, arguments: Mapping[str, Any], world: World) -> str | None:
+        indices = arguments.get("indices_tuple")
+        if indices is not None and self.miner is not None:
+            return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
+        if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
+            return (
+                "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
+                "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner); or mine by "
+                "DistributedMiner(miner), and pass on what it returns as it is."
+            )
+        return None
+
+    def _remember(self, value: Any) -> None:
+        """Keep the value for the next meeting, if its turn has come."""
+        if self.check_equal and (self._calls < FIRST_VALUES or self._calls % EVERY_NTH_VALUE == 0):
+            # tensors alone: what is no tensor may be a rank's own, such as a time
+            tensors = (x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
+            self._last = [x.detach().sum() for x in tensors]
+        self._calls += 1
+
+    def _last_value(self) -> float | None:
+        """One number that stands for all that was returned; read a step later, when no device has to be waited for."""
+        last, self._last = self._last, []
+        return sum(x.item() for x in last) if last else None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (bare := self._has(name)) is None:
+                raise
+            return getattr(bare, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in vars(self) or name in vars(self).get("_modules", ()) or hasattr(type(self), name)
+        bare = None if own else self._has(name)
+        if bare is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(bare, name, value)
+
+    def _has(self, name: str) -> Any:
+        """The bare loss if this is one of its public attributes."""
+        bare = _bare(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
+        return None if name.startswith("_") or not hasattr(bare, name) else bare
 
 
-def _signature(loss: Any) -> inspect.Signature:
-    """Of the loss; of some function of anything where Python does not know it, as for built-in ones."""
+class Brought(NamedTuple):
+    """What this rank's arguments are made of, and how their rows lie over the ranks, which have met."""
+
+    leaves: dict[str, Any]
+    tree: Any
+    shards: dict[str, Shards]
+
+    @classmethod
+    def meet(
+        cls,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        world: World,
+        problem: str | None = None,
+        last_value: float | None = None,
+    ) -> "Brought":
+        """Agree with all ranks on these arguments: tensors of rows, and all else the same everywhere.
+
+        Raises:
+            ValueError: on every rank alike, what :func:`contrastive_zoo.meeting.meet` finds; rows that are no tensors; no
+                rows at all.
+        """
+        found, tree = tree_flatten_with_path(dict(arguments))
+        leaves = {_path(path): leaf for path, leaf in found}
+        rows = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
+        settings = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, (int, float, str, type(None)))}
+        settings |= {path: "global indices" for path, leaf in leaves.items() if isinstance(leaf, GlobalIndices)}
+        for path, leaf in leaves.items():
+            if isinstance(leaf, np.ndarray) or is_dataclass(leaf):
+                problem = problem or (
+                    f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
+                    f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
+                )
+        shards = meet(name, rows, world=world, problem=problem, settings=settings, last_value=last_value)
+        if rows:
+            refuse_empty(name, shards[0])
+        return cls(leaves, tree, dict(zip(rows, shards, strict=True)))
+
+    def gathered(self, *, gradient: Literal["partial", "complete"], world: World) -> dict[str, Any]:
+        """The arguments with every tensor of rows replaced by all ranks' rows."""
+
+        def all_ranks(rows: Tensor, shards: Shards) -> Tensor:
+            here = rows if world.device.type == "cpu" else rows.to(world.device)  # labels that were left on the CPU
+            everybody = all_gather(here, gradient=gradient, shards=shards, process_group=world)
+            return everybody.to(rows.device)
+
+        gather, everybody = _once(all_ranks), dict(self.leaves)
+        for path, shards in self.shards.items():
+            everybody[path] = gather(self.leaves[path], shards)
+        arguments: dict[str, Any] = tree_unflatten(list(everybody.values()), self.tree)
+        return arguments
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the rows lie."""
+        return next((self.leaves[path].device for path in self.shards), None)
+
+
+def mined(arguments: Mapping[str, Any]) -> list[Any]:
+    """What a miner is called with: embeddings, labels, and the reference rows, if there are any.
+
+    Example:
+        >>> mined({"z": 1, "y": 2, "indices_tuple": None, "ref_emb": 3, "ref_labels": 4})
+        [1, 2, 3, 4]
+    """
+    references = [arguments[name] for name in ("ref_emb", "ref_labels") if arguments.get(name) is not None]
+    others = [x for name, x in arguments.items() if name not in _FURTHER]
+    return others[:2] + references
+
+
+def signature(loss: Any) -> inspect.Signature:
+    """Of the loss; of some function of anything where Python does not know it, as for built-in ones.
+
+    Example:
+        >>> signature(lambda z, labels: z.sum())
+        <Signature (z, labels)>
+    """
     if isinstance(loss, Loss) and hasattr(loss, "function"):
         parameters = inspect.signature(type(loss).function).parameters.values()
         return inspect.Signature([x for x in parameters if x.kind is not x.KEYWORD_ONLY])
@@ -135,32 +346,55 @@ def _signature(loss: Any) -> inspect.Signature:
         return inspect.signature(lambda *rows, **named_rows: None)
 
 
-def _gathered(name: str, arguments: dict[str, Any], world: World) -> tuple[dict[str, Any], torch.device | None]:
-    """The same arguments with every tensor of rows replaced by all ranks' rows, and where these lie."""
-    leaves, tree = tree_flatten_with_path(arguments)
-    named = {_path(path): leaf for path, leaf in leaves}
-    rows = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
-    plain = {path: leaf for path, leaf in named.items() if isinstance(leaf, (int, float, str, type(None)))}
-    shards = meet(name, rows, world=world, problem=_problem(arguments, world), settings=plain)
-    if rows:
-        refuse_empty(name, shards[0])
-    for (path, leaf), where in zip(rows.items(), shards, strict=True):
-        named[path] = all_gather(leaf, gradient="complete", shards=where, process_group=world)
-    device = next((leaf.device for leaf in rows.values()), None)
-    return tree_unflatten(list(named.values()), tree), device
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One result for one object: a loss may ask whether two of its arguments are the same."""
+    results: dict[int, tuple[Any, Any]] = {}
+
+    def once(x: Any, *more: Any) -> Any:
+        if id(x) not in results:
+            results[id(x)] = x, function(x, *more)
+        return results[id(x)][1]
+
+    return once
 
 
-def _problem(arguments: dict[str, Any], world: World) -> str | None:
-    """What is wrong with a foreign loss's arguments, in words; None if nothing is."""
-    if world.size > 1 and arguments.get("indices_tuple") is not None:
-        return (
-            "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
-            "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner)."
-        )
+def _takes(takes: inspect.Signature, name: str) -> bool:
+    return name in takes.parameters or any(x.kind is x.VAR_KEYWORD for x in takes.parameters.values())
+
+
+def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with the number of labels of a loss or miner, in words; None if nothing is.
+
+    Example:
+        >>> unequal_problem({"embeddings": torch.eye(2), "labels": torch.tensor([0])})
+        "labels are one per row, got 1 for 2 rows. Pass this rank's own labels with its own rows."
+    """
     rows, labels = arguments.get("embeddings"), arguments.get("labels")
     if isinstance(rows, Tensor) and isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) != len(rows):
         return labels_problem("labels", labels.long(), len(rows))
     return None
+
+
+def _towers_problem(loss: Any) -> str | None:
+    """What is wrong with a loss that holds its encoder, in words; None if it does not."""
+    kinds = [kind for x in (loss.modules() if isinstance(loss, nn.Module) else ()) for kind in type(x).__mro__]
+    if any(kind.__module__.startswith("sentence_transformers.") and kind.__name__ == "BaseModel" for kind in kinds):
+        return (
+            f"{_name(loss)} holds the encoder and takes its tokens, which must not travel; embeddings must. "
+            "Use contrastive_zoo.adapters.sentence_transformers.DistributedSentenceLoss(loss)."
+        )
+    return None
+
+
+def _native(loss: Any, miner: Any) -> tuple[Any, Any]:
+    """This library's loss in place of a foreign one with its miner, where it is the same function."""
+    if isinstance(_bare(loss), Loss):
+        return loss, miner
+    # by name: the core does not know the adapters, and imports them only where they are asked for
+    try:
+        return importlib.import_module("contrastive_zoo.adapters.pml_native").to_native(loss, miner), None
+    except ValueError:  # says why there is none
+        return loss, miner
 
 
 def _bare(loss: Any) -> Any:
@@ -190,11 +424,20 @@ class _ScaleGradient(torch.autograd.Function):
         return dy * ctx.factor, None
 
 
-def _scale_gradient(x: Any, factor: float) -> Any:
-    """x itself, whose gradient comes out ``factor`` times as large; anything without a gradient as it is."""
+def scale_gradient(x: Any, factor: float) -> Any:
+    """x itself, whose gradient comes out ``factor`` times as large; anything without a gradient as it is.
+
+    Raises:
+        ValueError: x is a dataclass, into which nobody looks for tensors.
+    """
+    if is_dataclass(x):
+        raise ValueError(
+            f"DistributedLoss: gradients cannot be scaled inside a {type(x).__name__}. Let the loss take and return "
+            "tensors, or tuples, lists and dicts of them."
+        )
     return _ScaleGradient.apply(x, factor) if isinstance(x, Tensor) and x.requires_grad and factor != 1 else x
 
 
 def _scale_rows(x: Any, factor: float) -> Any:
     """The same for rows; a single number is a parameter, of which every rank has the complete gradient already."""
-    return _scale_gradient(x, factor) if isinstance(x, Tensor) and x.ndim > 0 else x
+    return scale_gradient(x, factor) if isinstance(x, Tensor) and x.ndim > 0 else x

@@ -6,7 +6,11 @@ all exchange the sentences and all raise the same error.
 """
 
 import hashlib
-from collections.abc import Mapping
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -14,6 +18,25 @@ from torch import Tensor
 from contrastive_zoo.world import Shards, World
 
 _SIZES_ON_CARD = 6
+_NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]  # no sum of anything is -0.0 once 0.0 is added
+
+_AGREED: ContextVar[Mapping[str, object]] = ContextVar("agreed")
+
+
+@contextmanager
+def agreeing(**settings: object) -> Iterator[None]:
+    """Within it every :func:`meet` compares these settings as well, whoever calls it.
+
+    Example:
+        >>> with agreeing(grad_reduction="mean"):
+        ...     meet("Loss", {"embeddings": torch.ones(3, 2)}, world=World())
+        [Shards(sizes=(3,), rank=0)]
+    """
+    token = _AGREED.set(settings)
+    try:
+        yield
+    finally:
+        _AGREED.reset(token)
 
 
 def meet(
@@ -23,6 +46,7 @@ def meet(
     world: World,
     problem: str | None = None,
     settings: Mapping[str, object] | None = None,
+    last_value: float | None = None,
 ) -> list[Shards]:
     """Agree with all ranks on what is compared, and learn how many rows each of them holds.
 
@@ -32,13 +56,15 @@ def meet(
         world: who takes part.
         problem: what this rank already knows to be wrong with its input.
         settings: numbers and words that must be the same everywhere.
+        last_value: what this rank computed in an earlier step, if it must have come out the same everywhere.
 
     Returns:
         For each entry of ``rows``, how it is spread over the ranks.
 
     Raises:
         ValueError: on every rank alike, if any rank has a problem, brings NaN or infinite rows (unless
-            ``world.check_finite`` is off), or if ranks bring different kinds of rows or settings.
+            ``world.check_finite`` is off), if ranks bring different kinds of rows or settings, or if their last values
+            differ by more than half the digits of the rows' dtype.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
@@ -48,16 +74,18 @@ def meet(
     problem = problem or _first_non_finite(rows, world)
     signature = "\n".join(
         [f"{name}|{_row_kind(tensor)}" for name, tensor in rows.items()]
-        + [f"{name}|{value}" for name, value in (settings or {}).items()]
+        + [f"{name}|{value}" for name, value in {**_AGREED.get({}), **(settings or {})}.items()]
     )
     counts = [len(tensor) if tensor.ndim else 1 for tensor in rows.values()]
     card = counts[:_SIZES_ON_CARD] + [0] * (_SIZES_ON_CARD - len(counts))
-    cards = world.exchange([problem is not None, _digest(signature), *card])
+    cards = world.exchange([problem is not None, _digest(signature), _bits(last_value), *card])
     if any(card[0] for card in cards):
         raise ValueError(f"{caller}: {_complaints(world.exchange_text(problem or ''))}")
     if len({card[1] for card in cards}) > 1:
         raise ValueError(f"{caller}: {_difference(world.exchange_text(signature))}")
-    sizes = [card[2 : 2 + len(counts)] for card in cards]
+    if difference := _different_values([card[2] for card in cards], rows):
+        raise ValueError(f"{caller}: {difference}")
+    sizes = [card[3 : 3 + len(counts)] for card in cards]
     if len(counts) > _SIZES_ON_CARD:
         sizes = [mine + rest for mine, rest in zip(sizes, world.exchange(counts[_SIZES_ON_CARD:]), strict=True)]
     return [Shards(by_rank, world.rank) for by_rank in zip(*sizes, strict=True)]
@@ -94,15 +122,44 @@ def _row_kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape[1:])}|{grad}"
 
 
+def _bits(value: float | None) -> int:
+    return _NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
+
+
+def _different_values(bits: Sequence[int], rows: Mapping[str, Tensor]) -> str | None:
+    """In which last values ranks differ, in words; None if they do not, or if some rank has none."""
+    if _NO_VALUE in bits:
+        return None
+    values = [struct.unpack("d", struct.pack("q", x))[0] for x in bits]
+    precisions = [torch.finfo(x.dtype).eps for x in rows.values() if x.is_floating_point()]
+    eps = max(precisions, default=torch.finfo(torch.float32).eps)
+    for rank, value in enumerate(values):
+        both_nan = math.isnan(value) and math.isnan(values[0])
+        if not both_nan and not math.isclose(value, values[0], rel_tol=eps**0.5, abs_tol=eps):
+            return (
+                f"its last value came out differently on two ranks that computed it from the same rows: rank 0 found "
+                f"{values[0]:g}, rank {rank} found {value:g}. If the loss has parameters, build it under the same seed "
+                "on every rank or wrap it in DDP. If it draws from a generator of its own, seed that alike (torch's, "
+                "NumPy's and Python's global ones are shared already). If its operations are not deterministic, call "
+                "torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
+            )
+    return None
+
+
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _all_finite(x: Tensor) -> bool:
+    """A sum is finite only if all its terms are; where it is not, it may have overflowed."""
+    return bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) or bool(x.isfinite().all())
 
 
 def _first_non_finite(rows: Mapping[str, Tensor], world: World) -> str | None:
     if not world.check_finite:
         return None
     for name, tensor in rows.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor.detach()).all():
+        if tensor.is_floating_point() and not _all_finite(tensor.detach()):
             bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
             some = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
             return (

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from contrastive_zoo.collectives import broadcast
 from contrastive_zoo.world import World
 
 
@@ -31,8 +31,7 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
         yield
         return
     own = _states(device)
-    shared = [broadcast_state(state, world) for state in own]
-    _restore(shared, device)
+    _restore(of_rank_0(own, world), device)
     try:
         yield
     finally:
@@ -40,9 +39,19 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
             _restore(own, device)
 
 
-def broadcast_state(state: torch.Tensor, world: World) -> torch.Tensor:
-    """Rank 0's generator state; the same length everywhere."""
-    return broadcast(state.to(world.device), process_group=world).cpu()
+def of_rank_0(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:
+    """Rank 0's generator states, in one message; each as long everywhere.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> of_rank_0([torch.tensor([3]), torch.tensor([0.5])], ALONE)
+        [tensor([3]), tensor([0.5000])]
+    """
+    packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)
+    if world.size > 1:
+        dist.broadcast(packed, group=world.group, group_src=0)
+    parts = packed.cpu().split([state.nbytes for state in states])
+    return [part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)]
 
 
 def _states(device: torch.device | None) -> list[torch.Tensor]:

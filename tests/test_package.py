@@ -24,6 +24,7 @@ LAYERS = [
     {"engine"},
     {"losses"},
     {"distributed"},
+    {"mining"},
 ]
 """Arrows point from later ones to earlier ones."""
 

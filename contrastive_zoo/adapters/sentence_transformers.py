@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from contrastive_zoo.collectives import all_gather, broadcast
-from contrastive_zoo.distributed import GradReduction, _scale_gradient
+from contrastive_zoo.distributed import GradReduction, scale_gradient
 from contrastive_zoo.meeting import agreeing, meet, refuse_empty
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.world import Processes, Shards, World
@@ -103,7 +103,7 @@ class DistributedSentenceLoss(nn.Module):
         with agreeing(grad_reduction=self.grad_reduction):
             value = self._together(list(sentence_features), labels, world)
         if self.grad_reduction == "sum":
-            value = tree_map(lambda x: _scale_gradient(x, 1 / world.size), value)
+            value = tree_map(lambda x: scale_gradient(x, 1 / world.size), value)
         return value
 
     def _together(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
@@ -214,7 +214,7 @@ def _gathered(name: str, z: Tensor, rows: Shards | None, world: World) -> tuple[
         )
     (shards,) = meet(name, {"sentence_embedding": z}, world=world, problem=problem)
     refuse_empty(name, shards)
-    z = _scale_gradient(z, world.size)
+    z = scale_gradient(z, world.size)
     return all_gather(z, gradient="complete", shards=shards, process_group=world), shards
 
 

@@ -70,26 +70,29 @@ class Margin(MetricLoss):
         losses = negatives * pull.sum(1) + positives * push.sum(1)
         if self.num_classes is not None:
             losses = losses + self.nu * beta[:, 0] * positives * negatives
-        return losses, negatives * (pull > 0).sum(1) + positives * (push > 0).sum(1)
+        active = negatives * (pull > 0).sum(1) + positives * (push > 0).sum(1)
+        # an anchor with triplets of which no pair is active counts for nothing in the divisor, but its ν β does count
+        return losses, active.to(far.dtype) + torch.finfo(far.dtype).tiny * (positives * negatives > 0)
 
-    def forward(self, *rows: Tensor, world: World | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         """The reduced loss of these rows.
 
         Args:
             rows: as :class:`RowLoss` takes them.
             world: who else holds rows.
+            named_rows: as :class:`RowLoss` takes them.
         """
         world = self.local() if world is None else world
-        if self.num_classes is not None and (problem := _classes_problem(rows, self.num_classes)):
+        labels = named_rows.get("labels", rows[-1] if len(rows) == 2 else None)
+        if self.num_classes is not None and (problem := _classes_problem(labels, self.num_classes)):
             refuse(type(self).__name__, problem, world=world)
-        value = super().forward(*rows, world=world)
+        value = super().forward(*rows, world=world, **named_rows)
         if self.num_classes is not None or self.reduction == "none":
             return value
         return value + self.nu * self.beta.to(value.dtype)
 
 
-def _classes_problem(rows: tuple[Tensor, ...], num_classes: int) -> str | None:
-    labels = rows[-1] if len(rows) == 2 else None
+def _classes_problem(labels: Tensor | None, num_classes: int) -> str | None:
     if labels is None or labels.is_floating_point():
         return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:

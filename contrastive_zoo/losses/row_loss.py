@@ -8,6 +8,7 @@ from torch import Tensor
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin_labelled, begin_views, in_a_row, labelled_problem, numbered
+from contrastive_zoo.meeting import refuse
 from contrastive_zoo.world import World
 
 
@@ -69,14 +70,19 @@ class RowLoss(Loss):
         """The same from all that is known of a panel; for a loss that needs labels, or the embeddings themselves."""
         return self.rows(self.similarity(panel.anchors, panel.columns), panel.positive, panel.negative)
 
-    def forward(self, *rows: Tensor, world: World | None = None) -> Float[Tensor, "..."]:  # type: ignore[override]
+    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
         """The reduced loss of these rows.
 
         Args:
             rows: embeddings [n, d] and labels [n], or two or more views [n, d].
             world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
+            named_rows: embeddings and labels by their names.
         """
         world = self.local() if world is None else world
+        rows += tuple(named_rows.pop(name) for name in ("embeddings", "labels") if name in named_rows)
+        if named_rows:
+            unknown = f"compares embeddings with labels, or views; got {', '.join(named_rows)} as well. Leave them out."
+            refuse(type(self).__name__, unknown, world=world)
         self.refuse_other_than_tensors(rows, {}, world)
         settings: Any = {"normalize": self.normalize, "reduction": self.reduction, "world": world}
         if len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows):

@@ -1,0 +1,193 @@
+"""pytorch-metric-learning's own wrapper beside DistributedLoss, replicated, sharded and native: time, memory, errors.
+
+python benchmarks/foreign.py [--repeats 5] [--docs] [name …]
+
+Two gloo ranks of one thread each, float32, forward and backward through a linear encoder whose gradient is averaged as DDP
+does. Times are medians over repeats that take turns, the slower rank's; memory is the higher rank's, in processes of their
+own. Errors are those of a smaller batch in float64, against the bare loss on one process.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses, miners
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "native-and-sharded.md"
+MARK = "<!-- measured by benchmarks/foreign.py -->\n"
+RANKS, WIDTH, OF_A_CLASS, ROWS_FOR_ERRORS = 2, 128, 4, 64
+
+
+class Subject(NamedTuple):
+    """A loss, its miner, and how many rows all ranks bring: as many as the wrapper can take."""
+
+    rows: int
+    loss: Callable[[], Any]
+    miner: Callable[[], Any] | None = None
+
+
+SUBJECTS = {
+    "NTXentLoss": Subject(192, lambda: losses.NTXentLoss()),
+    "SupConLoss": Subject(2048, lambda: losses.SupConLoss()),
+    "TripletMarginLoss + semi-hard": Subject(
+        384, lambda: losses.TripletMarginLoss(0.2), lambda: miners.TripletMarginMiner(0.2, "semihard")
+    ),
+    "MultiSimilarityLoss": Subject(2048, lambda: losses.MultiSimilarityLoss()),
+}
+
+
+class Wrapped(nn.Module):
+    """The library's wrapper, and that of its miner where there is one."""
+
+    def __init__(self, loss: Any, miner: Any, efficient: bool = False) -> None:
+        super().__init__()
+        self.loss = DistributedLossWrapper(loss, efficient=efficient)
+        self.miner = miner and DistributedMinerWrapper(miner, efficient=efficient)
+
+    def forward(self, z: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(z, labels, self.miner(z, labels) if self.miner else None)
+
+
+WAYS: dict[str, Callable[[Any, Any], nn.Module]] = {
+    "their wrapper": Wrapped,
+    "their wrapper, efficient": lambda loss, miner: Wrapped(loss, miner, efficient=True),
+    "replicated": lambda loss, miner: cz.DistributedLoss(loss, miner=miner),
+    "sharded": lambda loss, miner: cz.DistributedLoss(loss, miner=miner, mode="sharded"),
+    "native": lambda loss, miner: cz.DistributedLoss(loss, miner=miner, prefer_native=True),
+}
+
+
+def batch(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, nn.Linear]:
+    """All ranks' samples and labels, classes in no order, and the encoder."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randperm(rows, generator=generator) // OF_A_CLASS
+    classes = torch.randn(rows // OF_A_CLASS, WIDTH, generator=generator, dtype=dtype)
+    x = classes[labels] + torch.randn(rows, WIDTH, generator=generator, dtype=dtype)
+    torch.manual_seed(1)
+    return x, labels, nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype)
+
+
+def step(loss: Any, x: Tensor, labels: Tensor, encoder: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Value, and the encoder's gradient averaged over ranks."""
+    encoder.zero_grad()
+    value = loss(encoder(x), labels)
+    value.backward()
+    gradient = encoder.weight.grad
+    assert gradient is not None
+    dist.all_reduce(gradient)
+    return value.detach(), gradient / RANKS
+
+
+def mine(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, nn.Linear]:
+    """This rank's even share."""
+    x, labels, encoder = batch(rows, dtype)
+    return x.chunk(RANKS)[dist.get_rank()], labels.chunk(RANKS)[dist.get_rank()], encoder
+
+
+def made(name: str, way: str) -> nn.Module:
+    """The loss, distributed in this way."""
+    subject = SUBJECTS[name]
+    return WAYS[way](subject.loss(), subject.miner and subject.miner())
+
+
+def times(name: str, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way's steps, which take turns."""
+    given, ways = mine(SUBJECTS[name].rows), {way: made(name, way) for way in WAYS}
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for repeat in range(repeats + 1):  # the first warms up
+        for way, loss in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step(loss, *given)
+            if repeat:
+                found[way].append(time.perf_counter() - start)
+    return found
+
+
+def memory(name: str, way: str) -> float:
+    """MB that one step needs at its peak beyond what the process held before (Linux)."""
+    loss, given = made(name, way), mine(SUBJECTS[name].rows)
+    step(loss, *mine(16))
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+    step(loss, *given)
+    return resident("VmHWM") - before
+
+
+def resident(what: str) -> float:
+    """This process's resident memory in MB."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
+
+
+def results(name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Value and encoder gradient of each way, in float64."""
+    given = mine(ROWS_FOR_ERRORS, torch.float64)
+    return {way: step(made(name, way), *given) for way in WAYS}
+
+
+def truth(name: str) -> tuple[Tensor, Tensor]:
+    """The same of the bare loss on one process."""
+    subject, (x, labels, encoder) = SUBJECTS[name], batch(ROWS_FOR_ERRORS, torch.float64)
+    z = encoder(x)
+    value = subject.loss()(z, labels, subject.miner()(z, labels) if subject.miner else None)
+    (gradient,) = torch.autograd.grad(value, encoder.weight)
+    return value.detach(), gradient
+
+
+def off(found: Tensor, expected: Tensor) -> str:
+    """How far, relative to what is expected."""
+    error = ((found - expected).norm() / expected.norm()).item()
+    return "0" if error == 0 else f"{error:.0e}" if error < 1e-6 else f"**{100 * error:.0f} %**"
+
+
+def lines(name: str, repeats: int, worlds: Worlds) -> list[str]:
+    """The table's rows of one loss."""
+    took = worlds.run(RANKS, times, name, repeats, timeout=3600.0)
+    found, expected = worlds.run(RANKS, results, name, timeout=600.0), truth(name)
+    rows = []
+    for way in WAYS:
+        with Worlds() as fresh:
+            peak = max(fresh.run(RANKS, memory, name, way, timeout=600.0))
+        seconds = statistics.median(max(pair) for pair in zip(*(x[way] for x in took), strict=True))
+        value, gradient = (max((x[way][i] for x in found), key=lambda y: (y - expected[i]).norm()) for i in (0, 1))
+        errors = f"{off(value, expected[0])} | {off(gradient, expected[1])}"
+        title = f"`{name}`, {SUBJECTS[name].rows:,} rows" if not rows else ""
+        rows.append(f"| {title} | {way} | {1000 * seconds:,.0f} | {peak:,.0f} | {errors} |")
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure the losses named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/pages/native-and-sharded.md")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(SUBJECTS)}")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(SUBJECTS):
+        parser.error(f"no loss is called {', '.join(sorted(unknown))}")
+    table = ["| loss | way | ms a step | MB at the peak | value is off by | gradient is off by |"]
+    table += ["|---|---|---:|---:|---:|---:|"]
+    with Worlds() as worlds:
+        for name in given.names or SUBJECTS:
+            table += lines(name, given.repeats, worlds)
+    print("\n".join(table))
+    if given.docs:
+        before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
+        PAGE.write_text(f"{before}{MARK}\n{chr(10).join(table)}\n\n{MARK}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

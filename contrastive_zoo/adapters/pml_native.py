@@ -1,0 +1,497 @@
+"""pytorch-metric-learning's losses as this library's own: the same number, in memory linear in the batch.
+
+A translation is exact or refused. It is exact as formulas go: where the other library's arithmetic gives up (a
+probability that underflows, a loss that rounds to 0 and is then left out of a mean), this one's does not.
+"""
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, TypeVar, get_type_hints
+
+import torch
+from pytorch_metric_learning import distances, losses, miners, reducers
+from torch import Tensor, nn
+
+from contrastive_zoo.adapters import pml_sharded
+from contrastive_zoo.losses.arc_face import ArcFace
+from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.losses.circle import Circle
+from contrastive_zoo.losses.class_loss import ClassLoss
+from contrastive_zoo.losses.contrastive import Contrastive
+from contrastive_zoo.losses.cos_face import CosFace
+from contrastive_zoo.losses.fast_ap import FastAP
+from contrastive_zoo.losses.info_nce import InfoNCE
+from contrastive_zoo.losses.lifted_structure import LiftedStructure
+from contrastive_zoo.losses.margin import Margin
+from contrastive_zoo.losses.multi_similarity import MultiSimilarity
+from contrastive_zoo.losses.n_pairs import NPairs
+from contrastive_zoo.losses.nca import NCA
+from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
+from contrastive_zoo.losses.nt_xent import NTXent
+from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
+from contrastive_zoo.losses.proxy_nca import ProxyNCA
+from contrastive_zoo.losses.ranked_list import RankedList
+from contrastive_zoo.losses.signal_to_noise import SignalToNoise
+from contrastive_zoo.losses.sincere import SINCERE
+from contrastive_zoo.losses.soft_triple import SoftTriple
+from contrastive_zoo.losses.sup_con import SupCon
+from contrastive_zoo.losses.triplet import Mining, Triplet
+from contrastive_zoo.losses.tuplet_margin import TupletMargin
+from contrastive_zoo.losses.vicreg import VICReg
+from contrastive_zoo.losses.weighted_sum import WeightedSum
+
+C = TypeVar("C", bound=ClassLoss)
+Settings = dict[str, Any]
+
+
+def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
+    """This library's loss with the same formula, settings and weights.
+
+    Weights are copied, as the parameter ``weights`` [C, d] (C classes, or [C, k, d] with k centres each), whatever the
+    other library calls them and however it lays them out; β of MarginLoss is copied as ``beta``. The translation is a
+    module of its own: give its parameters to the optimizer.
+
+    Args:
+        loss: of pytorch-metric-learning.
+        miner: that would go with it; a few are options of this library's losses.
+
+    Raises:
+        ValueError: there is no exact translation, and why: a formula this library does not have, a distance, reducer,
+            regularizer or miner that it has no option for.
+
+    Example:
+        >>> native = to_native(losses.TripletMarginLoss(0.2), miners.BatchHardMiner())
+        >>> native.margin, native.mining
+        (0.2, 'hard')
+        >>> to_native(losses.HistogramLoss())
+        Traceback (most recent call last):
+        ...
+        ValueError: HistogramLoss has no exact translation: this library has no such formula.
+    """
+    try:
+        return _translation(loss, miner)
+    except _Inexact as why:
+        raise ValueError(f"{type(loss).__name__} has no exact translation: {why}") from None
+
+
+class _Inexact(Exception):  # noqa: N818
+    """Why a loss has no exact translation."""
+
+
+def _translation(loss: Any, miner: Any) -> Loss:
+    kind = type(loss)
+    if kind not in TRANSLATED:
+        raise _Inexact(REFUSED.get(kind, "it is no loss of pytorch-metric-learning itself."))
+    for name in ("embedding_regularizer", "weight_regularizer"):
+        if getattr(loss, name, None) is not None:
+            raise _Inexact(f"its {name} has no option here. Add {type(getattr(loss, name)).__name__} to the value.")
+    if miner is not None and kind not in _TAKE_MINERS:
+        raise _Inexact(f"{type(miner).__name__} has no option here.")
+    return TRANSLATED[kind](loss, miner) if kind in _TAKE_MINERS else TRANSLATED[kind](loss)
+
+
+# ----------------------------------------------------------------------------------------- distances, reducers, numbers
+
+
+def _is_of_unit_rows(distance: Any) -> bool:
+    if distance.normalize_embeddings and distance.p != 2:
+        raise _Inexact(f"rows are divided by their {distance.p}-norm.")
+    return distance.normalize_embeddings
+
+
+def _similarity(loss: Any) -> Settings:
+    """Cosines or dot products."""
+    distance = loss.distance
+    if type(distance) not in (distances.CosineSimilarity, distances.DotProductSimilarity) or distance.power != 1:
+        raise _Inexact(f"it compares by {_spelled(distance)}, this library's by cosine or dot product.")
+    return {"normalize": _is_of_unit_rows(distance)}
+
+
+def _euclidean(loss: Any, power: int = 1) -> Settings:
+    distance = loss.distance
+    if type(distance) is not distances.LpDistance or (distance.p, distance.power) != (2, power):
+        squared = " squared" if power == 2 else ""
+        raise _Inexact(f"it compares by {_spelled(distance)}, this library's by{squared} Euclidean distance.")
+    return {"normalize": _is_of_unit_rows(distance)}
+
+
+def _metric(distance: Any) -> Settings:
+    """As the losses that take any of three metrics name it."""
+    if type(distance) is distances.LpDistance and distance.p == 2 and distance.power in (1, 2):
+        metric = "distance" if distance.power == 1 else "squared distance"
+    elif type(distance) in (distances.CosineSimilarity, distances.DotProductSimilarity) and distance.power == 1:
+        metric = "similarity"
+    else:
+        raise _Inexact(f"it compares by {_spelled(distance)}, which is no metric of this library.")
+    return {"metric": metric, "normalize": _is_of_unit_rows(distance)}
+
+
+def _spelled(distance: Any) -> str:
+    settings = {name: getattr(distance, name, None) for name in ("p", "power")}
+    return f"{type(distance).__name__}({', '.join(f'{name}={x}' for name, x in settings.items())})"
+
+
+def _reduction(loss: Any, **known: Settings) -> Settings:
+    """The settings that stand for a reducer: ``mean``, ``nonzero`` (a mean of what is above 0), ``sum``, ``divisor``."""
+    reducer = loss.reducer
+    inside = [reducer]
+    if type(reducer) is reducers.MultipleReducers:
+        inside = [dict(reducer.reducers).get(x, reducer.default_reducer) for x in loss.sub_loss_names()]
+    kinds = {_reducer_kind(x) for x in inside}
+    if len(kinds) > 1:
+        raise _Inexact(f"its parts are reduced differently, by {', '.join(type(x).__name__ for x in inside)}.")
+    (kind,) = kinds
+    if kind not in known:
+        raise _Inexact(f"{type(inside[0]).__name__} has no option here.")
+    return known[kind]
+
+
+def _reducer_kind(reducer: Any) -> str:
+    if type(reducer) in (reducers.AvgNonZeroReducer, reducers.ThresholdReducer):
+        return "nonzero" if reducer.low == 0 and reducer.high is None else "threshold"
+    names = {reducers.MeanReducer: "mean", reducers.SumReducer: "sum", reducers.DivisorReducer: "divisor"}
+    return names.get(type(reducer), "other")
+
+
+_MEAN_OR_SUM: dict[str, Settings] = {"mean": {}, "sum": {"reduction": "sum"}}
+_AVERAGES: dict[str, Settings] = {
+    "nonzero": {"average": "nonzero"},
+    "mean": {"average": "all"},
+    "sum": {"reduction": "sum"},
+}
+
+
+def _numbers(loss: Any, **names: str) -> Settings:
+    """Attributes that must be plain numbers, under this library's names."""
+    found = {ours: getattr(loss, theirs) for ours, theirs in names.items()}
+    for ours, x in found.items():
+        if not isinstance(x, Real):
+            raise _Inexact(f"its {names[ours]} is {type(x).__name__}, not a number.")
+    return {ours: float(x) for ours, x in found.items()}
+
+
+def _positive(x: float, name: str) -> float:
+    if not x > 0:
+        raise _Inexact(f"{name} is {x}, and not positive.")
+    return x
+
+
+# ------------------------------------------------------------------------------------------------------ pairs of a class
+
+
+def _contrastive(loss: Any) -> Contrastive:
+    margins = _numbers(loss, pos_margin="pos_margin", neg_margin="neg_margin")
+    return Contrastive(**margins, **_metric(loss.distance), **_reduction(loss, **_AVERAGES))
+
+
+def _signal_to_noise(loss: Any) -> SignalToNoise:
+    if loss.distance.power != 1:
+        raise _Inexact(f"it compares by {_spelled(loss.distance)}, this library's by the plain ratio.")
+    margins = _numbers(loss, pos_margin="pos_margin", neg_margin="neg_margin")
+    return SignalToNoise(**margins, normalize=_is_of_unit_rows(loss.distance), **_reduction(loss, **_AVERAGES))
+
+
+def _triplet(loss: Any, miner: Any) -> Triplet:
+    if loss.swap:
+        raise _Inexact("swap compares positives with negatives.")
+    if miner is None and loss.triplets_per_anchor != "all":
+        raise _Inexact(f"it draws {loss.triplets_per_anchor} triplets an anchor.")
+    settings = _metric(loss.distance) | _numbers(loss, margin="margin") | {"soft": bool(loss.smooth_loss)}
+    farthest = {"distance": 2, "squared distance": 4, "similarity": 2}[settings["metric"]]
+    if loss.smooth_loss and not (settings["normalize"] and settings["margin"] + farthest <= _LINEAR_FROM):
+        raise _Inexact(f"its softplus is linear above {_LINEAR_FROM}, which these rows may reach.")
+    reduction = _reduction(loss, **_AVERAGES)
+    if loss.smooth_loss and reduction.get("average") == "nonzero":
+        reduction = {"average": "all"}  # none of its losses is 0
+    return Triplet(**settings, **reduction, mining=_mining(loss, miner, reduction))
+
+
+def _mining(loss: Any, miner: Any, reduction: Settings) -> Mining:
+    """What a miner leaves, as an option; where losses of 0 do not count, it may leave more triplets of that kind."""
+    if miner is None:
+        return "all"
+    if _metric(miner.distance) != _metric(loss.distance):
+        raise _Inexact(f"the miner compares by {_spelled(miner.distance)}, the loss by {_spelled(loss.distance)}.")
+    if type(miner) is miners.BatchHardMiner and miner.allowed_pos_range is None and miner.allowed_neg_range is None:
+        return "hard"
+    zeros_count = loss.smooth_loss or reduction.get("average") == "all"
+    if type(miner) is miners.TripletMarginMiner and miner.type_of_triplets in ("semihard", "all"):
+        semi_hard = miner.type_of_triplets == "semihard"
+        if semi_hard and not loss.margin > 0:
+            raise _Inexact("semi-hard negatives lie within a positive margin.")
+        if miner.margin == loss.margin and (semi_hard or not zeros_count):
+            return "semi-hard" if semi_hard else "all"
+        if miner.margin > loss.margin and not zeros_count:
+            return "semi-hard" if semi_hard else "all"
+        raise _Inexact(
+            f"the miner's margin of {miner.margin} leaves other triplets than the loss's of {loss.margin} calls for."
+        )
+    raise _Inexact(f"{type(miner).__name__} has no option here with these settings.")
+
+
+def _multi_similarity(loss: Any, miner: Any) -> MultiSimilarity:
+    epsilon = {}
+    if type(miner) is miners.MultiSimilarityMiner:
+        if _metric(miner.distance) != _metric(loss.distance):
+            raise _Inexact(f"the miner compares by {_spelled(miner.distance)}, the loss by {_spelled(loss.distance)}.")
+        epsilon = _numbers(miner, epsilon="epsilon")
+    elif miner is not None:
+        raise _Inexact(f"{type(miner).__name__} has no option here.")
+    settings = _numbers(loss, alpha="alpha", beta="beta", base="base") | epsilon
+    return MultiSimilarity(**settings, **_similarity(loss), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+_LINEAR_FROM = 20
+"""Where torch's softplus becomes the identity."""
+
+
+class _CircleAsInTorch(Circle):
+    """:class:`Circle` whose outer softplus is linear above 20, as torch's is."""
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        found, valid = super().rows(similarity, positive, negative)
+        linear = found + torch.log1p(-torch.exp(-found.clamp(min=1)))
+        return linear.where(linear > _LINEAR_FROM, found), valid
+
+
+def _circle(loss: Any) -> Circle:
+    settings = _numbers(loss, m="m", gamma="gamma")
+    reduction = _reduction(loss, nonzero={"average": "nonzero"}, sum={"reduction": "sum"})
+    return _CircleAsInTorch(**settings, **_similarity(loss), **reduction)
+
+
+def _nt_xent(loss: Any) -> SINCERE:
+    temperature = _numbers(loss, temperature="temperature")
+    return SINCERE(**temperature, average="pairs", **_similarity(loss), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _sup_con(loss: Any) -> SupCon:
+    temperature = _numbers(loss, temperature="temperature")
+    reduction = _reduction(loss, nonzero={}, sum={"reduction": "sum"})
+    return SupCon(**temperature, **_similarity(loss), **reduction)
+
+
+def _lifted_structure(loss: Any) -> LiftedStructure:
+    margins = _numbers(loss, pos_margin="pos_margin", neg_margin="neg_margin")
+    return LiftedStructure(**margins, **_euclidean(loss), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _tuplet_margin(loss: Any) -> TupletMargin:
+    settings = _numbers(loss, scale="scale", margin="margin")
+    _similarity(loss)
+    return TupletMargin(
+        temperature=1 / _positive(settings["scale"], "scale"),
+        margin=math.degrees(settings["margin"]),
+        **_reduction(loss, **_MEAN_OR_SUM),
+    )
+
+
+def _margin(loss: Any) -> Margin:
+    if loss.triplets_per_anchor != "all":
+        raise _Inexact(f"it draws {loss.triplets_per_anchor} triplets an anchor.")
+    _reduction(loss, divisor={})
+    nu = float(loss.nu) if loss.learn_beta else 0.0
+    classes = len(loss.beta) if len(loss.beta) > 1 else None
+    native = Margin(
+        **_numbers(loss, margin="margin"), num_classes=classes, learn_beta=loss.learn_beta, nu=nu, **_euclidean(loss)
+    )
+    native.beta.data = loss.beta.detach().clone().reshape(native.beta.shape)
+    return native
+
+
+def _nca(loss: Any) -> NCA:
+    scale = _positive(float(loss.softmax_scale), "softmax_scale")
+    return NCA(temperature=1 / scale, **_euclidean(loss, power=2), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _fast_ap(loss: Any) -> FastAP:
+    _euclidean(loss, power=2)
+    return FastAP(num_bins=loss.num_bins, **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _n_pairs(loss: Any) -> NPairs:
+    return NPairs(**_similarity(loss), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _ranked_list(loss: Any) -> RankedList:
+    settings = _numbers(loss, margin="margin", alpha="alpha", t_p="Tp", t_n="Tn", imbalance="imbalance")
+    return RankedList(**settings, epsilon=1e-5, **_euclidean(loss), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+# --------------------------------------------------------------------------------------------- weights of classes, views
+
+
+def _with_weights(native: type[C], weights: Tensor, **settings: Any) -> C:
+    """A loss with a copy of these weights, [C, d] or [C, k, d]."""
+    with torch.random.fork_rng(devices=[]):  # those that it would draw are not wanted
+        loss = native(len(weights), weights.shape[-1], sub_centers=weights[0, ..., 0].numel(), **settings)
+    assert loss.weights.shape == weights.shape
+    loss.weights = nn.Parameter(weights.detach().clone(), requires_grad=weights.requires_grad)
+    return loss
+
+
+def _of_classes(columns: Tensor, classes: int, centers: int = 1) -> Tensor:
+    """[d, C k], a class's centres side by side, as [C, d] or [C, k, d]."""
+    rows = columns.T.contiguous()
+    return rows if centers == 1 else rows.view(classes, centers, -1)
+
+
+def _cosine(loss: Any) -> None:
+    if not _similarity(loss)["normalize"]:
+        raise _Inexact("its rows are not put on the unit sphere.")
+
+
+def _arc_face(loss: Any) -> ArcFace:
+    _cosine(loss)
+    settings = _numbers(loss, margin="margin", scale="scale")
+    weights = _of_classes(loss.W, loss.num_classes, getattr(loss, "sub_centers", 1))
+    return _with_weights(ArcFace, weights, **settings, **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _cos_face(loss: Any) -> CosFace:
+    _cosine(loss)
+    settings = _numbers(loss, margin="margin", scale="scale")
+    return _with_weights(CosFace, loss.W.T, **settings, **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _normalized_softmax(loss: Any) -> NormalizedSoftmax:
+    _cosine(loss)
+    settings = _numbers(loss, temperature="temperature")
+    return _with_weights(NormalizedSoftmax, loss.W.T, **settings, **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _proxy_nca(loss: Any) -> ProxyNCA:
+    if not _euclidean(loss, power=2)["normalize"]:
+        raise _Inexact("its rows are not put on the unit sphere.")
+    temperature = 1 / _positive(float(loss.softmax_scale), "softmax_scale")
+    return _with_weights(ProxyNCA, loss.proxies, temperature=temperature, **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _proxy_anchor(loss: Any) -> ProxyAnchor:
+    _cosine(loss)
+    _reduction(loss, divisor={})
+    return _with_weights(ProxyAnchor, loss.proxies, **_numbers(loss, margin="margin", alpha="alpha"))
+
+
+def _soft_triple(loss: Any) -> SoftTriple:
+    _cosine(loss)
+    settings = _numbers(loss, la="la", margin="margin") | {"gamma": 1 / loss.gamma, "tau": 0.0}
+    weights = _of_classes(loss.fc, loss.num_classes, loss.centers_per_class)
+    return _with_weights(SoftTriple, weights, **settings, **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _vicreg(loss: Any) -> VICReg:
+    _reduction(loss, mean={})
+    names = {"invariance": "invariance_lambda", "variance": "variance_mu", "covariance": "covariance_v", "eps": "eps"}
+    return VICReg(**_numbers(loss, **names))
+
+
+def _self_supervised(loss: Any, miner: Any) -> Loss:
+    """A view's partner is an anchor's only positive."""
+    inner = loss.loss
+    softmax = losses.NTXentLoss if not loss.symmetric else (losses.NTXentLoss, losses.SupConLoss)
+    if isinstance(inner, softmax) and miner is None:
+        labelled: Any = _translation(inner, None)
+        kept = {name: getattr(labelled, name) for name in ("temperature", "normalize", "reduction")}
+        return NTXent(**kept) if loss.symmetric else InfoNCE(**kept)
+    if not loss.symmetric:
+        raise _Inexact(f"{type(inner).__name__} of rows against reference rows has no option here.")
+    if type(inner) not in _TAKE_VIEWS:
+        raise _Inexact(f"this library's {type(inner).__name__} takes labelled rows only.")
+    return _translation(inner, miner)
+
+
+def _multiple(loss: Any, miner: Any) -> WeightedSum:
+    members = pml_sharded.members(loss)
+    if miner is not None and loss.miners:
+        raise _Inexact("it has miners of its own.")
+    return WeightedSum([_translation(x, own or miner) for x, own, _ in members], weights=[w for *_, w in members])
+
+
+_TAKE_MINERS = (
+    losses.TripletMarginLoss, losses.MultiSimilarityLoss, losses.SelfSupervisedLoss, losses.MultipleLosses
+)  # fmt: skip
+_OF_OTHERS = (losses.MultipleLosses, losses.SelfSupervisedLoss)
+_TAKE_VIEWS = (
+    losses.ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss, losses.TripletMarginLoss,
+    losses.MultiSimilarityLoss, losses.CircleLoss,
+)  # fmt: skip
+
+TRANSLATED: dict[type, Callable[..., Loss]] = {
+    losses.ArcFaceLoss: _arc_face,
+    losses.CircleLoss: _circle,
+    losses.ContrastiveLoss: _contrastive,
+    losses.CosFaceLoss: _cos_face,
+    losses.FastAPLoss: _fast_ap,
+    losses.LiftedStructureLoss: _lifted_structure,
+    losses.MarginLoss: _margin,
+    losses.MultiSimilarityLoss: _multi_similarity,
+    losses.MultipleLosses: _multiple,
+    losses.NCALoss: _nca,
+    losses.NPairsLoss: _n_pairs,
+    losses.NTXentLoss: _nt_xent,
+    losses.NormalizedSoftmaxLoss: _normalized_softmax,
+    losses.ProxyAnchorLoss: _proxy_anchor,
+    losses.ProxyNCALoss: _proxy_nca,
+    losses.RankedListLoss: _ranked_list,
+    losses.SelfSupervisedLoss: _self_supervised,
+    losses.SignalToNoiseRatioContrastiveLoss: _signal_to_noise,
+    losses.SoftTripleLoss: _soft_triple,
+    losses.SubCenterArcFaceLoss: _arc_face,
+    losses.SupConLoss: _sup_con,
+    losses.TripletMarginLoss: _triplet,
+    losses.TupletMarginLoss: _tuplet_margin,
+    losses.VICRegLoss: _vicreg,
+}
+"""Losses that this library has, and what translates them."""
+
+_NO_FORMULA = "this library has no such formula."
+_NO_LOSS = "it is no loss by itself."
+
+REFUSED: dict[type, str] = {
+    losses.AngularLoss: "it compares unit rows with negatives that are not normalised, this library's all unit rows.",
+    losses.BaseLossWrapper: _NO_LOSS,
+    losses.BaseMetricLossFunction: _NO_LOSS,
+    losses.CrossBatchMemory: "translate its loss, and wrap that in this library's CrossBatchMemory.",
+    losses.DynamicSoftMarginLoss: _NO_FORMULA,
+    losses.EmbeddingRegularizerMixin: _NO_LOSS,
+    losses.GeneralizedLiftedStructureLoss: "anchors without a positive count with the half of the formula they have.",
+    losses.GenericPairLoss: _NO_LOSS,
+    losses.HistogramLoss: _NO_FORMULA,
+    losses.InstanceLoss: _NO_FORMULA,
+    losses.IntraPairVarianceLoss: _NO_FORMULA,
+    losses.LargeMarginSoftmaxLoss: _NO_FORMULA,
+    losses.ManifoldLoss: _NO_FORMULA,
+    losses.P2SGradLoss: _NO_FORMULA,
+    losses.PNPLoss: _NO_FORMULA,
+    losses.SmoothAPLoss: "it follows its formula only where a batch has as many classes as rows of each.",
+    losses.SphereFaceLoss: _NO_FORMULA,
+    losses.ThresholdConsistentMarginLoss: _NO_FORMULA,
+    losses.WeightRegularizerMixin: _NO_LOSS,
+}
+"""Losses that this library does not have, or not quite, and why."""
+
+
+def as_markdown() -> str:
+    """Every export of ``pytorch_metric_learning.losses``: what it translates to and whether it can be sharded, or why not.
+
+    Example:
+        >>> print("\\n".join(as_markdown().splitlines()[:3]))
+        | pytorch-metric-learning | native | sharded |
+        |---|---|---|
+        | `AngularLoss` | it compares unit rows with negatives that are not normalised, this library's all unit rows. | yes |
+    """
+    lines = ["| pytorch-metric-learning | native | sharded |", "|---|---|---|"]
+    no_losses = {kind for kind, why in REFUSED.items() if why == _NO_LOSS}
+    for kind in sorted({*TRANSLATED, *REFUSED} - no_losses, key=lambda x: x.__name__):
+        native = f"`{get_type_hints(TRANSLATED[kind])['return'].__name__}`" if kind in TRANSLATED else REFUSED[kind]
+        if kind is losses.SelfSupervisedLoss:
+            native = "`NTXent`, `InfoNCE`, or what its loss is, called with views"
+        sharded = "as its losses" if kind in _OF_OTHERS else pml_sharded.REFUSED.get(kind, "yes")
+        lines.append(f"| `{kind.__name__}` | {native} | {sharded} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

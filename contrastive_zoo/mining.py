@@ -1,0 +1,95 @@
+"""Miners that see the rows of all ranks, for those who call them by themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.distributed import Brought, GlobalIndices, unequal_problem
+from contrastive_zoo.meeting import refuse
+from contrastive_zoo.randomness import one_stream
+from contrastive_zoo.world import Processes, World
+
+
+class DistributedMiner(nn.Module):
+    """``miner`` on the rows of all ranks: the indices that one process finds, on every rank.
+
+    They count rows in the order in which :class:`contrastive_zoo.DistributedLoss` gathers them, and it takes them as
+    ``indices_tuple``. If nothing is done with them in between, ``DistributedLoss(loss, miner=miner)`` does the same and
+    gathers once. Attributes of the miner, such as the statistics that pytorch-metric-learning keeps, are read through
+    this wrapper; keys of its state begin with ``miner.``.
+
+    Args:
+        miner: called as ``miner(embeddings, labels)``, or ``miner(embeddings, labels, ref_emb, ref_labels)``; returns a
+            tuple of index tensors.
+        process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
+            the call.
+        check_finite: whether rows with NaN or infinite values are refused, if there are several ranks.
+
+    Raises:
+        ValueError: a miner that cannot be called, or is distributed already. At the call, on every rank alike: labels
+            that are not one per row, ranks that bring different widths or dtypes, no rows at all, or a miner that returns
+            anything but a tuple.
+
+    Example:
+        >>> def hardest(z, labels):
+        ...     alike = labels[:, None] == labels
+        ...     similarity = z @ z.T
+        ...     positives = similarity.where(alike, torch.inf).argmin(1)
+        ...     negatives = similarity.where(~alike, -torch.inf).argmax(1)
+        ...     return torch.arange(len(z)), positives, negatives
+        >>> DistributedMiner(hardest)(torch.eye(3), torch.tensor([0, 0, 1]))
+        (tensor([0, 1, 2]), tensor([1, 0, 2]), tensor([2, 2, 0]))
+    """
+
+    def __init__(
+        self, miner: Callable[..., Any], *, process_group: Processes = None, check_finite: bool = True
+    ) -> None:
+        super().__init__()
+        if not callable(miner) or isinstance(miner, DistributedMiner):
+            raise ValueError(f"DistributedMiner: a bare miner can be called, got {type(miner).__name__}.")
+        self.process_group = process_group
+        self.check_finite = check_finite
+        self.miner = miner
+
+    @torch.no_grad()
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> GlobalIndices:
+        """What the miner finds among all ranks' rows.
+
+        Args:
+            embeddings: my rows.
+            labels: of my rows.
+            ref_emb: my rows among those to choose positives and negatives from; all rows, if there are none.
+            ref_labels: their labels.
+        """
+        name = getattr(self.miner, "__name__", type(self.miner).__name__)
+        world = World.of(self.process_group, check_finite=self.check_finite)
+        rows: dict[str, Any] = {"embeddings": embeddings, "labels": labels}
+        if ref_emb is not None:
+            rows |= {"ref_emb": ref_emb, "ref_labels": ref_labels}
+        device = None
+        if world.size > 1:
+            brought = Brought.meet(name, rows, world=world, problem=unequal_problem(rows))
+            rows, device = brought.gathered(gradient="complete", world=world), brought.device
+        with one_stream(world, device):
+            found = self.miner(*rows.values())
+        if not isinstance(found, (tuple, list)):
+            refuse(
+                name,
+                f"a miner returns a tuple of indices, (anchors, positives, negatives) or (anchors, positives, anchors, "
+                f"negatives), got {type(found).__name__}.",
+                world=world,
+            )
+        return GlobalIndices(found)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            miner = vars(self).get("miner", vars(self).get("_modules", {}).get("miner"))
+            if name.startswith("_") or not hasattr(miner, name):
+                raise
+            return getattr(miner, name)

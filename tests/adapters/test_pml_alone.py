@@ -1,0 +1,218 @@
+"""On one process, with a process group and without, nobody notices the wrapper: every class of the library."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+
+pytest.importorskip("pytorch_metric_learning")
+
+from pytorch_metric_learning import losses
+
+from contrastive_zoo.adapters.pml_matrix import CLASSES, LABELS, SAMPLES, WIDTH, WITHOUT_LABELS, Case, parts
+from contrastive_zoo.mining import DistributedMiner
+from tests.helpers import numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
+
+OWN = {"loss", "miner", "mode", "process_group", "grad_reduction", "check_finite", "check_equal", "forward"}
+"""Attributes of the wrapper; all others are the loss's."""
+
+
+def rows(seed: int = 0, n: int = SAMPLES) -> Tensor:
+    return numbers(n, WIDTH, seed=seed).requires_grad_()
+
+
+def spoilt() -> Tensor:
+    x = rows().detach()
+    x[1, 2] = torch.nan
+    return x.requires_grad_()
+
+
+CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "rows and labels": lambda: ((rows(), LABELS), {}),
+    "by name": lambda: ((), {"labels": LABELS, "embeddings": rows()}),
+    "one tensor": lambda: ((rows(),), {}),
+    "two views": lambda: ((rows(0), rows(1)), {}),
+    "a reference by name": lambda: ((rows(),), {"ref_emb": rows(1)}),
+    "reference rows": lambda: ((rows(), LABELS, None, rows(1), LABELS.flip(0)), {}),
+    "indices": lambda: ((rows(), LABELS, tuple(torch.tensor([[0, 1], [1, 2], [8, 9]]))), {}),
+    "indices without labels": lambda: (
+        (rows(),),
+        {"indices_tuple": [torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([8, 9])]},
+    ),
+    "a mask": lambda: ((rows(), LABELS), {"enqueue_mask": torch.arange(SAMPLES) % 2 == 0}),
+    "nothing": lambda: ((), {}),
+    "labels missing": lambda: ((rows(), None), {}),
+    "an argument that does not exist": lambda: ((rows(), LABELS), {"lables": LABELS}),
+    "an argument twice": lambda: ((rows(), LABELS), {"labels": LABELS}),
+    "too many arguments": lambda: ((rows(), *[LABELS] * 9), {}),
+    "too few labels": lambda: ((rows(), LABELS[:-1]), {}),
+    "labels that are fractions": lambda: ((rows(), LABELS / 2), {}),
+    "labels beyond the classes": lambda: ((rows(), LABELS + CLASSES), {}),
+    "labels as a list": lambda: ((rows(), LABELS.tolist()), {}),
+    "labels as an array": lambda: ((rows(), LABELS.numpy()), {}),
+    "rows as a list": lambda: ((rows().tolist(), LABELS), {}),
+    "flat rows": lambda: ((rows().flatten(), LABELS), {}),
+    "rows of whole numbers": lambda: ((rows().detach().long(), LABELS), {}),
+    "NaN": lambda: ((spoilt(), LABELS), {}),
+    "no rows": lambda: ((rows(n=0), LABELS[:0]), {}),
+    "one row": lambda: ((rows(n=1), LABELS[:1]), {}),
+    "no negatives": lambda: ((rows(n=3), LABELS[:3]), {}),
+    "one dtype less": lambda: ((rows().float(), LABELS), {}),
+}
+
+
+def outcome(loss: Callable[..., Any], name: str) -> Any:
+    """All that can be seen of a call: what it returns, gradients, what is raised."""
+    args, kwargs = CALLS[name]()
+    torch.manual_seed(5)
+    try:
+        value = loss(*args, **kwargs)
+        learnt = [x.sum() for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad]
+        if learnt:
+            torch.stack(learnt).sum().backward()
+    except Exception as error:
+        return type(error), str(error)
+    given = [x.grad for x in [*args, *kwargs.values()] if isinstance(x, Tensor)]
+    weights = [x.grad for x in loss.parameters()] if isinstance(loss, nn.Module) else []
+    buffers = [x.clone() for x in loss.buffers()] if isinstance(loss, nn.Module) else []
+    return value, given, weights, buffers
+
+
+def same(found: Any, expected: Any) -> bool:
+    """To the bit."""
+    ours, theirs = tree_leaves(found), tree_leaves(expected)
+    return len(ours) == len(theirs) and all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) and x.dtype == y.dtype and torch.equal(x.isnan(), y.isnan())
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else type(x) is type(y) and (x == y if not isinstance(x, nn.Module) else True)
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+IN_SHORT = ("rows and labels", "two views", "reference rows", "nothing", "too few labels", "NaN", "no rows")
+
+
+def noticed(loss: str, grad_reduction: str, calls: Iterable[str] = CALLS) -> list[str]:
+    """The calls in which the wrapper shows."""
+
+    def wrapped() -> nn.Module:
+        return cz.DistributedLoss(Case(loss).made()[0], grad_reduction=grad_reduction)
+
+    return [
+        f"{name}: {found} instead of {expected}"
+        for name in calls
+        if not same(found := outcome(wrapped(), name), expected := outcome(Case(loss).made()[0], name))
+    ]
+
+
+@pytest.mark.parametrize("loss", parts(losses))
+def test_no_call_shows_it_without_a_process_group(loss: str) -> None:
+    assert noticed(loss, "mean") == []
+
+
+def test_no_call_shows_it_in_a_world_of_one(worlds: Worlds) -> None:
+    def job() -> list[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return [f"{loss}: {line}" for loss in parts(losses) for line in noticed(loss, "sum", IN_SHORT)]
+
+    assert worlds.run(1, job, timeout=120) == [[]]
+
+
+def test_a_wrapper_that_shows_is_caught() -> None:
+    assert not same(
+        outcome(lambda *a, **k: 2 * losses.ContrastiveLoss()(*a, **k), "by name"),
+        outcome(losses.ContrastiveLoss(), "by name"),
+    )
+    assert not same(outcome(losses.NTXentLoss(), "nothing"), outcome(losses.SupConLoss(), "too many arguments"))
+    assert not same([torch.tensor(1.0)], [torch.tensor(torch.nan)])
+
+
+@pytest.mark.parametrize("name", parts(losses))
+def test_attributes_are_those_of_the_loss(name: str) -> None:
+    loss, _ = Case(name).made()
+    wrapper = cz.DistributedLoss(loss)
+    of_modules = set(dir(nn.Module())) | OWN
+    for attribute in [x for x in dir(loss) if not x.startswith("_") and x not in of_modules]:
+        found, expected = getattr(wrapper, attribute), getattr(loss, attribute)
+        assert found is expected or found == expected, attribute
+    assert wrapper.loss is loss
+    assert [*map(id, wrapper.parameters())] == [*map(id, loss.parameters())]
+    assert [*wrapper.state_dict()] == [f"loss.{key}" for key in loss.state_dict()]
+    with pytest.raises(AttributeError, match="'DistributedLoss' object has no attribute 'temprature'"):
+        _ = wrapper.temprature
+    assert wrapper.eval() is wrapper
+    assert not loss.training
+
+
+@pytest.mark.parametrize("name", parts(losses))
+def test_it_can_be_copied_and_saved(name: str) -> None:
+    wrapper = cz.DistributedLoss(Case(name).made()[0])
+    call = "one tensor" if name == "ManifoldLoss" else "two views" if name in WITHOUT_LABELS else "rows and labels"
+    call = "a reference by name" if name == "VICRegLoss" else call
+    expected = outcome(wrapper, call)
+    assert isinstance(expected[0], Tensor)
+    twin = cz.DistributedLoss(Case(name).made()[0])
+    file = io.BytesIO()
+    torch.save(twin.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file))
+    for other in (twin, copy.deepcopy(cz.DistributedLoss(Case(name).made()[0]))):
+        assert same(outcome(other, call), expected)
+
+
+def test_an_attribute_that_is_set_reaches_the_loss() -> None:
+    wrapper = cz.DistributedLoss(losses.NTXentLoss())
+    wrapper.temperature = 0.5
+    wrapper.note = "of the wrapper"
+    wrapper.check_finite = False
+    assert wrapper.loss.temperature == 0.5
+    assert not hasattr(wrapper.loss, "note")
+    assert not hasattr(wrapper.loss, "check_finite")
+    again = pickle.loads(pickle.dumps(wrapper))
+    assert (again.temperature, again.note, again.check_finite) == (0.5, "of the wrapper", False)
+
+
+def test_the_wrappers_own_names_come_first() -> None:
+    memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), WIDTH)
+    wrapper = cz.DistributedLoss(memory)
+    assert wrapper.loss is memory
+    wrapper.miner = "mine"
+    assert memory.miner is None
+    assert wrapper.queue_idx == 0
+    wrapper.queue_idx = 3
+    assert memory.queue_idx == 3
+
+
+def test_attributes_of_a_loss_inside_ddp_are_read_too(worlds: Worlds) -> None:
+    def job() -> float:
+        ddp = nn.parallel.DistributedDataParallel(losses.NormalizedSoftmaxLoss(CLASSES, WIDTH, temperature=0.25))
+        return cz.DistributedLoss(ddp).temperature
+
+    assert worlds.run(1, job) == [0.25]
+
+
+def test_a_miner_by_itself_shows_neither() -> None:
+    _, miner = Case("TripletMarginLoss", "BatchHardMiner").made()
+    assert miner is not None
+    wrapper = DistributedMiner(miner)
+    z = rows()
+    assert same(tuple(wrapper(z, LABELS)), tuple(miner(z, LABELS)))
+    assert isinstance(wrapper(z, LABELS), tuple)
+    assert wrapper.num_triplets == miner.num_triplets == SAMPLES
+    assert wrapper.distance is miner.distance
+    found = cz.DistributedLoss(losses.TripletMarginLoss())(z, LABELS, wrapper(z, LABELS))
+    inside = cz.DistributedLoss(losses.TripletMarginLoss(), miner=miner)(z, LABELS)
+    assert same([found, inside], [losses.TripletMarginLoss()(z, LABELS, miner(z, LABELS))] * 2)

@@ -1,0 +1,204 @@
+"""The library's own trainers and records, on two processes what they are on one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, distance, numbers, said
+
+pytest.importorskip("pytorch_metric_learning")
+
+from pytorch_metric_learning import losses, miners, reducers, trainers
+
+from contrastive_zoo.mining import DistributedMiner
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how the library calls NumPy
+
+STEPS, BATCH, D, CLASSES = 4, 8, 4, 3
+SHARES = {1: (8,), 2: (3, 5)}
+"""Samples of each batch by rank."""
+
+
+def data() -> TensorDataset:
+    return TensorDataset(numbers(STEPS * BATCH, 3, seed=0), torch.arange(STEPS * BATCH) % CLASSES)
+
+
+def my_samples() -> list[int]:
+    """Of every batch my part, in order."""
+    shares = SHARES[dist.get_world_size()]
+    start = sum(shares[: dist.get_rank()])
+    return [BATCH * step + start + i for step in range(STEPS) for i in range(shares[dist.get_rank()])]
+
+
+def ddp(module: nn.Module) -> nn.Module:
+    return DistributedDataParallel(module) if dist.get_world_size() > 1 else module
+
+
+Recipe = tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
+"""Trainer, models besides the trunk, losses and miners."""
+
+
+def metric_loss_only() -> Recipe:
+    loss = losses.TripletMarginLoss(margin=0.5)
+    return trainers.MetricLossOnly, {}, {"metric_loss": loss}, {"tuple_miner": miners.BatchHardMiner()}
+
+
+def with_proxies() -> Recipe:
+    return trainers.MetricLossOnly, {}, {"metric_loss": losses.ProxyAnchorLoss(CLASSES, D, alpha=4)}, {}
+
+
+def with_classifier() -> Recipe:
+    functions = {"metric_loss": losses.ContrastiveLoss(), "classifier_loss": nn.CrossEntropyLoss()}
+    return trainers.TrainWithClassifier, {"classifier": nn.Linear(D, CLASSES)}, functions, {}
+
+
+def cascaded() -> Recipe:
+    functions = {f"metric_loss_{i}": losses.MultiSimilarityLoss() for i in range(2)}
+    mining = {"tuple_miner_1": miners.MultiSimilarityMiner()}
+    return trainers.CascadedEmbeddings, {}, functions, mining
+
+
+def train(recipe: Any, *, distributed: bool) -> list[Tensor]:
+    """All weights after an epoch."""
+    torch.manual_seed(0)
+    kind, models, functions, mining = recipe()
+    models = {name: x.double() for name, x in {"trunk": nn.Linear(3, D), **models}.items()}
+    functions = {name: x.double() for name, x in functions.items()}
+    learnt = [*models.values(), *functions.values()]
+    weights = [parameter for module in learnt for parameter in module.parameters()]
+    if distributed:
+        models = {name: ddp(x) for name, x in models.items()}
+        functions = {name: cz.DistributedLoss(x) for name, x in functions.items()}
+        mining = {name: DistributedMiner(x) for name, x in mining.items()}
+    named = {**models, **functions}
+    sgd = {
+        f"{name}_optimizer": torch.optim.SGD(x.parameters(), lr=0.1) for name, x in named.items() if [*x.parameters()]
+    }
+    more = {"embedding_sizes": [2, 2]} if kind is trainers.CascadedEmbeddings else {}
+    trainer = kind(
+        models=models,
+        optimizers=sgd,
+        batch_size=SHARES[dist.get_world_size()][dist.get_rank()],
+        loss_funcs=functions,
+        mining_funcs=mining,
+        dataset=data(),
+        sampler=my_samples(),
+        data_device=torch.device("cpu"),
+        dataloader_num_workers=0,
+        **more,
+    )
+    trainer.train()
+    return [x.detach() for x in weights]
+
+
+@pytest.mark.parametrize(
+    "recipe", [metric_loss_only, with_proxies, with_classifier, cascaded], ids=lambda x: x.__name__
+)
+def test_a_trainer_trains_what_it_trains_on_one_process(recipe: Any, worlds: Worlds) -> None:
+    (expected,) = worlds.run(1, train, recipe, distributed=False)
+    for by_rank in worlds.run(2, train, recipe, distributed=True):
+        for found, wanted in zip(by_rank, expected, strict=True):
+            close(found, wanted)
+    by_itself = worlds.run(2, train, recipe, distributed=False)
+    assert distance(by_itself[0][0], expected[0]) > 1e-3
+
+
+def test_a_trainer_that_makes_indices_of_its_own_is_refused(worlds: Worlds) -> None:
+    def job() -> str | None:
+        rows, labels = data().tensors
+        mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+        trainer = trainers.TwoStreamMetricLoss(
+            models={"trunk": nn.Linear(3, D).double()},
+            optimizers={},
+            batch_size=3,
+            loss_funcs={"metric_loss": cz.DistributedLoss(losses.TripletMarginLoss())},
+            dataset=TensorDataset(rows[mine], rows[mine], labels[mine]),
+            data_device=torch.device("cpu"),
+            dataloader_num_workers=0,
+        )
+        return said(trainer.train)
+
+    texts = worlds.run(2, job)
+    assert "indices_tuple was mined on this rank's rows" in texts[0]
+    assert len(set(texts)) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+def records(module: nn.Module) -> dict[str, Any]:
+    """Everything that the modules inside keep for a logger."""
+    return {
+        f"{where}.{name}": getattr(part, name)
+        for where, part in module.named_modules()
+        for kept in ("_record_these", "_record_these_stats")
+        for name in getattr(part, kept, [])
+        if isinstance(getattr(part, name), (int, float))
+    }
+
+
+def recorded(distributed: bool) -> list[dict[str, Any]]:
+    reducer = reducers.ThresholdReducer(low=0.05, collect_stats=True)
+    loss = losses.TupletMarginLoss(reducer=reducer, collect_stats=True)
+    miner = miners.TripletMarginMiner(margin=0.5, collect_stats=True)
+    memory = losses.CrossBatchMemory(losses.ContrastiveLoss(collect_stats=True), D, memory_size=10)
+    rows, labels = numbers(BATCH, D, seed=1), torch.arange(BATCH) % CLASSES
+    if not distributed:
+        loss(rows, labels, miner(rows, labels))
+        memory(rows, labels)
+        return [records(loss), records(miner), records(memory)]
+    mine = slice(0, 3) if dist.get_rank() == 0 else slice(3, BATCH)
+    by_itself = DistributedMiner(miner)
+    wrapped = cz.DistributedLoss(loss)
+    wrapped(rows[mine], labels[mine], by_itself(rows[mine], labels[mine]))
+    cz.DistributedLoss(memory)(rows[mine], labels[mine])
+    assert wrapped.avg_pos_angle == loss.avg_pos_angle
+    assert wrapped.reducer.num_past_filter == loss.reducer.num_past_filter > 0
+    assert by_itself.num_triplets == miner.num_triplets
+    return [records(loss), records(miner), records(memory)]
+
+
+def test_records_are_of_the_global_batch(worlds: Worlds) -> None:
+    expected = recorded(distributed=False)
+    assert expected[0]["reducer.num_past_filter"] > 0
+    assert expected[0][".avg_neg_angle"] > 0
+    assert expected[1][".num_triplets"] > 0
+    assert expected[2][".queue_idx"] == BATCH
+    for by_rank in worlds.run(2, recorded, distributed=True):
+        assert [x.keys() for x in by_rank] == [x.keys() for x in expected]
+        for found, wanted in zip(by_rank, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------ a queue's mask
+
+
+@pytest.mark.parametrize("shards", [(4, 4), (3, 5), (8, 0)], ids=str)
+def test_a_mask_of_what_is_remembered_is_gathered(shards: tuple[int, ...], worlds: Worlds) -> None:
+    rows, labels = numbers(BATCH, D, seed=1), torch.arange(BATCH) % CLASSES
+    mask = torch.tensor([True, False, True, True, False, False, True, False])
+
+    def step(wrap: Any, mine: slice) -> tuple[Tensor, Tensor, Tensor]:
+        memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), D, memory_size=6).double()
+        x = rows[mine].clone().requires_grad_()
+        value = wrap(memory)(x, labels[mine], enqueue_mask=mask[mine])
+        value.backward()
+        return value, x.grad, memory.embedding_memory
+
+    def job() -> tuple[Tensor, Tensor, Tensor]:
+        start = sum(shards[: dist.get_rank()])
+        return step(cz.DistributedLoss, slice(start, start + shards[dist.get_rank()]))
+
+    value, gradient, memory = step(lambda x: x, slice(None))
+    found = worlds.run(len(shards), job)
+    close(torch.cat([by_rank[1] for by_rank in found]) / len(shards), gradient)
+    for by_rank in found:
+        close(by_rank[0], value.detach())
+        close(by_rank[2], memory)

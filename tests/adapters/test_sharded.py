@@ -1,0 +1,417 @@
+"""pytorch-metric-learning's losses in shards: the number and the gradients of one process, from 1/W of the work."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from pytorch_metric_learning import distances as D
+from pytorch_metric_learning import losses as L
+from pytorch_metric_learning import miners as M
+from pytorch_metric_learning import reducers as R
+from pytorch_metric_learning import regularizers as G
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.adapters import pml_sharded
+from contrastive_zoo.adapters.pml_sharded import EVALUATED, REFUSED, refusal, sharded
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import World
+from tests.helpers import EXACT, complaint, distance, split
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
+
+CLASSES, WIDTH = 6, 4
+
+
+class Case(NamedTuple):
+    """A loss and a miner, made anew on every rank."""
+
+    loss: Callable[[], Any]
+    miner: Callable[[], Any] | None = None
+
+
+def margin_of_classes() -> Any:
+    return L.MarginLoss(learn_beta=True, nu=0.1, num_classes=CLASSES)
+
+
+PAIRS = {
+    "Contrastive": Case(lambda: L.ContrastiveLoss()),
+    "Contrastive, pair margins": Case(lambda: L.ContrastiveLoss(), lambda: M.PairMarginMiner()),
+    "Contrastive, easy positives": Case(lambda: L.ContrastiveLoss(), lambda: M.BatchEasyHardMiner()),
+    "Contrastive, hardest half": Case(lambda: L.ContrastiveLoss(), lambda: M.HDCMiner()),
+    "Contrastive, drawn": Case(lambda: L.ContrastiveLoss(), lambda: M.UniformHistogramMiner(num_bins=5)),
+    "SignalToNoise": Case(lambda: L.SignalToNoiseRatioContrastiveLoss()),
+    "Triplet": Case(lambda: L.TripletMarginLoss()),
+    "Triplet, smooth, hardest": Case(lambda: L.TripletMarginLoss(0.3, smooth_loss=True), lambda: M.BatchHardMiner()),
+    "Triplet, semi-hard": Case(lambda: L.TripletMarginLoss(0.3), lambda: M.TripletMarginMiner(0.3, "semihard")),
+    "Triplet, hard": Case(lambda: L.TripletMarginLoss(0.3), lambda: M.TripletMarginMiner(0.3, "hard")),
+    "Triplet, drawn": Case(lambda: L.TripletMarginLoss(), lambda: M.DistanceWeightedMiner()),
+    "Triplet, cosine, regularised": Case(
+        lambda: L.TripletMarginLoss(
+            distance=D.CosineSimilarity(), embedding_regularizer=G.LpRegularizer(), embedding_reg_weight=0.3
+        )
+    ),
+    "MultiSimilarity": Case(lambda: L.MultiSimilarityLoss()),
+    "MultiSimilarity, mined": Case(lambda: L.MultiSimilarityLoss(), lambda: M.MultiSimilarityMiner()),
+    "MultiSimilarity, by distance": Case(
+        lambda: L.MultiSimilarityLoss(), lambda: M.MultiSimilarityMiner(distance=D.LpDistance())
+    ),
+    "Circle": Case(lambda: L.CircleLoss()),
+    "NTXent": Case(lambda: L.NTXentLoss()),
+    "NTXent, hardest": Case(lambda: L.NTXentLoss(), lambda: M.BatchHardMiner()),
+    "SupCon": Case(lambda: L.SupConLoss()),
+    "SupCon, mined": Case(lambda: L.SupConLoss(reducer=R.MeanReducer()), lambda: M.MultiSimilarityMiner()),
+    "GeneralizedLifted": Case(lambda: L.GeneralizedLiftedStructureLoss()),
+    "Tuplet": Case(lambda: L.TupletMarginLoss()),
+    "Angular, mined": Case(lambda: L.AngularLoss(), lambda: M.AngularMiner()),
+    "Margin": Case(lambda: L.MarginLoss()),
+    "Margin, learnt": Case(lambda: L.MarginLoss(learn_beta=True, nu=0.1)),
+    "Margin, learnt by class, mined": Case(margin_of_classes, lambda: M.MultiSimilarityMiner()),
+    "IntraPairVariance": Case(lambda: L.IntraPairVarianceLoss()),
+    "NCA": Case(lambda: L.NCALoss()),
+    "NCA, mined": Case(lambda: L.NCALoss(softmax_scale=3), lambda: M.MultiSimilarityMiner()),
+    "sum": Case(lambda: L.ContrastiveLoss(reducer=R.SumReducer())),
+    "threshold": Case(lambda: L.ContrastiveLoss(reducer=R.ThresholdReducer(low=0.1, high=0.6))),
+    "class weights": Case(lambda: L.ContrastiveLoss(reducer=R.ClassWeightedReducer(torch.arange(1.0, 1 + CLASSES)))),
+    "several reducers": Case(
+        lambda: L.ContrastiveLoss(reducer=R.MultipleReducers({"pos_loss": R.MeanReducer()}, R.SumReducer()))
+    ),
+}
+"""Also against reference rows."""
+
+ALONE = {
+    "Lifted": Case(lambda: L.LiftedStructureLoss()),
+    "Lifted, mined": Case(lambda: L.LiftedStructureLoss(), lambda: M.MultiSimilarityMiner()),
+    "FastAP, mined": Case(lambda: L.FastAPLoss(), lambda: M.MultiSimilarityMiner()),
+    "Instance": Case(lambda: L.InstanceLoss(gamma=4)),
+    "NPairs": Case(lambda: L.NPairsLoss()),
+    "NPairs, mined": Case(lambda: L.NPairsLoss(), lambda: M.PairMarginMiner()),
+    "P2SGrad": Case(lambda: L.P2SGradLoss(WIDTH, CLASSES)),
+    **{f"PNP, {x}": Case(lambda x=x: L.PNPLoss(b=3, alpha=2, anneal=0.3, variant=x)) for x in L.PNPLoss.VARIANTS},
+    "RankedList": Case(lambda: L.RankedListLoss(0.3, 3, imbalance=0.4, alpha=1.1, Tp=1)),
+    "ThresholdConsistent": Case(lambda: L.ThresholdConsistentMarginLoss(lambda_plus=2, margin_minus=0.1)),
+    "ThresholdConsistent, mined": Case(lambda: L.ThresholdConsistentMarginLoss(), lambda: M.MultiSimilarityMiner()),
+    "per anchor": Case(lambda: L.ContrastiveLoss(reducer=R.PerAnchorReducer())),
+    "per anchor, nonzero": Case(
+        lambda: L.ContrastiveLoss(reducer=R.PerAnchorReducer(R.AvgNonZeroReducer())), lambda: M.PairMarginMiner()
+    ),
+    "ArcFace, regularised, mined": Case(
+        lambda: L.ArcFaceLoss(CLASSES, WIDTH, weight_regularizer=G.RegularFaceRegularizer()),
+        lambda: M.MultiSimilarityMiner(),
+    ),
+    "CosFace": Case(lambda: L.CosFaceLoss(CLASSES, WIDTH)),
+    "LargeMarginSoftmax": Case(lambda: L.LargeMarginSoftmaxLoss(CLASSES, WIDTH)),
+    "NormalizedSoftmax": Case(lambda: L.NormalizedSoftmaxLoss(CLASSES, WIDTH)),
+    "ProxyNCA, mined": Case(lambda: L.ProxyNCALoss(CLASSES, WIDTH), lambda: M.MultiSimilarityMiner()),
+    "SoftTriple": Case(lambda: L.SoftTripleLoss(CLASSES, WIDTH)),
+    "SphereFace": Case(lambda: L.SphereFaceLoss(CLASSES, WIDTH)),
+    "SubCenterArcFace": Case(lambda: L.SubCenterArcFaceLoss(num_classes=CLASSES, embedding_size=WIDTH)),
+    "two losses, one with a miner": Case(
+        lambda: L.MultipleLosses(
+            {"a": L.NTXentLoss(), "b": L.TripletMarginLoss()}, {"b": M.BatchHardMiner()}, {"a": 1, "b": 0.5}
+        )
+    ),
+    "two losses, one miner": Case(
+        lambda: L.MultipleLosses([L.NTXentLoss(), L.TripletMarginLoss()]), lambda: M.MultiSimilarityMiner()
+    ),
+}
+
+LABELS = {
+    (12,): [0, 3, 1, 1, 4, 0, 2, 2, 2, 1, 0, 5],
+    (5, 7): [0, 3, 1, 1, 4, 0, 2, 2, 2, 1, 0, 5],
+    (0, 9, 3): [0, 3, 1, 1, 0, 0, 2, 2, 2, 1, 4, 5],  # the last rank's rows have no positive
+    (2, 2): [0, 0, 1, 1],
+    (1, 2): [0, 0, 1],
+    (2, 1): [3, 3, 3],
+}
+"""Shards, and labels that are unevenly many."""
+
+
+class Rows(NamedTuple):
+    """Embeddings and labels, and perhaps others to compare them with."""
+
+    z: Tensor
+    labels: Tensor
+    references: Tensor | None = None
+    reference_labels: Tensor | None = None
+
+    @classmethod
+    def of(cls, shards: tuple[int, ...], references: bool) -> "Rows":
+        labels, generator = torch.tensor(LABELS[shards]), torch.Generator().manual_seed(5)
+        z, others = (torch.randn(len(labels) + k, WIDTH, generator=generator, dtype=torch.float64) for k in (0, 1))
+        return cls(z, labels, others, torch.cat([labels.flip(0), torch.tensor([2])])) if references else cls(z, labels)
+
+    def dealt(self, shards: tuple[int, ...]) -> list[tuple[Tensor | None, ...]]:
+        more = (*shards[:-1], shards[-1] + 1)
+        parts = [split(x, shards if i < 2 else more) for i, x in enumerate(self) if x is not None]
+        return list(zip(*parts, strict=True))
+
+
+class Result(NamedTuple):
+    value: Tensor
+    gradients: list[Tensor]
+    parameters: list[Tensor]
+
+
+def result(loss: nn.Module, value: Tensor, rows: list[Tensor]) -> Result:
+    wanted = [*rows, *loss.parameters()]
+    found = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+    return Result(value.detach(), list(found[: len(rows)]), list(found[len(rows) :]))
+
+
+def whole(case: Case, rows: Rows) -> Result:
+    """What one process computes, in the library's own words."""
+    torch.manual_seed(0)
+    loss, miner = case.loss().double(), case.miner and case.miner()
+    leaves = [x.clone().requires_grad_() for x in (rows.z, rows.references) if x is not None]
+    others = [] if rows.references is None else [leaves[1], rows.reference_labels]
+    torch.manual_seed(3)
+    indices = miner(leaves[0], rows.labels, *others) if miner else None
+    value = loss(leaves[0], rows.labels, indices, *others)
+    return result(loss, value, leaves)
+
+
+def a_rank(case: Case, *rows: Tensor) -> Result:
+    world = World.of()
+    torch.manual_seed(0)
+    loss, miner = case.loss().double(), case.miner and case.miner()
+    leaves = [x.clone().requires_grad_() for x in rows[::2]]
+    named = dict(zip(("embeddings", "ref_emb"), leaves, strict=False))
+    named |= dict(zip(("labels", "ref_labels"), rows[1::2], strict=False))
+    shards = {name: world.shards(x) for name, x in named.items()}
+    torch.manual_seed(3 if world.rank == 0 else 77)  # dropout and augmentation differ between ranks
+    return result(loss, sharded(loss, miner, named, shards, world), leaves)
+
+
+def error(case: Case, shards: tuple[int, ...], worlds: Worlds, job: Any = a_rank, references: bool = False) -> float:
+    """How far value and gradients are from one process's."""
+    rows = Rows.of(shards, references)
+    expected, found = whole(case, rows), worlds.run(len(shards), job, case, each=rows.dealt(shards), timeout=10.0)
+    errors = [distance(x.value, expected.value) for x in found]
+    for nth, gradient in enumerate(expected.gradients):
+        errors.append(distance(torch.cat([x.gradients[nth] for x in found]), gradient))
+    for nth, gradient in enumerate(expected.parameters):
+        errors += [distance(x.parameters[nth], gradient) for x in found]
+    return max(float("inf") if x != x else x for x in errors)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *ALONE])
+def test_value_and_gradients_are_those_of_one_process(name: str, worlds: Worlds) -> None:
+    case = (PAIRS | ALONE)[name]
+    for shards in [(12,), (5, 7), (0, 9, 3)]:
+        assert error(case, shards, worlds) <= EXACT, shards
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_reference_rows_are_gathered_too(name: str, worlds: Worlds) -> None:
+    assert error(PAIRS[name], (0, 9, 3), worlds, references=True) <= EXACT
+
+
+MINERS = [x for x in vars(M).values() if inspect.isclass(x) and x is not M.BaseMiner]
+
+
+@pytest.mark.parametrize("miner", MINERS, ids=lambda x: x.__name__)
+def test_every_miner_is_asked_for_my_anchors(miner: Any, worlds: Worlds) -> None:
+    settings = {"num_bins": 5} if miner is M.UniformHistogramMiner else {}
+    for loss in (lambda: L.TripletMarginLoss(0.3), lambda: L.ContrastiveLoss()):
+        assert error(Case(loss, lambda: miner(**settings)), (5, 7), worlds) <= EXACT
+
+
+FEW = [name for name in [*PAIRS, *ALONE] if not name.endswith("drawn")]
+
+
+@pytest.mark.parametrize("shards", [(2, 2), (1, 2), (2, 1)], ids=str)
+def test_what_a_batch_lacks_is_not_what_a_rank_lacks(shards: tuple[int, ...], worlds: Worlds) -> None:
+    wrong = {name: e for name in FEW if (e := error((PAIRS | ALONE)[name], shards, worlds)) > EXACT}
+    assert not wrong
+
+
+def test_views_are_rows_of_the_same_sample(worlds: Worlds) -> None:
+    def job(symmetric: bool, view1: Tensor, view2: Tensor) -> Result:
+        world, leaves = World.of(), [view1.clone().requires_grad_(), view2.clone().requires_grad_()]
+        named = dict(zip(("embeddings", "ref_emb"), leaves, strict=True))
+        loss = L.SelfSupervisedLoss(L.NTXentLoss(), symmetric=symmetric)
+        return result(loss, sharded(loss, None, named, dict.fromkeys(named, world.shards(view1)), world), leaves)
+
+    rows = Rows.of((5, 7), references=True)
+    for symmetric in (True, False):
+        leaves = [rows.z.clone().requires_grad_(), rows.references[:12].clone().requires_grad_()]
+        loss = L.SelfSupervisedLoss(L.NTXentLoss(), symmetric=symmetric)
+        expected = result(loss, loss(*leaves), leaves)
+        dealt = zip(*(split(x.detach(), (5, 7)) for x in leaves), strict=True)
+        found = worlds.run(2, job, symmetric, each=list(dealt))
+        assert max(distance(x.value, expected.value) for x in found) <= EXACT
+        for nth in (0, 1):
+            assert distance(torch.cat([x.gradients[nth] for x in found]), expected.gradients[nth]) <= EXACT
+
+
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+def test_distributed_loss_in_shards(trainer: str, worlds: Worlds) -> None:
+    def job(z: Tensor, labels: Tensor) -> Result:
+        torch.manual_seed(0)
+        loss = margin_of_classes().double()
+        z = z.clone().requires_grad_()
+        loss_fn = cz.DistributedLoss(loss, miner=M.MultiSimilarityMiner(), mode="sharded", grad_reduction=trainer)
+        return result(loss, loss_fn(z, labels), [z])
+
+    case, rows = PAIRS["Margin, learnt by class, mined"], Rows.of((5, 7), references=False)
+    expected, found = whole(case, rows), worlds.run(2, job, each=rows.dealt((5, 7)))
+    rows_scale, own_scale = (2, 1) if trainer == "mean" else (1, 0.5)
+    assert max(distance(x.value, expected.value) for x in found) <= EXACT
+    assert distance(torch.cat([x.gradients[0] for x in found]), rows_scale * expected.gradients[0]) <= EXACT
+    assert max(distance(x.parameters[0], own_scale * expected.parameters[0]) for x in found) <= EXACT
+
+
+def test_each_rank_evaluates_its_own_anchors_only(worlds: Worlds) -> None:
+    def job(case: Case, z: Tensor, labels: Tensor) -> list[tuple[int, int]]:
+        world, seen = World.of(), []
+        loss, miner = case.loss(), case.miner()
+        for module in (loss, miner):
+            module.distance.register_forward_hook(lambda _, rows, __: seen.append((len(rows[0]), len(rows[1]))))
+        named = {"embeddings": z, "labels": labels}
+        sharded(loss, miner, named, {name: world.shards(x) for name, x in named.items()}, world)
+        return seen
+
+    rows = Rows.of((5, 7), references=False)
+    for name in ("MultiSimilarity, mined", "Triplet, semi-hard", "Triplet, smooth, hardest", "SupCon, mined"):
+        assert worlds.run(2, job, PAIRS[name], each=rows.dealt((5, 7))) == [[(5, 12)] * 2, [(7, 12)] * 2]
+
+
+# --------------------------------------------------------------------------------------------------------------- mutants
+
+
+def with_itself(ids: Tensor, all_ids: Tensor, start: int) -> tuple[None, Tensor, Tensor]:
+    alike = ids[:, None] == all_ids
+    return None, alike, ~alike
+
+
+def mean_of_ranks(reducer: Any, info: Any, part: Any) -> tuple[Tensor, float]:
+    count = max(1, len(info["losses"]))
+    return info["losses"].sum() / count, 1.0
+
+
+def as_their_wrapper_mines(miner: Any, part: Any) -> Any:
+    return miner(part.rows, part.labels, part.columns, part.column_labels)
+
+
+MUTANTS: dict[str, tuple[str, Any, str, tuple[int, ...]]] = {
+    "an anchor is its own positive": ("panel_masks", with_itself, "NTXent", (5, 7)),
+    "columns without gradient": ("all_gather", lambda x, **_: cz.all_gather(x.detach()), "Contrastive", (5, 7)),
+    "a mean of the ranks' means": ("_REDUCERS", {R.MeanReducer: mean_of_ranks}, "MultiSimilarity", (5, 7)),
+    "parameters of a rank's own": ("replicated", lambda x, **_: x, "Margin, learnt", (5, 7)),
+    "a miner that sees the anchor": (
+        "_MINERS",
+        {M.BatchHardMiner: as_their_wrapper_mines},
+        "Triplet, smooth, hardest",
+        (5, 7),
+    ),
+    "no strangers": ("_strangers_wanted", lambda mine, *_: [0] * len(mine), "MultiSimilarity", (1, 2)),
+}
+"""What is replaced, by what, and where that shows."""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name: str, worlds: Worlds) -> None:
+    what, wrong, case, shards = MUTANTS[name]
+
+    def job(case: Case, *rows: Tensor) -> Result:
+        known = getattr(pml_sharded, what)
+        with patch.object(pml_sharded, what, {**known, **wrong} if isinstance(wrong, dict) else wrong):
+            return a_rank(case, *rows)
+
+    assert error(PAIRS[case], shards, worlds, job) > 1e-4
+
+
+def test_a_miner_without_a_rule_of_its_own_is_asked_on_all_rows(worlds: Worlds) -> None:
+    def job(case: Case, *rows: Tensor) -> Result:
+        with patch.object(pml_sharded, "_MINERS", {}):
+            return a_rank(case, *rows)
+
+    for name in ("MultiSimilarity, mined", "Triplet, semi-hard"):
+        assert error(PAIRS[name], (5, 7), worlds, job) <= EXACT
+        assert error(PAIRS[name], (5, 7), worlds, job, references=True) <= EXACT
+
+
+# --------------------------------------------------------------------------------------------------------------- refusals
+
+NOT_LOSSES = {"BaseLossWrapper", "BaseMetricLossFunction", "GenericPairLoss", "EmbeddingRegularizerMixin"}
+NOT_LOSSES |= {"WeightRegularizerMixin"}
+WRAPPERS = {"MultipleLosses", "SelfSupervisedLoss"}
+
+
+def test_every_export_is_evaluated_or_refused_with_a_reason() -> None:
+    exported = {name for name, x in vars(L).items() if inspect.isclass(x)} - NOT_LOSSES - WRAPPERS
+    assert exported == {x.__name__ for x in [*EVALUATED, *REFUSED]}
+    assert not set(EVALUATED) & set(REFUSED)
+    known = {*pml_sharded._REDUCERS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
+    assert {x for x in vars(R).values() if inspect.isclass(x)} == known
+
+
+def test_a_refusal_is_everybody_s(worlds: Worlds) -> None:
+    def rows() -> tuple[Tensor, Tensor]:
+        rank = World.of().rank
+        return torch.eye(3)[: 2 + rank], torch.arange(2 + rank)
+
+    text, values = complaint(
+        worlds,
+        2,
+        lambda: cz.DistributedLoss(L.HistogramLoss(), mode="sharded")(*rows()),
+        lambda: cz.DistributedLoss(L.ContrastiveLoss(), mode="sharded")(*rows()),
+    )
+    assert "its histograms are of all pairs" in text
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda: L.VICRegLoss(), "variances"),
+        (lambda: L.ProxyAnchorLoss(CLASSES, WIDTH), "proxies"),
+        (lambda: L.TripletMarginLoss(swap=True), "swap"),
+        (lambda: L.TripletMarginLoss(triplets_per_anchor=3), "draws 3 triplets"),
+        (lambda: L.ContrastiveLoss(distance=D.BatchedDistance(D.LpDistance())), "BatchedDistance"),
+        (lambda: L.ContrastiveLoss(reducer=R.DoNothingReducer()), "DoNothingReducer"),
+        (lambda: L.NTXentLoss(reducer=R.DivisorReducer()), "gives none"),
+        (lambda: L.TripletMarginLoss(reducer=R.PerAnchorReducer()), "no triplets"),
+        (lambda: L.NTXentLoss(reducer=R.PerAnchorReducer(aggregation_func=max)), "aggregation_func"),
+        (lambda: L.NTXentLoss(reducer=R.PerAnchorReducer(R.DoNothingReducer())), "DoNothing"),
+        (lambda: L.MultipleLosses([L.NTXentLoss(), L.HistogramLoss()]), "HistogramLoss: its histograms"),
+        (lambda: type("Mine", (L.NTXentLoss,), {})(), "none of the losses"),
+        (lambda: nn.Identity(), "none of the losses"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_with_a_reason(loss: Callable[[], Any], why: str) -> None:
+    assert why in (refusal(loss()) or "")
+    with pytest.raises(ValueError, match=f"cannot be evaluated in shards: .*{why}.* Leave mode='sharded' out"):
+        sharded(loss(), None, {"embeddings": torch.eye(2), "labels": torch.arange(2)}, {}, World())
+
+
+def test_arguments_that_a_loss_does_not_take_are_refused() -> None:
+    z, labels = torch.eye(2), torch.arange(2)
+    shards = dict.fromkeys(("embeddings", "labels", "ref_emb", "ref_labels"), World().shards(2))
+    for loss, miner, more, why in [
+        (L.NTXentLoss(), None, {"labels": None}, "labels are missing"),
+        (L.NPairsLoss(), None, {"ref_emb": z, "ref_labels": labels}, "takes no ref_emb"),
+        (L.InstanceLoss(), M.BatchHardMiner(), {}, "takes no indices_tuple"),
+        (L.MultipleLosses([L.NTXentLoss()], miners=[M.BatchHardMiner()]), M.BatchHardMiner(), {}, "miners of its own"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            sharded(loss, miner, {"embeddings": z, "labels": labels} | more, shards, World())
+
+
+def test_indices_of_all_rows_are_shared_out(worlds: Worlds) -> None:
+    rows = Rows.of((5, 7), references=False)
+    for miner in (M.BatchHardMiner(), M.PairMarginMiner()):
+        indices = miner(rows.z, rows.labels)
+
+        def job(z: Tensor, labels: Tensor, indices: tuple[Tensor, ...] = indices) -> Tensor:
+            world = World.of()
+            named = {"embeddings": z, "labels": labels}
+            shards = {name: world.shards(x) for name, x in named.items()}
+            return sharded(L.ContrastiveLoss(), None, named | {"indices_tuple": indices}, shards, world)
+
+        expected = L.ContrastiveLoss()(rows.z, rows.labels, indices)
+        assert max(distance(x, expected) for x in worlds.run(2, job, each=rows.dealt((5, 7)))) <= EXACT

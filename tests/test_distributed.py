@@ -1,0 +1,418 @@
+"""DistributedLoss around losses from elsewhere: what they may take and return, and what is noticed."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.distributed import EVERY_NTH_VALUE, FIRST_VALUES, GlobalIndices
+from contrastive_zoo.mining import DistributedMiner
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import World
+from tests.helpers import close, complaint, mine, numbers, said
+
+N, D = 7, 3
+SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
+LABELS = torch.tensor([0, 1, 0, 2, 1, 2, 0])
+
+
+def z(n: int = 4) -> Tensor:
+    return numbers(n, D, seed=7).requires_grad_()
+
+
+def y(n: int = 4) -> Tensor:
+    return torch.arange(n) % 2
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def foreign(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
+    """Every row's square, more for later rows; or those of the indices."""
+    chosen = torch.arange(len(embeddings)) if indices_tuple is None else indices_tuple[0]
+    return (embeddings[chosen].square().sum(1) * (1 + chosen) * (1 + labels[chosen])).mean()
+
+
+def good() -> float:
+    return cz.DistributedLoss(foreign)(z(), y()).item()
+
+
+# ----------------------------------------------------------------------------------------------- what a loss may return
+
+
+class Parts(NamedTuple):
+    total: Tensor
+    pull: Tensor
+    note: str
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter, which returns whatever is made of its parts."""
+
+    def __init__(self, returns: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.returns = returns
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Any:
+        pull = self.scale * (embeddings @ embeddings.T)[labels[:, None] == labels].mean()
+        return self.returns(pull + embeddings.exp().mean(), pull)
+
+
+RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tensor": lambda total, pull: total,
+    "tuple": lambda total, pull: (total, pull.detach()),
+    "list": lambda total, pull: [total, {"pull": pull.item(), "count": 3, "what": "parts", "none": None}],
+    "dict": lambda total, pull: {"loss": total, "pull": pull},
+    "named tuple": lambda total, pull: Parts(total, pull, "of the batch"),
+}
+
+
+def total_of(value: Any) -> Tensor:
+    while not isinstance(value, Tensor):
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return value
+
+
+def one_step(loss: Callable[..., Any], x: Tensor, labels: Tensor) -> tuple[Any, Tensor, Tensor]:
+    weight = numbers(D, D, seed=3).requires_grad_()
+    value = loss(x @ weight, labels)
+    total_of(value).backward()
+    scale = getattr(loss, "scale", None)
+    return value, weight.grad, scale.grad
+
+
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+@pytest.mark.parametrize("shards", SPLITS, ids=str)
+@pytest.mark.parametrize("name", RETURNED)
+def test_parts_are_global_and_gradients_right(name: str, shards: Sequence[int], trainer: str, worlds: Worlds) -> None:
+    x, returns = numbers(N, D, seed=1), RETURNED[name]
+
+    def job() -> Any:
+        loss = cz.DistributedLoss(Scaled(returns), grad_reduction=trainer)
+        return one_step(loss, mine(x, shards), mine(LABELS, shards))
+
+    value, encoder, parameter = one_step(Scaled(returns), x, LABELS)
+    found = worlds.run(len(shards), job)
+    weight = 1 / len(shards) if trainer == "mean" else 1.0
+    close(weight * sum(by_rank[1] for by_rank in found), encoder)
+    close(weight * sum(by_rank[2] for by_rank in found), parameter)
+    expected = torch.utils._pytree.tree_leaves(value)
+    for by_rank in found:
+        assert type(by_rank[0]).__name__ == type(value).__name__
+        close(by_rank[2], found[0][2])
+        for part, other in zip(torch.utils._pytree.tree_leaves(by_rank[0]), expected, strict=True):
+            assert (
+                part == pytest.approx(other) if not isinstance(other, Tensor) else close(part, other.detach()) is None
+            )
+
+
+def test_a_plain_function_and_one_with_other_names(worlds: Worlds) -> None:
+    def job() -> list[float]:
+        losses: list[Callable[..., Any]] = [lambda a, b: (a * b).sum(), lambda *views: views[0].sum(), torch.dist]
+        return [float(cz.DistributedLoss(loss)(z(2 + rank()), 2 * z(2 + rank()))) for loss in losses]
+
+    a = torch.cat([z(2), z(3)])
+    expected = [(a * 2 * a).sum().item(), a.sum().item(), a.norm().item()]
+    assert worlds.run(2, job) == [pytest.approx(expected)] * 2
+
+
+def test_an_argument_that_is_given_twice_stays_one(worlds: Worlds) -> None:
+    def self_or_other(rows: Tensor, others: list[Tensor], labels: Tensor, more: Tensor) -> Tensor:
+        return rows.sum() + 10 * (rows is others[0]) + 100 * (labels is more)
+
+    def job() -> tuple[Tensor, Tensor]:
+        rows, labels = z(2 + rank()), y(2 + rank())
+        value = cz.DistributedLoss(self_or_other)(rows, [rows], labels, labels)
+        value.backward()
+        apart = cz.DistributedLoss(self_or_other)(rows, [rows.clone()], labels, labels.clone())
+        return value - apart, rows.grad
+
+    for difference, gradient in worlds.run(2, job):
+        assert difference == 110
+        assert (gradient == 2).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------- miners
+
+
+def last_of_all(embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Any = None) -> tuple[Tensor, ...]:
+    """The longest third of the rows, and who draws."""
+    longest = embeddings.norm(dim=1).argsort(descending=True)[: len(embeddings) // 3]
+    return longest, longest if ref_emb is None else len(ref_emb) + longest, longest[torch.randperm(len(longest))]
+
+
+@pytest.mark.parametrize("shards", SPLITS, ids=str)
+def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worlds: Worlds) -> None:
+    x = numbers(N, D, seed=1)
+
+    def job() -> Any:
+        torch.manual_seed(rank())
+        rows, labels = mine(x, shards).requires_grad_(), mine(LABELS, shards)
+        indices = DistributedMiner(last_of_all)(rows, labels)
+        references = DistributedMiner(last_of_all)(rows, labels, rows, labels)
+        outside = cz.DistributedLoss(foreign)(rows, labels, indices)
+        inside = cz.DistributedLoss(foreign, miner=last_of_all)(rows, labels)
+        assert not any(x.requires_grad for x in indices)
+        return tuple(indices), tuple(references), outside, inside, torch.rand(1)
+
+    torch.manual_seed(0)
+    expected = [last_of_all(x, LABELS), last_of_all(x, LABELS, x, LABELS)]
+    value = foreign(x, LABELS, expected[0])
+    last_of_all(x, LABELS)
+    found = worlds.run(len(shards), job)
+    for by_rank in found:
+        for indices, wanted in zip(by_rank[:2], expected, strict=True):
+            assert [i.tolist() for i in indices] == [i.tolist() for i in wanted]
+        close(by_rank[2], value)
+        close(by_rank[3], value)
+    assert found[0][4] == torch.rand(1), "rank 0's stream has moved on as one process's would"
+    assert found[1][4] != found[0][4]
+
+
+@dataclass
+class Pair:
+    z: Tensor
+
+
+def bad_calls() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
+    last = rank() == dist.get_world_size() - 1 if dist.is_initialized() else True
+    indices = (torch.tensor([0]),) * 3
+    return {
+        "mined by hand": (
+            lambda: cz.DistributedLoss(foreign)(z(), y(), indices if last else None),
+            ("indices_tuple was mined on this rank's rows", "miner=miner", "DistributedMiner(miner)"),
+        ),
+        "global ones that were taken apart": (
+            lambda: cz.DistributedLoss(foreign)(z(), y(), DistributedMiner(last_of_all)(z(), y())[:2]),
+            ("indices_tuple was mined on this rank's rows", "as it is"),
+        ),
+        "global on one rank only": (
+            lambda: cz.DistributedLoss(foreign)(z(), y(), GlobalIndices(indices) if last else None),
+            ("ranks disagree on indices_tuple",),
+        ),
+        "two miners": (
+            lambda: cz.DistributedLoss(foreign, miner=last_of_all)(z(), y(), GlobalIndices(indices)),
+            ("indices_tuple came along", "has a miner"),
+        ),
+        "a miner of no tuple": (
+            lambda: DistributedMiner(lambda embeddings, labels: labels)(z(), y()),
+            ("a miner returns a tuple of indices", "got Tensor"),
+        ),
+        "labels for the miner": (
+            lambda: DistributedMiner(last_of_all)(z(), y(4 - last)),
+            ("last_of_all: ", "labels are one per row, got 3 for 4 rows"),
+        ),
+        "NaN for the miner": (
+            lambda: DistributedMiner(last_of_all)(z() / (0 if last else 1), y()),
+            ("last_of_all: ", "embeddings hold NaN or infinite values"),
+        ),
+        "an array": (
+            lambda: cz.DistributedLoss(foreign)(z(), y().numpy()),
+            ("labels must be a tensor, or a tuple", "got a ndarray", "torch.as_tensor(labels)"),
+        ),
+        "rows in a dataclass": (
+            lambda: cz.DistributedLoss(lambda pair: pair.z.sum())(Pair(z())),
+            ("pair must be a tensor, or a tuple", "got a Pair"),
+        ),
+        "a value in a dataclass": (
+            lambda: cz.DistributedLoss(lambda rows: Pair(rows.sum()), grad_reduction="sum")(z()),
+            ("gradients cannot be scaled inside a Pair", "tuples, lists and dicts"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_every_rank_says_the_same_and_goes_on(name: str, worlds: Worlds) -> None:
+    def bad() -> None:
+        bad_calls()[name][0]()
+
+    text, after = complaint(worlds, 2, bad, good)
+    for words in bad_calls()[name][1]:
+        assert words in text
+    assert len(set(after)) == 1
+
+
+def test_some_are_refused_on_one_process_too() -> None:
+    for name in ("two miners", "a miner of no tuple"):
+        call, words = bad_calls()[name]
+        assert all(word in (said(call) or "") for word in words)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: cz.DistributedLoss(lambda a, b: a, miner=last_of_all), ("<lambda>(a, b) takes no indices_tuple",)),
+        (lambda: cz.DistributedLoss(cz.DistributedLoss(foreign)), ("distributed already",)),
+        (lambda: cz.DistributedLoss(foreign, mode="split"), ("'replicated' or 'sharded'", "got 'split'")),
+        (lambda: DistributedMiner(DistributedMiner(last_of_all)), ("a bare miner", "got DistributedMiner")),
+        (lambda: DistributedMiner(3), ("can be called", "got int")),
+    ],
+    ids=["no indices", "twice", "mode", "miner twice", "no miner"],
+)
+def test_some_things_are_refused_when_built(build: Callable[[], Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="Distributed") as raised:
+        build()
+    assert all(word in str(raised.value) for word in words)
+
+
+# ------------------------------------------------------------------------------------------- results that ranks disagree on
+
+
+class Own(nn.Module):
+    """Weights of a rank's own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, generator=torch.Generator().manual_seed(seed)).double())
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return (embeddings @ self.weight).square().mean()
+
+
+def of_own_chance(generator: Callable[[], float]) -> Callable[..., Any]:
+    def chance(embeddings: Tensor, labels: Tensor) -> dict[str, Any]:
+        return {"loss": embeddings.mean() + generator(), "seconds": time.perf_counter() + rank()}
+
+    return chance
+
+
+def torchs_own() -> Callable[[], float]:
+    generator = torch.Generator().manual_seed(rank())
+    return lambda: torch.rand((), generator=generator).item()
+
+
+DISAGREEING: dict[str, Callable[[], Callable[..., Any]]] = {
+    "weights": lambda: Own(seed=rank()),
+    "NumPy's generator": lambda: of_own_chance(np.random.default_rng(rank()).random),
+    "Python's generator": lambda: of_own_chance(random.Random(rank()).random),
+    "torch's generator": lambda: of_own_chance(torchs_own()),
+    "a millionth": lambda: of_own_chance(lambda: 1 + 1e-6 * rank()),
+    "NaN on one rank": lambda: of_own_chance(lambda: torch.nan if rank() else 1.0),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", DISAGREEING)
+def test_a_value_that_differs_between_ranks_is_noticed(name: str, world_size: int, worlds: Worlds) -> None:
+    def bad() -> None:
+        loss = cz.DistributedLoss(DISAGREEING[name]())
+        loss(z(), y())
+        loss(z(), y())
+
+    text, after = complaint(worlds, world_size, bad, good)
+    who = "Own" if name == "weights" else "chance"
+    assert f"{who}: its last value came out differently on two ranks" in text
+    assert "rank 0 found" in text
+    assert "rank 1 found" in text
+    assert all(mend in text for mend in ("same seed", "DDP", "generator of its own", "check_equal=False"))
+    assert len(set(after)) == 1
+
+
+def test_it_can_be_turned_off_and_equal_values_are_no_alarm(worlds: Worlds) -> None:
+    def nearly(embeddings: Tensor, labels: Tensor) -> Tensor:
+        return embeddings.exp().sum() * (1 + 1e-9 * rank())  # as non-deterministic sums are
+
+    def job() -> None:
+        off = cz.DistributedLoss(DISAGREEING["torch's generator"](), check_equal=False)
+        shared = cz.DistributedLoss(of_own_chance(lambda: torch.rand(()).item() + np.random.rand() + random.random()))
+        nan = cz.DistributedLoss(of_own_chance(lambda: torch.nan))
+        for _ in range(3):
+            for loss in (off, shared, nan, cz.DistributedLoss(nearly)):
+                loss(z(), y())
+
+    worlds.run(3, job)
+
+
+def test_an_alarm_is_raised_once_and_sampled(worlds: Worlds) -> None:
+    def job() -> list[int]:
+        wrong = {3, FIRST_VALUES + 1, EVERY_NTH_VALUE}
+        calls = iter(range(10**6))
+        loss = cz.DistributedLoss(of_own_chance(lambda: float(rank() * (next(calls) in wrong))))
+        heard, done = [], 0
+        while done < EVERY_NTH_VALUE + 3:
+            if said(lambda: loss(z(), y())) is None:
+                done += 1
+            else:
+                heard.append(done)
+        return heard
+
+    assert worlds.run(2, job, timeout=60) == [[4, EVERY_NTH_VALUE + 1]] * 2
+
+
+def test_it_takes_no_message_of_its_own(worlds: Worlds) -> None:
+    def job() -> list[int]:
+        exchange, counts = World.exchange, []
+        for check_equal in (True, False):
+            sent: list[int] = []
+            World.exchange = lambda self, card, sent=sent: sent.append(len(card)) or exchange(self, card)
+            try:
+                loss = cz.DistributedLoss(foreign, check_equal=check_equal)
+                for _ in range(4):
+                    loss(z(), y())
+            finally:
+                World.exchange = exchange
+            counts.append(sent)
+        assert counts[0] == counts[1]
+        return [len(x) for x in counts]
+
+    assert worlds.run(2, job) == [[4, 4]] * 2
+
+
+@pytest.mark.parametrize("loss", [losses.ContrastiveLoss(), cz.SupCon()], ids=["foreign", "own"])
+@pytest.mark.parametrize("setting", ["grad_reduction", "mode"])
+def test_ranks_that_were_told_different_things(loss: Any, setting: str, worlds: Worlds) -> None:
+    def bad() -> None:
+        told = {"grad_reduction": ["mean", "sum"], "mode": ["replicated", "sharded"]}[setting][rank()]
+        cz.DistributedLoss(loss, **{setting: told})(z(), y())
+
+    text, _ = complaint(worlds, 2, bad, good)
+    assert f"ranks disagree on {setting}: rank 0 has" in text
+
+
+# ------------------------------------------------------------------------------------------- in another loss's place
+
+
+def test_a_native_loss_is_called_as_the_one_it_stands_for() -> None:
+    asked = losses.SupConLoss()
+    native = cz.DistributedLoss(asked, prefer_native=True)
+    expected = asked(z(6), y(6))
+    for found in (native(z(6), y(6)), native(z(6), y(6), None), native(embeddings=z(6), labels=y(6), ref_emb=None)):
+        close(found, expected)
+    with pytest.raises(ValueError, match="SupCon: takes no ref_emb"):
+        native(z(), y(), None, z(), y())
+
+
+def test_a_row_loss_takes_embeddings_and_labels_by_name() -> None:
+    loss = cz.DistributedLoss(cz.Triplet())
+    close(loss(z(6), labels=y(6)), loss(z(6), y(6)))
+    close(loss(labels=y(6), embeddings=z(6)), loss(z(6), y(6)))
+    with pytest.raises(ValueError, match="Triplet: compares embeddings with labels, or views; got targets as well"):
+        loss(z(), targets=y())
+
+
+def test_what_cannot_be_sharded_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"DistributedLoss: VICRegLoss cannot be computed in shards: its variances"):
+        cz.DistributedLoss(losses.VICRegLoss(), mode="sharded")
+
+
+def test_a_loss_that_holds_its_encoder_is_sent_to_its_adapter() -> None:
+    model = type("BaseModel", (nn.Module,), {"__module__": "sentence_transformers.base"})()
+
+    class Ranking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+    with pytest.raises(ValueError, match=r"Ranking holds the encoder .*DistributedSentenceLoss"):
+        cz.DistributedLoss(Ranking())
