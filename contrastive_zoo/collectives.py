@@ -251,6 +251,33 @@ class _AllGather(torch.autograd.Function):
         return _ReduceScatter.apply(dy, ctx.shards, ctx.world), None, None, None
 
 
+class _GatherTogether(torch.autograd.Function):
+    """Several tensors of as many rows in one message, for results from which every rank computes the same."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: Shards, world: World, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.world = shards, world
+        packed = [_as_bytes(x.detach()) for x in rows]
+        parts = gather_rows(torch.cat(packed, 1), shards, world).split([x.shape[1] for x in packed], 1)
+        found = tuple(_from_bytes(part.contiguous(), x) for part, x in zip(parts, rows, strict=True))
+        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(_OwnSlice.apply(dy, ctx.shards, ctx.world) for dy in dys)
+
+
+def gather_together(rows: Sequence[Tensor], shards: Shards, world: World) -> list[Tensor]:
+    """:func:`all_gather` with ``gradient="complete"`` of several tensors in one message, for those who have met already.
+
+    Example:
+        >>> gather_together([torch.ones(1, 2), torch.tensor([7])], Shards((1,)), World())
+        [tensor([[1., 1.]]), tensor([7])]
+    """
+    return list(rows) if world.size == 1 else list(_GatherTogether.apply(shards, world, *rows))
+
+
 class _OwnSlice(torch.autograd.Function):
     """y_r = slice r of X, which every rank holds;  dX = [dy_0; …; dy_{W−1}] on every rank."""
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-from contrastive_zoo.collectives import all_gather
+from contrastive_zoo.collectives import gather_together
+from contrastive_zoo.engine.evaluation import few
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import agreeing, meet, refuse, refuse_empty
+from contrastive_zoo.meeting import Known, agreeing, meet, refuse, refuse_empty
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.world import Processes, Shards, World
 
@@ -74,6 +75,11 @@ class DistributedLoss(nn.Module):
         check_finite: whether rows with NaN or infinite values are refused.
         check_equal: whether what a foreign loss returns (its tensors) is compared between ranks, at the first calls and at
             every 64th; it travels with the next call's sizes, in no message of its own.
+        static_shapes: whether each rank brings as many rows at every call. Ranks then tell each other sizes at the first
+            call only. What is wrong with one rank's rows is from then on raised on that rank alone, and the others wait
+            for it until the process group's time-out.
+        ring: whether softmax losses pass columns from rank to rank, one shard at a time, rather than gather them all:
+            memory does not grow with the number of ranks, and columns travel twice.
 
     Raises:
         ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, or is distributed already; a
@@ -103,6 +109,8 @@ class DistributedLoss(nn.Module):
         grad_reduction: GradReduction = "mean",
         check_finite: bool = True,
         check_equal: bool = True,
+        static_shapes: bool = False,
+        ring: bool = False,
     ) -> None:
         super().__init__()
         if grad_reduction not in ("mean", "sum"):
@@ -142,6 +150,9 @@ class DistributedLoss(nn.Module):
         self.grad_reduction = grad_reduction
         self.check_finite = check_finite
         self.check_equal = check_equal
+        self.ring = ring
+        self._known: Known | None = {} if static_shapes else None
+        self._few_rows = False  # those of the last step: every rank knows them
         self._calls = 0
         self._last: list[Tensor] = []
         self.loss = loss
@@ -154,7 +165,8 @@ class DistributedLoss(nn.Module):
             named_rows: as the loss takes them.
         """
         bare = _bare(self.loss)
-        world = World.of(self.process_group, check_finite=self.check_finite and getattr(bare, "check_finite", True))
+        check_finite = self.check_finite and getattr(bare, "check_finite", True)
+        world = World.of(self.process_group, check_finite=check_finite, ring=self.ring)
         try:
             if self._asked_as is not None:
                 rows, named_rows = self._labelled(self._asked_as.bind(*rows, **named_rows).arguments, world), {}
@@ -170,11 +182,14 @@ class DistributedLoss(nn.Module):
             bound.arguments = tree_map(_once(lambda x: _scale_rows(x, world.size)), dict(bound.arguments))
         if getattr(bare, "sharded", False) and self.grad_reduction == "sum":
             bare.shard_gradient_scale = world.size  # no trainer adds up what each rank holds for itself
-        with agreeing(grad_reduction=self.grad_reduction, mode=self.mode):
-            if isinstance(bare, Loss):
-                value = self.loss(*bound.args, **bound.kwargs, world=world)
-            else:
+        with agreeing(self._known, grad_reduction=self.grad_reduction, mode=self.mode) as agreement:
+            if not isinstance(bare, Loss):
                 value = self._foreign(bound, world)
+            elif world.size > 1 and self._few_rows and bare.can_be_replicated(bound.arguments):
+                value = self._on_every_rank(bound, world)
+            else:
+                value = self.loss(*bound.args, **bound.kwargs, world=world)
+        self._few_rows = few(agreement.total**2 // 16)  # up to 1,024: what messages cost, so many similarities cost too
         if self.grad_reduction == "sum" and world.size > 1:
             value = tree_map(lambda x: scale_gradient(x, 1 / world.size), value)
         return value
@@ -186,6 +201,11 @@ class DistributedLoss(nn.Module):
             name = _name(_bare(self.loss))
             refuse(name, f"takes no {' or '.join(given)}. Leave them out, or prefer_native=True.", world=world)
         return tuple(x for name, x in arguments.items() if name not in further)
+
+    def _on_every_rank(self, bound: inspect.BoundArguments, world: World) -> Any:
+        """An own loss on all rows by every rank alike: two messages, which few rows are sooner done with."""
+        bound.arguments = Brought.meet(_name(_bare(self.loss)), bound.arguments, world=world).gathered(world)
+        return self.loss(*bound.args, **bound.kwargs, world=World(check_finite=False))
 
     def _foreign(self, bound: inspect.BoundArguments, world: World) -> Any:
         """A loss from elsewhere; on one process with its arguments as they are."""
@@ -201,7 +221,7 @@ class DistributedLoss(nn.Module):
             sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
             return sharded(self.loss, self.miner, bound.arguments, brought.shards, world)
         # computed on all rows by every rank alike, so that each holds the complete gradient
-        bound.arguments = brought.gathered(gradient="complete", world=world)
+        bound.arguments = brought.gathered(world)
         with one_stream(world, brought.device):
             value = self._computed(bound)
         self._remember(value)
@@ -298,17 +318,18 @@ class Brought(NamedTuple):
             refuse_empty(name, shards[0])
         return cls(leaves, tree, dict(zip(rows, shards, strict=True)))
 
-    def gathered(self, *, gradient: Literal["partial", "complete"], world: World) -> dict[str, Any]:
+    def gathered(self, world: World) -> dict[str, Any]:
         """The arguments with every tensor of rows replaced by all ranks' rows."""
 
-        def all_ranks(rows: Tensor, shards: Shards) -> Tensor:
-            here = rows if world.device.type == "cpu" else rows.to(world.device)  # labels that were left on the CPU
-            everybody = all_gather(here, gradient=gradient, shards=shards, process_group=world)
-            return everybody.to(rows.device)
-
-        gather, everybody = _once(all_ranks), dict(self.leaves)
-        for path, shards in self.shards.items():
-            everybody[path] = gather(self.leaves[path], shards)
+        everybody = dict(self.leaves)
+        for shards in dict.fromkeys(self.shards.values()):  # as many rows, one message
+            paths = [path for path in self.shards if self.shards[path] == shards]
+            different = {id(self.leaves[path]): self.leaves[path] for path in paths}
+            # labels may have been left on the CPU
+            here = [x if world.device.type == "cpu" else x.to(world.device) for x in different.values()]
+            found = gather_together(here, shards, world)
+            of = {key: x.to(rows.device) for (key, rows), x in zip(different.items(), found, strict=True)}
+            everybody |= {path: of[id(self.leaves[path])] for path in paths}
         arguments: dict[str, Any] = tree_unflatten(list(everybody.values()), self.tree)
         return arguments
 

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,11 +21,30 @@ from contrastive_zoo.world import Shards, World
 _SIZES_ON_CARD = 6
 _NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]  # no sum of anything is -0.0 once 0.0 is added
 
-_AGREED: ContextVar[Mapping[str, object]] = ContextVar("agreed")
+Known = dict[tuple[str, tuple[str, ...]], tuple[list[int], list[Shards]]]
+"""Of each caller and what it brings: how many rows this rank held, and how they lay over the ranks."""
+
+
+@dataclass
+class Agreement:
+    """What every :func:`meet` of a step compares as well, and what it learns.
+
+    Args:
+        settings: that must be the same on every rank.
+        known: what ranks told each other before and will not tell again; None is that they always do.
+    """
+
+    settings: Mapping[str, object]
+    known: Known | None = None
+    total: int = 0
+    """Most rows that any argument had, over all ranks."""
+
+
+_AGREEMENT: ContextVar[Agreement | None] = ContextVar("agreement", default=None)
 
 
 @contextmanager
-def agreeing(**settings: object) -> Iterator[None]:
+def agreeing(known: Known | None = None, **settings: object) -> Iterator[Agreement]:
     """Within it every :func:`meet` compares these settings as well, whoever calls it.
 
     Example:
@@ -32,11 +52,12 @@ def agreeing(**settings: object) -> Iterator[None]:
         ...     meet("Loss", {"embeddings": torch.ones(3, 2)}, world=World())
         [Shards(sizes=(3,), rank=0)]
     """
-    token = _AGREED.set(settings)
+    agreement = Agreement(settings, known)
+    token = _AGREEMENT.set(agreement)
     try:
-        yield
+        yield agreement
     finally:
-        _AGREED.reset(token)
+        _AGREEMENT.reset(token)
 
 
 def meet(
@@ -72,11 +93,18 @@ def meet(
         [Shards(sizes=(3,), rank=0)]
     """
     problem = problem or _first_non_finite(rows, world)
+    counts = [len(tensor) if tensor.ndim else 1 for tensor in rows.values()]
+    if world.size == 1:
+        if problem is not None:
+            raise ValueError(f"{caller}: {problem}")
+        return [Shards((count,)) for count in counts]
+    agreement = _AGREEMENT.get() or Agreement({})
+    if (shards := _known(agreement.known, caller, rows, counts, problem)) is not None:
+        return shards
     signature = "\n".join(
         [f"{name}|{_row_kind(tensor)}" for name, tensor in rows.items()]
-        + [f"{name}|{value}" for name, value in {**_AGREED.get({}), **(settings or {})}.items()]
+        + [f"{name}|{value}" for name, value in {**agreement.settings, **(settings or {})}.items()]
     )
-    counts = [len(tensor) if tensor.ndim else 1 for tensor in rows.values()]
     card = counts[:_SIZES_ON_CARD] + [0] * (_SIZES_ON_CARD - len(counts))
     cards = world.exchange([problem is not None, _digest(signature), _bits(last_value), *card])
     if any(card[0] for card in cards):
@@ -88,7 +116,32 @@ def meet(
     sizes = [card[3 : 3 + len(counts)] for card in cards]
     if len(counts) > _SIZES_ON_CARD:
         sizes = [mine + rest for mine, rest in zip(sizes, world.exchange(counts[_SIZES_ON_CARD:]), strict=True)]
-    return [Shards(by_rank, world.rank) for by_rank in zip(*sizes, strict=True)]
+    shards = [Shards(by_rank, world.rank) for by_rank in zip(*sizes, strict=True)]
+    agreement.total = max([agreement.total, *(x.total for x in shards)])
+    if agreement.known is not None:
+        agreement.known[caller, tuple(rows)] = counts, shards
+    return shards
+
+
+def _known(
+    known: Known | None, caller: str, rows: Mapping[str, Tensor], counts: list[int], problem: str | None
+) -> list[Shards] | None:
+    """How rows lie, if ranks have told each other and need not again; None if they have not.
+
+    Raises:
+        ValueError: a problem, or another number of rows than before; on this rank alone, since nobody is asked.
+    """
+    if known is None or (caller, tuple(rows)) not in known:
+        return None
+    before, shards = known[caller, tuple(rows)]
+    if problem is None and before != counts:
+        problem = (
+            f"static_shapes=True, but this rank brought {counts} rows of {', '.join(rows)} after {before}. "
+            "Drop the last incomplete batch, or leave static_shapes out."
+        )
+    if problem is not None:
+        raise ValueError(f"{caller}: {problem}")
+    return shards
 
 
 def refuse(caller: str, problem: str, *, world: World) -> None:
@@ -152,7 +205,8 @@ def _digest(text: str) -> int:
 
 def _all_finite(x: Tensor) -> bool:
     """A sum is finite only if all its terms are; where it is not, it may have overflowed."""
-    return bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) or bool(x.isfinite().all())
+    total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()
+    return math.isfinite(total) or bool(x.isfinite().all())
 
 
 def _first_non_finite(rows: Mapping[str, Tensor], world: World) -> str | None:

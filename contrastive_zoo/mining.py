@@ -73,7 +73,7 @@ class DistributedMiner(nn.Module):
         device = None
         if world.size > 1:
             brought = Brought.meet(name, rows, world=world, problem=unequal_problem(rows))
-            rows, device = brought.gathered(gradient="complete", world=world), brought.device
+            rows, device = brought.gathered(world), brought.device
         with one_stream(world, device):
             found = self.miner(*rows.values())
         if not isinstance(found, (tuple, list)):

@@ -17,6 +17,14 @@ settings.register_profile("long", max_examples=long, deadline=None, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def engines() -> None:
+    """Engines also where plain autograd would be sooner done: in this process, not in the ranks."""
+    from contrastive_zoo.engine import evaluation
+
+    evaluation.FEW = -1
+
+
 @pytest.fixture(scope="session")
 def impatient() -> Iterator[Any]:
     """Worlds in which a hang is found soon."""

@@ -1,6 +1,7 @@
 """Value, encoder gradient and parameter gradient are those of one process, for every loss and every split."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,43 @@ def test_the_contract_holds(entry: Entry, batch, temperature, reduction, trainer
     trial = Trial(case, batch, worlds)
     for law in CONTRACT:
         law(trial)
+
+
+@pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
+@pytest.mark.parametrize(("shards", "trainer"), [((1, 4), "mean"), ((0, 3, 2), "sum")], ids=str)
+def test_the_contract_holds_in_a_second_step(entry: Entry, shards, trainer, worlds: Worlds) -> None:
+    """By then ranks know that rows are few, and go another way."""
+    first = entry.case(trainer, temperature=0.3)
+    case = replace(first, make=lambda: SecondStep(first.make()))
+    for law in CONTRACT:
+        law(Trial(case, GlobalBatch(shards, d=3, seed=2), worlds))
+
+
+class SecondStep(torch.nn.Module):
+    """A loss that has been called before."""
+
+    def __init__(self, loss: torch.nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, *rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.loss(*(x.detach() for x in rows))
+        return self.loss(*rows)
+
+
+@pytest.mark.parametrize("settings", [{"ring": True}, {"static_shapes": True}], ids=str)
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+@given(batch=global_batches(), trainer=st.sampled_from(["mean", "sum"]))
+def test_the_contract_holds_however_ranks_talk(entry: Entry, settings, batch, trainer, worlds: Worlds) -> None:
+    make = entry.make
+
+    def told():
+        loss = cz.DistributedLoss(make(temperature=0.3), grad_reduction=trainer, **settings)
+        return SecondStep(loss) if "static_shapes" in settings else loss
+
+    for law in CONTRACT:
+        law(Trial(replace(entry.case(trainer), make=told), batch, worlds))
 
 
 @pytest.mark.parametrize("entry", LEARNABLE, ids=str)

@@ -14,6 +14,8 @@ from pytorch_metric_learning import losses
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo import collectives
+from contrastive_zoo import world as worlds_module
 from contrastive_zoo.distributed import EVERY_NTH_VALUE, FIRST_VALUES, GlobalIndices
 from contrastive_zoo.mining import DistributedMiner
 from contrastive_zoo.testing.worlds import Worlds
@@ -416,3 +418,74 @@ def test_a_loss_that_holds_its_encoder_is_sent_to_its_adapter() -> None:
 
     with pytest.raises(ValueError, match=r"Ranking holds the encoder .*DistributedSentenceLoss"):
         cz.DistributedLoss(Ranking())
+
+
+# ------------------------------------------------------------------------------------------------- fewer messages
+
+
+def messages(job: Callable[[], Any]) -> int:
+    """How many collectives this rank takes part in."""
+    names = ["all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv"]
+    sent, before = [], {name: getattr(dist, name) for name in names}
+    gathers = {module: module.all_gather_single for module in (collectives, worlds_module)}
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (sent.append(call), call(*args, **kwargs))[1]
+
+    try:
+        for name, call in before.items():
+            setattr(dist, name, counted(call))
+        for module, call in gathers.items():
+            module.all_gather_single = counted(call)
+        job()
+    finally:
+        for name, call in before.items():
+            setattr(dist, name, call)
+        for module, call in gathers.items():
+            module.all_gather_single = call
+    return len(sent)
+
+
+def test_few_rows_take_few_messages(worlds: Worlds) -> None:
+    def job() -> list[int]:
+        found = []
+        for settings in ({}, {"static_shapes": True}):
+            loss = cz.DistributedLoss(cz.Clip(), **settings)
+
+            def step(loss: nn.Module = loss) -> None:
+                loss(z(), z()).backward()
+
+            found += [messages(step) > 4, messages(step), messages(step)]
+        return found
+
+    # sizes and rows; with static shapes sizes once for this way, then rows alone
+    assert worlds.run(2, job) == [[True, 2, 2, True, 2, 1]] * 2
+
+
+def test_many_rows_take_the_engines_way_again(worlds: Worlds) -> None:
+    def job() -> list[bool]:
+        loss = cz.DistributedLoss(cz.Clip())
+        return [messages(lambda n=n: loss(z(n), z(n)).backward()) > 4 for n in (600, 600, 4, 4, 600, 600)]
+
+    assert worlds.run(2, job) == [[True, True, True, False, False, True]] * 2
+
+
+def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
+    def job() -> list[Tensor]:
+        loss = cz.DistributedLoss(cz.InfoNCE(reduction="none"))
+        return [loss(z(), z()).detach() for _ in range(2)]
+
+    for first, second in worlds.run(2, job):
+        assert len(first) == 4
+        close(second, first)
+
+
+def test_other_shapes_than_before(worlds: Worlds) -> None:
+    def job(n: int) -> str | None:
+        loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True)
+        for _ in range(3):
+            loss(z(), z())
+        return said(lambda: loss(z(n), z(n)))
+
+    text = "NTXent: static_shapes=True, but this rank brought [3, 3] rows of "
+    assert all(found.startswith(text) for found in worlds.run(2, job, 3))

@@ -19,6 +19,9 @@ PANEL_BYTES = 32 * 2**20
 TILE_BYTES = 2 * 2**20
 """How large a tile of similarities may be, to stay in a processor's cache; a GPU's are 64 times as large."""
 
+FEW = 2**16
+"""So few similarities, or numbers in rows, that one process is done sooner by plain autograd than by an engine."""
+
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
 
@@ -29,7 +32,8 @@ def dense() -> Iterator[None]:
     The panel engines write their gradients by hand, so these cannot be differentiated again. A gradient penalty, a
     Hessian or a meta-learning step runs the loss under this context instead. Value and gradients are the same. Across
     ranks differentiate the function itself, ``nt_xent(…, world=World.of())``, whose gradients are the plain derivatives:
-    ``DistributedLoss`` multiplies rows' gradients by what the trainer divides by, and would do so at each order.
+    ``DistributedLoss`` multiplies rows' gradients by what the trainer divides by, and would do so at each order. (Small
+    batches on one process are plain autograd anyway.)
 
     Example:
         >>> import contrastive_zoo as cz
@@ -43,6 +47,11 @@ def dense() -> Iterator[None]:
         yield
     finally:
         _dense.reset(token)
+
+
+def few(numbers: int) -> bool:
+    """Whether so many are at most :data:`FEW`."""
+    return numbers <= FEW
 
 
 _budget: ContextVar[int] = ContextVar("budget", default=64 * 2**20)
@@ -135,6 +144,8 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+        if not torch.is_autocast_enabled(device):  # entering the context costs more than a small batch's product
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
@@ -149,7 +160,7 @@ def unit(x: Tensor) -> Tensor:
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
     """
-    return torch.nn.functional.normalize(x, dim=-1) if is_dense() else _Unit.apply(x)
+    return torch.nn.functional.normalize(x, dim=-1) if is_dense() or few(x.numel()) else _Unit.apply(x)
 
 
 class _Unit(torch.autograd.Function):

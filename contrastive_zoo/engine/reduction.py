@@ -7,6 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.engine.evaluation import few
 from contrastive_zoo.world import World
 
 Reduction = Literal["mean", "sum", "none"]
@@ -39,12 +40,15 @@ def reduce_anchors(
         >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 3, 0]), world=ALONE)   # 4 / 4
         tensor(1.)
     """
-    if valid is None:
-        valid = torch.ones_like(losses, dtype=torch.bool)
-    losses = losses.where(valid > 0, 0)
+    if valid is not None:
+        losses = losses.where(valid > 0, 0)
     if reduction == "none":
         return losses if losses.ndim == 1 else losses.sum(1)
-    total = torch.stack([x.sum(0, dtype=torch.float64) for x in (losses, valid)])
+    if valid is None and world.size == 1 and reduction == "mean" and few(len(losses)):
+        return losses.mean(0).sum()
+    total = losses.sum(0, dtype=torch.float64)
+    count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=torch.float64)
+    total = torch.stack([total, count])
     # everybody goes on with the same sum, so everybody's gradient is already the whole one
     total, count = sum_over_ranks(total, gradient="complete", world=world).unbind()
     return (total if reduction == "sum" else total / count.detach().clamp(min=1)).sum().to(losses.dtype)

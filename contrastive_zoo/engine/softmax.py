@@ -23,6 +23,7 @@ A loss is a formula in these numbers and in a few dot products (positives), writ
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
-from contrastive_zoo.engine.evaluation import budget, is_dense, once, tile_shape, tiles, without_autocast
+from contrastive_zoo.engine.evaluation import budget, few, is_dense, once, tile_shape, tiles, without_autocast
 from contrastive_zoo.world import Shards, World
 
 Scale = float | Tensor
@@ -63,6 +64,9 @@ def self_log_sum_exp(
         own = torch.zeros(len(z), len(everybody), dtype=torch.bool, device=z.device)
         own.diagonal(shards.start).fill_(True)
         return torch.logsumexp((scale * z @ everybody.T).masked_fill(own, -torch.inf), 1)
+    if world.size == 1 and few(len(z) ** 2):
+        own = torch.eye(len(z), dtype=torch.bool, device=z.device)
+        return torch.logsumexp((scale * z @ z.T).masked_fill(own, -torch.inf), 1)
     sweep = _Sweep(shards, shards, world, one_tower=True, unit=unit, learnt=isinstance(scale, Tensor))
     return _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))[0]
 
@@ -106,6 +110,9 @@ def log_sum_exp(
         every_column = all_gather(columns, shards=column_shards, process_group=world)
         r = torch.logsumexp(scale * rows @ every_column.T, 1)
         return r, torch.logsumexp(scale * columns @ every_row.T, 1) if columnwise else None
+    if world.size == 1 and len(rows) and len(columns) and few(len(rows) * len(columns)):
+        s = scale * rows @ columns.T
+        return torch.logsumexp(s, 1), torch.logsumexp(s, 0) if columnwise else None
     sweep = _Sweep(row_shards, column_shards, world, columnwise=columnwise, unit=unit, learnt=isinstance(scale, Tensor))
     return _LogSumExp.apply(sweep, rows, columns, torch.as_tensor(scale, dtype=rows.dtype, device=rows.device))
 
@@ -120,10 +127,10 @@ class _LogSumExp(torch.autograd.Function):
         travel = sweep.travel(columns)
         largest = ctx.scale * sweep.longest(rows, columns)
         ctx.arithmetic = _Shifted.below(largest, rows.dtype)
-        r, c, kept = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale)
+        r, c, kept = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, keep=any(ctx.needs_input_grad))
         if sweep.has_lost(r, c, largest):
             ctx.arithmetic = _Exact()
-            r, c, kept = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale)
+            r, c, kept = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, keep=any(ctx.needs_input_grad))
         r, c = ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c)
         ctx.save_for_backward(rows, columns, scale, r, c, travel.everybody, *kept)
         return r, c
@@ -165,7 +172,7 @@ class _Sweep:
     learnt: bool = False
     """Whether the scale is; then ranks do not rely on having the very same."""
 
-    @property
+    @cached_property
     def blocks(self) -> list[Block]:
         return schedule(self.row_shards, self.column_shards, half=self.one_tower)
 
@@ -193,6 +200,11 @@ class _Sweep:
     def _any_pair(self) -> bool:
         return self.row_shards.total > self.one_tower and self.column_shards.total > 0
 
+    def _room(self, like: Tensor) -> Tensor:
+        """Memory for one tile."""
+        height, width = tile_shape(like)
+        return like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes)))
+
     def tiles(
         self, rows: Tensor, travel: Gathered | Ring
     ) -> Iterator[tuple[int, Block, Tensor, Iterator[tuple[slice, slice, bool]]]]:
@@ -203,32 +215,30 @@ class _Sweep:
             yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
 
     def sums(
-        self, arithmetic: "_Arithmetic", rows: Tensor, travel: Gathered | Ring, scale: float
-    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Of my rows over all columns and of my columns over all rows; and the tiles, if they may be kept."""
-        scaled, total, parts, kept = rows * scale, arithmetic.nothing(len(rows), rows), [], []
-        room = None if self._fits(rows) else _room(rows)
+        self, arithmetic: "_Arithmetic", rows: Tensor, travel: Gathered | Ring, scale: float, *, keep: bool
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """Of my rows over all columns and of my columns over all rows; and the tiles, as many as may be kept."""
+        scaled, total, parts = rows * scale, arithmetic.nothing(len(rows), rows), []
+        kept: list[Tensor | None] = []
+        room, free = self._room(rows), budget() if keep else 0
         for index, block, columns, cut in self.tiles(rows, travel):
             mine, by_row = scaled[block.rows], total[block.rows]
             by_column = total if self.one_tower and index == 0 else arithmetic.nothing(len(columns), rows)
             for i, j, diagonal in cut:
-                s = _similarities(mine[i], columns[j], room, diagonal)
+                tile = _part(room, len(mine[i]), len(columns[j]))
+                fits = tile.nbytes <= free
+                s = _similarities(mine[i], columns[j], torch.empty_like(tile) if fits else tile, diagonal)
                 arithmetic.enter(s)
                 arithmetic.add(by_row[i], s, 1)
                 if self.columnwise and not diagonal:
                     arithmetic.add(by_column[j], s, 0)
-                if room is None:
-                    kept.append(s)
+                kept.append(s if fits else None)
+                free -= s.nbytes if fits else 0
             parts.append(by_column)
         if not self.columnwise:
             return total, None, kept
         by_column = merge_at_owners(parts[0], parts[1:], self.blocks[1:], self.world, arithmetic.merge)
         return total, None if self.one_tower else by_column, kept
-
-    def _fits(self, rows: Tensor) -> bool:
-        """Whether all of this rank's similarities may be kept."""
-        cells = sum((x.rows.stop - x.rows.start) * (x.columns.stop - x.columns.start) for x in self.blocks)
-        return cells * rows.dtype.itemsize <= budget()
 
     def pulls(
         self,
@@ -240,13 +250,13 @@ class _Sweep:
         of_columns: Tensor | None,
         drows: Tensor,
         dcolumns: Tensor | None,
-        kept: list[Tensor],
+        kept: list[Tensor | None],
     ) -> Iterator[Tensor]:
         """G B into ``drows``, Gᵀ A of my own columns into ``dcolumns``; yields that of each other block's columns.
 
         ``of_rows`` and ``of_columns`` are log-sum-exps and their gradients, [n, 2] and [m, 2].
         """
-        scaled, room, of_row = rows * scale, _room(rows), arithmetic.coefficients(of_rows)
+        scaled, room, of_row = rows * scale, self._room(rows), arithmetic.coefficients(of_rows)
         of_column, stored = None, iter(kept)
         if of_columns is not None:
             of_columns = gather_rows(of_columns, self.column_shards, self.world)
@@ -257,17 +267,12 @@ class _Sweep:
             column_weights = None if of_column is None else of_column[block.ahead][block.columns]
             pull = dcolumns if index == 0 or dcolumns is None else torch.zeros_like(columns)
             for i, j, diagonal in cut:
-                if kept:
-                    s = next(stored)
-                else:
-                    s = _similarities(mine[i], columns[j], room, diagonal)
+                s = next(stored)
+                if s is None:
+                    s = _similarities(mine[i], columns[j], _part(room, len(mine[i]), len(columns[j])), diagonal)
                     arithmetic.enter(s)
-                weights = arithmetic.weights(
-                    s,
-                    row_weights[i],
-                    None if column_weights is None else column_weights[j],
-                    out[: s.numel()].view_as(s),
-                )
+                by_column = None if column_weights is None else column_weights[j]
+                weights = arithmetic.weights(s, row_weights[i], by_column, _part(out, *s.shape))
                 dmine[i].addmm_(weights, columns[j], alpha=scale)
                 if pull is not None and not diagonal:
                     pull[j].addmm_(weights.T, mine[i])
@@ -275,16 +280,15 @@ class _Sweep:
                 yield pull
 
 
-def _room(like: Tensor) -> Tensor:
-    """Memory for one tile."""
-    return like.new_empty(math.prod(tile_shape(like)))
+def _part(room: Tensor, height: int, width: int) -> Tensor:
+    """As much of it as a tile takes."""
+    return room[: height * width].view(height, width)
 
 
-def _similarities(rows: Tensor, columns: Tensor, room: Tensor | None, diagonal: bool) -> Tensor:
-    """Rows times columns, in ``room`` if there is some; −inf for a row and itself."""
-    shape = len(rows), len(columns)
-    s = torch.mm(rows, columns.T, out=rows.new_empty(shape) if room is None else room[: math.prod(shape)].view(shape))
-    return s.fill_diagonal_(-torch.inf) if diagonal else s
+def _similarities(rows: Tensor, columns: Tensor, out: Tensor, diagonal: bool) -> Tensor:
+    """Rows times columns; −inf for a row and itself."""
+    torch.mm(rows, columns.T, out=out)
+    return out.fill_diagonal_(-torch.inf) if diagonal else out
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What losses share: settings kept in a module, the checks a step begins with, temperature, and rows of one kind."""
 
+import functools
 import inspect
 import math
 import warnings
@@ -15,6 +16,9 @@ from contrastive_zoo.engine.reduction import REDUCTIONS
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import kind, meet, refuse, refuse_empty
 from contrastive_zoo.world import Shards, World
+
+_ROWS = {"embeddings", "labels", "views", "view1", "view2", "rows", "queries", "keys", "images", "texts"}
+"""Arguments that are rows whoever holds them; not those that count the rows of one rank, or are held by it."""
 
 
 class Loss(nn.Module):
@@ -83,15 +87,18 @@ class Loss(nn.Module):
         self.refuse_other_than_tensors(rows, named_rows, world)
         return type(self).function(*rows, **named_rows, **self.settings(), world=world)
 
+    def can_be_replicated(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the loss of all rows is all that is asked for, and these arguments are rows and nothing else."""
+        mine = any(getattr(x, "reduction", None) == "none" or getattr(x, "sharded", False) for x in self.modules())
+        return not mine and {name for name, x in arguments.items() if x is not None} <= _ROWS
+
     def refuse_other_than_tensors(self, rows: Sequence[Any], named_rows: Mapping[str, Any], world: World) -> None:
         """Say so, on every rank, if what is to be compared is not a tensor; where None is a default, it is allowed.
 
         Raises:
             ValueError: an argument is something else.
         """
-        parameters = list(inspect.signature(getattr(type(self), "function", self.forward)).parameters.values())
-        names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-        optional = {x.name for x in parameters if x.default is None}
+        names, optional = _takes(getattr(type(self), "function", type(self).forward))
         for index, x in enumerate(rows):
             name = names[index] if index < len(names) else f"view {index}"
             self._refuse_other_than_tensor(name, x, name in optional, world)
@@ -116,6 +123,14 @@ class Loss(nn.Module):
     def extra_repr(self) -> str:
         own = {x: getattr(self, x) for x in self._defaults if x not in self._modules and x not in self._parameters}
         return ", ".join(f"{name}={value!r}" for name, value in own.items())
+
+
+@functools.cache
+def _takes(function: Callable[..., Tensor]) -> tuple[list[str], set[str]]:
+    """Names of what a function compares, and of what may be None."""
+    parameters = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]
+    named = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    return named, {x.name for x in parameters if x.default is None}
 
 
 class LearnableTemperature(nn.Module):
@@ -206,10 +221,11 @@ def begin(
         ...
         ValueError: NTXent: temperature must be positive and finite, got 0.0. For a logit scale s pass temperature=1/s.
     """
-    given = torch.as_tensor(temperature).detach()
-    if given.numel() != 1 or not (given.isfinite() & (given > 0)).all():
+    given = temperature.tolist() if isinstance(temperature, Tensor) else temperature
+    value = given[0] if isinstance(given, list) and len(given) == 1 else given
+    if not (isinstance(value, (int, float)) and 0 < value < math.inf):
         problem = problem or (
-            f"temperature must be positive and finite, got {given.tolist()}. For a logit scale s pass temperature=1/s."
+            f"temperature must be positive and finite, got {given}. For a logit scale s pass temperature=1/s."
         )
     if reduction not in REDUCTIONS:
         problem = problem or f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."

@@ -1,5 +1,8 @@
 """NT-Xent: each view must find its partner among all other views of the global batch."""
 
+from functools import reduce
+from itertools import combinations
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -44,11 +47,12 @@ def nt_xent(
     rows, shards = begin_views(
         "NTXent", views, temperature=temperature, normalize=normalize, reduction=reduction, world=world
     )
-    scale, z, count = logit_scale(temperature, world), in_a_row(rows), len(rows)
-    others = (torch.stack(rows).sum(0).repeat(count, 1) - z) / (count - 1)
-    positive = scale * (z * others).sum(-1)
-    candidates = self_log_sum_exp(z, scale=scale, unit=normalize, shards=shards.times(count), world=world)
-    return reduce_anchors(candidates - positive, reduction=reduction, world=world)
+    scale, count = logit_scale(temperature, world), len(rows)
+    dots = {pair: (rows[pair[0]] * rows[pair[1]]).sum(-1) for pair in combinations(range(count), 2)}
+    positives = [reduce(torch.add, [dot for pair, dot in dots.items() if view in pair]) for view in range(count)]
+    candidates = self_log_sum_exp(in_a_row(rows), scale=scale, unit=normalize, shards=shards.times(count), world=world)
+    losses = candidates - scale / (count - 1) * torch.cat(positives)
+    return reduce_anchors(losses, reduction=reduction, world=world)
 
 
 class NTXent(Loss, function=nt_xent):
