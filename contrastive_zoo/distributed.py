@@ -1,5 +1,6 @@
 """DistributedLoss: the one gesture that makes any loss a function of the global batch."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -358,13 +359,20 @@ def signature(loss: Any) -> inspect.Signature:
         >>> signature(lambda z, labels: z.sum())
         <Signature (z, labels)>
     """
-    if isinstance(loss, Loss) and hasattr(loss, "function"):
-        parameters = inspect.signature(type(loss).function).parameters.values()
-        return inspect.Signature([x for x in parameters if x.kind is not x.KEYWORD_ONLY])
+    if isinstance(loss, Loss):
+        return _signature_of(type(loss))  # type: ignore[arg-type]  # mypy takes a class for its instance
     try:
         return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:
         return inspect.signature(lambda *rows, **named_rows: None)
+
+
+@functools.cache
+def _signature_of(kind: type[Loss]) -> inspect.Signature:
+    """Of an own loss, whose class says it all; Python takes longer to find out than a small loss to compute."""
+    function = getattr(kind, "function", kind.forward)
+    parameters = [x for x in inspect.signature(function).parameters.values() if x.name not in ("self", "world")]
+    return inspect.Signature([x for x in parameters if x.kind is not x.KEYWORD_ONLY or function is kind.forward])
 
 
 def _once(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -170,7 +170,7 @@ class _Unit(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Any, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        y = x / length.clamp(min=_SHORTEST)
+        y = x / length.clamp(min=shortest)
         ctx.save_for_backward(x, y, length)
         return y
 
@@ -179,12 +179,13 @@ class _Unit(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor | None:
         x, y, length = ctx.saved_tensors
         with torch.no_grad():
-            along = torch.linalg.vecdot(y, dy).unsqueeze(-1).where(length > _SHORTEST, 0)
-            dx = torch.addcmul(dy, y, along, value=-1).div_(length.clamp(min=_SHORTEST))
+            along = torch.linalg.vecdot(y, dy).unsqueeze(-1).where(length > shortest, 0)
+            dx = torch.addcmul(dy, y, along, value=-1).div_(length.clamp(min=shortest))
         return once(dx, x)
 
 
-_SHORTEST = 1e-12
+shortest = 1e-12
+"""What a row shorter than that is divided by."""
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.engine.pairs import Who, are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
 from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, towers_problem
@@ -68,6 +69,10 @@ def info_nce(
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
     scale = logit_scale(temperature, world)
+    who: Who = "rows and columns" if symmetric else "rows"
+    if negatives is None and normalize and are_few_pairs(queries, scale, who, world):
+        return reduce_anchors(few_pairs(queries, keys, scale=scale, who=who), reduction=reduction, world=world)
+
     q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
     extra = None if negatives is None else prepared(negatives, normalize=normalize)
 

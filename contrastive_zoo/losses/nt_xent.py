@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.engine.pairs import are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, logit_scale
+from contrastive_zoo.losses.base import Loss, begin, in_a_row, logit_scale, prepared, views_problem
 from contrastive_zoo.world import ALONE, World
 
 
@@ -44,10 +45,16 @@ def nt_xent(
 
     Source: Chen et al. 2020, eq. 1, https://arxiv.org/abs/2002.05709
     """
-    rows, shards = begin_views(
-        "NTXent", views, temperature=temperature, normalize=normalize, reduction=reduction, world=world
-    )
-    scale, count = logit_scale(temperature, world), len(rows)
+    named = {f"view {index}": view for index, view in enumerate(views)}
+    shards, *_ = begin(
+        "NTXent", named, problem=views_problem(views), temperature=temperature, normalize=normalize,
+        reduction=reduction, world=world,
+    )  # fmt: skip
+    scale, count = logit_scale(temperature, world), len(views)
+    if count == 2 and normalize and are_few_pairs(views[0], scale, "views", world):
+        return reduce_anchors(few_pairs(*views, scale=scale, who="views"), reduction=reduction, world=world)
+
+    rows = [prepared(view, normalize=normalize) for view in views]
     dots = {pair: (rows[pair[0]] * rows[pair[1]]).sum(-1) for pair in combinations(range(count), 2)}
     positives = [reduce(torch.add, [dot for pair, dot in dots.items() if view in pair]) for view in range(count)]
     candidates = self_log_sum_exp(in_a_row(rows), scale=scale, unit=normalize, shards=shards.times(count), world=world)

@@ -1,0 +1,65 @@
+"""Small batches on one process go another way than large ones; the numbers are the same."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import evaluation, pairs
+from tests.helpers import close, numbers
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "nt-xent": cz.nt_xent,
+    "nt-xent, three views": lambda a, b, **settings: cz.nt_xent(a, b, a * b, **settings),
+    "info-nce": lambda a, b, **settings: cz.info_nce(a, b, symmetric=False, **settings),
+    "clip": lambda a, b, **settings: cz.info_nce(a, b, symmetric=True, **settings),
+    "sup-con": lambda a, b, **settings: cz.sup_con(torch.cat([a, b]), torch.arange(2 * len(a)) % 3, **settings),
+}
+ROWS = {
+    "gaussian": lambda n, seed: numbers(n, 4, seed=seed),
+    "with a zero": lambda n, seed: numbers(n, 4, seed=seed) * (torch.arange(n) > 0)[:, None],
+    "all alike": lambda n, seed: torch.ones(n, 4, dtype=torch.float64),
+}
+
+
+def outcome(loss: Callable[..., Tensor], rows: str, n: int, temperature: float, reduction: str) -> list[Tensor]:
+    a, b = (ROWS[rows](n, seed).requires_grad_() for seed in (1, 2))
+    t = torch.tensor(temperature, dtype=torch.float64, requires_grad=True)
+    value = loss(a, b, temperature=t, reduction=reduction)
+    weight = numbers(*value.shape, seed=3)
+    return [value.detach(), *torch.autograd.grad((value * weight).sum(), (a, b, t))]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("temperature", [0.5, 0.03, 0.01])
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_few_are_as_many(name: str, rows: str, n: int, temperature: float, reduction: str, monkeypatch) -> None:
+    many = outcome(LOSSES[name], rows, n, temperature, reduction)
+    monkeypatch.setattr(evaluation, "FEW", 2**16)
+    for found, expected in zip(outcome(LOSSES[name], rows, n, temperature, reduction), many, strict=True):
+        close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
+def test_they_do_go_another_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of that way shows, so the comparison above is one of two ways."""
+    monkeypatch.setattr(evaluation, "FEW", 2**16)
+    wrong = pairs._FewPairs.backward
+    monkeypatch.setattr(pairs._FewPairs, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
+    found = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
+    monkeypatch.setattr(evaluation, "FEW", -1)
+    expected = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
+    close(found[1], 2 * expected[1])
+
+
+def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "FEW", 2**16)
+    a, b = (numbers(6, 4, seed=seed).bfloat16() for seed in (1, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cz.nt_xent(a, b)
+    assert found.dtype == torch.float32
+    close(found.double(), cz.nt_xent(a.double(), b.double()), 1e-6)
