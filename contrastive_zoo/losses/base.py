@@ -262,25 +262,31 @@ def begin_labelled(
     return prepared(embeddings, normalize=normalize), labels, shards
 
 
+def meet_views(
+    caller: str, views: Sequence[Tensor], *, problem: str | None = None, world: World, **settings: Any
+) -> Shards:
+    """:func:`begin` for views of the same samples: how these lie over the ranks.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> meet_views("Loss", [torch.ones(2, 1), torch.ones(2, 1)], world=ALONE)
+        Shards(sizes=(2,), rank=0)
+    """
+    named = {f"view {index}": view for index, view in enumerate(views)}
+    return begin(caller, named, problem=views_problem(views) or problem, world=world, **settings)[0]
+
+
 def begin_views(
-    caller: str,
-    views: Sequence[Tensor],
-    *,
-    normalize: bool = True,
-    problem: str | None = None,
-    world: World,
-    **settings: Any,
+    caller: str, views: Sequence[Tensor], *, normalize: bool = True, world: World, **settings: Any
 ) -> tuple[list[Tensor], Shards]:
-    """:func:`begin` for views of the same samples: these, :func:`prepared`, and how samples lie over the ranks.
+    """:func:`meet_views`, and the views :func:`prepared`.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
         >>> begin_views("Loss", [torch.ones(2, 1), 3 * torch.ones(2, 1)], world=ALONE)[0][1].tolist()
         [[1.0], [1.0]]
     """
-    named = {f"view {index}": view for index, view in enumerate(views)}
-    problem = views_problem(views) or problem
-    shards, *_ = begin(caller, named, problem=problem, normalize=normalize, world=world, **settings)
+    shards = meet_views(caller, views, normalize=normalize, world=world, **settings)
     return [prepared(view, normalize=normalize) for view in views], shards
 
 

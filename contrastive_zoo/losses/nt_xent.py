@@ -1,7 +1,6 @@
 """NT-Xent: each view must find its partner among all other views of the global batch."""
 
-from functools import reduce
-from itertools import combinations
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,7 +9,7 @@ from torch import Tensor
 from contrastive_zoo.engine.pairs import are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, in_a_row, logit_scale, prepared, views_problem
+from contrastive_zoo.losses.base import Loss, in_a_row, logit_scale, meet_views, prepared
 from contrastive_zoo.world import ALONE, World
 
 
@@ -45,21 +44,14 @@ def nt_xent(
 
     Source: Chen et al. 2020, eq. 1, https://arxiv.org/abs/2002.05709
     """
-    named = {f"view {index}": view for index, view in enumerate(views)}
-    shards, *_ = begin(
-        "NTXent", named, problem=views_problem(views), temperature=temperature, normalize=normalize,
-        reduction=reduction, world=world,
-    )  # fmt: skip
-    scale, count = logit_scale(temperature, world), len(views)
+    settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction, "world": world}
+    shards, scale, count = meet_views("NTXent", views, **settings), logit_scale(temperature, world), len(views)
     if count == 2 and normalize and are_few_pairs(views[0], scale, "views", world):
         return reduce_anchors(few_pairs(*views, scale=scale, who="views"), reduction=reduction, world=world)
-
     rows = [prepared(view, normalize=normalize) for view in views]
-    dots = {pair: (rows[pair[0]] * rows[pair[1]]).sum(-1) for pair in combinations(range(count), 2)}
-    positives = [reduce(torch.add, [dot for pair, dot in dots.items() if view in pair]) for view in range(count)]
+    dots = [torch.stack([(x * y).sum(-1) for v, y in enumerate(rows) if u != v]).mean(0) for u, x in enumerate(rows)]
     candidates = self_log_sum_exp(in_a_row(rows), scale=scale, unit=normalize, shards=shards.times(count), world=world)
-    losses = candidates - scale / (count - 1) * torch.cat(positives)
-    return reduce_anchors(losses, reduction=reduction, world=world)
+    return reduce_anchors(candidates - scale * torch.cat(dots), reduction=reduction, world=world)
 
 
 class NTXent(Loss, function=nt_xent):

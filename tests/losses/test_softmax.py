@@ -335,6 +335,7 @@ def test_nothing_n_by_n_is_held() -> None:
     torch.set_num_threads(1)  # small operations, and many
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "PANEL_BYTES", 2**15)
+        patch.setattr(evaluation, "TILE_BYTES", 2**13)
         for entry in [x for x in ENTRIES if "," not in x.name or "all" in x.name]:
             rows = rows_of(entry, GlobalBatch((n,), d=4))
             with Listener():
