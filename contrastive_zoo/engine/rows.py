@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
-from contrastive_zoo.engine.evaluation import is_dense, once, panels, without_autocast
+from contrastive_zoo.engine import evaluation
+from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once, without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.masks import panel_masks
 from contrastive_zoo.world import Shards, World
 
 
@@ -118,11 +118,10 @@ class _Layout:
 
     def panel(self, rows: slice, anchors: Tensor, columns: Tensor) -> Panel:
         ids = self.ids[rows]
-        if self.own_from is None:
-            positive = ids[:, None] == self.column_ids
-            negative = ~positive
-        else:
-            _, positive, negative = panel_masks(ids, self.column_ids, self.own_from + rows.start)
+        positive = ids[:, None] == self.column_ids
+        negative = ~positive
+        if self.own_from is not None:
+            positive.diagonal(self.own_from + rows.start).fill_(False)
         companions = tuple((mine[rows], everybody) for mine, everybody in self.companions)
         return Panel(anchors, columns, positive, negative, ids, self.column_ids, companions)
 
@@ -199,6 +198,23 @@ class _SumOverAnchors(torch.autograd.Function):
         return None, None, None, None, *(once(gradient, *inputs) for gradient in [*of_rows, *dparameters])
 
 
+_MATRICES, _AT_LEAST = 16, 4
+"""That a loss makes out of a panel: as many as Circle does, and how many a simple one."""
+
+_LOW = 64
+"""Rows of a panel whose own cost, a pass over all columns' gradients, would be felt."""
+
+
+def _keep_freed_memory(like: Tensor) -> None:
+    """Let malloc keep what panels free for the next panel.
+
+    glibc returns it to the system, and the page faults that bring it back cost as much as a product. It stops doing so
+    for blocks up to the largest that was ever freed, of at most 32 MiB; this one is never touched, so takes no memory.
+    """
+    if like.device.type == "cpu":
+        torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
 class _Sweep:
     """One pass over my anchors, panel by panel."""
 
@@ -215,8 +231,13 @@ class _Sweep:
         self.z, self.everybody = z.detach(), everybody.detach()
 
     def _panels(self) -> Iterator[slice]:
-        # the loss makes several matrices out of a panel, so that it gets a fraction of the budget
-        return panels(len(self.z), 4 * len(self.everybody), self.z.dtype)
+        row = max(1, len(self.everybody)) * self.z.dtype.itemsize
+        room = max(TILE_BYTES, budget())
+        if self.z.device.type == "cpu":  # beyond its cache every pass takes longer
+            room = min(room, evaluation.PANEL_BYTES)
+        # a low one may have more than its share
+        height = max(1, room // (_MATRICES * row), min(_LOW, room // (_AT_LEAST * row)))
+        return (slice(top, min(top + height, len(self.z))) for top in range(0, len(self.z), height))
 
     def _of(self, rows: slice, anchors: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and counts of a panel's anchors, [c, terms]; what does not count is zero."""
@@ -234,6 +255,7 @@ class _Sweep:
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
         """Losses and counts of my anchors; the gradient of their weighted sum by anchors, columns and parameters."""
+        _keep_freed_memory(self.z)
         dz, dcolumns = torch.zeros_like(self.z), torch.zeros_like(self.everybody)
         dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]
         losses, counts = self.z.new_zeros(2, len(self.z), self.terms)  # nothing small stays behind between panels

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_zoo.engine.passes import any_in_row
 from contrastive_zoo.losses.distances import Average, MetricLoss, log_sum_exp
 
 
@@ -40,8 +41,8 @@ class Circle(MetricLoss):
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         s, fixed = similarity, similarity.detach()
-        pull = -self.gamma * (1 + self.m - fixed).relu() * (s - 1 + self.m)
-        push = self.gamma * (fixed + self.m).relu() * (s - self.m)
+        pull = (fixed - 1 - self.m).clamp_(max=0).mul_(self.gamma) * (s - 1 + self.m)
+        push = (fixed + self.m).clamp_(min=0).mul_(self.gamma) * (s - self.m)
         both = log_sum_exp(pull, positive) + log_sum_exp(push, negative)
-        losses, valid = torch.logaddexp(both, torch.zeros_like(both)), positive.any(1) & negative.any(1)
+        losses, valid = torch.logaddexp(both, torch.zeros_like(both)), any_in_row(positive) & any_in_row(negative)
         return losses, valid & (losses > 0) if self.average == "nonzero" else valid

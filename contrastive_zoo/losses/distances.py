@@ -1,14 +1,17 @@
 """How far rows are apart, and what losses of margins make of it, panel by panel."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from contrastive_zoo.engine import passes
+from contrastive_zoo.engine.evaluation import dense, is_dense
+from contrastive_zoo.engine.passes import dot_products, euclidean, marked_columns
 from contrastive_zoo.losses.row_loss import RowLoss
 
 Metric = Literal["distance", "squared distance", "similarity"]
@@ -17,17 +20,13 @@ W = TypeVar("W", bound=str)
 
 
 def squared_distances(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
-    """‖a − b‖² of every anchor and column, as one matrix product.
-
-    Rows closer together than its rounding can tell are the same point: exactly 0, and without gradient.
+    """‖a − b‖² of every anchor and column; 0, without gradient, of rows that rounding cannot tell apart.
 
     Example:
         >>> squared_distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
         tensor([[25.,  0.]])
     """
-    both = anchors.square().sum(1)[:, None] + columns.square().sum(1)
-    squared = torch.addmm(both, anchors, columns.T, alpha=-2)
-    return squared.where(squared > 8 * torch.finfo(squared.dtype).eps * both.detach(), 0)
+    return euclidean(anchors, columns, squared=True)
 
 
 def distances(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
@@ -37,8 +36,7 @@ def distances(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> F
         >>> distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
         tensor([[5., 0.]])
     """
-    squared = squared_distances(anchors, columns)
-    return squared.where(squared > 0, 1).sqrt().where(squared > 0, 0)
+    return euclidean(anchors, columns)
 
 
 def farness(anchors: Tensor, columns: Tensor, metric: Metric) -> Float[Tensor, "c N"]:
@@ -50,7 +48,7 @@ def farness(anchors: Tensor, columns: Tensor, metric: Metric) -> Float[Tensor, "
                 [-0., -1.]])
     """
     if metric == "similarity":
-        return -(anchors @ columns.T)
+        return -dot_products(anchors, columns)
     return distances(anchors, columns) if metric == "distance" else squared_distances(anchors, columns)
 
 
@@ -61,7 +59,8 @@ def log1p_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[
         >>> log1p_sum_exp(torch.zeros(1, 3), torch.tensor([[True, True, False]]))   # log 3
         tensor([1.0986])
     """
-    return torch.logsumexp(F.pad(x.masked_fill(~where, -torch.inf), (0, 1)), 1)
+    found = passes.log_sum_exp(x, where)
+    return torch.logaddexp(found, torch.zeros_like(found))
 
 
 def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
@@ -71,8 +70,8 @@ def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Te
         >>> log_sum_exp(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
         tensor([0.6931, 0.0000])
     """
-    some = where.any(1)
-    return torch.logsumexp(x.masked_fill(~where & some[:, None], -torch.inf), 1).where(some, 0)
+    found = passes.log_sum_exp(x, where)
+    return found.masked_fill(found == -torch.inf, 0)
 
 
 def row_sums(*terms: Shaped[Tensor, "c N"]) -> Shaped[Tensor, "c k"]:
@@ -98,12 +97,16 @@ def sum_over_positives(
         >>> sum_over_positives(lambda p: x.gather(1, p)[:, 0], torch.tensor([[True, False, True]]))
         tensor([5.])
     """
-    most = int(positive.sum(1).amax()) if len(positive) else 0
-    there, columns = positive.to(torch.uint8).topk(max(1, most), dim=1)  # without any the sum still hangs in the graph
+    columns, there = marked_columns(positive)
+    if not columns.shape[1]:  # the sum still hangs in the graph
+        columns, there = columns.new_zeros(len(columns), 1), there.new_zeros(len(there), 1)
+    way = dense if is_dense() else nullcontext  # the same when computed again, wherever backward is called
     total: Tensor | float = 0.0
     for column, counts in zip(columns.split(1, dim=1), there.split(1, dim=1), strict=True):
-        value: Tensor = checkpoint(term, column, use_reentrant=False, preserve_rng_state=False)
-        total = total + value.where(counts[:, 0] > 0, 0)
+        value: Tensor = checkpoint(
+            term, column, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (way(), way())
+        )
+        total = total + value.where(counts[:, 0], 0)
     assert isinstance(total, Tensor)
     return total
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from contrastive_zoo.engine.passes import any_in_row, largest, smallest
 from contrastive_zoo.losses.distances import MetricLoss, log1p_sum_exp
 
 
@@ -27,6 +27,7 @@ class MultiSimilarity(MetricLoss):
         ValueError: α or β that is not positive; at the call as :class:`RowLoss`.
 
     Example:
+        >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> MultiSimilarity(base=1.0)(z, torch.tensor([0, 0]))   # log(1 + 1) / 2
         tensor(0.3466)
@@ -42,12 +43,12 @@ class MultiSimilarity(MetricLoss):
         self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        any_pair = positive.any(1) | negative.any(1)
+        any_pair = any_in_row(positive) | any_in_row(negative)
         if self.epsilon is not None:
-            least = similarity.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
-            most = similarity.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
-            positive = positive & (similarity < most + self.epsilon)
-            negative = negative & (similarity > least - self.epsilon)
+            fixed = similarity.detach()
+            least, most = smallest(fixed, positive), largest(fixed, negative)
+            positive = positive & (fixed < most[:, None] + self.epsilon)
+            negative = negative & (fixed > least[:, None] - self.epsilon)
         pull = log1p_sum_exp(-self.alpha * (similarity - self.base), where=positive) / self.alpha
         push = log1p_sum_exp(self.beta * (similarity - self.base), where=negative) / self.beta
         return pull + push, any_pair

@@ -5,6 +5,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from contrastive_zoo.engine.passes import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin_labelled, begin_views, in_a_row, labelled_problem, numbered
@@ -46,7 +47,7 @@ class RowLoss(Loss):
 
     def similarity(self, anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
         """How alike anchors and columns are: their dot products. A loss of distances puts its distance here."""
-        return anchors @ columns.T
+        return dot_products(anchors, columns)
 
     def rows(
         self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]

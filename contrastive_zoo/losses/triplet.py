@@ -1,11 +1,13 @@
 """Triplet: an anchor's positives nearer than its negatives, by a margin; all triplets, or hard or semi-hard ones."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastive_zoo.engine.passes import largest, marked_columns, smallest
 from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, sum_over_positives
 
 Mining = Literal["all", "hard", "semi-hard"]
@@ -63,10 +65,9 @@ class Triplet(FarnessLoss):
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         far = similarity
         if self.mining == "hard":
-            both = positive.any(1) & negative.any(1)
-            farthest = far.masked_fill(~positive & both[:, None], -torch.inf).amax(1)
-            nearest = far.masked_fill(~negative & both[:, None], torch.inf).amin(1)
-            losses = self._of(farthest - nearest)
+            violation = largest(far, positive) - smallest(far, negative)
+            both = violation != -torch.inf
+            losses = self._of(violation.masked_fill(~both, 0))
             return losses, both & (losses > 0) if self.average == "nonzero" else both
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.soft):
             losses, active = self._hinges(far, positive, negative)
@@ -80,18 +81,19 @@ class Triplet(FarnessLoss):
 
     def _hinges(self, far: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         """Σ (D_ip + margin − D_in) over active triplets, and their number, from how often each pair is in one."""
-        most = int(positive.sum(1).amax()) if len(far) else 0
-        positives = far.masked_fill(~positive, -torch.inf).topk(most, dim=1).values.flip(1)
+        columns, there = marked_columns(positive)
+        positives = far.gather(1, columns).where(there, -torch.inf).sort(1).values
         with torch.no_grad():
-            of_positive, of_negative = _active(positives + self.margin, far, negative, right=True)
+            negatives = far.where(negative, torch.inf)
+            of_positive, of_negative = _active(positives + self.margin, negatives, torch.lt)
             if self.mining == "semi-hard":
-                harder = _active(positives, far, negative, right=False)
+                harder = _active(positives, negatives, torch.le)
                 of_positive, of_negative = of_positive - harder[0], of_negative - harder[1]
         pull = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
         return pull - (of_negative * far).sum(1), of_negative.sum(1)
 
     def _one_positive_at_a_time(self, far: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        negatives = far.masked_fill(~negative, torch.inf)
+        negatives = far.where(negative, torch.inf)
 
         def losses(p: Tensor) -> Tensor:
             nearer = far.gather(1, p)
@@ -103,9 +105,19 @@ class Triplet(FarnessLoss):
         return sum_over_positives(losses, positive)
 
 
-def _active(bars: Tensor, far: Tensor, negative: Tensor, *, right: bool) -> tuple[Tensor, Tensor]:
+def _active(bars: Tensor, negatives: Tensor, below: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     """How many negatives lie below each of the ascending bars, and how many bars above each negative."""
-    below = torch.searchsorted(bars, far, right=right).masked_fill_(~negative, bars.shape[1])
-    ones = far.new_ones(()).expand_as(far)
-    lying = far.new_zeros(len(far), bars.shape[1] + 1).scatter_add_(1, below, ones).cumsum(1)
-    return lying[:, :-1], (bars.shape[1] - below).to(far.dtype)
+    if bars.shape[1] > _MANY:
+        lowest = torch.searchsorted(bars, negatives, right=below is torch.lt)
+        ones = bars.new_ones(()).expand_as(negatives)
+        lying = bars.new_zeros(len(bars), bars.shape[1] + 1).scatter_add_(1, lowest, ones).cumsum(1)
+        return lying[:, :-1], (bars.shape[1] - lowest).to(bars.dtype)
+    lying, above, hit = torch.empty_like(bars), torch.zeros_like(negatives), torch.empty_like(negatives)
+    for bar, count in zip(bars.unbind(1), lying.unbind(1), strict=True):
+        above += below(negatives, bar[:, None], out=hit)
+        count.copy_(hit.sum(1))
+    return lying, above
+
+
+_MANY = 128
+"""Bars with which a search, logarithmic in their number, is as quick as to compare with one after another."""

@@ -1,0 +1,212 @@
+"""What losses make of a panel of similarities, in as few passes over it as it takes; autograd takes three times as many.
+
+Each function is its plain formula under :func:`dense`, and the same number and gradient by hand otherwise. Comparisons
+are written as 0 and 1 into floats (``out=``): to and from booleans a processor compares and selects one by one.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from contrastive_zoo.engine.evaluation import is_dense, without_autocast
+
+
+def dot_products(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
+    """``anchors @ columns.T``; the backward pass skips the zeros where a mined loss's gradient is almost only zeros.
+
+    Example:
+        >>> dot_products(torch.eye(2), torch.ones(1, 2))
+        tensor([[1.],
+                [1.]])
+    """
+    return anchors @ columns.T if is_dense() else _DotProducts.apply(anchors, columns)
+
+
+class _DotProducts(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, anchors: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(anchors, columns)
+        return anchors @ columns.T
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        anchors, columns = ctx.saved_tensors
+        w = gradient.to_sparse() if _few(gradient, anchors.shape[1]) else gradient
+        return w @ columns, w.t() @ anchors
+
+
+def _few(weights: Tensor, width: int) -> bool:
+    """Whether w has so few entries that their rows are smaller than w itself; a sample is asked before all are.
+
+    On a GPU the product is quicker than the question.
+    """
+    return weights.device.type == "cpu" and all(
+        int(x.count_nonzero()) * width <= x.numel() for x in (weights[::16], weights)
+    )
+
+
+def euclidean(
+    anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"], *, squared: bool = False
+) -> Float[Tensor, "c N"]:
+    """‖a − b‖ of every anchor and column, or its square; the gradient at 0 is 0.
+
+    Rows closer together than a matrix product's rounding can tell are the same point: exactly 0, and without gradient.
+
+    Example:
+        >>> euclidean(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
+        tensor([[5., 0.]])
+    """
+    if not is_dense():
+        return _Euclidean.apply(anchors, columns, squared)
+    both = anchors.square().sum(1)[:, None] + columns.square().sum(1)
+    found = torch.addmm(both, anchors, columns.T, alpha=-2)
+    there = found > _ROUNDING * torch.finfo(found.dtype).eps * both.detach()
+    return found.where(there, 0) if squared else found.where(there, 1).sqrt().where(there, 0)
+
+
+_ROUNDING = 8
+
+
+class _Euclidean(torch.autograd.Function):
+    """da_i = Σ_j w_ij (a_i − b_j), db_j = Σ_i w_ij (b_j − a_i);  w = dD / D, or 2 dD of the square, 0 where D is."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, anchors: Tensor, columns: Tensor, squared: bool) -> Tensor:
+        both = anchors.square().sum(1)[:, None] + columns.square().sum(1)
+        found = torch.addmm(both, anchors, columns.T, alpha=-2)
+        found *= torch.gt(found, both.mul_(_ROUNDING * torch.finfo(found.dtype).eps), out=both)
+        if not squared:
+            found.sqrt_()
+        ctx.save_for_backward(anchors, columns, found)
+        ctx.squared = squared
+        return found
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        anchors, columns, found = ctx.saved_tensors
+
+        def weigh(g: Tensor, d: Tensor) -> Tensor:
+            w = torch.gt(d, 0, out=torch.empty_like(d)).mul_(g)
+            return w.mul_(2) if ctx.squared else w.div_(d.clamp(min=torch.finfo(d.dtype).tiny))
+
+        if _few(gradient, anchors.shape[1]):
+            w = gradient.to_sparse()
+            w.values().copy_(weigh(w.values(), found[tuple(w.indices())]))
+        else:
+            w = weigh(gradient, found)
+        of_anchors, of_columns = w @ columns.new_ones(len(columns), 1), w.t() @ anchors.new_ones(len(anchors), 1)
+        of_anchors, of_columns = of_anchors * anchors, of_columns * columns
+        return of_anchors.addmm_(w, columns, alpha=-1), of_columns.addmm_(w.t(), anchors, alpha=-1), None
+
+
+def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
+    """log Σ exp x over the marked columns of each row; −inf, without gradient, where none is marked.
+
+    Example:
+        >>> log_sum_exp(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
+        tensor([0.6931,   -inf])
+    """
+    if not is_dense():
+        return _LogSumExp.apply(x, where)
+    some = where.any(1)
+    return x.masked_fill(~where & some[:, None], -torch.inf).logsumexp(1).where(some, -torch.inf)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """dx = softmax(x) dy, made already in the forward pass: the largest softmax is exp(largest x − y)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: Tensor) -> Tensor:
+        marked = x.where(where, -torch.inf)
+        largest = marked.amax(1)
+        none = largest == -torch.inf
+        marked[none] = 0
+        softmax = marked.softmax(1)
+        ctx.save_for_backward(softmax, none)
+        return largest - softmax.amax(1).log_()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        softmax, none = ctx.saved_tensors
+        return softmax * gradient.masked_fill(none, 0)[:, None], None
+
+
+def largest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
+    """The largest of the marked columns of each row; −inf, without gradient, where none is marked.
+
+    Equally large ones share the gradient, so that it does not depend on their order.
+
+    Example:
+        >>> largest(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, False], [False, False]]))
+        tensor([1., -inf])
+    """
+    return _extreme(x, where, -torch.inf)
+
+
+def smallest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
+    """The smallest of them; +inf where none is marked.
+
+    Example:
+        >>> smallest(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, True], [False, False]]))
+        tensor([1., inf])
+    """
+    return _extreme(x, where, torch.inf)
+
+
+def _extreme(x: Tensor, where: Tensor, nothing: float) -> Tensor:
+    if not is_dense():
+        return _Extreme.apply(x, where, nothing)
+    some = where.any(1)
+    marked = x.where(where | ~some[:, None], nothing)
+    return (marked.amax(1) if nothing < 0 else marked.amin(1)).where(some, nothing)
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: Tensor, nothing: float) -> Tensor:
+        marked = x.where(where, nothing)
+        found = marked.amax(1) if nothing < 0 else marked.amin(1)
+        hit = torch.eq(marked, found[:, None], out=marked)
+        ctx.save_for_backward(hit, hit.sum(1), found == nothing)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        hit, equals, none = ctx.saved_tensors
+        return hit * (gradient / equals).masked_fill(none, 0)[:, None], None, None
+
+
+def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
+    """``mask.any(1)`` of at least one column.
+
+    Example:
+        >>> any_in_row(torch.eye(2, dtype=torch.bool))
+        tensor([True, True])
+    """
+    return mask.view(torch.uint8).amax(1).bool()
+
+
+def marked_columns(mask: Bool[Tensor, "c N"]) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:
+    """The marked columns of each row in order, k in the row with most, and which of them are there at all.
+
+    Example:
+        >>> marked_columns(torch.tensor([[True, False, True], [False, True, False]]))
+        (tensor([[0, 2],
+                [1, 0]]), tensor([[ True,  True],
+                [ True, False]]))
+    """
+    rows, columns = mask.nonzero().unbind(1)
+    counts = rows.bincount(minlength=len(mask))
+    there = torch.arange(int(counts.max()) if len(rows) else 0, device=mask.device) < counts[:, None]
+    return columns.new_zeros(there.shape).masked_scatter_(there, columns), there

@@ -1,0 +1,297 @@
+"""What a panel's loss is made of: in few passes, from few pairs, in panels of any height, it is the plain formula."""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import evaluation, passes, rows
+from contrastive_zoo.losses import triplet
+from contrastive_zoo.losses.circle import Circle
+from contrastive_zoo.losses.multi_similarity import MultiSimilarity
+from contrastive_zoo.losses.triplet import Triplet
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.laws import CONTRACT
+from contrastive_zoo.testing.trial import Case, Trial
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, numbers
+
+# ------------------------------------------------------------------------------------- few passes, the plain formula
+
+Pass = Callable[..., Tensor]
+
+OF_A_MATRIX: dict[str, Pass] = {
+    "log_sum_exp": passes.log_sum_exp,
+    "largest": passes.largest,
+    "smallest": passes.smallest,
+}
+OF_ROWS: dict[str, Pass] = {
+    "dot_products": passes.dot_products,
+    "distances": passes.euclidean,
+    "squared distances": lambda a, b: passes.euclidean(a, b, squared=True),
+}
+
+
+def assert_plain(function: Pass, *inputs: Tensor, weights: Tensor | None = None) -> None:
+    """Value and gradient of the plain formula; weights are those of the results."""
+
+    def outcome() -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
+        found = function(*leaves)
+        w = numbers(*found.shape, seed=9) if weights is None else weights
+        learnt = [x for x in leaves if x.requires_grad]
+        return [found.detach(), *torch.autograd.grad(found.where(found.abs() < torch.inf, 0), learnt, w)]
+
+    with cz.dense():
+        expected = outcome()
+    for x, y in zip(outcome(), expected, strict=True):
+        assert torch.equal(x.isinf(), y.isinf())
+        close(x.masked_fill(x.isinf(), 0), y.masked_fill(y.isinf(), 0))
+
+
+def matrix() -> tuple[Tensor, Tensor]:
+    """[6, 7] with ties and numbers beyond exp, and a mask that marks nothing, all, or some of a row."""
+    x = numbers(6, 7, seed=0).mul(2).round()
+    x[1] = torch.tensor([-3.0, 0, 5, -3, 5, 1, 5])
+    x[3] *= 400
+    mask = numbers(6, 7, seed=1) > 0
+    mask[0], mask[1] = False, True
+    return x, mask
+
+
+@pytest.mark.parametrize("name", OF_A_MATRIX)
+def test_a_pass_is_its_plain_formula(name: str) -> None:
+    assert_plain(OF_A_MATRIX[name], *matrix())
+
+
+@pytest.mark.parametrize("name", OF_A_MATRIX)
+def test_mutants_of_a_pass_are_caught(name: str) -> None:
+    mutants: dict[str, Pass] = {
+        "log_sum_exp": lambda x, where: x.masked_fill(~where, 0).logsumexp(1).where(where.any(1), -torch.inf),
+        "largest": lambda x, where: x.masked_fill(~where, -torch.inf).max(1).values,  # one of the equals takes all
+        "smallest": lambda x, where: x.masked_fill(~where, torch.inf).min(1).values,
+    }
+    function = OF_A_MATRIX[name]
+    with pytest.raises(AssertionError):
+        assert_plain(lambda *of: (function if evaluation.is_dense() else mutants[name])(*of), *matrix())
+
+
+def alike() -> tuple[Tensor, Tensor]:
+    """Rows [5, 2] and [33, 2], some of which are the same points."""
+    a, b = numbers(5, 2, seed=2), numbers(33, 2, seed=3)
+    b[:2] = a[1]
+    return a, b
+
+
+def few(places: int) -> Tensor:
+    """A gradient [5, 33] that is 0 but in a few places; points that are the same are among them."""
+    w = torch.zeros(5, 33, dtype=torch.float64)
+    w.view(-1)[numbers(165, seed=4).topk(places).indices] = numbers(places, seed=5)
+    w[1, 0] = 3.0
+    return w
+
+
+@pytest.mark.parametrize("places", [0, 20, 165])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_products_and_distances_are_their_plain_formula(
+    name: str, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the gradient is taken from all pairs or from a few."""
+    asked: list[bool] = []
+    question = passes._few
+    monkeypatch.setattr(passes, "_few", lambda *of: (asked.append(question(*of)), asked[-1])[1])
+    assert_plain(OF_ROWS[name], *alike(), weights=few(places))
+    assert asked == [places < 165]
+    assert_plain(OF_ROWS[name], alike()[0][:0], alike()[1], weights=few(places)[:0])
+
+
+def test_a_distance_that_is_rounding_alone_is_caught() -> None:
+    def mutant(a: Tensor, b: Tensor) -> Tensor:
+        both = a.square().sum(1)[:, None] + b.square().sum(1)
+        return passes.euclidean(a, b) if evaluation.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
+
+    with pytest.raises(AssertionError):
+        assert_plain(mutant, *alike(), weights=few(20))
+
+
+def test_few_means_that_their_rows_are_smaller_than_the_matrix() -> None:
+    w = torch.zeros(64, 64)
+    w[:, 0] = 1
+    assert passes._few(w, width=64)
+    assert not passes._few(w, width=65)
+    w[1:16] = 1  # that the sample does not see
+    assert not passes._few(w, width=8)
+
+
+@pytest.mark.parametrize("function", [*OF_ROWS.values(), passes.log_sum_exp, passes.largest])
+def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: Pass) -> None:
+    a, b = numbers(3, 2, seed=0).requires_grad_(), numbers(2, 2, seed=1)
+    mask = torch.ones(3, 2, dtype=torch.bool)
+
+    def of(a: Tensor) -> Tensor:
+        return function(a, b if function in OF_ROWS.values() else mask).square().sum()
+
+    (once,) = torch.autograd.grad(of(a), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        once.sum().backward()
+    with cz.dense():
+        assert torch.autograd.gradgradcheck(of, a)
+
+
+def test_marked_columns() -> None:
+    columns, there = passes.marked_columns(torch.zeros(3, 4, dtype=torch.bool))
+    assert columns.shape == there.shape == (3, 0)
+    _, mask = matrix()
+    columns, there = passes.marked_columns(mask)
+    assert torch.equal(there.sum(1), mask.sum(1))
+    for of_row, present, marks in zip(columns, there, mask, strict=True):
+        assert torch.equal(of_row[present], marks.nonzero().flatten())
+
+
+# ------------------------------------------------------------------------------------------------------------- mining
+
+HARD = {
+    metric: lambda metric=metric: Triplet(mining="hard", margin=0.5, metric=metric)
+    for metric in ("distance", "squared distance", "similarity")
+}
+
+
+@pytest.mark.parametrize("rows_are", ["gaussian", "duplicates"])
+@pytest.mark.parametrize("metric", HARD)
+def test_the_contract_holds_for_gradients_of_few_pairs(metric: str, rows_are: Any, worlds: Worlds) -> None:
+    """Rows enough that the hardest pairs are few, which the small batches of the other tests have not."""
+    batch = GlobalBatch((9, 0, 15), d=2, rows=rows_are, seed=3)
+    trial = Trial(Case(lambda: cz.DistributedLoss(HARD[metric]())), batch, worlds)
+    for law in CONTRACT:
+        law(trial)
+
+
+def test_the_hardest_pairs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law above sees them so."""
+    answers: list[bool] = []
+    question = passes._few
+    monkeypatch.setattr(passes, "_few", lambda *of: (answers.append(question(*of)), answers[-1])[1])
+    for make in HARD.values():
+        make()(numbers(24, 2, seed=0).requires_grad_(), torch.arange(24) % 8)
+    assert answers == [True] * 3
+
+
+def outcome(loss: torch.nn.Module, z: Tensor, labels: Tensor) -> list[Tensor]:
+    z = z.clone().requires_grad_()
+    value = loss(z, labels)
+    return [value.detach(), *torch.autograd.grad(value, z)]
+
+
+@pytest.mark.parametrize("mining", ["all", "semi-hard"])
+@pytest.mark.parametrize("classes", [1, 3, 9, 24])
+def test_a_search_and_one_bar_after_another_find_the_same(
+    mining: Any, classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    z, labels = numbers(24, 3, seed=1), torch.arange(24) % classes
+    z[5] = z[2]  # equal distances
+    loss = Triplet(mining=mining, margin=0.4)
+    one_by_one = outcome(loss, z, labels)
+    monkeypatch.setattr(triplet, "_MANY", -1)
+    for x, y in zip(outcome(loss, z, labels), one_by_one, strict=True):
+        close(x, y)
+
+
+# ------------------------------------------------------------------------------------------------------------- panels
+
+LOSSES = [Triplet(mining="hard"), Triplet(mining="semi-hard"), MultiSimilarity(epsilon=0.1), Circle(gamma=8)]
+
+
+def heights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    panel = rows._Layout.panel
+
+    def listening(self: Any, of: slice, *more: Tensor) -> rows.Panel:
+        found.append(of.stop - of.start)
+        return panel(self, of, *more)
+
+    monkeypatch.setattr(rows._Layout, "panel", listening)
+    return found
+
+
+def test_a_panel_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, z, labels = heights(monkeypatch), numbers(2048, 2, seed=0).float().requires_grad_(), torch.arange(2048) % 99
+    MultiSimilarity()(z, labels)
+    usual = found[0]
+    assert usual * 2048 * 4 * rows._MATRICES == evaluation.PANEL_BYTES
+    found.clear()
+    with cz.memory_budget(evaluation.PANEL_BYTES // 4):
+        MultiSimilarity()(z, labels)
+    assert found[0] == usual // 4
+    found.clear()
+    with cz.memory_budget(0):  # not row by row
+        MultiSimilarity()(z, labels)
+    assert found[0] == rows._LOW
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{type(x).__name__}")
+def test_no_height_changes_anything(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, labels = numbers(40, 3, seed=6), torch.arange(40) % 7
+    whole = outcome(loss, z, labels)
+    found = heights(monkeypatch)
+    for height in (1, 3, 39):
+        monkeypatch.setattr(evaluation, "PANEL_BYTES", height * 40 * 8 * rows._AT_LEAST)
+        found.clear()
+        for x, y in zip(outcome(loss, z, labels), whole, strict=True):
+            close(x, y)
+        assert max(found) == height
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{type(x).__name__}")
+def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest: list[int] = []
+
+    class Listener(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            largest.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor))
+            return out
+
+    n = 96
+    monkeypatch.setattr(evaluation, "PANEL_BYTES", n * 8 * rows._AT_LEAST * 8)
+    monkeypatch.setattr(rows, "_keep_freed_memory", lambda like: None)
+    z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
+    with Listener():
+        outcome(loss, z, labels)
+    assert max(largest) <= 8 * n  # one panel of eight
+    largest.clear()
+    with cz.dense(), Listener():
+        outcome(loss, z, labels)
+    assert max(largest) >= n * n  # the listener hears it
+
+
+FAULTS = """
+import resource, torch, contrastive_zoo as cz
+from contrastive_zoo.engine import rows
+torch.set_num_threads(1)
+z, labels, loss = torch.randn(2048, 16, requires_grad=True), torch.arange(2048) % 128, cz.Circle()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        loss(z, labels).backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+keep, rows._keep_freed_memory = rows._keep_freed_memory, lambda like: None
+faults()
+without = faults()
+rows._keep_freed_memory = keep
+faults()
+print(without, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_a_panel_s_memory_is_the_next_one_s() -> None:
+    """Far fewer page faults a step than without."""
+    said = subprocess.run([sys.executable, "-c", FAULTS], check=True, stdout=subprocess.PIPE, text=True).stdout
+    without, kept = map(int, said.split())
+    assert 3 * kept < without, said
