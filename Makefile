@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test search lint types docs clean
+.PHONY: demo test search lint types docs bench bench-full clean
 
 .venv/.installed: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv
@@ -31,6 +31,16 @@ types: .venv/.installed
 
 docs: .venv/.docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/mkdocs.yml
+
+.venv/.peers-installed: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/peers lightly open_clip_torch
+	touch $@
+
+bench: .venv/.peers-installed
+	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers
+
+bench-full: .venv/.peers-installed
+	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers --full
 
 clean:
 	rm -rf .venv site demo-output

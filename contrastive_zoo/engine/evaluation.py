@@ -61,9 +61,9 @@ _budget: ContextVar[int] = ContextVar("budget", default=64 * 2**20)
 def memory_budget(size: int) -> Iterator[None]:
     """Within it, losses hold at most ``size`` bytes of similarities at a time.
 
-    Where all of a rank's similarities fit, they are kept for the backward pass, which saves one product of three (one
-    of four with two towers). Where they do not, they are made again, tile by tile. Losses that are sums over anchors make their panels as low as the budget
-    asks for. The default is 64 MiB.
+    Similarities are kept for the backward pass as far as they fit, which saves one product of three (of four with two
+    towers); the others are made again, tile by tile. Losses that are sums over anchors make their panels as low as the
+    budget asks for. The default is 64 MiB.
 
     Args:
         size: bytes; 0 never keeps any.

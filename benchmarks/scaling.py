@@ -1,0 +1,387 @@
+"""A model of one step on W ranks: what is multiplied, touched, sent and waited for, at rates fitted to what was measured.
+
+python benchmarks/scaling.py
+
+Reads benchmarks/results/cpu.json, fits five rates to its cases of the group "scaling", and writes docs/pages/scaling.md
+with the same formulas at the rates of :data:`GPUS`, which are assumptions.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+from suite.cases import CASES
+from suite.harness import quartiles
+from suite.report import PAGES, number, picture, table
+
+FLOAT = 4
+"""Bytes of a number."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the engine is told to work."""
+
+    towers: int
+    kept: bool = False
+    ring: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the page says it."""
+        return ("kept" if self.kept else "tiled") + (", ring" if self.ring else ", gathered")
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What one rank does in a step."""
+
+    flop: float
+    touched: float
+    sent: float
+    messages: float
+    steps: float = 1.0
+
+
+class Rates(NamedTuple):
+    """Seconds for one of each of :class:`Amounts`."""
+
+    flop: float
+    touched: float
+    sent: float
+    messages: float
+    steps: float
+
+
+def amounts(option: Option, b: int, d: int, ranks: int) -> Amounts:
+    """Of a softmax loss with b rows of similarities and width d on each rank."""
+    half = 0.5 if option.towers == 1 else 1.0
+    cells, others = half * b * b * ranks, b * (ranks - 1)
+    products = 3 if option.kept else 4
+    touches = 8 if option.kept else 10  # exp 2, two sums 2, exp again 2 unless kept, two coefficients added 1, times 3
+    columns = 2 * half if option.ring else 1  # a ring sends them twice, but only half of the way with one tower
+    of_rows = 3 * half if option.ring else 2  # and two of statistics
+    return Amounts(
+        flop=cells * products * 2 * d,
+        touched=cells * touches * FLOAT,
+        sent=others * FLOAT * (d * (columns + half) + 3),
+        messages=(of_rows + 2) * (ranks - 1) + 4 * math.ceil(math.log2(ranks)),
+    )
+
+
+def bytes_held(option: Option, b: int, d: int, ranks: int) -> float:
+    """A rank's memory beyond its inputs."""
+    half = 0.5 if option.towers == 1 else 1.0
+    similarities = half * b * b * ranks if option.kept else 0
+    travelling = 3 * b * d if option.ring else (1 + half) * b * ranks * d
+    return FLOAT * (8 * b * d + travelling * (ranks > 1) + similarities)
+
+
+# ---------------------------------------------------------------------------------------------------------------- fit
+
+OPTIONS = {
+    "ours, tiled": {},
+    "ours, kept": {"kept": True},
+    "ours, tiled, ring": {"ring": True},
+}
+
+
+class Point(NamedTuple):
+    """One measurement, and what the model says."""
+
+    what: str
+    amounts: Amounts
+    measured: float
+
+    def seconds(self, rates: Rates) -> float:
+        """By the model."""
+        return float(np.dot(astuple(self.amounts), rates))
+
+
+def points(results: dict[str, Any]) -> list[Point]:
+    """All that was measured of the group; ranks beyond the cores take turns."""
+    found = []
+    for case in CASES:
+        kept = results["cases"].get("scaling", {}).get(case.name) if case.group == "scaling" else None
+        for way in case.ways if kept else ():
+            option = Option(towers=2 if case.loss == "CLIP" else 1, **OPTIONS[way])
+            work = astuple(amounts(option, case.shards[0], case.width, case.world))
+            turns = max(1.0, case.world / results["machine"]["cores"])
+            seconds = quartiles([x[way] for x in kept["rounds"] if way in x])[1]
+            title = (
+                f"{case.loss}, b = {case.shards[0]:,}, d = {case.width}, W = {case.world}: {way.removeprefix('ours, ')}"
+            )
+            found.append(Point(title, Amounts(*(turns * x for x in work)), seconds))
+    return found
+
+
+def fitted(measured: Sequence[Point]) -> Rates:
+    """The non-negative rates whose relative errors are least in squares."""
+    shares = np.array([[x / point.measured for x in astuple(point.amounts)] for point in measured])
+    unit = shares.max(0).clip(min=1e-300)  # columns of one magnitude
+    rates, _ = nnls(shares / unit, np.ones(len(measured)))
+    return Rates(*(rates / unit).tolist())
+
+
+# -------------------------------------------------------------------------------------------------------------- paper
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One rank's device, as assumed."""
+
+    flop: float  # a second, of matrix products
+    touched: float  # bytes a second, of what passes over tiles
+    inside: float  # bytes a second to a rank of the same machine
+    outside: float  # to one of another
+    latency: float  # seconds a message
+    step: float  # seconds a step for launching what is small
+    memory: float  # bytes, of which the loss may have half
+    machine: int = 8  # ranks
+
+    def rates(self, ranks: int) -> Rates:
+        """Seconds."""
+        link = self.inside if ranks <= self.machine else self.outside
+        return Rates(1 / self.flop, 1 / self.touched, 1 / link, self.latency, self.step)
+
+
+_TF32 = Gpu(flop=2.5e14, touched=2.5e12, inside=3e11, outside=4e10, latency=1e-5, step=2e-3, memory=8e10)
+GPUS = {"TF32": _TF32, "bf16": Gpu(**{**vars(_TF32), "flop": 5e14})}
+WIDTH = 768
+ROWS, RANKS = (2**16, 2**20, 2**22, 2**24), (8, 64, 1024)
+LIMITS = ("matrix products", "passes over tiles", "network", "network", "fixed cost")
+
+
+class Forecast(NamedTuple):
+    """Of one size and option on paper."""
+
+    seconds: float
+    shares: list[float]
+    held: float
+
+    @property
+    def limit(self) -> str:
+        """What takes longest."""
+        of = {name: sum(x for other, x in zip(LIMITS, self.shares, strict=True) if other == name) for name in LIMITS}
+        return max(of, key=lambda name: of[name])
+
+
+def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
+    """Whatever travels in a ring travels while the block before it is computed; what is gathered is waited for."""
+    parts = [
+        x * rate
+        for x, rate in zip(astuple(amounts(option, rows // ranks, WIDTH, ranks)), gpu.rates(ranks), strict=True)
+    ]
+    if option.ring:
+        parts[2] = max(0.0, parts[2] - (parts[0] + parts[1]) * (1 - 1 / ranks))
+    return Forecast(sum(parts), [x / sum(parts) for x in parts], bytes_held(option, rows // ranks, WIDTH, ranks))
+
+
+def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Forecast] | None:
+    """The quickest option that fits half of the memory."""
+    options = [Option(towers, kept, ring) for kept in (True, False) for ring in (False, True)]
+    able = [(x, forecast(x, rows, ranks, gpu)) for x in options]
+    return min((x for x in able if x[1].held <= gpu.memory / 2), key=lambda x: x[1].seconds, default=None)
+
+
+# --------------------------------------------------------------------------------------------------------------- page
+
+TEXT = """# Scaling
+
+**Short answer.** A rank's work grows with b · N, its rows times everybody's; its traffic grows with N. So the network
+matters where a rank has few rows: with the GPUs assumed below fewer than
+{balance}. Keep the similarities while they fit, gather while that fits, else take the ring.
+
+```bash
+python benchmarks/scaling.py    # this page, from benchmarks/results/cpu.json; make bench writes both
+```
+
+## The model
+
+Of a softmax loss, for a rank with b rows of similarities, width d, W ranks, N = b W, numbers of 4 bytes:
+
+| | two towers | one tower |
+|---|---|---|
+| cells of S computed by a rank | b N | b N / 2, half ring |
+| products a cell, 2 d FLOP each | 4 tiled, 3 kept | 4 tiled, 3 kept |
+| numbers touched a cell, element by element | 10 tiled, 8 kept | 10 tiled, 8 kept |
+| columns received, gathered | (N − b) d once | (N − b) d once |
+| columns received, ring | (N − b) d, forward and backward | half of that |
+| gradients sent to their owners | (N − b) d | (N − b) d / 2 |
+| statistics | 3 (N − b) | 3 (N − b) |
+| messages, beside 4 log₂ W small ones | 4 (W − 1), ring 5 (W − 1) | 4 (W − 1), ring 3.5 (W − 1) |
+| numbers held beyond the inputs | 8 b d; 2 N d gathered or 3 b d ring; b N kept | 8 b d; 1.5 N d or 3 b d; b N / 2 kept |
+
+The time is each amount times its rate, and a fixed cost a step, added up. On these CPUs nothing overlaps, since gloo
+needs the cores that compute.
+
+## Fitted to what was measured
+
+Measured on {machine}; one thread a rank, ranks beyond the cores take turns. Least squares of the relative errors over
+{count} measurements; half of them are off by less than {typical:.0%}. Where the model is far off it is the model that is
+wrong: it knows nothing of caches, or of how ranks that share a core get in each other's way.
+
+{rates}
+{fit}
+## Carried to many GPUs, on paper
+
+Nothing below was measured. Two towers of width {width}, at two rates of matrix products: TF32, which torch takes for
+float32 rows under `torch.set_float32_matmul_precision("high")`, and bf16, for products of bf16 rows. Of one rank is
+assumed:
+
+{assumed}
+The loss may hold half of the memory. Columns that travel in a ring do so during the block before; a gather is waited for.
+The quickest option that fits:
+
+{paper}
+![seconds a step by ranks](figures/scaling.svg)
+
+What limits:
+
+- **Passes over tiles.** Each cell is touched ten times by element-wise operations, {tile_bytes} bytes, against
+  {flop_cell:,} FLOP at d = {width}. On a CPU tiles lie in the cache. On a GPU they are larger than its cache, so that
+  these passes take {touch_share:.0%} of a tiled step in bf16 with 2²⁰ rows on 8 ranks. A kernel that keeps a tile on the
+  chip would save that; quicker products would not.
+- **Matrix products** are the rest. Like the passes they shrink with W, as the cells a rank do.
+- **Network.** Traffic a rank does not shrink with W. At F FLOP/s and B bytes/s products take 8 b N d / F seconds and the
+  two messages of rows 8 N d / B: as long at b = F / B, in bf16
+  {balance}. With fewer rows a rank, more ranks bring little.
+- **Memory.** Gathering holds 2 N d numbers: {gather_gb:.0f} GB at 16,777,216 rows, however large W. The ring holds 3 b d.
+
+## Which option to take
+
+- **kept or tiled**: `memory_budget(bytes)`. Keeping saves one product of four and the second exponential. It needs
+  4 b N bytes (one tower: 2 b N), and is done as far as they go: with {budget} GB a rank all of it up to
+  {kept}.
+- **gathered or ring**: `DistributedLoss(loss, ring=True)`. Gather by default: one message each
+  way, and columns are there for the backward pass. Take the ring where 2 N d numbers are too many; with two towers it
+  sends half as much again, and hides that behind the products if a rank has rows enough.
+- **bf16** makes products quicker, nothing else. Where passes over tiles or the network limit, it gains little.
+- **one tower or two**: a loss whose two sides are the same rows (NT-Xent, SupCon) computes half of the cells by itself;
+  there is nothing to choose.
+- **more ranks**: with the batch fixed, until b is near F / B. With b fixed a step takes W times as long.
+"""
+
+
+def write_scaling(results: dict[str, Any]) -> None:
+    """The page and its figure; nothing if the results hold no case of the group."""
+    measured = points(results)
+    if not measured:
+        return
+    rates = fitted(measured)
+    wrong = [abs(x.seconds(rates) / x.measured - 1) for x in measured]
+    gpu, plain = GPUS["bf16"], forecast(Option(towers=2), 2**20, 8, GPUS["bf16"])
+    links = {"inside a machine": gpu.inside, "between machines": gpu.outside}
+    balance = " and ".join(f"{round(gpu.flop / link, -2):,.0f} rows {name}" for name, link in links.items())
+    budget = 8e9
+    page = TEXT.format(
+        balance=balance,
+        machine=results["machine"]["device"],
+        count=len(measured),
+        typical=float(np.median(wrong)),
+        rates=rate_table(rates),
+        fit=fit_table(measured, rates),
+        width=WIDTH,
+        assumed=assumption_table(),
+        paper=paper_table(),
+        tile_bytes=10 * FLOAT,
+        flop_cell=8 * WIDTH,
+        touch_share=plain.shares[1],
+        gather_gb=bytes_held(Option(towers=2), 2**14, WIDTH, 2**10) / 1e9,
+        budget=f"{budget / 1e9:.0f}",
+        kept=", ".join(f"{math.isqrt(int(budget / FLOAT * w)) // 1000:,},000 rows on {w:,} ranks" for w in RANKS),
+    )
+    picture(draw, results, PAGES / "figures" / "scaling.svg")
+    (PAGES / "scaling.md").write_text(page, encoding="utf-8")
+
+
+def rate_table(rates: Rates) -> str:
+    """In units that one knows."""
+
+    def per_second(seconds: float, unit: str) -> str:
+        return f"{1e-9 / seconds:,.1f} {unit}" if seconds else "too quick to be seen"
+
+    return table(
+        ["what", "fitted"],
+        [
+            ["matrix products, a thread", per_second(rates.flop, "GFLOP/s")],
+            ["element-wise passes, a thread", per_second(rates.touched, "GB/s")],
+            ["what is sent, a rank", per_second(rates.sent, "GB/s")],
+            ["a message", f"{1e6 * rates.messages:,.0f} µs"],
+            ["fixed, a step", f"{1e6 * rates.steps:,.0f} µs"],
+        ],
+    )
+
+
+def fit_table(measured: Sequence[Point], rates: Rates) -> str:
+    """Milliseconds, and by how much the model is off, case by case."""
+    lines: dict[str, list[str]] = {}
+    for x in measured:
+        case, _, _ = x.what.partition(": ")
+        wrong = x.seconds(rates) / x.measured - 1
+        lines.setdefault(case, []).append(f"{number(1e3 * x.measured)} ({wrong:+.0%})")
+    ways = [way.removeprefix("ours, ") for way in OPTIONS]
+    return table(["ms, model off by", *ways], [[case, *cells] for case, cells in lines.items()])
+
+
+def assumption_table() -> str:
+    """What GPUS says."""
+    gpu = GPUS["TF32"]
+    products = ", ".join(f"{x.flop / 1e12:.0f} TFLOP/s {name}" for name, x in GPUS.items())
+    return table(
+        ["what", "assumed"],
+        [
+            ["matrix products, sustained", products],
+            ["element-wise passes over its memory", f"{gpu.touched / 1e12:.1f} TB/s"],
+            [f"link to the {gpu.machine} of one machine", f"{gpu.inside / 1e9:.0f} GB/s"],
+            ["link beyond", f"{gpu.outside / 1e9:.0f} GB/s"],
+            ["a message", f"{1e6 * gpu.latency:.0f} µs"],
+            ["fixed, a step", f"{1e3 * gpu.step:.0f} ms"],
+            ["memory", f"{gpu.memory / 1e9:.0f} GB"],
+        ],
+    )
+
+
+def paper_table() -> str:
+    """Every size that is not absurd."""
+    lines = []
+    for rows in ROWS:
+        for ranks in RANKS:
+            line = [f"{rows:,}", f"{ranks:,}", f"{rows // ranks:,}"]
+            for gpu in GPUS.values():
+                found = best(rows, ranks, gpu)
+                line += [found[0].name, number(found[1].seconds), found[1].limit] if found else ["does not fit", "", ""]
+            found = best(rows, ranks, GPUS["bf16"])
+            lines.append([*line, f"{found[1].held / 1e9:.1f}" if found else ""])
+    head = ["rows N", "ranks W", "rows b a rank"]
+    for name in GPUS:
+        head += [f"{name}: option", "seconds", "limited by"]
+    return table([*head, "GB held"], lines)
+
+
+def draw(axes: Any, results: dict[str, Any]) -> bool:
+    """Seconds a step against ranks, for each number of rows."""
+    ranks = [2**x for x in range(3, 11)]
+    for rows in ROWS:
+        line = [(w, found[1].seconds) for w in ranks if (found := best(rows, w, GPUS["bf16"]))]
+        axes.plot(*zip(*line, strict=True), marker="o", ms=3, label=f"{rows:,} rows")
+    axes.set(xscale="log", yscale="log", xlabel="ranks W", ylabel="seconds a step, on paper")
+    axes.set_xticks(ranks, [str(w) for w in ranks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.set_title("CLIP, bf16, the quickest option that fits", loc="left")
+    return True
+
+
+def main() -> None:
+    """Write the page from what is kept."""
+    write_scaling(json.loads((Path(__file__).parent / "results" / "cpu.json").read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

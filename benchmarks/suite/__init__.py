@@ -1,0 +1,1 @@
+"""What is measured (cases), how (harness), and what is told of it (report); ``bench.py`` puts them together."""

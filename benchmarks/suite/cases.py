@@ -1,0 +1,557 @@
+"""What is measured: losses, the ways to compute them, sizes, and what was asked for. A new case is a new row.
+
+A way makes, for a case, a function of the loss's inputs; ours, a plain dense formula, or a peer's. What a peer needs is
+imported when it is made, and :class:`Absent` says that it is not there.
+"""
+
+import importlib
+import math
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from memory import arguments, made
+from oracles import opened
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, memory_budget
+from suite.harness import Absent
+
+AMPLE = 2**32
+"""A budget of bytes in which the similarities of any of these cases fit."""
+
+OF_A_CLASS = 16
+
+Function = Callable[..., Tensor]
+Group = Literal["softmax", "rows", "small", "ranks", "adversarial", "size", "scaling", "memory", "gpu"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss at one size.
+
+    Args:
+        group: where it is shown.
+        loss: of :data:`WAYS`.
+        rows: of the matrix of similarities, all ranks'.
+        width: d.
+        ways: who takes part in the race.
+        full_ways: who else does in a full run.
+        shards: rows of each rank, of a world with one thread a rank; () is one process.
+        weighed: whose memory is measured, each in a process of its own.
+        full: left out of the quick run.
+        clustered: rows close to one of eight directions.
+    """
+
+    group: Group
+    loss: str
+    rows: int
+    width: int
+    ways: tuple[str, ...] = ()
+    full_ways: tuple[str, ...] = ()
+    shards: tuple[int, ...] = ()
+    weighed: tuple[str, ...] = ()
+    full: bool = False
+    clustered: bool = False
+    temperature: float = 0.1
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        """As it is shown, and stored."""
+        size = f"{self.loss}, {self.rows:,} × {self.width}"
+        if self.shards:
+            even = len(set(self.shards)) == 1
+            size += f", W = {len(self.shards)}" + ("" if even else f" ({' + '.join(map(str, self.shards))})")
+        size += ", clustered" * self.clustered + f", t = {self.temperature}" * (self.temperature != 0.1)
+        return size + f", {self.dtype}" * (self.dtype != "float32")
+
+    @property
+    def world(self) -> int:
+        """Ranks; 1 of one process."""
+        return max(1, len(self.shards))
+
+    def inputs(self, device: str = "cpu") -> list[Tensor]:
+        """This rank's, the same for all ways; rows are leaves."""
+        torch.manual_seed(0)
+        inputs = LOSSES[self.loss].inputs(self)
+        if self.shards:
+            inputs = [x.split([size * len(x) // self.rows for size in self.shards])[dist.get_rank()] for x in inputs]
+        dtype = getattr(torch, self.dtype)
+        return [
+            x.detach().to(device, dtype).requires_grad_() if x.is_floating_point() else x.to(device) for x in inputs
+        ]
+
+    def scale(self) -> nn.Parameter:
+        """A learnt log(1/t), rounded to 32 bits whatever the dtype."""
+        wide = torch.float64 if self.dtype == "float64" else torch.float32
+        return nn.Parameter(torch.tensor(-math.log(self.temperature), dtype=torch.float32).to(wide))
+
+    def function(self, way: str) -> Function:
+        """Raises Absent if the way needs what is not here."""
+        return LOSSES[self.loss].ways[way](self)
+
+    def step(self, way: str, device: str = "cpu") -> Callable[[], Tensor]:
+        """Forward and backward."""
+        inputs, loss = self.inputs(device), self.function(way)
+        if isinstance(loss, nn.Module):
+            loss.to(device)
+
+        def step() -> Tensor:
+            for x in inputs:
+                x.grad = None
+            value = loss(*inputs)
+            value.backward()
+            return value
+
+        return step
+
+    def gemm(self, device: str = "cpu") -> Callable[[], Tensor]:
+        """What others are compared with: this rank's rows times all rows, into memory that is there."""
+        dtype, rows = getattr(torch, self.dtype), max(self.shards, default=self.rows)
+        a, b = (torch.randn(n, self.width, device=device, dtype=dtype) for n in (rows, self.rows))
+        out = torch.empty(rows, self.rows, device=device, dtype=dtype)
+        return lambda: torch.mm(a, b.T, out=out)
+
+    def bound(self, way: str) -> float:
+        """Bytes: 8 · b · d · 4, b the rows of this rank's similarities, what the budget lets be kept, and two tiles."""
+        kept = 0 if "tiled" in way else budget()
+        return 8 * max(self.shards, default=self.rows) * self.width * 4 + kept + 2 * TILE_BYTES
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loss: its inputs for a case, and the ways to compute it; ``dense`` in 64 bits is the truth."""
+
+    inputs: Callable[[Case], list[Tensor]]
+    ways: dict[str, Callable[[Case], Function]] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------------------- inputs
+
+
+def pairs(case: Case) -> list[Tensor]:
+    """Two towers, each of all rows."""
+    return [drawn(case, case.rows), drawn(case, case.rows)]
+
+
+def views(case: Case) -> list[Tensor]:
+    """Two views, together all rows."""
+    return [drawn(case, case.rows // 2), drawn(case, case.rows // 2)]
+
+
+def labelled(case: Case) -> list[Tensor]:
+    """Rows and their classes."""
+    return [drawn(case, case.rows), torch.arange(case.rows) % max(2, case.rows // OF_A_CLASS)]
+
+
+def drawn(case: Case, rows: int) -> Tensor:
+    """Normal rows; or close to one of eight directions."""
+    z = torch.randn(rows, case.width)
+    return torch.randn(8, case.width)[torch.arange(rows) % 8] + 0.05 * z if case.clustered else z
+
+
+# --------------------------------------------------------------------------------------------------------------- ours
+
+
+def ours(make: Callable[[float], Any], *, budget: int | None = None, **distributed: bool) -> Callable[[Case], Function]:
+    """A loss of the zoo, of a temperature; distributed if there are ranks, with these settings."""
+
+    def way(case: Case) -> Function:
+        loss = make(case.temperature)
+        if case.shards:
+            loss = cz.DistributedLoss(loss, **distributed)
+        return loss if budget is None else Within(budget, loss)
+
+    return way
+
+
+class Within(nn.Module):
+    """A loss that may hold so many bytes of similarities."""
+
+    def __init__(self, budget: int, loss: Any) -> None:
+        super().__init__()
+        self.budget, self.loss = budget, loss
+
+    def forward(self, *rows: Tensor) -> Tensor:
+        with memory_budget(self.budget):
+            return self.loss(*rows)
+
+
+def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Function]]:
+    """The engine's options."""
+    return {
+        "ours": ours(make),
+        "ours, static shapes": ours(make, static_shapes=True),
+        "ours, tiled": ours(make, budget=0),
+        "ours, kept": ours(make, budget=AMPLE),
+        "ours, tiled, ring": ours(make, budget=0, ring=True),
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- dense
+
+
+class Dense(nn.Module):
+    """A formula of unit rows, the rest of its arguments, and a scale that is learnt."""
+
+    def __init__(self, formula: Function, case: Case) -> None:
+        super().__init__()
+        self.formula, self.log_scale = formula, case.scale()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        unit = [F.normalize(x, dim=1) if x.is_floating_point() else x for x in inputs]
+        return self.formula(*unit, self.log_scale.exp())
+
+
+def dense(formula: Function) -> Callable[[Case], Function]:
+    """As one writes it, with the whole matrix."""
+    return partial(Dense, formula)
+
+
+def compiled(formula: Function) -> Callable[[Case], Function]:
+    """The same, compiled for these shapes."""
+
+    def way(case: Case) -> Function:
+        if case.dtype == "float32" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            raise Absent("no C++ compiler")
+        return torch.compile(Dense(formula, case), dynamic=False)
+
+    return way
+
+
+def clip(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    s = scale * a @ b.T
+    partner = torch.arange(len(a), device=a.device)
+    return (F.cross_entropy(s, partner) + F.cross_entropy(s.T, partner)) / 2
+
+
+def info_nce(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    return F.cross_entropy(scale * a @ b.T, torch.arange(len(a), device=a.device))
+
+
+def nt_xent(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    z = torch.cat([a, b])
+    s = (scale * z @ z.T).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(s, torch.arange(len(z), device=a.device).roll(len(a)))
+
+
+def sup_con(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    positive, _ = masks(labels)
+    log_p = F.log_softmax((scale * z @ z.T).fill_diagonal_(-torch.inf), 1)
+    return -(log_p.where(positive, 0).sum(1) / positive.sum(1)).mean()
+
+
+def triplet(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    """Batch-hard, averaged over triplets with a loss."""
+    positive, negative = masks(labels)
+    apart = (2 - 2 * z @ z.T).clamp(min=1e-12).sqrt()
+    farthest, nearest = apart.masked_fill(~positive, -1).amax(1), apart.masked_fill(~negative, 9).amin(1)
+    losses = (farthest - nearest + 0.05).relu()
+    return losses.sum() / (losses > 0).sum().clamp(min=1)
+
+
+def multi_similarity(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    positive, negative = masks(labels)
+    s = z @ z.T - 0.5
+    pull = (-2 * s).exp().where(positive, 0).sum(1).log1p() / 2
+    return (pull + (50 * s).exp().where(negative, 0).sum(1).log1p() / 50).mean()
+
+
+def circle(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    positive, negative = masks(labels)
+    s = z @ z.T
+    pull = -80 * (1.4 - s.detach()).relu() * (s - 0.6)
+    push = 80 * (s.detach() + 0.4).relu() * (s - 0.4)
+    both = [x.masked_fill(~where, -torch.inf).logsumexp(1) for x, where in ((pull, positive), (push, negative))]
+    return F.softplus(both[0] + both[1]).mean()
+
+
+def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
+    same = labels[:, None] == labels
+    return same.clone().fill_diagonal_(False), ~same
+
+
+# -------------------------------------------------------------------------------------------------------------- peers
+
+
+@cache
+def peer(package: str, module: str) -> Any:
+    """A module of a package that is installed or lies in a folder named by --peers."""
+    bare = package in ("lightly", "open_clip")  # whose __init__ wants torchvision, and their losses do not
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not (opened(package) if bare else find_spec(package)):
+            raise Absent(f"{package} is not installed")
+        return importlib.import_module(module)
+
+
+def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[[Case], Function]:
+    """pytorch-metric-learning's loss with its own defaults; warm: but for the temperature."""
+
+    def way(case: Case) -> Function:
+        loss = getattr(peer("pytorch_metric_learning", "pytorch_metric_learning.losses"), name)(
+            **({"temperature": case.temperature} if warm else {})
+        )
+        if miner is None:
+            return loss
+        mine = getattr(peer("pytorch_metric_learning", "pytorch_metric_learning.miners"), miner)()
+        return lambda z, labels: loss(z, labels, mine(z, labels))
+
+    return way
+
+
+def lightly(case: Case) -> Function:
+    """lightly's NTXentLoss, which normalises by itself."""
+    return peer("lightly", "lightly.loss.ntx_ent_loss").NTXentLoss(temperature=case.temperature)
+
+
+def open_clip(**settings: bool) -> Callable[[Case], Function]:
+    """OpenCLIP's ClipLoss on normalised features and a learnt scale, as its training calls it."""
+
+    def way(case: Case) -> Function:
+        ranks = {"rank": dist.get_rank(), "world_size": case.world} if case.shards else {}
+        return Dense(peer("open_clip", "open_clip.loss").ClipLoss(cache_labels=True, **settings, **ranks), case)
+
+    return way
+
+
+def sentence_transformers(case: Case) -> Function:
+    """Its MultipleNegativesRankingLoss, of embeddings that are there already."""
+    losses = peer("sentence_transformers", "sentence_transformers.sentence_transformer.losses")
+    loss = losses.MultipleNegativesRankingLoss(nn.Identity(), scale=1 / case.temperature)
+    return lambda *towers: loss([{"sentence_embedding": x} for x in towers], torch.empty(0))
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' equal shards; the adjoint under a trainer that averages, where the loss is replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        parts = x.new_empty(dist.get_world_size() * len(x), x.shape[1])
+        dist.all_gather(list(parts.chunk(dist.get_world_size())), x)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size()
+
+
+def recipe(formula: Function) -> Callable[[Case], Function]:
+    """The quickest correct thing to write by hand: one message, the whole loss on every rank."""
+
+    def way(case: Case) -> Function:
+        loss = Dense(formula, case)
+        return lambda *x: loss(*_Gathered.apply(torch.cat(x, 1)).split(case.width, 1))
+
+    return way
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+LOSSES = {
+    "CLIP": Subject(
+        pairs,
+        by_softmax(lambda t: cz.Clip(temperature=t))
+        | {
+            "dense": dense(clip),
+            "dense, compiled": compiled(clip),
+            "by hand": recipe(clip),
+            "open_clip": open_clip(),
+            "open_clip, default": open_clip(),
+            "open_clip, gather_with_grad": open_clip(gather_with_grad=True),
+            "open_clip, local_loss + gather_with_grad": open_clip(gather_with_grad=True, local_loss=True),
+        },
+    ),
+    "InfoNCE": Subject(
+        pairs,
+        by_softmax(lambda t: cz.InfoNCE(temperature=t))
+        | {
+            "ours, as MNRL": ours(lambda t: cz.MNRL(temperature=t)),
+            "dense": dense(info_nce),
+            "sentence-transformers MNRL": sentence_transformers,
+        },
+    ),
+    "NT-Xent": Subject(
+        views,
+        by_softmax(lambda t: cz.NTXent(temperature=t))
+        | {
+            "dense": dense(nt_xent),
+            "dense, compiled": compiled(nt_xent),
+            "by hand": recipe(nt_xent),
+            "lightly NTXentLoss": lightly,
+        },
+    ),
+    "SupCon": Subject(
+        labelled,
+        by_softmax(lambda t: cz.SupCon(temperature=t))
+        | {
+            "dense": dense(sup_con),
+            "dense, compiled": compiled(sup_con),
+            "pml SupConLoss": pml("SupConLoss", warm=True),
+        },
+    ),
+    "Triplet, batch-hard": Subject(
+        labelled,
+        {
+            "ours": ours(lambda _: cz.Triplet(mining="hard")),
+            "dense": dense(triplet),
+            "pml": pml("TripletMarginLoss", miner="BatchHardMiner"),
+        },
+    ),
+    "Multi-similarity": Subject(
+        labelled,
+        {
+            "ours": ours(lambda _: cz.MultiSimilarity()),
+            "dense": dense(multi_similarity),
+            "pml": pml("MultiSimilarityLoss"),
+        },
+    ),
+    "Circle": Subject(
+        labelled, {"ours": ours(lambda _: cz.Circle()), "dense": dense(circle), "pml": pml("CircleLoss")}
+    ),
+}
+
+SOFTMAX = {name: species for name, species in CATALOGUE.items() if species.engine.startswith("softmax")}
+for _name, _species in SOFTMAX.items():  # for their memory alone
+    LOSSES[_name] = Subject(
+        lambda case, s=_species: list(arguments(s, case.rows * (2 if "two towers" in s.engine else 1), case.width)),
+        {"ours": lambda case, s=_species: made(s, case.width)},
+    )
+
+_KEPT_OR_NOT = ("ours, tiled", "ours, kept")
+_CLIP = (*_KEPT_OR_NOT, "dense", "open_clip")
+_NT_XENT = (*_KEPT_OR_NOT, "dense", "lightly NTXentLoss")
+_RANKS = (
+    *_KEPT_OR_NOT,
+    "ours, tiled, ring",
+    "open_clip, local_loss + gather_with_grad",
+    "open_clip, gather_with_grad",
+)
+_WRAPPER = ("ours", "ours, static shapes", "by hand")
+_COMPILED = ("dense, compiled",)
+_ROWS = ("ours", "dense", "pml")
+_GPU = ("ours", *_KEPT_OR_NOT, "dense", "dense, compiled")
+
+CASES = [
+    # softmax losses on one process
+    Case("softmax", "CLIP", 4096, 512, _CLIP, _COMPILED, weighed=("ours, tiled", "open_clip")),
+    Case("softmax", "CLIP", 8192, 128, _CLIP, _COMPILED, full=True),
+    Case("softmax", "NT-Xent", 8192, 512, (*_KEPT_OR_NOT, "lightly NTXentLoss"), ("dense", *_COMPILED)),
+    Case("softmax", "NT-Xent", 8192, 128, _NT_XENT, _COMPILED, weighed=("ours, tiled", "dense", "lightly NTXentLoss")),
+    Case("softmax", "SupCon", 8192, 512, _KEPT_OR_NOT, ("dense", *_COMPILED, "pml SupConLoss")),
+    Case(
+        "softmax",
+        "SupCon",
+        8192,
+        128,
+        (*_KEPT_OR_NOT, "pml SupConLoss"),
+        ("dense", *_COMPILED),
+        weighed=("ours, tiled", "pml SupConLoss"),
+    ),
+    Case("softmax", "InfoNCE", 2048, 384, (*_KEPT_OR_NOT, "ours, as MNRL", "dense", "sentence-transformers MNRL")),
+    # losses of the rows engine
+    *(
+        Case("rows", x, 4096, 128, _ROWS, weighed=("ours", "pml"))
+        for x in ("Triplet, batch-hard", "Multi-similarity", "Circle")
+    ),
+    # where the dense way may be quicker
+    *(Case("small", "CLIP", n, 128, ("ours", "dense")) for n in (64, 128, 256, 512)),
+    *(Case("small", "NT-Xent", 2 * n, 128, ("ours", "dense")) for n in (64, 128, 256, 512)),
+    # ranks
+    Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip, default",), shards=(2048,) * 2),
+    Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip, default",), shards=(1024,) * 4),
+    Case("ranks", "CLIP", 8192, 128, _RANKS, ("open_clip, default",), shards=(4096,) * 2, full=True),
+    Case("ranks", "CLIP", 128, 128, _WRAPPER, shards=(64,) * 2),
+    Case("ranks", "NT-Xent", 256, 128, _WRAPPER, shards=(128,) * 2),
+    # inputs that are hard on numbers, or on the balance of work
+    Case("adversarial", "CLIP", 2048, 2048, _CLIP, temperature=0.01),
+    Case("adversarial", "NT-Xent", 4096, 128, _NT_XENT, temperature=0.01, clustered=True),
+    Case("adversarial", "CLIP", 2048, 128, _KEPT_OR_NOT, shards=(0, 512, 1536)),
+    Case("adversarial", "NT-Xent", 4096, 128, _KEPT_OR_NOT, shards=(1024, 0, 2560, 512)),
+    # by size, beside those above
+    *(Case("size", "NT-Xent", n, 128, _NT_XENT) for n in (1024, 2048)),
+    Case("size", "NT-Xent", 4096, 128, _NT_XENT, weighed=("ours, tiled", "dense", "lightly NTXentLoss")),
+    # what the model of scaling.py is fitted to: the same rows a rank
+    *(
+        Case("scaling", loss, b * ranks, d, (*_KEPT_OR_NOT, "ours, tiled, ring"), shards=(b,) * ranks)
+        for loss in ("CLIP", "NT-Xent")
+        for b, d in ((64, 128), (1024, 128), (1024, 512))
+        for ranks in (1, 2, 4)
+    ),
+    # memory alone: every softmax loss, and large batches
+    *(Case("memory", name, 16384, 128, weighed=("ours",)) for name in SOFTMAX),
+    *(Case("memory", "NT-Xent", n, 128, weighed=("ours, tiled",)) for n in (16384, 32768)),
+    Case("memory", "NT-Xent", 131072, 128, weighed=("ours, tiled",), full=True),
+    # instead of all these, where there is one
+    *(
+        Case("gpu", loss, n, 768, _GPU, weighed=("ours", "dense"), dtype="bfloat16")
+        for loss in ("CLIP", "NT-Xent")
+        for n in (8192, 32768, 65536)
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a figure should be.
+
+    Args:
+        case: its name.
+        of: a way.
+        to: another way, ``"GEMM"``, ``"bound"`` or ``"GB"``.
+        limit: of ``of`` in units of ``to``.
+        at_least: the limit is how many times less ``of`` needs than ``to``.
+    """
+
+    case: str
+    of: str
+    to: str
+    limit: float
+    what: Literal["time", "memory"] = "time"
+    at_least: bool = False
+
+
+def _times_less(case: str, of: str, to: str, limit: float, what: Literal["time", "memory"] = "time") -> Ask:
+    return Ask(case, of, to, limit, what, at_least=True)
+
+
+ASKS = [
+    Ask("CLIP, 4,096 × 512", "ours, tiled", "GEMM", 4.4),
+    Ask("CLIP, 4,096 × 512", "ours, kept", "GEMM", 3.5),
+    _times_less("CLIP, 4,096 × 512", "ours, kept", "open_clip", 2.3),
+    Ask("NT-Xent, 8,192 × 512", "ours, tiled", "GEMM", 2.3),
+    Ask("SupCon, 8,192 × 512", "ours, tiled", "GEMM", 2.3),
+    _times_less("NT-Xent, 8,192 × 512", "ours, tiled", "lightly NTXentLoss", 4),
+    Ask("NT-Xent, 8,192 × 128", "ours, tiled", "GEMM", 1.6),
+    Ask("SupCon, 8,192 × 128", "ours, tiled", "GEMM", 1.6),
+    _times_less("NT-Xent, 8,192 × 128", "ours, tiled", "lightly NTXentLoss", 12),
+    _times_less("SupCon, 8,192 × 128", "ours, tiled", "pml SupConLoss", 25),
+    _times_less("CLIP, 4,096 × 512, W = 2", "ours, kept", "open_clip, local_loss + gather_with_grad", 1.4),
+    _times_less("CLIP, 4,096 × 512, W = 2", "ours, kept", "open_clip, gather_with_grad", 2.3),
+    _times_less("CLIP, 4,096 × 512, W = 4", "ours, kept", "open_clip, gather_with_grad", 3.5),
+    *(
+        _times_less(f"{loss}, 4,096 × 128", "ours", "pml", limit, what)
+        for loss in ("Triplet, batch-hard", "Multi-similarity", "Circle")
+        for what, limit in (("time", 5.0), ("memory", 10.0))
+    ),
+    *(Ask(f"{name}, 16,384 × 128", "ours", "bound", 1, "memory") for name in SOFTMAX),
+    Ask("NT-Xent, 16,384 × 128", "ours, tiled", "bound", 1, "memory"),
+    Ask("NT-Xent, 131,072 × 128", "ours, tiled", "GB", 24, "memory"),
+    *(Ask(f"CLIP, {n} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
+    *(Ask(f"NT-Xent, {2 * n:,} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
+    *(
+        Ask(f"{case}, W = 2", way, "by hand", 1.3)
+        for case in ("CLIP, 128 × 128", "NT-Xent, 256 × 128")
+        for way in ("ours", "ours, static shapes")
+    ),
+]

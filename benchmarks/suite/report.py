@@ -1,0 +1,334 @@
+"""What is told: a table of what was asked for, one a group, and figures; as docs/pages/benchmarks.md."""
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from suite.cases import ASKS, CASES, OF_A_CLASS, Ask, Case
+from suite.harness import DOUBTFUL, quartiles, ratio, relative_spread
+
+Results = dict[str, Any]
+"""Of one device: its machine, whether the run was full, and by group and case what was found."""
+
+PAGES = Path(__file__).parent.parent.parent / "docs" / "pages"
+PEERS = ("pytorch-metric-learning", "lightly", "open_clip_torch", "sentence-transformers")
+
+GROUPS = {
+    "softmax": "Softmax losses, one process",
+    "rows": "Losses of pairs and triplets, one process",
+    "small": "Small batches, one process",
+    "ranks": "Ranks, one thread each",
+    "adversarial": "Inputs that are hard",
+    "size": "NT-Xent by size",
+    "gpu": "On the GPU",
+}
+
+TEXT = """# Benchmarks
+
+**Short answer.** The tables below are one run of one command; *asked* is what the library holds itself to.
+
+```bash
+pip install --no-deps --target peers lightly open_clip_torch   # their losses are read from their files
+python benchmarks/bench.py --docs --peers peers                # make bench: a few minutes
+python benchmarks/bench.py --docs --peers peers --full         # make bench-full: more cases, more repeats
+```
+
+## How it is measured
+
+One step is forward and backward: the rows, which are leaves, get their gradients, and so does a learnt scale. Ways of one
+case take turns in the same process, in rounds, each round beginning with another one. *× GEMM* is a way's time in that of
+one bare product N × d × N in the same process and the same round, into memory that is there already (for a rank: its own
+rows times all rows); the figure is the median over rounds, in brackets the first and third quartile. A way is repeated
+until its quartiles are within 3 % or its time is spent, four times that if they are more than {doubtful:.0%} apart; if they
+stay so, there is a ?. What is quicker than 20 ms is called many times in one reading.
+
+- *ours* is the default budget; *tiled* holds no similarities, `memory_budget(0)`, and *kept* holds them all. With ranks it
+  is `DistributedLoss`, *ring* with `ring=True` and *static shapes* with `static_shapes=True`.
+- *dense* is the formula in plain torch with the whole matrix, its autograd doing the rest; *compiled* the same under
+  `torch.compile`.
+- OpenCLIP's `ClipLoss` gets normalised rows and a learnt scale, as in its training; its ways with several ranks are its
+  default, whose row gradients are W times too small, `gather_with_grad`, and `local_loss` with `gather_with_grad`.
+- *by hand* is the quickest correct recipe: one all-gather of both towers, the loss of all rows on every rank, W times the
+  own slice as gradient.
+- Losses of labelled rows have {of_a_class} rows a class. pytorch-metric-learning's have its default settings, as ours do.
+- *MB* is the highest memory during a step beyond what the process held before it, its inputs included; each in a fresh
+  process that has done a small step first. The bound is 8 · b · d · 4 bytes, b the rows of the similarities, what
+  the budget lets be kept (64 MiB; tiled none), and two tiles.
+- Errors are the largest difference from the dense formula in 64 bits, relative to the largest number there: of the value,
+  and of the rows' gradients. They are measured with at most 1,024 rows, but for the inputs that are hard.
+- Ranks are processes on this machine, one thread each, over gloo; where they are more than cores they share them.
+
+"""
+
+
+def write_benchmarks(by_device: dict[str, Results]) -> None:
+    """The page, and its figures."""
+    parts = [TEXT.format(doubtful=DOUBTFUL, of_a_class=OF_A_CLASS)]
+    for device in ("cpu", "cuda"):
+        if device not in by_device:
+            parts += [f"## {device.upper()}\n\nNot measured: no such device was at hand when this page was made.\n\n"]
+            continue
+        results = by_device[device]
+        parts += [f"## {device.upper()}\n\n", described(results)]
+        if any(group in results["cases"] for group in ("softmax", "rows", "small", "ranks", "memory")):
+            parts += ["### Asked and measured\n\n", asked(results)]
+        for name, draw in FIGURES.items():
+            if picture(draw, results, PAGES / "figures" / f"bench-{device}-{name}.svg"):
+                parts += [f"![{draw.__doc__}](figures/bench-{device}-{name}.svg)\n\n"]
+        for group, title in GROUPS.items():
+            if group in results["cases"]:
+                parts += [f"### {title}\n\n", times(results, group)]
+        parts += ["### Memory\n\n", memory(results)]
+    (PAGES / "benchmarks.md").write_text("".join(parts).rstrip("\n") + "\n", encoding="utf-8")
+
+
+def summary(results: Results) -> str:
+    """For the terminal."""
+    return described(results) + asked(results)
+
+
+def described(results: Results) -> str:
+    """The machine, and whose versions."""
+    machine, kind = results["machine"], "full" if results["full"] else "quick"
+    return (
+        f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}; a {kind} run. "
+        f"Peers: {', '.join(f'{x} {y}' for x, y in machine['peers'].items()) or 'none'}.\n\n"
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of the peers that are there."""
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def found_in(results: Results, name: str) -> dict[str, Any]:
+    """What was found for the first case of this name."""
+    return next((cases[name] for cases in results["cases"].values() if name in cases), {})
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """In Markdown; all columns but the first two are numbers."""
+    rule = ["---", "---", *["---:"] * (len(head) - 2)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *lines]) + "\n"
+
+
+def asked(results: Results) -> str:
+    """Each figure beside its limit."""
+    lines = []
+    for ask in ASKS:
+        limit = (
+            f"≥ {ask.limit:g}× less" if ask.at_least else f"≤ {ask.limit:g} {'' if ask.to == 'GB' else '× '}{ask.to}"
+        )
+        values, why = answers(ask, found_in(results, ask.case))
+        what = f"{ask.what} of *{ask.of}*" + (f" against *{ask.to}*" if ask.at_least else "")
+        if not values:
+            lines.append([ask.case, what, limit, why, ""])
+            continue
+        middle = quartiles(values)[1]
+        held = middle >= ask.limit if ask.at_least else middle <= ask.limit
+        lines.append([ask.case, what, limit, spread(values), "yes" if held else "**no**"])
+    return table(["case", "what", "asked", "measured", "held"], lines)
+
+
+def answers(ask: Ask, found: dict[str, Any]) -> tuple[list[float], str]:
+    """What was measured, round by round; or why nothing was."""
+    absent = found.get("absent", {})
+    why = absent.get(ask.of) or absent.get(ask.to) or "not in this run"
+    if ask.what == "time":
+        rounds = found.get("rounds", [])
+        return (ratio(rounds, ask.to, ask.of) if ask.at_least else ratio(rounds, ask.of, ask.to)), why
+    bytes_of = dict(found.get("memory", {}), GB=2.0**30)
+    if ask.to == "bound":
+        bytes_of["bound"] = next(case for case in CASES if case.name == ask.case).bound(ask.of)
+    if not {ask.of, ask.to} <= set(bytes_of):
+        return [], why
+    value = bytes_of[ask.of] / bytes_of[ask.to]
+    return [1 / value if ask.at_least else value], why
+
+
+def spread(values: list[float]) -> str:
+    """The median, and the quartiles; marked if these are far apart."""
+    low, median, high = map(number, quartiles(values))
+    if len(values) == 1:
+        return median
+    return f"{median} ({low}–{high}){'?' * (relative_spread(values) > DOUBTFUL)}"
+
+
+def number(x: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def times(results: Results, group: str) -> str:
+    """All ways of a group's cases."""
+    lines = []
+    for case, found in of_group(results, group):
+        title = case.name
+        for way in dict.fromkeys((*case.ways, *case.full_ways)):
+            values = ratio(found["rounds"], way, "GEMM")
+            if not values and way not in found["absent"]:
+                continue
+            line = [title, way]
+            if values:
+                seconds = quartiles([x[way] for x in found["rounds"] if way in x])[1]
+                line += [number(1000 * seconds), spread(values)]
+                line += [f"{x:.0e}" for x in found.get("errors", {}).get(way, ())]
+            else:
+                line += [f"absent: {found['absent'][way]}"]
+            lines.append(line + [""] * (6 - len(line)))
+            title = ""
+    return table(["case", "way", "ms", "× GEMM", "value off by", "gradient off by"], lines)
+
+
+def memory(results: Results) -> str:
+    """Of all that was weighed, and the bound."""
+    lines = []
+    for group in results["cases"]:
+        for case, found in of_group(results, group):
+            title = case.name
+            for way in case.weighed:
+                held = found.get("memory", {}).get(way)
+                why = f"absent: {found.get('absent', {}).get(way, 'not in this run')}"
+                number = why if held is None else f"{held / 2**20:,.0f}"
+                lines.append([title, way, number, f"{case.bound(way) / 2**20:,.0f}" if "ours" in way else ""])
+                title = ""
+    return table(["case", "way", "MB", "bound, softmax losses"], lines)
+
+
+def of_group(results: Results, group: str) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """The group's cases that were measured."""
+    kept = results["cases"].get(group, {})
+    return ((case, kept[case.name]) for case in CASES if case.group == group and case.name in kept)
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+OURS = "#3a6ea5"
+COLOURS = {"ours": "#1f4e79", "ours, tiled": OURS, "ours, kept": "#7fb2e5", "GEMM": "#8a8a8a", "dense": "#e08e45"}
+OTHERS = ("#b0413e", "#8a6bb1", "#5aa469")
+Draw = Callable[[Any, Results], bool]
+
+
+def picture(draw: Draw, results: Results, file: Path) -> bool:
+    """Drawn and saved, unless there is nothing to show; the same bytes for the same results."""
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    with mpl.rc_context({"svg.hashsalt": "contrastive_zoo", "font.size": 9, "axes.spines.right": False}):
+        figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+        axes.spines["top"].set_visible(False)
+        shown = draw(axes, results)
+        if shown:
+            figure.savefig(file, metadata={"Date": None}, transparent=False)
+        plt.close(figure)
+    return shown
+
+
+def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y: str) -> bool:
+    """One line a way, both axes logarithmic."""
+    others = iter(OTHERS)
+    for way, line in points.items():
+        axes.plot(*zip(*sorted(line), strict=True), marker="o", ms=4, label=way, color=COLOURS.get(way) or next(others))
+    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    ticks = sorted({x for line in points.values() for x, _ in line})
+    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    return bool(points)
+
+
+def by_rows(results: Results, of: Callable[[dict[str, Any]], dict[str, float]]) -> dict[str, list[tuple[float, float]]]:
+    """NT-Xent on one process, of the width that was measured at most sizes."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for case in CASES:
+        found = results["cases"].get(case.group, {}).get(case.name)
+        if case.loss == "NT-Xent" and case.width in (128, 768) and not case.shards and not case.clustered and found:
+            for way, value in of(found).items():
+                points.setdefault(way, []).append((case.rows, value))
+    return points
+
+
+def time_by_rows(axes: Any, results: Results) -> bool:
+    """Time by number of rows."""
+
+    def medians(found: dict[str, Any]) -> dict[str, float]:
+        rounds = found.get("rounds", []) if len(found.get("rounds", [{}])[0]) > 3 else []
+        ways = dict.fromkeys(way for x in rounds for way in x)
+        return {way: 1000 * quartiles([x[way] for x in rounds if way in x])[1] for way in ways}
+
+    axes.set_title("NT-Xent, forward and backward", loc="left")
+    return lines_of(axes, by_rows(results, medians), "rows N", "ms")
+
+
+def memory_by_rows(axes: Any, results: Results) -> bool:
+    """Memory by number of rows."""
+    points = by_rows(results, lambda found: {way: x / 2**20 for way, x in found.get("memory", {}).items()})
+    axes.set_title("NT-Xent, memory beyond the inputs", loc="left")
+    return lines_of(axes, {way: line for way, line in points.items() if len(line) > 1}, "rows N", "MB")
+
+
+def time_by_ranks(axes: Any, results: Results) -> bool:
+    """Time by number of ranks."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for case, found in of_group(results, "scaling"):
+        if case.shards[0] == 1024 and case.width == 512:
+            for way in case.ways:
+                seconds = [x[way] for x in found["rounds"] if way in x]
+                if seconds:
+                    points.setdefault(f"{case.loss}, {way.removeprefix('ours, ')}", []).append(
+                        (case.world, 1000 * quartiles(seconds)[1])
+                    )
+    axes.set_prop_cycle(color=["#1f4e79", "#3a6ea5", "#7fb2e5", "#7a2f2c", "#b0413e", "#e39a97"])
+    for name, line in points.items():
+        axes.plot(*zip(*line, strict=True), marker="o", ms=4, label=name)
+    ranks = sorted({x for line in points.values() for x, _ in line})
+    axes.set(xlabel="ranks W, 1,024 rows of 512 each", ylabel="ms", xticks=ranks, ylim=(0, None))
+    axes.set_title("Every rank brings as many rows: the work grows with W²", loc="left")
+    axes.legend(frameon=False)
+    return bool(points)
+
+
+def multiples(axes: Any, results: Results) -> bool:
+    """Time in multiples of a bare GEMM."""
+    bars = []
+    for group in ("softmax", "gpu"):
+        for case, found in of_group(results, group):
+            ratios = {way: ratio(found["rounds"], way, "GEMM") for way in (*case.ways, *case.full_ways)}
+            bars += [(f"{case.name}: {way}", quartiles(x), way.startswith("ours")) for way, x in ratios.items() if x]
+    bars.reverse()
+    axes.figure.set_size_inches(7, 1 + 0.19 * len(bars))
+    for height, (_, (low, median, high), own) in enumerate(bars):
+        axes.barh(height, median, color=OURS if own else "#c9c9c9", height=0.75)
+        axes.plot([low, high], [height] * 2, color="#222222", lw=1)
+        axes.text(high * 1.06, height, f"{median:.1f}", va="center", fontsize=7)
+    axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=7)
+    axes.set(
+        xscale="log", xlabel="times of one bare GEMM N × d × N, forward and backward", ylim=(-0.6, len(bars) - 0.4)
+    )
+    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    axes.minorticks_off()
+    return bool(bars)
+
+
+FIGURES: dict[str, Draw] = {
+    "multiples": multiples,
+    "time": time_by_rows,
+    "memory": memory_by_rows,
+    "ranks": time_by_ranks,
+}
+
+
+def stored(file: Path) -> Results:
+    """Results as they were kept."""
+    return json.loads(file.read_text(encoding="utf-8"))
