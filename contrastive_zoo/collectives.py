@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo._compat import all_gather_single
-from contrastive_zoo.meeting import meet
+from contrastive_zoo.meeting import Luggage, meet
 from contrastive_zoo.world import Processes, Shards, World
 
 Reduction = Literal["sum", "mean", "max", "min"]
@@ -251,31 +251,87 @@ class _AllGather(torch.autograd.Function):
         return _ReduceScatter.apply(dy, ctx.shards, ctx.world), None, None, None
 
 
-class _GatherTogether(torch.autograd.Function):
-    """Several tensors of as many rows in one message, for results from which every rank computes the same."""
+class _Everybodys(torch.autograd.Function):
+    """y = what has been gathered of all ranks' x, where every rank computes the same from it;  dx = my slice of dy."""
 
     @staticmethod
-    def forward(ctx: Any, shards: Shards, world: World, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, shards: Sequence[Shards], world: World, found: Sequence[Tensor], *rows: Tensor) -> Any:
         ctx.shards, ctx.world = shards, world
-        packed = [_as_bytes(x.detach()) for x in rows]
-        parts = gather_rows(torch.cat(packed, 1), shards, world).split([x.shape[1] for x in packed], 1)
-        found = tuple(_from_bytes(part.contiguous(), x) for part, x in zip(parts, rows, strict=True))
         ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
-        return found
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(_OwnSlice.apply(dy, ctx.shards, ctx.world) for dy in dys)
+        mine = (_OwnSlice.apply(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True))
+        return None, None, None, *mine
 
 
-def gather_together(rows: Sequence[Tensor], shards: Shards, world: World) -> list[Tensor]:
-    """:func:`all_gather` with ``gradient="complete"`` of several tensors in one message, for those who have met already.
+def gather_together(
+    rows: Sequence[Tensor], shards: Sequence[Shards], world: World, luggage: Luggage | None = None
+) -> list[Tensor]:
+    """:func:`all_gather` with ``gradient="complete"`` of several tensors, for those who have met already.
+
+    Tensors of as many rows travel in one message; none does if all of them came along with the meeting's card.
+
+    Args:
+        rows: mine.
+        shards: of each of them.
+        world: whose.
+        luggage: what came along, if :func:`packed` made it of the same rows.
 
     Example:
-        >>> gather_together([torch.ones(1, 2), torch.tensor([7])], Shards((1,)), World())
+        >>> gather_together([torch.ones(1, 2), torch.tensor([7])], [Shards((1,))] * 2, World())
         [tensor([[1., 1.]]), tensor([7])]
     """
-    return list(rows) if world.size == 1 else list(_GatherTogether.apply(shards, world, *rows))
+    if world.size == 1:
+        return list(rows)
+    found: list[Tensor | None] = [None] * len(rows)
+    if luggage is not None and luggage.arrived is not None and room_for(rows, shards) <= luggage.arrived.shape[1]:
+        return list(_Everybodys.apply(shards, world, _unpacked(luggage.arrived, rows, shards), *rows))
+    for alike in dict.fromkeys(shards):
+        which = [index for index, x in enumerate(shards) if x == alike]
+        parts = [_as_bytes(rows[index].detach()) for index in which]
+        everybody = gather_rows(torch.cat(parts, 1), alike, world).split([x.shape[1] for x in parts], 1)
+        for index, part in zip(which, everybody, strict=True):
+            found[index] = _from_bytes(part.contiguous(), rows[index])
+    return list(_Everybodys.apply(shards, world, found, *rows))
+
+
+def packed(rows: Sequence[Tensor], room: int, world: World) -> Luggage:
+    """Rows to travel with a card, in so many bytes; nothing of them if they do not fit, which all ranks will see.
+
+    Example:
+        >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)], 3, World()).mine
+        tensor([1, 2, 0], dtype=torch.uint8)
+    """
+    nothing = torch.empty(0, dtype=torch.uint8, device=world.device)
+    flat = torch.cat([nothing, *(_as_bytes(x.detach()).flatten() for x in rows)])
+    return Luggage(torch.cat([flat, flat.new_zeros(room - len(flat))]) if len(flat) <= room else flat.new_zeros(room))
+
+
+def room_for(rows: Sequence[Tensor], shards: Sequence[Shards]) -> int:
+    """How many bytes the rank with the most has to pack.
+
+    Example:
+        >>> room_for([torch.ones(2, 3)], [Shards((2, 5))])   # 5 rows of 3 · 4 bytes
+        60
+    """
+    return max(sum(_row_bytes(x) * of.sizes[rank] for x, of in zip(rows, shards, strict=True))
+               for rank in range(len(shards[0].sizes)))  # fmt: skip
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1:].numel() * rows.dtype.itemsize
+
+
+def _unpacked(arrived: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
+    widths = [_row_bytes(x) for x in rows]
+    found: list[list[Tensor]] = [[] for _ in rows]
+    for rank, bag in enumerate(arrived):
+        sizes = [width * of.sizes[rank] for width, of in zip(widths, shards, strict=True)]
+        for index, part in enumerate(bag[: sum(sizes)].split(sizes)):
+            found[index].append(part.view(shards[index].sizes[rank], widths[index]))
+    return [_from_bytes(torch.cat(parts), x) for parts, x in zip(found, rows, strict=True)]
 
 
 class _OwnSlice(torch.autograd.Function):

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-from contrastive_zoo.collectives import gather_together
+from contrastive_zoo.collectives import gather_together, packed, room_for
 from contrastive_zoo.engine.evaluation import few
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import Known, agreeing, meet, refuse, refuse_empty
+from contrastive_zoo.meeting import Known, Luggage, agreeing, meet, refuse, refuse_empty
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.world import Processes, Shards, World
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
+
+_MOST_LUGGAGE = 2**20
+"""Bytes of rows that may come along with sizes; more would be copied once more than need be."""
 
 FIRST_VALUES, EVERY_NTH_VALUE = 8, 64
 """Which of a foreign loss's values are compared between ranks: the first ones, and then now and again."""
@@ -154,6 +157,7 @@ class DistributedLoss(nn.Module):
         self.ring = ring
         self._known: Known | None = {} if static_shapes else None
         self._few_rows = False  # those of the last step: every rank knows them
+        self._room = 0
         self._calls = 0
         self._last: list[Tensor] = []
         self.loss = loss
@@ -204,8 +208,9 @@ class DistributedLoss(nn.Module):
         return tuple(x for name, x in arguments.items() if name not in further)
 
     def _on_every_rank(self, bound: inspect.BoundArguments, world: World) -> Any:
-        """An own loss on all rows by every rank alike: two messages, which few rows are sooner done with."""
-        bound.arguments = Brought.meet(_name(_bare(self.loss)), bound.arguments, world=world).gathered(world)
+        """An own loss on all rows by every rank alike: one message or two, which few rows are sooner done with."""
+        name = _name(_bare(self.loss))
+        bound.arguments = self._gathered(Brought.meet(name, bound.arguments, world=world, room=self._room), world)
         return self.loss(*bound.args, **bound.kwargs, world=World(check_finite=False))
 
     def _foreign(self, bound: inspect.BoundArguments, world: World) -> Any:
@@ -217,16 +222,21 @@ class DistributedLoss(nn.Module):
                 refuse(name, problem, world=world)
             return self._computed(bound)
         problem = problem or unequal_problem(bound.arguments)
-        brought = Brought.meet(name, bound.arguments, world=world, problem=problem, last_value=last)
+        brought = Brought.meet(name, bound.arguments, world=world, problem=problem, last_value=last, room=self._room)
         if self.mode == "sharded":
             sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
             return sharded(self.loss, self.miner, bound.arguments, brought.shards, world)
         # computed on all rows by every rank alike, so that each holds the complete gradient
-        bound.arguments = brought.gathered(world)
+        bound.arguments = self._gathered(brought, world)
         with one_stream(world, brought.device):
             value = self._computed(bound)
         self._remember(value)
         return value
+
+    def _gathered(self, brought: "Brought", world: World) -> dict[str, Any]:
+        """Everybody's arguments; next time as many rows may come along with the sizes."""
+        self._room = brought.room
+        return brought.gathered(world)
 
     def _computed(self, bound: inspect.BoundArguments) -> Any:
         if self.miner is not None:
@@ -286,6 +296,7 @@ class Brought(NamedTuple):
     leaves: dict[str, Any]
     tree: Any
     shards: dict[str, Shards]
+    luggage: Luggage | None = None
 
     @classmethod
     def meet(
@@ -296,6 +307,7 @@ class Brought(NamedTuple):
         world: World,
         problem: str | None = None,
         last_value: float | None = None,
+        room: int = 0,
     ) -> "Brought":
         """Agree with all ranks on these arguments: tensors of rows, and all else the same everywhere.
 
@@ -314,30 +326,48 @@ class Brought(NamedTuple):
                     f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
                     f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
                 )
-        shards = meet(name, rows, world=world, problem=problem, settings=settings, last_value=last_value)
+        luggage = packed([_movable(x, world) for x in rows.values()], room, world) if room else None
+        shards = meet(
+            name, rows, world=world, problem=problem, settings=settings, last_value=last_value, luggage=luggage
+        )
         if rows:
             refuse_empty(name, shards[0])
-        return cls(leaves, tree, dict(zip(rows, shards, strict=True)))
+        return cls(leaves, tree, dict(zip(rows, shards, strict=True)), luggage)
+
+    @property
+    def room(self) -> int:
+        """Bytes of the rank with the most rows, if they are so few that they may travel with the next card."""
+        if not self.shards:
+            return 0
+        needed = room_for([self.leaves[path] for path in self.shards], list(self.shards.values()))
+        return needed if needed <= _MOST_LUGGAGE else 0
 
     def gathered(self, world: World) -> dict[str, Any]:
         """The arguments with every tensor of rows replaced by all ranks' rows."""
-
-        everybody = dict(self.leaves)
-        for shards in dict.fromkeys(self.shards.values()):  # as many rows, one message
-            paths = [path for path in self.shards if self.shards[path] == shards]
-            different = {id(self.leaves[path]): self.leaves[path] for path in paths}
-            # labels may have been left on the CPU
-            here = [x if world.device.type == "cpu" else x.to(world.device) for x in different.values()]
-            found = gather_together(here, shards, world)
-            of = {key: x.to(rows.device) for (key, rows), x in zip(different.items(), found, strict=True)}
-            everybody |= {path: of[id(self.leaves[path])] for path in paths}
-        arguments: dict[str, Any] = tree_unflatten(list(everybody.values()), self.tree)
+        here = [_movable(self.leaves[path], world) for path in self.shards]
+        found = gather_together(here, list(self.shards.values()), world, self.luggage)
+        everybody: dict[str, Tensor] = {}
+        for path, all_ranks in zip(self.shards, found, strict=True):
+            twin = next((x for x in everybody if self._are_one(x, path) and torch.equal(everybody[x], all_ranks)), None)
+            everybody[path] = all_ranks.to(self.leaves[path].device) if twin is None else everybody[twin]
+        leaves = self.leaves | everybody
+        arguments: dict[str, Any] = tree_unflatten(list(leaves.values()), self.tree)
         return arguments
+
+    def _are_one(self, path: str, other: str) -> bool:
+        """Whether one tensor was given twice, which a loss may ask about; a rank without rows cannot tell."""
+        x, y = self.leaves[path], self.leaves[other]
+        return x is y or (len(x) == len(y) == 0 and x.dtype == y.dtype)
 
     @property
     def device(self) -> torch.device | None:
         """Where the rows lie."""
         return next((self.leaves[path].device for path in self.shards), None)
+
+
+def _movable(rows: Tensor, world: World) -> Tensor:
+    """Where messages are; labels may have been left on the CPU."""
+    return rows if world.device.type == "cpu" else rows.to(world.device)
 
 
 def mined(arguments: Mapping[str, Any]) -> list[Any]:

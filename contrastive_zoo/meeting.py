@@ -26,6 +26,14 @@ Known = dict[tuple[str, tuple[str, ...]], tuple[list[int], list[Shards]]]
 
 
 @dataclass
+class Luggage:
+    """Bytes that travel along with a meeting's card, as many from every rank, and everybody's, [W, room], once there."""
+
+    mine: Tensor
+    arrived: Tensor | None = None
+
+
+@dataclass
 class Agreement:
     """What every :func:`meet` of a step compares as well, and what it learns.
 
@@ -68,6 +76,7 @@ def meet(
     problem: str | None = None,
     settings: Mapping[str, object] | None = None,
     last_value: float | None = None,
+    luggage: Luggage | None = None,
 ) -> list[Shards]:
     """Agree with all ranks on what is compared, and learn how many rows each of them holds.
 
@@ -78,6 +87,7 @@ def meet(
         problem: what this rank already knows to be wrong with its input.
         settings: numbers and words that must be the same everywhere.
         last_value: what this rank computed in an earlier step, if it must have come out the same everywhere.
+        luggage: what travels along; None on every rank or on none.
 
     Returns:
         For each entry of ``rows``, how it is spread over the ranks.
@@ -106,7 +116,11 @@ def meet(
         + [f"{name}|{value}" for name, value in {**agreement.settings, **(settings or {})}.items()]
     )
     card = counts[:_SIZES_ON_CARD] + [0] * (_SIZES_ON_CARD - len(counts))
-    cards = world.exchange([problem is not None, _digest(signature), _bits(last_value), *card])
+    card = [problem is not None, _digest(signature), _bits(last_value), *card]
+    if luggage is None:
+        cards = world.exchange(card)
+    else:
+        cards, luggage.arrived = world.exchange_with(card, luggage.mine)
     if any(card[0] for card in cards):
         raise ValueError(f"{caller}: {_complaints(world.exchange_text(problem or ''))}")
     if len({card[1] for card in cards}) > 1:

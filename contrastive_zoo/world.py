@@ -127,12 +127,23 @@ class World:
             >>> ALONE.exchange([3, 4])
             [[3, 4]]
         """
+        return self.exchange_with(numbers, torch.empty(0, dtype=torch.uint8, device=self.device))[0]
+
+    def exchange_with(self, numbers: Sequence[int], luggage: Tensor) -> tuple[list[list[int]], Tensor]:
+        """Everybody's ``numbers``, and in the same message everybody's bytes, [W, room]; room is the same everywhere.
+
+        Example:
+            >>> ALONE.exchange_with([3], torch.tensor([1, 2], dtype=torch.uint8))
+            ([[3]], tensor([[1, 2]], dtype=torch.uint8))
+        """
         if self.size == 1:
-            return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        everybody = mine.new_empty(self.size * len(numbers))
+            return [list(numbers)], luggage[None]
+        head = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8).to(self.device)
+        mine = torch.cat([head, luggage])
+        everybody = mine.new_empty(self.size * len(mine))
         all_gather_single(everybody, mine, group=self.group)
-        return everybody.view(self.size, -1).tolist()
+        heads, bags = everybody.view(self.size, -1).split([len(head), len(luggage)], 1)
+        return heads.cpu().contiguous().view(torch.int64).tolist(), bags
 
     def exchange_text(self, text: str) -> list[str]:
         """Everybody's ``text``, by rank, as UTF-8 on the wire: nothing is pickled.

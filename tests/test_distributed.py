@@ -354,16 +354,16 @@ def test_an_alarm_is_raised_once_and_sampled(worlds: Worlds) -> None:
 
 def test_it_takes_no_message_of_its_own(worlds: Worlds) -> None:
     def job() -> list[int]:
-        exchange, counts = World.exchange, []
+        exchange, counts = World.exchange_with, []
         for check_equal in (True, False):
             sent: list[int] = []
-            World.exchange = lambda self, card, sent=sent: sent.append(len(card)) or exchange(self, card)
+            World.exchange_with = lambda self, card, bag, sent=sent: sent.append(len(card)) or exchange(self, card, bag)
             try:
                 loss = cz.DistributedLoss(foreign, check_equal=check_equal)
                 for _ in range(4):
                     loss(z(), y())
             finally:
-                World.exchange = exchange
+                World.exchange_with = exchange
             counts.append(sent)
         assert counts[0] == counts[1]
         return [len(x) for x in counts]
@@ -458,8 +458,38 @@ def test_few_rows_take_few_messages(worlds: Worlds) -> None:
             found += [messages(step) > 4, messages(step), messages(step)]
         return found
 
-    # sizes and rows; with static shapes sizes once for this way, then rows alone
-    assert worlds.run(2, job) == [[True, 2, 2, True, 2, 1]] * 2
+    # sizes and rows, then both in one; with static shapes sizes once for this way, then rows alone
+    assert worlds.run(2, job) == [[True, 2, 1, True, 2, 1]] * 2
+
+
+@pytest.mark.parametrize("make", [cz.Clip, lambda: lambda a, b: ((a @ b.T).exp() * torch.arange(len(b))).mean()])
+def test_rows_that_travel_with_their_sizes_are_as_many_as_they_are(make: Callable[[], Any], worlds: Worlds) -> None:
+    """More than the room there was, fewer, none on a rank, and other rows on each."""
+    steps = [(4, 4), (4, 4), (4, 4), (6, 3), (2, 4), (0, 5), (5, 0), (1, 1)]
+    given = [numbers(2, sum(sizes), D, seed=index) for index, sizes in enumerate(steps)]
+
+    def job() -> list[list[Tensor]]:
+        loss = cz.DistributedLoss(make(), grad_reduction="sum")
+        found = []
+        for sizes, both in zip(steps, given, strict=True):
+            a, b = (mine(x, sizes).requires_grad_() for x in both)
+            value = loss(a, b)
+            found.append([value.detach(), *torch.autograd.grad(value, (a, b))])
+        return found
+
+    alone = make()
+    for index, (sizes, both) in enumerate(zip(steps, given, strict=True)):
+        a, b = (x.clone().requires_grad_() for x in both)
+        value = alone(a, b)
+        expected = [value.detach(), *torch.autograd.grad(value, (a, b))]
+        if index == 0:
+            of_ranks = worlds.run(2, job)
+        ranks = [of_rank[index] for of_rank in of_ranks]
+        assert [len(x[1]) for x in ranks] == list(sizes)
+        close(ranks[0][0], expected[0])
+        close(ranks[1][0], expected[0])
+        for k in (1, 2):
+            close(torch.cat([x[k] for x in ranks]), expected[k])
 
 
 def test_many_rows_take_the_engines_way_again(worlds: Worlds) -> None:
@@ -489,3 +519,22 @@ def test_other_shapes_than_before(worlds: Worlds) -> None:
 
     text = "NTXent: static_shapes=True, but this rank brought [3, 3] rows of "
     assert all(found.startswith(text) for found in worlds.run(2, job, 3))
+
+
+@pytest.mark.parametrize("loss", [cz.Clip(), lambda a, b: (a @ b.T).exp().mean()], ids=["own", "foreign"])
+def test_a_rank_may_give_one_tensor_twice_where_others_give_two(loss: Any, worlds: Worlds) -> None:
+    """A rank without rows does, if it makes them but once."""
+
+    def job() -> list[float]:
+        wrapped = cz.DistributedLoss(loss)
+        values = []
+        for _ in range(4):
+            a, b = (z(3), z(3) + 1) if rank() else (z(0),) * 2
+            value = wrapped(a, b)
+            value.backward()
+            values.append(value.item())
+        return values
+
+    expected = loss(z(3), z(3) + 1).item()
+    for values in worlds.run(2, job):
+        assert values == pytest.approx([expected] * 4, abs=1e-12)
