@@ -24,7 +24,7 @@ CAPTIONS = 3
 
 TEXT = f"""# Memory
 
-**Short answer.** No loss of the zoo holds the N × N matrix of similarities. One step over 16,384 rows of width 128 is meant
+**Short answer.** No loss of the zoo holds the N × N matrix of similarities. One step over 16,384 rows of width 128 needs
 to need less than {LIMIT} MB beyond what the process held before; the table says which do. Twice the rows need at most
 about twice of it.
 
@@ -44,9 +44,7 @@ Rows are counted over all arguments: two views of 8,192, or 16,384 labelled rows
 Losses with class weights have {CLASSES} of them, SwAV {CLASSES} prototypes, multi-positive an id for every two queries and
 their keys; DINO's rows are its outputs. A video of MIL-NCE has {CAPTIONS} candidate texts.
 
-It contains what malloc keeps of panels that were freed, too, which for losses of many small steps may be most of it. With
-`MALLOC_MMAP_THRESHOLD_=1048576` in the environment glibc gives every freed panel back at once: SmoothAP of 4,096 rows, 32
-a class, then shows 74 MB instead of 447.
+It contains what malloc keeps of panels that were freed, too, which for losses of many small steps may be most of it.
 
 ## Why it is linear
 

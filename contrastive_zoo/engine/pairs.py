@@ -20,7 +20,7 @@ Who = Literal["rows", "rows and columns", "views"]
 def are_few_pairs(a: Tensor, scale: float | Tensor, who: Who, world: World) -> bool:
     """Whether :func:`few_pairs` is the way, of as many rows as ``a`` on either side, all made unit rows."""
     similarities = (len(a) * (2 if who == "views" else 1)) ** 2
-    if world.size > 1 or is_dense() or not len(a) or not few(similarities):
+    if world.size > 1 or is_dense() or not len(a) or not few(similarities // 4):
         return False
     return (scale.item() if isinstance(scale, Tensor) else scale) <= 40
 
