@@ -84,11 +84,11 @@ CATALOGUE = {
             "NTXent",
             "views",
             _PAIRS,
-            "softmax, one tower: 3 GEMM",
+            "softmax, one tower: 2 GEMM, 1.5 kept",
             peers=f"{_LIGHTLY} NTXentLoss, {_PML} SelfSupervisedLoss(NTXentLoss())",
         ),
-        Species("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM"),
-        Species("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM", peers=f"{_CLIP} ClipLoss"),
+        Species("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept"),
+        Species("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept", peers=f"{_CLIP} ClipLoss"),
         Species(
             "clip-distillation",
             "ClipDistillation",
@@ -98,7 +98,9 @@ CATALOGUE = {
             inputs="x, y, teacher_x, teacher_y",
             peers=f"{_CLIP} DistillClipLoss",
         ),
-        Species("sup-con", "SupCon", "labels", _PAIRS, "softmax, one tower: 3 GEMM", peers=f"{_PML} SupConLoss"),
+        Species(
+            "sup-con", "SupCon", "labels", _PAIRS, "softmax, one tower: 2 GEMM, 1.5 kept", peers=f"{_PML} SupConLoss"
+        ),
         Species("sup-con-in", "SupCon", "labels", _PAIRS, "rows: 3 GEMM", (("variant", "in"),)),
         Species("multi-positive", "MultiPositive", "other", _PAIRS, "rows: 3 GEMM", inputs="queries, keys, ids"),
         Species("dcl", "DCL", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLLoss"),
@@ -124,7 +126,12 @@ CATALOGUE = {
             peers=f"{_ST} GISTEmbedLoss",
         ),
         Species(
-            "mil-nce", "MILNCE", "other", _PAIRS, "softmax, two towers: 4 GEMM", inputs="videos [n, d], texts [n, k, d]"
+            "mil-nce",
+            "MILNCE",
+            "other",
+            _PAIRS,
+            "softmax, two towers: 4 GEMM, 3 kept",
+            inputs="videos [n, d], texts [n, k, d]",
         ),
         Species("sincere", "SINCERE", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NTXentLoss"),
         Species("nca", "NCA", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NCALoss"),
