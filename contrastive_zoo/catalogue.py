@@ -56,6 +56,13 @@ class Species:
         return re.sub(r":\w+:`(\w+)`", r"\1", self._doc.partition("\n")[0])
 
     @property
+    def parameters(self) -> str:
+        """What its class is made with, and the values that they have if not given."""
+        found = inspect.signature(getattr(importlib.import_module("contrastive_zoo"), self.cls)).parameters.values()
+        given = [x for x in found if x.name != "check_finite" and x.kind is not x.VAR_KEYWORD]
+        return ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in given)
+
+    @property
     def formula(self) -> str:
         """The indented lines that follow it, where the docstring writes the formula."""
         lines = self._doc.partition("\n")[2].partition("\nArgs:")[0].split("\n")
@@ -348,6 +355,7 @@ def as_markdown() -> str:
         for cls in dict.fromkeys(species.cls for species in mine):
             species = next(x for x in mine if x.cls == cls)
             lines.append(f"**{cls}.** {species.summary} {species.source}\n")
+            lines.append(f"Parameters: `{species.parameters}`\n")
             if species.formula:
                 lines.append(f"```text\n{species.formula}\n```\n")
     return "\n".join(lines).rstrip() + "\n"
