@@ -59,7 +59,7 @@ CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "too many arguments": lambda: ((rows(), *[LABELS] * 9), {}),
     "too few labels": lambda: ((rows(), LABELS[:-1]), {}),
     "labels that are fractions": lambda: ((rows(), LABELS / 2), {}),
-    "labels beyond the classes": lambda: ((rows(), LABELS + CLASSES), {}),
+    "labels beyond the classes": lambda: ((rows(), LABELS * 0 + CLASSES), {}),  # threads race for which to name
     "labels as a list": lambda: ((rows(), LABELS.tolist()), {}),
     "labels as an array": lambda: ((rows(), LABELS.numpy()), {}),
     "rows as a list": lambda: ((rows().tolist(), LABELS), {}),
