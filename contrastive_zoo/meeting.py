@@ -110,6 +110,7 @@ def meet(
         return [Shards((count,)) for count in counts]
     agreement = _AGREEMENT.get() or Agreement({})
     if (shards := _known(agreement.known, caller, rows, counts, problem)) is not None:
+        agreement.total = max([agreement.total, *(x.total for x in shards)])
         return shards
     signature = "\n".join(
         [f"{name}|{_row_kind(tensor)}" for name, tensor in rows.items()]

@@ -503,6 +503,14 @@ def test_many_rows_take_the_engines_way_again(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[True, True, True, False, False, True]] * 2
 
 
+def test_many_rows_of_known_shapes_stay_on_the_engines_way(worlds: Worlds) -> None:
+    def job() -> list[bool]:
+        loss = cz.DistributedLoss(cz.Clip(), static_shapes=True)
+        return [messages(lambda: loss(z(600), z(600)).backward()) > 4 for _ in range(5)]
+
+    assert worlds.run(2, job) == [[True] * 5] * 2
+
+
 def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
     def job() -> list[Tensor]:
         loss = cz.DistributedLoss(cz.InfoNCE(reduction="none"))

@@ -1,5 +1,7 @@
 """InfoNCE: a query must find its own key among all keys of the global batch; in both directions it is CLIP's loss."""
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -76,33 +78,16 @@ def info_nce(
     q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
     extra = None if negatives is None else prepared(negatives, normalize=normalize)
 
+    among = partial(log_sum_exp, q, scale=scale, row_shards=shards, unit=normalize, world=world)
     positive = scale * (q * k).sum(-1)
     over_keys, over_queries = positive, None
     if in_batch_negatives:
-        over_keys, over_queries = log_sum_exp(
-            q,
-            k,
-            scale=scale,
-            row_shards=shards,
-            column_shards=shards,
-            columnwise=symmetric,
-            unit=normalize,
-            world=world,
-        )
+        over_keys, over_queries = among(k, column_shards=shards, columnwise=symmetric)
     if extra is not None and extra.ndim == 3:
         own = torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1)
         over_keys = torch.logaddexp(over_keys, own)
     elif extra is not None and last.total > 0:
-        shared, _ = log_sum_exp(
-            q,
-            extra,
-            scale=scale,
-            row_shards=shards,
-            column_shards=last,
-            columnwise=False,
-            unit=normalize,
-            world=world,
-        )
+        shared, _ = among(extra, column_shards=last, columnwise=False)
         over_keys = torch.logaddexp(over_keys, shared)
     losses = over_keys - positive
     if over_queries is not None:
