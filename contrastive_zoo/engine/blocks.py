@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.collectives import exchange_rows, start_gather
+from contrastive_zoo.collectives import derived, exchange_rows, start_gather
+from contrastive_zoo.engine.precision import is_narrow
 from contrastive_zoo.world import Shards, World
 
 
@@ -66,11 +67,17 @@ class Gathered:
     """Everybody's columns in one message, under way from the start; what goes back to their owners does in one, too."""
 
     def __init__(
-        self, columns: Tensor, blocks: Sequence[Block], shards: Shards, world: World, everybody: Tensor | None = None
+        self,
+        columns: Tensor,
+        blocks: Sequence[Block],
+        shards: Shards,
+        world: World,
+        dtype: torch.dtype | None = None,
+        everybody: Tensor | None = None,
     ) -> None:
         self.columns, self.blocks, self.shards, self.world, self.everybody = columns, blocks, shards, world, everybody
         if everybody is None:
-            self.arrive = start_gather(columns, shards, world)
+            self.arrive = start_gather(_packed(columns, dtype), shards, world)
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.columns
@@ -78,7 +85,7 @@ class Gathered:
             self.everybody = self.arrive()
         by_rank = self.everybody.split(self.shards.sizes)
         for block in self.blocks[1:]:
-            yield by_rank[block.ahead][block.columns]
+            yield by_rank[block.ahead][block.columns].to(self.columns.dtype)
 
     def give_back(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         """``total`` of my columns and what others made for them; ``parts`` is what I made for theirs."""
@@ -93,17 +100,19 @@ class Ring:
 
     everybody = None
 
-    def __init__(self, columns: Tensor, blocks: Sequence[Block], world: World) -> None:
-        self.columns, self.blocks, self.world = columns, blocks, world
+    def __init__(
+        self, columns: Tensor, blocks: Sequence[Block], world: World, dtype: torch.dtype | None = None
+    ) -> None:
+        self.columns, self.blocks, self.world, self.packed = columns, blocks, world, _packed(columns, dtype)
 
     def __iter__(self) -> Iterator[Tensor]:
         arriving = None
         for index in range(len(self.blocks)):
-            columns = self.columns if arriving is None else arriving.wait()
+            columns = self.columns if arriving is None else arriving.wait().to(self.columns.dtype)
             if index + 1 < len(self.blocks):
                 block = self.blocks[index + 1]
                 rows = block.columns.stop - block.columns.start
-                arriving = _Swap(self.columns[block.lent], block.behind, rows, block.ahead, self.world)
+                arriving = _Swap(self.packed[block.lent], block.behind, rows, block.ahead, self.world)
             yield columns
 
     def give_back(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
@@ -118,6 +127,11 @@ class Ring:
         if returning:
             total[returning[0]] += returning[1].wait()
         return total
+
+
+def _packed(columns: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """As they travel: in 16 bits if they came so."""
+    return derived(lambda x: x.to(dtype), columns) if is_narrow(dtype) else columns
 
 
 class _Swap:

@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows, replicated, sum_over_ranks
-from contrastive_zoo.engine.evaluation import is_dense, once, panels, product, without_autocast
+from contrastive_zoo.engine.evaluation import is_dense, once, panels
+from contrastive_zoo.engine.precision import product, without_autocast
 from contrastive_zoo.world import Shards, World
 
 Pool = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]

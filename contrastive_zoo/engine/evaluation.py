@@ -1,17 +1,16 @@
-"""What all engines share: panel heights, the dense way, numbers wide enough, a word about second derivatives."""
+"""What all engines share: panel heights, the dense way, a budget, unit rows, a word about second derivatives."""
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-P = ParamSpec("P")
-R = TypeVar("R")
+from contrastive_zoo.engine.precision import without_autocast
 
 PANEL_BYTES = 32 * 2**20
 """How large one panel of similarities may be."""
@@ -54,16 +53,16 @@ def few(numbers: int) -> bool:
     return numbers <= FEW
 
 
-_budget: ContextVar[int] = ContextVar("budget", default=64 * 2**20)
+_budget: ContextVar[int] = ContextVar("budget", default=256 * 2**20)
 
 
 @contextmanager
 def memory_budget(size: int) -> Iterator[None]:
     """Within it, losses hold at most ``size`` bytes of similarities at a time.
 
-    Similarities are kept for the backward pass as far as they fit, which saves one product of three (of four with two
-    towers); the others are made again, tile by tile. Losses that are sums over anchors make their panels as low as the
-    budget asks for. The default is 64 MiB.
+    Similarities are kept for the backward pass as far as they fit, those of all losses that wait for theirs taken
+    together, which saves one product of three (of four with two towers); the others are made again, tile by tile. Losses
+    that are sums over anchors make their panels as low as the budget asks for. The default is 256 MiB.
 
     Args:
         size: bytes; 0 never keeps any.
@@ -89,6 +88,33 @@ def memory_budget(size: int) -> Iterator[None]:
 def budget() -> int:
     """Bytes of similarities that may be held at a time."""
     return _budget.get()
+
+
+class Kept:
+    """Similarities that one loss keeps until its backward pass, within what others leave of the budget.
+
+    Example:
+        >>> with memory_budget(100):
+        ...     one, other = Kept(), Kept()
+        ...     one.takes(80), other.takes(80), other.takes(20)
+        (True, False, True)
+    """
+
+    _all: ClassVar[weakref.WeakSet["Kept"]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.size = 0
+        Kept._all.add(self)
+
+    def takes(self, size: int) -> bool:
+        """Whether so many more bytes fit; then they are taken."""
+        fits = sum(kept.size for kept in Kept._all) + size <= budget()
+        self.size += size if fits else 0
+        return fits
+
+    def release(self) -> None:
+        """Leave them to others."""
+        self.size = 0
 
 
 def is_dense() -> bool:
@@ -134,25 +160,6 @@ def panels(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
         yield slice(start, min(rows, start + height))
 
 
-def wide(x: Tensor) -> Tensor:
-    """x in at least 32 bits."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Logits and statistics need 32 bits: a matrix product inside must not be cast down by an autocast outside."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-        if not torch.is_autocast_enabled(device):  # entering the context costs more than a small batch's product
-            return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return function(*args, **kwargs)
-
-    return run
-
-
 def unit(x: Tensor) -> Tensor:
     """Rows over their lengths, ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero.
 
@@ -187,34 +194,6 @@ class _Unit(torch.autograd.Function):
 
 shortest = 1e-12
 """What a row shorter than that is divided by."""
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of equal batches, which no autocast casts down: not here, nor where somebody calls backward() in one.
-
-    Example:
-        >>> with torch.autocast("cpu"):
-        ...     product(torch.eye(2), torch.ones(2, 1)).dtype
-        torch.float32
-    """
-    found: Tensor = _Product.apply(a, b)
-    return found
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    @without_autocast
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
-        return (
-            product(g, b.mT) if ctx.needs_input_grad[0] else None,
-            product(a.mT, g) if ctx.needs_input_grad[1] else None,
-        )
 
 
 class _Once(torch.autograd.Function):

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.evaluation import product, without_autocast
+from contrastive_zoo.engine.precision import product, without_autocast
 from contrastive_zoo.world import Shards, World
 
 

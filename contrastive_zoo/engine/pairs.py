@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.evaluation import few, is_dense, once, shortest, wide, without_autocast
+from contrastive_zoo.engine.evaluation import few, is_dense, once, shortest
+from contrastive_zoo.engine.precision import wide, without_autocast
 from contrastive_zoo.world import World
 
 Who = Literal["rows", "rows and columns", "views"]

@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contrastive_zoo.engine.evaluation import is_dense, without_autocast
+from contrastive_zoo.engine.evaluation import is_dense
+from contrastive_zoo.engine.precision import without_autocast
 
 
 def dot_products(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:

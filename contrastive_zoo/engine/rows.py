@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.engine import evaluation
-from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once, without_autocast
+from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once
+from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.world import Shards, World
 

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
-from contrastive_zoo.engine.evaluation import without_autocast
+from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.world import World
 
 

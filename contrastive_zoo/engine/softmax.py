@@ -21,7 +21,7 @@ A loss is a formula in these numbers and in a few dot products (positives), writ
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,8 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
-from contrastive_zoo.engine.evaluation import budget, few, is_dense, once, tile_shape, tiles, without_autocast
+from contrastive_zoo.engine.evaluation import Kept, few, is_dense, once, tile_shape, tiles
+from contrastive_zoo.engine.precision import is_narrow, products_of, without_autocast
 from contrastive_zoo.world import Shards, World
 
 Scale = float | Tensor
@@ -40,7 +41,14 @@ Scale = float | Tensor
 
 @without_autocast
 def self_log_sum_exp(
-    z: Float[Tensor, "n d"], *, scale: Scale, unit: bool = False, shards: Shards, world: World
+    z: Float[Tensor, "n d"],
+    *,
+    scale: Scale,
+    unit: bool = False,
+    dtype: torch.dtype | None = None,
+    partners: Sequence[int] = (),
+    shards: Shards,
+    world: World,
 ) -> Float[Tensor, " n"]:
     """``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` for my rows z of all rows Z.
 
@@ -48,6 +56,9 @@ def self_log_sum_exp(
         z: my rows.
         scale: what similarities are multiplied with; each rank's gradient is that of its own rows.
         unit: whether rows are known to be no longer than 1.
+        dtype: of the rows as they came. If it has 16 bits they are such numbers, and products round their factors to them.
+        partners: how much further than row i the columns of its positives are, of the same rank; products of 16 bits
+            leave their weights out, which in the gradient are all but cancelled by the positives' own.
         shards: where everybody's rows are.
         world: who holds them.
 
@@ -67,7 +78,9 @@ def self_log_sum_exp(
     if world.size == 1 and few(len(z) ** 2):
         own = torch.eye(len(z), dtype=torch.bool, device=z.device)
         return torch.logsumexp((scale * z @ z.T).masked_fill(own, -torch.inf), 1)
-    sweep = _Sweep(shards, shards, world, one_tower=True, unit=unit, learnt=isinstance(scale, Tensor))
+    sweep = _Sweep(
+        shards, shards, world, True, unit=unit, learnt=isinstance(scale, Tensor), dtype=dtype, partners=partners
+    )
     return _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))[0]
 
 
@@ -81,6 +94,8 @@ def log_sum_exp(
     column_shards: Shards,
     columnwise: bool = True,
     unit: bool = False,
+    dtype: torch.dtype | None = None,
+    partners: Sequence[int] = (),
     world: World,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None]:
     """``logsumexp(scale * A @ B.T, 1)`` for my rows and ``logsumexp(scale * A @ B.T, 0)`` for my columns.
@@ -93,6 +108,10 @@ def log_sum_exp(
         column_shards: where everybody's columns are.
         columnwise: whether C is wanted.
         unit: whether rows and columns are known to be no longer than 1.
+        dtype: of rows and columns as they came. If it has 16 bits they are such numbers, and products round their factors to
+            them.
+        partners: how much further than row i the columns of its positives are, of the same rank; products of 16 bits
+            leave their weights out, which in the gradient are all but cancelled by the positives' own.
         world: who holds them.
 
     Returns:
@@ -113,7 +132,9 @@ def log_sum_exp(
     if world.size == 1 and len(rows) and len(columns) and few(len(rows) * len(columns)):
         s = scale * rows @ columns.T
         return torch.logsumexp(s, 1), torch.logsumexp(s, 0) if columnwise else None
-    sweep = _Sweep(row_shards, column_shards, world, columnwise=columnwise, unit=unit, learnt=isinstance(scale, Tensor))
+    sweep = _Sweep(
+        row_shards, column_shards, world, False, columnwise, unit, isinstance(scale, Tensor), dtype, partners
+    )
     return _LogSumExp.apply(sweep, rows, columns, torch.as_tensor(scale, dtype=rows.dtype, device=rows.device))
 
 
@@ -126,20 +147,21 @@ class _LogSumExp(torch.autograd.Function):
         ctx.sweep, ctx.scale = sweep, scale.item()
         travel = sweep.travel(columns)
         largest = ctx.scale * sweep.longest(rows, columns)
-        ctx.arithmetic = _Shifted.below(largest, rows.dtype)
-        r, c, kept = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, keep=any(ctx.needs_input_grad))
-        if sweep.has_lost(r, c, largest):
-            ctx.arithmetic = _Exact()
-            r, c, kept = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, keep=any(ctx.needs_input_grad))
+        for ctx.arithmetic in (_Shifted.below(largest, rows.dtype), _Exact()):
+            ctx.kept = Kept() if any(ctx.needs_input_grad) else None
+            with products_of(sweep.dtype, rows.device.type):
+                r, c, tiles = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, ctx.kept)
+            if isinstance(ctx.arithmetic, _Shifted) and not sweep.has_lost(r, c, largest):
+                break
         r, c = ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c)
-        ctx.save_for_backward(rows, columns, scale, r, c, travel.everybody, *kept)
+        ctx.save_for_backward(rows, columns, scale, r, c, travel.everybody, *tiles)
         return r, c
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, h: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, columns, scale, r, c, everybody, *kept = ctx.saved_tensors
+        rows, columns, scale, r, c, everybody, *tiles = ctx.saved_tensors
         sweep, columns_too = ctx.sweep, ctx.needs_input_grad[2]
-        with torch.no_grad():
+        with torch.no_grad(), products_of(sweep.dtype, rows.device.type):
             of_rows = torch.stack([r, g.to(r.dtype)], 1)
             of_columns = of_rows if sweep.one_tower else None
             if c is not None and h is not None:
@@ -147,12 +169,13 @@ class _LogSumExp(torch.autograd.Function):
             drows = torch.zeros_like(rows)
             dcolumns = drows if sweep.one_tower else torch.zeros_like(columns) if columns_too else None
             travel = sweep.travel(columns, everybody)
-            parts = sweep.pulls(ctx.arithmetic, rows, travel, ctx.scale, of_rows, of_columns, drows, dcolumns, kept)
+            parts = sweep.pulls(ctx.arithmetic, rows, travel, ctx.scale, of_rows, of_columns, drows, dcolumns, tiles)
             if dcolumns is None:
                 for _ in parts:  # nothing to give back, but my rows' pull is taken on the way
                     pass
             else:
                 travel.give_back(dcolumns, parts)
+            ctx.kept.release()
             dscale = (rows * drows).sum() / (scale * (2 if sweep.one_tower else 1))  # there a pair stands in two rows
         gradients = (drows, None if sweep.one_tower else dcolumns, dscale)
         return None, *(once(x, rows, columns, scale) for x in gradients)
@@ -171,15 +194,26 @@ class _Sweep:
     """Whether rows and columns are no longer than 1."""
     learnt: bool = False
     """Whether the scale is; then ranks do not rely on having the very same."""
+    dtype: torch.dtype | None = None
+    """Of the rows as they came; those of 16 bits travel so, and are multiplied so where that is quicker."""
+    partners: Sequence[int] = ()
+    """Of row i the columns i + so many of the same rank."""
 
     @cached_property
     def blocks(self) -> list[Block]:
         return schedule(self.row_shards, self.column_shards, half=self.one_tower)
 
+    @property
+    def apart(self) -> list[int]:
+        """Diagonals of my own block whose weights are left out of products, in which they would be rounded."""
+        if not is_narrow(self.dtype):
+            return []
+        return [*self.partners, *(-step for step in self.partners if self.one_tower)]
+
     def travel(self, columns: Tensor, everybody: Tensor | None = None) -> Gathered | Ring:
         if self.world.ring:
-            return Ring(columns, self.blocks, self.world)
-        return Gathered(columns, self.blocks, self.column_shards, self.world, everybody)
+            return Ring(columns, self.blocks, self.world, self.dtype)
+        return Gathered(columns, self.blocks, self.column_shards, self.world, self.dtype, everybody)
 
     def longest(self, rows: Tensor, columns: Tensor) -> float:
         """The largest possible dot product, of all ranks' rows."""
@@ -200,6 +234,10 @@ class _Sweep:
     def _any_pair(self) -> bool:
         return self.row_shards.total > self.one_tower and self.column_shards.total > 0
 
+    def _scaled(self, rows: Tensor, scale: float) -> tuple[Tensor, float]:
+        """Rows, and what is left to multiply products with: numbers of 16 bits stay what they are."""
+        return (rows, scale) if is_narrow(self.dtype) else (rows * scale, 1.0)
+
     def _room(self, like: Tensor) -> Tensor:
         """Memory for one tile."""
         height, width = tile_shape(like)
@@ -215,30 +253,29 @@ class _Sweep:
             yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
 
     def sums(
-        self, arithmetic: "_Arithmetic", rows: Tensor, travel: Gathered | Ring, scale: float, *, keep: bool
+        self, arithmetic: "_Arithmetic", rows: Tensor, travel: Gathered | Ring, scale: float, kept: Kept | None
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
         """Of my rows over all columns and of my columns over all rows; and the tiles, as many as may be kept."""
-        scaled, total, parts = rows * scale, arithmetic.nothing(len(rows), rows), []
-        kept: list[Tensor | None] = []
-        room, free = self._room(rows), budget() if keep else 0
+        scaled, rest = self._scaled(rows, scale)
+        room, total, parts = self._room(rows), arithmetic.nothing(len(rows), rows), []
+        stored: list[Tensor | None] = []
         for index, block, columns, cut in self.tiles(rows, travel):
             mine, by_row = scaled[block.rows], total[block.rows]
             by_column = total if self.one_tower and index == 0 else arithmetic.nothing(len(columns), rows)
             for i, j, diagonal in cut:
                 tile = _part(room, len(mine[i]), len(columns[j]))
-                fits = tile.nbytes <= free
-                s = _similarities(mine[i], columns[j], torch.empty_like(tile) if fits else tile, diagonal)
+                keep = kept is not None and kept.takes(tile.nbytes)
+                s = _similarities(mine[i], columns[j], rest, torch.empty_like(tile) if keep else tile, diagonal)
                 arithmetic.enter(s)
                 arithmetic.add(by_row[i], s, 1)
                 if self.columnwise and not diagonal:
                     arithmetic.add(by_column[j], s, 0)
-                kept.append(s if fits else None)
-                free -= s.nbytes if fits else 0
+                stored.append(s if keep else None)
             parts.append(by_column)
         if not self.columnwise:
-            return total, None, kept
+            return total, None, stored
         by_column = merge_at_owners(parts[0], parts[1:], self.blocks[1:], self.world, arithmetic.merge)
-        return total, None if self.one_tower else by_column, kept
+        return total, None if self.one_tower else by_column, stored
 
     def pulls(
         self,
@@ -250,34 +287,58 @@ class _Sweep:
         of_columns: Tensor | None,
         drows: Tensor,
         dcolumns: Tensor | None,
-        kept: list[Tensor | None],
+        stored: list[Tensor | None],
     ) -> Iterator[Tensor]:
         """G B into ``drows``, Gᵀ A of my own columns into ``dcolumns``; yields that of each other block's columns.
 
         ``of_rows`` and ``of_columns`` are log-sum-exps and their gradients, [n, 2] and [m, 2].
         """
-        scaled, room, of_row = rows * scale, self._room(rows), arithmetic.coefficients(of_rows)
-        of_column, stored = None, iter(kept)
+        scaled, rest = self._scaled(rows, scale)
+        room, of_row, of_column = self._room(rows), arithmetic.coefficients(of_rows), None
         if of_columns is not None:
             of_columns = gather_rows(of_columns, self.column_shards, self.world)
             of_column = arithmetic.coefficients(of_columns).split(self.column_shards.sizes)
-        out = torch.empty_like(room)
+        out, kept = torch.empty_like(room), iter(stored)
         for index, block, columns, cut in self.tiles(rows, travel):
             mine, row_weights, dmine = scaled[block.rows], of_row[block.rows], drows[block.rows]
             column_weights = None if of_column is None else of_column[block.ahead][block.columns]
             pull = dcolumns if index == 0 or dcolumns is None else torch.zeros_like(columns)
             for i, j, diagonal in cut:
-                s = next(stored)
+                s = next(kept)
                 if s is None:
-                    s = _similarities(mine[i], columns[j], _part(room, len(mine[i]), len(columns[j])), diagonal)
+                    s = _similarities(mine[i], columns[j], rest, _part(room, len(mine[i]), len(columns[j])), diagonal)
                     arithmetic.enter(s)
                 by_column = None if column_weights is None else column_weights[j]
                 weights = arithmetic.weights(s, row_weights[i], by_column, _part(out, *s.shape))
+                by_columns = None if pull is None or diagonal else pull[j]
+                for step in self.apart if index == 0 else ():
+                    _pull_apart(
+                        weights, step + i.start - j.start, mine[i], columns[j], dmine[i], by_columns, scale, rest
+                    )
                 dmine[i].addmm_(weights, columns[j], alpha=scale)
-                if pull is not None and not diagonal:
-                    pull[j].addmm_(weights.T, mine[i])
+                if by_columns is not None:
+                    by_columns.addmm_(weights.T, mine[i], alpha=rest)
             if index and pull is not None:
                 yield pull
+
+
+def _pull_apart(
+    weights: Tensor,
+    offset: int,
+    rows: Tensor,
+    columns: Tensor,
+    drows: Tensor,
+    dcolumns: Tensor | None,
+    of_columns: float,
+    of_rows: float,
+) -> None:
+    """Let one diagonal of the weights pull by itself, in full precision, and set it to zero."""
+    w = weights.diagonal(offset)
+    i, j = (slice(start, start + len(w)) for start in (max(0, -offset), max(0, offset)))
+    drows[i].addcmul_(w[:, None], columns[j], value=of_columns)
+    if dcolumns is not None:
+        dcolumns[j].addcmul_(w[:, None], rows[i], value=of_rows)
+    w.zero_()
 
 
 def _part(room: Tensor, height: int, width: int) -> Tensor:
@@ -285,9 +346,9 @@ def _part(room: Tensor, height: int, width: int) -> Tensor:
     return room[: height * width].view(height, width)
 
 
-def _similarities(rows: Tensor, columns: Tensor, out: Tensor, diagonal: bool) -> Tensor:
-    """Rows times columns; −inf for a row and itself."""
-    torch.mm(rows, columns.T, out=out)
+def _similarities(rows: Tensor, columns: Tensor, scale: float, out: Tensor, diagonal: bool) -> Tensor:
+    """Scaled products of rows and columns; −inf for a row and itself."""
+    torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
     return out.fill_diagonal_(-torch.inf) if diagonal else out
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import derived, replicated
-from contrastive_zoo.engine.evaluation import unit, wide
+from contrastive_zoo.engine.evaluation import is_dense, unit
+from contrastive_zoo.engine.precision import rounded, wide
 from contrastive_zoo.engine.reduction import REDUCTIONS
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import kind, meet, refuse, refuse_empty
@@ -381,6 +382,16 @@ def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
         tensor([[0.6000, 0.8000]])
     """
     return derived(lambda x: unit(wide(x)) if normalize else wide(x), rows)
+
+
+def narrowed(rows: Tensor, like: Tensor) -> Tensor:
+    """Prepared rows that are numbers of ``like``'s dtype if that has 16 bits, for products of such to take as they are.
+
+    Example:
+        >>> narrowed(torch.tensor([[1.001]]), torch.tensor([[2.0]], dtype=torch.bfloat16))
+        tensor([[1.]])
+    """
+    return rows if is_dense() else derived(lambda x: rounded(x, like.dtype), rows)
 
 
 def in_a_row(rows: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.engine.classes import Pool, class_shard, drawn_weights, nearest_center, target_and_others
-from contrastive_zoo.engine.evaluation import wide
+from contrastive_zoo.engine.precision import wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, positive_problem, prepared
 from contrastive_zoo.meeting import kind

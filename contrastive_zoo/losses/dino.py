@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.evaluation import product
+from contrastive_zoo.engine.precision import product
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.losses.base import begin, logit_scale, positive_problem, prepared
 from contrastive_zoo.losses.class_loss import Maker

@@ -9,7 +9,7 @@ from torch import Tensor
 from contrastive_zoo.engine.pairs import Who, are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, towers_problem
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, towers_problem
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
@@ -75,14 +75,16 @@ def info_nce(
     if negatives is None and normalize and are_few_pairs(queries, scale, who, world):
         return reduce_anchors(few_pairs(queries, keys, scale=scale, who=who), reduction=reduction, world=world)
 
-    q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
-    extra = None if negatives is None else prepared(negatives, normalize=normalize)
+    q, k, *others = (
+        narrowed(prepared(rows, normalize=normalize), rows) for rows in (queries, keys, negatives) if rows is not None
+    )
+    extra = others[0] if others else None
 
-    among = partial(log_sum_exp, q, scale=scale, row_shards=shards, unit=normalize, world=world)
+    among = partial(log_sum_exp, q, scale=scale, row_shards=shards, unit=normalize, dtype=queries.dtype, world=world)
     positive = scale * (q * k).sum(-1)
     over_keys, over_queries = positive, None
     if in_batch_negatives:
-        over_keys, over_queries = among(k, column_shards=shards, columnwise=symmetric)
+        over_keys, over_queries = among(k, column_shards=shards, columnwise=symmetric, partners=[0])
     if extra is not None and extra.ndim == 3:
         own = torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1)
         over_keys = torch.logaddexp(over_keys, own)

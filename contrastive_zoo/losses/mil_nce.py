@@ -8,7 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, prepared, rows_problem, word_problem
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, rows_problem, word_problem
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
@@ -65,7 +65,7 @@ def mil_nce(
         "MILNCE", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
     )
     scale = logit_scale(temperature, world)
-    v, y = (prepared(rows, normalize=normalize) for rows in (videos, texts))
+    v, y = (narrowed(prepared(rows, normalize=normalize), rows) for rows in (videos, texts))
 
     over_texts, over_videos = log_sum_exp(
         v,
@@ -74,6 +74,7 @@ def mil_nce(
         row_shards=shards,
         column_shards=shards.times(y.shape[1]),
         unit=normalize,
+        dtype=videos.dtype,
         world=world,
     )
     assert over_videos is not None  # columnwise is the default

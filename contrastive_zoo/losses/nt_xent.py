@@ -9,7 +9,7 @@ from torch import Tensor
 from contrastive_zoo.engine.pairs import are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, in_a_row, logit_scale, meet_views, prepared
+from contrastive_zoo.losses.base import Loss, in_a_row, logit_scale, meet_views, narrowed, prepared
 from contrastive_zoo.world import ALONE, World
 
 
@@ -48,9 +48,12 @@ def nt_xent(
     shards, scale, count = meet_views("NTXent", views, **settings), logit_scale(temperature, world), len(views)
     if count == 2 and normalize and are_few_pairs(views[0], scale, "views", world):
         return reduce_anchors(few_pairs(*views, scale=scale, who="views"), reduction=reduction, world=world)
-    rows = [prepared(view, normalize=normalize) for view in views]
+    rows = [narrowed(prepared(view, normalize=normalize), view) for view in views]
     dots = [torch.stack([(x * y).sum(-1) for v, y in enumerate(rows) if u != v]).mean(0) for u, x in enumerate(rows)]
-    candidates = self_log_sum_exp(in_a_row(rows), scale=scale, unit=normalize, shards=shards.times(count), world=world)
+    candidates = self_log_sum_exp(
+        in_a_row(rows), scale=scale, unit=normalize, dtype=views[0].dtype,
+        partners=[len(rows[0]) * step for step in range(1, count)], shards=shards.times(count), world=world,
+    )  # fmt: skip
     return reduce_anchors(candidates - scale * torch.cat(dots), reduction=reduction, world=world)
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import replicated
-from contrastive_zoo.engine.evaluation import product, wide
+from contrastive_zoo.engine.precision import product, wide
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.losses.base import positive_problem
 from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes

@@ -10,7 +10,7 @@ from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import begin_labelled, logit_scale, word_problem
+from contrastive_zoo.losses.base import begin_labelled, logit_scale, narrowed, word_problem
 from contrastive_zoo.losses.panelwise import PanelLoss, Panelwise, log_sum_exp_where
 from contrastive_zoo.world import ALONE, World
 
@@ -67,6 +67,7 @@ def sup_con(
         loss = Panelwise(_attraction, **settings)
         return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
 
+    z = narrowed(z, embeddings)
     # positives need no mask: the sum of their similarities is one dot product with their sum
     everybody = gather_rows(ids, shards, world)
     classes, of_row, members = torch.unique(everybody, return_inverse=True, return_counts=True)
@@ -77,7 +78,7 @@ def sup_con(
     positives = members[mine] - 1
     scale = logit_scale(temperature, world)
     positive = scale * (z * (class_sums[mine] - z)).sum(-1) / positives.clamp(min=1)
-    candidates = self_log_sum_exp(z, scale=scale, unit=normalize, shards=shards, world=world)
+    candidates = self_log_sum_exp(z, scale=scale, unit=normalize, dtype=embeddings.dtype, shards=shards, world=world)
     return reduce_anchors(candidates - positive, positives > 0, reduction=reduction, world=world)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
 from contrastive_zoo.engine.classes import drawn_weights
-from contrastive_zoo.engine.evaluation import product, wide
+from contrastive_zoo.engine.precision import product, wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
 from contrastive_zoo.losses.base import begin, logit_scale, positive_problem, prepared, views_problem

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.engine import blocks, evaluation, softmax
+from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
 from tests.helpers import close, mine, numbers
@@ -30,9 +31,11 @@ class Way:
     keep: int = 0
     scale: float = 3.0
     unit: bool = False
+    dtype: torch.dtype | None = None
+    partners: tuple[int, ...] = ()
 
     def rows(self, n: int, seed: int) -> Tensor:
-        z = numbers(n, D, seed=seed)
+        z = rounded(numbers(n, D, seed=seed), self.dtype)
         return torch.nn.functional.normalize(z, dim=1) if self.unit else z
 
 
@@ -46,6 +49,10 @@ WAYS = [
     Way(scale=900.0, tile_bytes=64),
     Way(scale=900.0, ring=True, keep=2**20),
     Way(scale=700.0, unit=True, tile_bytes=64),  # shifted, with u > 0
+    # rows that came in 16 bits; in 64 nothing is rounded
+    Way(dtype=torch.bfloat16, partners=(0, 1)),
+    Way(dtype=torch.float16, partners=(2, 1), tile_bytes=64, keep=2**20),
+    Way(dtype=torch.bfloat16, partners=(0, 3), tile_bytes=64, ring=True),
 ]
 
 
@@ -83,12 +90,15 @@ def job(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -
     rows, cols = Shards(sizes, rank), Shards(columns, rank)
     with tiled(way.tile_bytes), evaluation.memory_budget(way.keep):
         if kind == "one tower":
-            r = softmax.self_log_sum_exp(a, scale=scale, unit=way.unit, shards=rows, world=world)
+            ahead = [step for step in way.partners if step]
+            r = softmax.self_log_sum_exp(
+                a, scale=scale, unit=way.unit, dtype=way.dtype, partners=ahead, shards=rows, world=world
+            )
             value = (w * r).sum()
             return [value.detach(), *torch.autograd.grad(value, (a, scale))]
         r, c = softmax.log_sum_exp(
             a, b, scale=scale, row_shards=rows, column_shards=cols, columnwise=kind == "two towers", unit=way.unit,
-            world=world,
+            dtype=way.dtype, partners=way.partners, world=world,
         )  # fmt: skip
         value = (w * r).sum() + (0 if c is None else (v * c).sum())
         return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
@@ -206,6 +216,24 @@ def test_similarities_are_kept_where_they_fit() -> None:
 
     assert kept(8 * 8 * 8) == 1
     assert kept(8 * 8 * 8 - 1) == 0
+
+
+def test_losses_that_wait_for_their_backward_passes_share_the_budget() -> None:
+    def forward() -> Tensor:
+        z = numbers(8, 4, seed=0).requires_grad_()
+        return softmax.self_log_sum_exp(z, scale=1.0, shards=Shards((8,)), world=World())
+
+    def keeps(r: Tensor) -> bool:
+        return any(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
+
+    with evaluation.memory_budget(8 * 8 * 8):
+        first, second = forward(), forward()
+        assert (keeps(first), keeps(second)) == (True, False)
+        first.sum().backward()
+        third = forward()
+        assert keeps(third)
+        del third  # its backward pass never comes
+        assert keeps(forward())
 
 
 def test_backward_twice() -> None:

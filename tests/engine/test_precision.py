@@ -1,0 +1,51 @@
+"""Products of 16-bit rows: what is rounded, and that the process's settings are left as they were."""
+
+import contextlib
+
+import pytest
+import torch
+
+from contrastive_zoo.engine.precision import products_of, rounded
+from tests.helpers import numbers
+
+MATMUL = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
+
+
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "bf16"), ("cuda", "tf32")])
+def test_the_setting_is_that_of_the_device_and_comes_back(device: str, before: str, expected: str) -> None:
+    matmul, other = MATMUL[device], MATMUL["cpu" if device == "cuda" else "cuda"]
+    at_first, untouched = matmul.fp32_precision, other.fp32_precision
+    matmul.fp32_precision = before
+    try:
+        with contextlib.suppress(KeyError), products_of(torch.bfloat16, device):
+            assert (matmul.fp32_precision, other.fp32_precision) == (expected, untouched)
+            raise KeyError
+        assert matmul.fp32_precision == before
+    finally:
+        matmul.fp32_precision = at_first
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (None, "cuda"), (torch.float16, "cpu")])
+def test_nothing_is_set_where_nothing_would_be_won(dtype: torch.dtype | None, device: str) -> None:
+    before = {name: matmul.fp32_precision for name, matmul in MATMUL.items()}
+    with products_of(dtype, device):
+        assert {name: matmul.fp32_precision for name, matmul in MATMUL.items()} == before
+
+
+def test_sums_of_products_are_not_rounded() -> None:
+    """1 + 2⁻¹² has no 16 bits, but is a sum of such."""
+    a = torch.ones(64, 64)
+    b = torch.full((64, 64), 2.0**-12)
+    b[0] = 1.0
+    with products_of(torch.bfloat16, "cpu"):
+        assert torch.equal(a @ b, torch.full((64, 64), 1 + 63 * 2.0**-12))
+
+
+def test_only_the_value_is_rounded() -> None:
+    x = numbers(3, 4, seed=0).requires_grad_()
+    y = rounded(x, torch.bfloat16)
+    assert torch.equal(y, x.detach().bfloat16().double())
+    weight = numbers(3, 4, seed=1)
+    assert torch.equal(torch.autograd.grad((y * weight).sum(), x)[0], weight)
+    assert rounded(x, torch.float32) is x
