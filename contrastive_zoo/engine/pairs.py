@@ -12,88 +12,99 @@ from torch import Tensor
 
 from contrastive_zoo.engine.evaluation import few, is_dense, once, shortest
 from contrastive_zoo.engine.precision import wide, without_autocast
-from contrastive_zoo.world import World
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.world import ALONE, World
 
 Who = Literal["rows", "rows and columns", "views"]
 """Who looks for its partner: each row among the columns; columns among the rows, too; every view among all views."""
 
 
-def are_few_pairs(a: Tensor, scale: float | Tensor, who: Who, world: World) -> bool:
+def are_few_pairs(a: Tensor, temperature: float | Tensor, who: Who, world: World) -> bool:
     """Whether :func:`few_pairs` is the way, of as many rows as ``a`` on either side, all made unit rows."""
     similarities = (len(a) * (2 if who == "views" else 1)) ** 2
     if world.size > 1 or is_dense() or not len(a) or not few(similarities // 4):
         return False
-    return (scale.item() if isinstance(scale, Tensor) else scale) <= 40
+    return (temperature.item() if isinstance(temperature, Tensor) else temperature) >= 1 / 40
 
 
-@without_autocast
 def few_pairs(
-    a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], *, scale: float | Tensor, who: Who
-) -> Float[Tensor, " m"]:
-    """With S = scale · unit(a) unit(b)ᵀ: ``logsumexp(S, 1) - S.diagonal()``, its mean with that of Sᵀ, or NT-Xent's.
+    a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], *, temperature: float | Tensor, who: Who, reduction: Reduction
+) -> Float[Tensor, "..."]:
+    """With S = unit(a) unit(b)ᵀ / t: ``logsumexp(S, 1) - S.diagonal()``, its mean with that of Sᵀ, or NT-Xent's.
 
     Args:
         a: row i belongs to row i of b.
         b: the other tower, or the other view.
-        scale: what similarities are multiplied with, at most 40.
+        temperature: t, at least 1/40.
         who: looks for its partner.
+        reduction: of the rows, or of those of both views.
 
     Returns:
-        Nats of each row, or of each row of both views.
+        Nats.
 
     Example:
-        >>> few_pairs(torch.eye(2), torch.eye(2), scale=1.0, who="rows")   # log(e + 1) − 1
-        tensor([0.3133, 0.3133])
-        >>> few_pairs(torch.eye(2), torch.eye(2), scale=1.0, who="views")   # log(e + 2) − 1
+        >>> few_pairs(torch.eye(2), torch.eye(2), temperature=1.0, who="rows", reduction="mean")   # log(e + 1) − 1
+        tensor(0.3133)
+        >>> few_pairs(torch.eye(2), torch.eye(2), temperature=1.0, who="views", reduction="none")   # log(e + 2) − 1
         tensor([0.5514, 0.5514, 0.5514, 0.5514])
     """
     a, b = wide(a), wide(b)
-    return _FewPairs.apply(a, b, torch.as_tensor(scale, dtype=a.dtype, device=a.device), who)
+    log_scale = getattr(
+        temperature, "log_scale", None
+    )  # where t = exp(−θ) itself is learnt, steps of autograd are spared
+    learnt = torch.as_tensor(temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device)
+    t = temperature.item() if isinstance(temperature, Tensor) else temperature
+    losses = _FewPairs.apply(a, b, learnt, t, t**2 if log_scale is None else -t, who)
+    return reduce_anchors(losses, reduction=reduction, world=ALONE)
 
 
 class _FewPairs(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, who: Who) -> Tensor:
-        ctx.who, ctx.scale, views = who, scale.item(), who == "views"
-        towers = [torch.cat([a, b])] if views else [a, b]
-        lengths = [torch.linalg.vector_norm(x, dim=1, keepdim=True) for x in towers]
-        units = [x / length.clamp(min=shortest) for x, length in zip(towers, lengths, strict=True)]
-        s = torch.mm(units[0] * ctx.scale, units[-1].T)
-        positive = s.diagonal(len(a) if views else 0).clone()
+    def forward(ctx: Any, a: Tensor, b: Tensor, learnt: Tensor, t: float, rate: float, who: Who) -> Tensor:
+        """``learnt`` is t or what it is made of, by whose derivative S has that of −S t / rate."""
+        n, views = len(a), who == "views"
+        rows = torch.cat([a, b])
+        length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        ctx.tiny = length.amin().item() <= shortest
+        z = rows.div_(length.clamp_(min=shortest) if ctx.tiny else length)
+        q, k = (z, z) if views else (z[:n], z[n:])
+        s = torch.mm(q / t, k.T)
+        positive = s.diagonal(n if views else 0).clone()
         if views:
             s.fill_diagonal_(-torch.inf)
             positive = positive.repeat(2)
         r = s.exp_().sum(1)
         c = s.sum(0) if who == "rows and columns" else None
-        ctx.save_for_backward(a, b, scale, s, r, c, *lengths, *units)
-        return (r.log() if c is None else (r.log() + c.log()).div_(2)).sub_(positive)
+        ctx.who, ctx.t, ctx.rate = who, t, rate
+        ctx.save_for_backward(a, b, learnt, z, length, s, r, c)
+        return (r.log() if c is None else torch.lerp(r.log(), c.log(), 0.5)).sub_(positive)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, scale, s, r, c, *others = ctx.saved_tensors
-        lengths, units = others[: len(others) // 2], others[len(others) // 2 :]
-        n, views, q, k = len(a), ctx.who == "views", units[0], units[-1]
+        a, b, learnt, z, length, s, r, c = ctx.saved_tensors
+        n, views, halves = len(a), ctx.who == "views", 1 if c is None else 2
         with torch.no_grad():
             by_row = g / r
             if c is None:
                 w = s * (torch.add(by_row[:, None], by_row) if views else by_row[:, None])
             else:
-                w = torch.add(by_row[:, None], g / c).mul_(s).div_(2)
+                w = torch.add(by_row[:, None], g / c).mul_(s)
             if views:
                 of_pair = g[:n] + g[n:]
                 w.diagonal(n).sub_(of_pair)
                 w.diagonal(-n).sub_(of_pair)
+                pull = w @ z
             else:
-                w.diagonal().sub_(g)
-            pulls = [w @ k] if views else [w @ k, w.T @ q]
-            dscale = (q * pulls[0]).sum() / (2 if views else 1)
-            dtowers = [
-                torch.addcmul(pull, unit, torch.linalg.vecdot(unit, pull).unsqueeze(1).where(x > shortest, 0), value=-1)
-                .div_(x.clamp(min=shortest))
-                .mul_(ctx.scale)
-                for pull, unit, x in zip(pulls, units, lengths, strict=True)
-            ]
-        gradients = dtowers[0].split(n) if views else dtowers
-        return *(once(x, a, b, scale) for x in (*gradients, dscale)), None
+                w.diagonal().sub_(g, alpha=halves)
+                pull = torch.empty_like(z)
+                torch.mm(w, z[n:], out=pull[:n])
+                torch.mm(w.T, z[:n], out=pull[n:])
+            along = torch.linalg.vecdot(z, pull).unsqueeze(1)
+            # a pair stands in two rows
+            dlearnt = along.sum() / (-2 * halves * ctx.rate) if ctx.needs_input_grad[2] else None
+            if ctx.tiny:
+                along = along.where(length > shortest, 0)
+            drows = pull.addcmul_(z, along, value=-1).div_(length * (halves * ctx.t))
+        return *(once(x, a, b, learnt) for x in (*drows.split(n), dlearnt)), None, None, None

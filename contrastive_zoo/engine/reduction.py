@@ -45,7 +45,7 @@ def reduce_anchors(
     if reduction == "none":
         return losses if losses.ndim == 1 else losses.sum(1)
     if valid is None and world.size == 1 and reduction == "mean" and few(len(losses)):
-        return losses.mean(0).sum()
+        return losses.mean() if losses.ndim == 1 else losses.mean(0).sum()
     total = losses.sum(0, dtype=torch.float64)
     count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=torch.float64)
     total = torch.stack([total, count])

@@ -167,9 +167,13 @@ class LearnableTemperature(nn.Module):
 
     def forward(self) -> Tensor:
         """t, a positive number."""
-        # .data: two forward passes before a backward one are fine, the values that autograd keeps are exp's results
-        self.log_scale.data.clamp_(max=math.log(self.max_scale))
-        return (-self.log_scale).exp()
+        log_scale = self.log_scale
+        if log_scale.item() > math.log(self.max_scale):
+            # .data: two forward passes before a backward one are fine, the values that autograd keeps are exp's results
+            log_scale.data.fill_(math.log(self.max_scale))
+        t = (-log_scale).exp()
+        t.log_scale = log_scale  # type: ignore[attr-defined]  # which few pairs differentiate by at once
+        return t
 
 
 class LearntScale(Loss):

@@ -70,11 +70,11 @@ def info_nce(
         "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
-    scale = logit_scale(temperature, world)
     who: Who = "rows and columns" if symmetric else "rows"
-    if negatives is None and normalize and are_few_pairs(queries, scale, who, world):
-        return reduce_anchors(few_pairs(queries, keys, scale=scale, who=who), reduction=reduction, world=world)
+    if negatives is None and normalize and are_few_pairs(queries, temperature, who, world):
+        return few_pairs(queries, keys, temperature=temperature, who=who, reduction=reduction)
 
+    scale = logit_scale(temperature, world)
     q, k, *others = (
         narrowed(prepared(rows, normalize=normalize), rows) for rows in (queries, keys, negatives) if rows is not None
     )

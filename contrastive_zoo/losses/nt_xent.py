@@ -45,9 +45,11 @@ def nt_xent(
     Source: Chen et al. 2020, eq. 1, https://arxiv.org/abs/2002.05709
     """
     settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction, "world": world}
-    shards, scale, count = meet_views("NTXent", views, **settings), logit_scale(temperature, world), len(views)
-    if count == 2 and normalize and are_few_pairs(views[0], scale, "views", world):
-        return reduce_anchors(few_pairs(*views, scale=scale, who="views"), reduction=reduction, world=world)
+    shards, count = meet_views("NTXent", views, **settings), len(views)
+    if count == 2 and normalize and are_few_pairs(views[0], temperature, "views", world):
+        return few_pairs(*views, temperature=temperature, who="views", reduction=reduction)
+
+    scale = logit_scale(temperature, world)
     rows = [narrowed(prepared(view, normalize=normalize), view) for view in views]
     dots = [torch.stack([(x * y).sum(-1) for v, y in enumerate(rows) if u != v]).mean(0) for u, x in enumerate(rows)]
     candidates = self_log_sum_exp(
