@@ -119,7 +119,7 @@ CATALOGUE = {
             "MNRL",
             "views",
             _PAIRS,
-            "rows: 3 GEMM a direction",
+            "softmax, two towers: 4 GEMM, 3 kept; rows with hardness",
             inputs="queries, documents, negatives, owners",
             peers=f"{_ST} MultipleNegativesRankingLoss",
         ),

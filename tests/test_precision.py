@@ -56,7 +56,9 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 # ------------------------------------------------------------------------------------------------------------ rounding
 
-NARROWED = {"NTXent", "NTXent, three views", "InfoNCE", "CLIP", "Clip", "SupCon", "WeightedSum"}
+NARROWED = {
+    *("NTXent", "NTXent, three views", "InfoNCE", "CLIP", "Clip", "SupCon", "MNRL", "MNRL, symmetric", "WeightedSum"),
+}
 """Losses that round unit rows that came in 16 bits to these, and multiply them as such."""
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.evaluation import few, is_dense, once, shortest
-from contrastive_zoo.engine.precision import wide, without_autocast
+from contrastive_zoo.engine.precision import rounded, wide, without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.world import ALONE, World
 
@@ -48,27 +48,30 @@ def few_pairs(
         >>> few_pairs(torch.eye(2), torch.eye(2), temperature=1.0, who="views", reduction="none")   # log(e + 2) − 1
         tensor([0.5514, 0.5514, 0.5514, 0.5514])
     """
-    a, b = wide(a), wide(b)
+    dtype, a, b = a.dtype, wide(a), wide(b)
     log_scale = getattr(
         temperature, "log_scale", None
     )  # where t = exp(−θ) itself is learnt, steps of autograd are spared
     learnt = torch.as_tensor(temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device)
     t = temperature.item() if isinstance(temperature, Tensor) else temperature
-    losses = _FewPairs.apply(a, b, learnt, t, t**2 if log_scale is None else -t, who)
+    losses = _FewPairs.apply(a, b, learnt, t, t**2 if log_scale is None else -t, who, dtype)
     return reduce_anchors(losses, reduction=reduction, world=ALONE)
 
 
 class _FewPairs(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, a: Tensor, b: Tensor, learnt: Tensor, t: float, rate: float, who: Who) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, learnt: Tensor, t: float, rate: float, who: Who, dtype: torch.dtype
+    ) -> Tensor:
         """``learnt`` is t or what it is made of, by whose derivative S has that of −S t / rate."""
         n, views = len(a), who == "views"
         rows = torch.cat([a, b])
         length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         ctx.tiny = length.amin().item() <= shortest
         z = rows.div_(length.clamp_(min=shortest) if ctx.tiny else length)
-        q, k = (z, z) if views else (z[:n], z[n:])
+        near = rounded(z, dtype)
+        q, k = (near, near) if views else (near[:n], near[n:])
         s = torch.mm(q / t, k.T)
         positive = s.diagonal(n if views else 0).clone()
         if views:
@@ -77,13 +80,13 @@ class _FewPairs(torch.autograd.Function):
         r = s.exp_().sum(1)
         c = s.sum(0) if who == "rows and columns" else None
         ctx.who, ctx.t, ctx.rate = who, t, rate
-        ctx.save_for_backward(a, b, learnt, z, length, s, r, c)
+        ctx.save_for_backward(a, b, learnt, z, near, length, s, r, c)
         return (r.log() if c is None else torch.lerp(r.log(), c.log(), 0.5)).sub_(positive)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, learnt, z, length, s, r, c = ctx.saved_tensors
+        a, b, learnt, z, near, length, s, r, c = ctx.saved_tensors
         n, views, halves = len(a), ctx.who == "views", 1 if c is None else 2
         with torch.no_grad():
             by_row = g / r
@@ -95,16 +98,17 @@ class _FewPairs(torch.autograd.Function):
                 of_pair = g[:n] + g[n:]
                 w.diagonal(n).sub_(of_pair)
                 w.diagonal(-n).sub_(of_pair)
-                pull = w @ z
+                pull = w @ near
             else:
                 w.diagonal().sub_(g, alpha=halves)
                 pull = torch.empty_like(z)
-                torch.mm(w, z[n:], out=pull[:n])
-                torch.mm(w.T, z[:n], out=pull[n:])
+                torch.mm(w, near[n:], out=pull[:n])
+                torch.mm(w.T, near[:n], out=pull[n:])
             along = torch.linalg.vecdot(z, pull).unsqueeze(1)
+            by_scale = along if near is z else torch.linalg.vecdot(near, pull)
             # a pair stands in two rows
-            dlearnt = along.sum() / (-2 * halves * ctx.rate) if ctx.needs_input_grad[2] else None
+            dlearnt = by_scale.sum() / (-2 * halves * ctx.rate) if ctx.needs_input_grad[2] else None
             if ctx.tiny:
                 along = along.where(length > shortest, 0)
             drows = pull.addcmul_(z, along, value=-1).div_(length * (halves * ctx.t))
-        return *(once(x, a, b, learnt) for x in (*drows.split(n), dlearnt)), None, None, None
+        return *(once(x, a, b, learnt) for x in (*drows.split(n), dlearnt)), None, None, None, None

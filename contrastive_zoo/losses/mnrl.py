@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, towers_problem
+from contrastive_zoo.engine.softmax import log_sum_exp, self_log_sum_exp
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, numbered, prepared, towers_problem
 from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import kind
@@ -96,6 +97,15 @@ def mnrl(
         world=world,
         **settings,
     )
+    scale = logit_scale(temperature, world)
+    if hardness_mode is None and not ("doc_to_doc" in directions and mined.total):  # each Z_i is a plain sum
+        q, d, x = (narrowed(prepared(rows, normalize=normalize), rows) for rows in (queries, documents, negatives))
+        kind_of_rows: Any = {"scale": scale, "unit": normalize, "dtype": queries.dtype, "world": world}
+        by_direction = _sums(q, d, x, directions, shards, mined, **kind_of_rows)
+        return reduce_anchors(
+            _together(by_direction, partition_mode) - scale * (q * d).sum(1), reduction=reduction, world=world
+        )
+
     q, d, x = (prepared(rows, normalize=normalize) for rows in (queries, documents, negatives))
     mine = numbered(shards, q)
     pairs, columns, single = side_by_side(q, d, x)
@@ -109,6 +119,31 @@ def mnrl(
 
 class MNRL(Loss, function=mnrl):
     """:func:`mnrl` with its settings kept."""
+
+
+def _sums(
+    q: Tensor, d: Tensor, x: Tensor, directions: tuple[Direction, ...], shards: Shards, mined: Shards, **rows: Any
+) -> list[Tensor]:
+    """log Z of every direction, where none leaves out mined negatives."""
+    over_documents, over_queries = log_sum_exp(
+        q, d, row_shards=shards, column_shards=shards, columnwise="doc_to_query" in directions, partners=[0], **rows
+    )
+    if mined.total:
+        over_mined, _ = log_sum_exp(q, x, row_shards=shards, column_shards=mined, columnwise=False, **rows)
+        over_documents = torch.logaddexp(over_documents, over_mined)
+    sums = [over_documents]
+    if over_queries is not None:
+        sums.append(over_queries)
+    if "query_to_query" in directions:
+        sums.append(self_log_sum_exp(q, shards=shards, **rows))
+    if "doc_to_doc" in directions:
+        sums.append(self_log_sum_exp(d, shards=shards, **rows))
+    return sums
+
+
+def _together(sums: list[Tensor], partition_mode: str) -> Tensor:
+    every = torch.stack(sums)
+    return every.logsumexp(0) if partition_mode == "joint" else every.mean(0)
 
 
 def _ranked(
@@ -136,9 +171,7 @@ def _ranked(
         sums.append((x.second @ x.firsts.T / temperature).logsumexp(1))
     if "doc_to_doc" in directions:
         sums.append(log_sum_exp_where(x.second @ documents.T / temperature, ~own))
-    every = torch.stack(sums)
-    every = every.logsumexp(0) if partition_mode == "joint" else every.mean(0)
-    return every - positive, torch.ones_like(panel.ids, dtype=torch.bool)
+    return _together(sums, partition_mode) - positive, torch.ones_like(panel.ids, dtype=torch.bool)
 
 
 def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:

@@ -1,5 +1,6 @@
 """Small batches on one process go another way than large ones; the numbers are the same."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import evaluation, pairs
+from contrastive_zoo.engine import evaluation, pairs, softmax
 from tests.helpers import close, numbers
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -63,4 +64,21 @@ def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = cz.nt_xent(a, b)
     assert found.dtype == torch.float32
-    close(found.double(), cz.nt_xent(a.double(), b.double()), 1e-6)
+    unit = [torch.nn.functional.normalize(x.float(), dim=1).bfloat16().double() for x in (a, b)]
+    close(found.double(), cz.nt_xent(*unit, normalize=False), 1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.05])
+@pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
+def test_rows_of_16_bits_are_rounded_in_either_way(name: str, temperature: float, monkeypatch) -> None:
+    def found(few: int) -> list[Tensor]:
+        monkeypatch.setattr(evaluation, "FEW", few)
+        monkeypatch.setattr(softmax, "products_of", lambda *_: contextlib.nullcontext())
+        a, b = (numbers(7, 4, seed=seed).bfloat16().requires_grad_() for seed in (1, 2))
+        log_t = torch.tensor(temperature).log().requires_grad_()
+        value = LOSSES[name](a, b, temperature=log_t.exp())
+        return [x.detach().float() for x in (value, *torch.autograd.grad(value, (a, b, log_t)))]
+
+    few, many = found(2**16), found(-1)
+    for x, y, bound in zip(few, many, [1e-6, 0.01, 0.01, 1e-5], strict=True):  # rows' gradients have 16 bits
+        close(x, y, bound)
