@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo._compat import all_gather_single
+from contrastive_zoo._compat import all_gather_single, reduce_scatter_single
 from contrastive_zoo.meeting import Luggage, meet
 from contrastive_zoo.world import Processes, Shards, World
 
@@ -143,13 +143,25 @@ def derived(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     return result
 
 
-def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """My slice of the sum of everybody's [N, …], added in rank order.
+def scatters_sums(shards: Shards, world: World) -> bool:
+    """Whether :func:`add_up_rows` is the backend's own reduce-scatter."""
+    return world.on_accelerators and len(set(shards.sizes)) == 1
 
-    An all-to-all and a local sum: the same bytes as a reduce-scatter, for uneven slices too.
+
+def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    """My slice of the sum of everybody's [N, …].
+
+    A reduce-scatter where the backend has one of its own and slices are even, as NCCL does: it needs no room for what
+    every rank sends. Otherwise an all-to-all and a local sum in rank order: the same bytes, for uneven slices too, and
+    half of what gloo's reduce-scatter moves, which is an all-reduce underneath.
     """
     if world.size == 1:
         return rows
+    if scatters_sums(shards, world):
+        everybody = rows.to(torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype).contiguous()
+        mine = everybody.new_empty(shards.size, *rows.shape[1:])
+        reduce_scatter_single(mine, everybody, group=world.group)
+        return mine.to(rows.dtype)
     parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
     parts = parts.view(world.size, shards.size, *rows.shape[1:])
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype

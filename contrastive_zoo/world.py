@@ -117,8 +117,12 @@ class World:
     @property
     def device(self) -> torch.device:
         """Where the group's messages must lie."""
-        accelerator_only = self.size > 1 and str(dist.get_backend(self.group)) in ("nccl", "xccl", "hccl")
-        return torch.device((accelerator_only and torch.accelerator.current_accelerator()) or "cpu")
+        return torch.device((self.on_accelerators and torch.accelerator.current_accelerator()) or "cpu")
+
+    @property
+    def on_accelerators(self) -> bool:
+        """Whether the backend moves what lies on accelerators, and nothing else."""
+        return self.size > 1 and str(dist.get_backend(self.group)) in ("nccl", "xccl", "hccl")
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everybody's ``numbers``, by rank; every rank brings as many.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.collectives import derived, exchange_rows, start_gather
+from contrastive_zoo.collectives import add_up_rows, derived, exchange_rows, scatters_sums, start_gather
 from contrastive_zoo.engine.precision import is_narrow
 from contrastive_zoo.world import Shards, World
 
@@ -89,7 +89,17 @@ class Gathered:
 
     def give_back(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         """``total`` of my columns and what others made for them; ``parts`` is what I made for theirs."""
-        return merge_at_owners(total, list(parts), self.blocks[1:], self.world)
+        if not (scatters_sums(self.shards, self.world) and self._all_meet_all):
+            return merge_at_owners(total, list(parts), self.blocks[1:], self.world)
+        by_rank = {block.ahead: part for block, part in zip(self.blocks, [total, *parts], strict=True)}
+        everybody = torch.cat([by_rank[rank] for rank in range(self.world.size)])
+        return total.copy_(add_up_rows(everybody, self.shards, self.world))
+
+    @property
+    def _all_meet_all(self) -> bool:
+        """Whether every rank takes all columns of every other; the same on every rank where shards are even."""
+        whole = slice(0, self.shards.size)
+        return len(self.blocks) == self.world.size and all(x.columns == x.lent == whole for x in self.blocks)
 
 
 class Ring:

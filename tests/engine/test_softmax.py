@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contrastive_zoo import collectives
+from contrastive_zoo.collectives import scatters_sums
 from contrastive_zoo.engine import blocks, evaluation, softmax
 from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.testing.worlds import Worlds
@@ -122,6 +124,32 @@ def test_it_is_the_dense_log_sum_exp(sizes: tuple[int, ...], worlds: Worlds) -> 
         expected = dense(way, kind, sum(sizes), sum(columns))
         for x, y in zip(together(list(of_ranks)), expected, strict=True):
             close(x, y)
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (3, 3, 3), (1, 1), (4, 5)], ids=str)
+def test_where_the_backend_scatters_sums_itself(sizes: tuple[int, ...], worlds: Worlds) -> None:
+    """As NCCL does of even shards; here gloo's reduce-scatter stands in for it."""
+    every = list(itertools.product(WAYS[:3], KINDS))
+
+    def jobs() -> list[list[Tensor]]:
+        made, original = [], collectives.reduce_scatter_single
+        evenly = lambda shards, world: len(set(shards.sizes)) == 1  # noqa: E731
+        collectives.reduce_scatter_single = lambda *args, **named: (made.append(args), original(*args, **named))[1]
+        collectives.scatters_sums, blocks.scatters_sums = evenly, evenly
+        try:
+            results = [job(way, kind, sizes, sizes) for way, kind in every]
+            return [*results, [torch.tensor(len(made))]]
+        finally:
+            collectives.reduce_scatter_single = original
+            collectives.scatters_sums = blocks.scatters_sums = scatters_sums
+
+    *found, calls = zip(*worlds.run(len(sizes), jobs), strict=True)
+    for (way, kind), of_ranks in zip(every, found, strict=True):
+        for x, y in zip(together(list(of_ranks)), dense(way, kind, sum(sizes), sum(sizes)), strict=True):
+            close(x, y)
+    two_towers = 2 * len(WAYS[:3])
+    least = two_towers if len(set(sizes)) == 1 else 0
+    assert all(int(x) >= least and bool(x) == bool(least) for (x,) in calls)
 
 
 def test_each_pair_of_ranks_meets_once_and_the_load_is_even() -> None:
