@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from contrastive_zoo.engine.evaluation import budget
 from suite.cases import ASKS, CASES, OF_A_CLASS, Ask, Case
 from suite.harness import DOUBTFUL, quartiles, ratio, relative_spread
 
@@ -44,8 +45,11 @@ rows times all rows); the figure is the median over rounds, in brackets the firs
 until its quartiles are within 3 % or its time is spent, four times that if they are more than {doubtful:.0%} apart; if they
 stay so, there is a ?. What is quicker than 20 ms is called many times in one reading.
 
-- *ours* is the default budget; *tiled* holds no similarities, `memory_budget(0)`, and *kept* holds them all. With ranks it
-  is `DistributedLoss`, *ring* with `ring=True` and *static shapes* with `static_shapes=True`.
+- *ours* is the default budget, which holds up to {budget} MiB of similarities: all of most cases here. *Tiled* holds
+  none, `memory_budget(0)`, and *kept* holds them all. With ranks it is `DistributedLoss`, *ring* with `ring=True` and
+  *static shapes* with `static_shapes=True`.
+- *A @ B.T* is the bare product as one writes it: new memory for its result every time, which costs about as much as the
+  arithmetic where rows are short.
 - *dense* is the formula in plain torch with the whole matrix, its autograd doing the rest; *compiled* the same under
   `torch.compile`.
 - OpenCLIP's `ClipLoss` gets normalised rows and a learnt scale, as in its training; its ways with several ranks are its
@@ -55,7 +59,7 @@ stay so, there is a ?. What is quicker than 20 ms is called many times in one re
 - Losses of labelled rows have {of_a_class} rows a class. pytorch-metric-learning's have its default settings, as ours do.
 - *MB* is the highest memory during a step beyond what the process held before it, its inputs included; each in a fresh
   process that has done a small step first. The bound is 8 · b · d · 4 bytes, b the rows of the similarities, what
-  the budget lets be kept (64 MiB; tiled none), and two tiles.
+  the budget lets be kept ({budget} MiB; tiled none), and two tiles.
 - Errors are the largest difference from the dense formula in 64 bits, relative to the largest number there: of the value,
   and of the rows' gradients. They are measured with at most 1,024 rows, but for the inputs that are hard.
 - Ranks are processes on this machine, one thread each, over gloo; where they are more than cores they share them.
@@ -65,7 +69,7 @@ stay so, there is a ?. What is quicker than 20 ms is called many times in one re
 
 def write_benchmarks(by_device: dict[str, Results]) -> None:
     """The page, and its figures."""
-    parts = [TEXT.format(doubtful=DOUBTFUL, of_a_class=OF_A_CLASS)]
+    parts = [TEXT.format(doubtful=DOUBTFUL, of_a_class=OF_A_CLASS, budget=budget() // 2**20)]
     for device in ("cpu", "cuda"):
         if device not in by_device:
             parts += [f"## {device.upper()}\n\nNot measured: no such device was at hand when this page was made.\n\n"]

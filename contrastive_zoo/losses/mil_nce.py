@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.engine.precision import product
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
 from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, rows_problem, word_problem
@@ -78,7 +79,7 @@ def mil_nce(
         world=world,
     )
     assert over_videos is not None  # columnwise is the default
-    positive = torch.logsumexp(scale * (v[:, None] * y).sum(-1), 1)
+    positive = torch.logsumexp(scale * product(y, v[:, :, None]).squeeze(-1), 1)
     every = torch.logaddexp(over_texts, torch.logsumexp(over_videos.view(y.shape[:2]), 1))
     if denominator == "exact":  # either sum holds the positives, so that they are at most half of both
         every = every + torch.log1p(-(positive - every).exp().clamp(max=0.5))
