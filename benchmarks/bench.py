@@ -23,7 +23,7 @@ import torch
 from scaling import write_scaling
 from suite.cases import ALLOCATING, CASES, Case
 from suite.harness import Absent, Patience, extra_memory, machine, off, race
-from suite.report import Results, stored, summary, versions, write_benchmarks
+from suite.report import Results, stored, summary, versions, write_benchmarks, write_readme
 from torch import Tensor
 
 from contrastive_zoo.testing.worlds import Worlds
@@ -180,6 +180,7 @@ def main() -> None:
         write_benchmarks(by_device)
         if "cpu" in by_device:
             write_scaling(by_device["cpu"])
+            write_readme(by_device["cpu"])
     print(summary(stored(file)))
 
 

@@ -202,9 +202,9 @@ class CrossBatchMemory(Loss):
     Example:
         >>> import contrastive_zoo as cz
         >>> loss = CrossBatchMemory(cz.InfoNCE(temperature=1.0), size=8, embedding_size=2)
+        >>> loss(torch.eye(2), torch.eye(2)), loss(torch.eye(2), torch.eye(2))   # log(e + 1) − 1; then log(2 (e + 1)) − 1
+        (tensor(0.3133), tensor(1.0064))
         >>> east, west = torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.0]])
-        >>> loss(east, east), loss(east, east)   # nothing to confuse the key with; then log(e + e) − 1
-        (tensor(0.), tensor(0.6931))
         >>> loss = CrossBatchMemory(cz.SupCon(temperature=1.0), size=8, embedding_size=2)
         >>> label = torch.tensor([3])
         >>> loss(east, label), loss(east, label)   # no positive yet; then the only candidate is one

@@ -14,6 +14,8 @@ Results = dict[str, Any]
 """Of one device: its machine, whether the run was full, and by group and case what was found."""
 
 PAGES = Path(__file__).parent.parent.parent / "docs" / "pages"
+README = PAGES.parent.parent / "README.md"
+BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 PEERS = ("pytorch-metric-learning", "lightly", "open_clip_torch", "sentence-transformers")
 
 GROUPS = {
@@ -86,6 +88,32 @@ def write_benchmarks(by_device: dict[str, Results]) -> None:
                 parts += [f"### {title}\n\n", times(results, group)]
         parts += ["### Memory\n\n", memory(results)]
     (PAGES / "benchmarks.md").write_text("".join(parts).rstrip("\n") + "\n", encoding="utf-8")
+
+
+def write_readme(results: Results) -> None:
+    """Its table, in place of the one before."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    text = before + BEGIN + headline(results) + END + rest.split(END)[1]
+    README.write_text(text, encoding="utf-8")
+
+
+def headline(results: Results) -> str:
+    """Ours beside others', one line each."""
+    lines = []
+    for ask in ASKS:
+        found = found_in(results, ask.case)
+        rounds, held = found.get("rounds", []), found.get("memory", {})
+        if not ask.at_least or ask.what != "time" or not ratio(rounds, ask.to, ask.of):
+            continue
+        seconds = (quartiles([x[way] for x in rounds if way in x])[1] for way in (ask.to, ask.of))
+        less = quartiles(ratio(rounds, ask.to, ask.of))[1]
+        megabytes = (f"{held[way] / 2**20:,.0f}" if way in held else "" for way in (ask.to, ask.of))
+        times = [f"{1000 * x:,.0f}" for x in seconds]
+        lines.append([ask.case, f"{ask.to} {times[0]}", times[1], f"{less:.1f}×", *megabytes])
+    machine = results["machine"]
+    return table(["rows of similarities × d", "theirs, ms", "ours, ms", "quicker", "theirs, MB", "ours, MB"], lines) + (
+        f"Forward and backward in float32 on {machine['device']}, torch {machine['torch']}. `make bench` measures it.\n"
+    )
 
 
 def summary(results: Results) -> str:

@@ -15,8 +15,8 @@ from contrastive_zoo.engine.precision import without_autocast
 PANEL_BYTES = 32 * 2**20
 """How large one panel of similarities may be."""
 
-TILE_BYTES = 2 * 2**20
-"""How large a tile of similarities may be, to stay in a processor's cache; a GPU's are 64 times as large."""
+TILE_BYTES = 4 * 2**20
+"""How large a tile of similarities may be, to stay in a processor's cache; a GPU's are 32 times as large."""
 
 FEW = 2**16
 """So few similarities, or numbers in rows, that one process is done sooner by plain autograd than by an engine."""
@@ -142,10 +142,10 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
 
 
 def tile_shape(like: Tensor) -> tuple[int, int]:
-    """Height and width of a tile, twice as wide as high."""
-    room = TILE_BYTES if like.device.type == "cpu" else 64 * TILE_BYTES
-    height = max(1, math.isqrt(room // like.dtype.itemsize // 2))
-    return height, max(1, room // like.dtype.itemsize // height)
+    """Height and width of a tile: powers of two, two or four times as wide as high."""
+    room = (TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES) // like.dtype.itemsize
+    height = 2 ** max(0, int(math.log2(max(1, room // 2)) / 2))
+    return height, max(1, room // height)
 
 
 def panels(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:

@@ -53,7 +53,8 @@ def few_pairs(
         temperature, "log_scale", None
     )  # where t = exp(−θ) itself is learnt, steps of autograd are spared
     learnt = torch.as_tensor(temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device)
-    t = temperature.item() if isinstance(temperature, Tensor) else temperature
+    # 1 / t in the digits of t, as many pairs have it
+    t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else temperature
     losses = _FewPairs.apply(a, b, learnt, t, t**2 if log_scale is None else -t, who, dtype)
     return reduce_anchors(losses, reduction=reduction, world=ALONE)
 

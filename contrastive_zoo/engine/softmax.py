@@ -24,6 +24,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -176,7 +178,9 @@ class _LogSumExp(torch.autograd.Function):
             else:
                 travel.give_back(dcolumns, parts)
             ctx.kept.release()
-            dscale = (rows * drows).sum() / (scale * (2 if sweep.one_tower else 1))  # there a pair stands in two rows
+            dscale = torch.dot(rows.flatten(), drows.flatten()) / scale
+            if sweep.one_tower:  # there a pair stands in two rows
+                dscale = dscale / 2
         gradients = (drows, None if sweep.one_tower else dcolumns, dscale)
         return None, *(once(x, rows, columns, scale) for x in gradients)
 
@@ -234,14 +238,9 @@ class _Sweep:
     def _any_pair(self) -> bool:
         return self.row_shards.total > self.one_tower and self.column_shards.total > 0
 
-    def _scaled(self, rows: Tensor, scale: float) -> tuple[Tensor, float]:
-        """Rows, and what is left to multiply products with: numbers of 16 bits stay what they are."""
-        return (rows, scale) if is_narrow(self.dtype) else (rows * scale, 1.0)
-
-    def _room(self, like: Tensor) -> Tensor:
-        """Memory for one tile."""
+    def _room(self, like: Tensor) -> "_Room":
         height, width = tile_shape(like)
-        return like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes)))
+        return _Room(like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes))))
 
     def tiles(
         self, rows: Tensor, travel: Gathered | Ring
@@ -256,21 +255,23 @@ class _Sweep:
         self, arithmetic: "_Arithmetic", rows: Tensor, travel: Gathered | Ring, scale: float, kept: Kept | None
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
         """Of my rows over all columns and of my columns over all rows; and the tiles, as many as may be kept."""
-        scaled, rest = self._scaled(rows, scale)
         room, total, parts = self._room(rows), arithmetic.nothing(len(rows), rows), []
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self.tiles(rows, travel):
-            mine, by_row = scaled[block.rows], total[block.rows]
+            mine, by_row = rows[block.rows], total[block.rows]
             by_column = total if self.one_tower and index == 0 else arithmetic.nothing(len(columns), rows)
-            for i, j, diagonal in cut:
-                tile = _part(room, len(mine[i]), len(columns[j]))
-                keep = kept is not None and kept.takes(tile.nbytes)
-                s = _similarities(mine[i], columns[j], rest, torch.empty_like(tile) if keep else tile, diagonal)
-                arithmetic.enter(s)
-                arithmetic.add(by_row[i], s, 1)
-                if self.columnwise and not diagonal:
-                    arithmetic.add(by_column[j], s, 0)
-                stored.append(s if keep else None)
+            for i, strip in groupby(cut, itemgetter(0)):
+                a, of_rows = mine[i], by_row[i]
+                for _, j, diagonal in strip:
+                    b = columns[j]
+                    tile = room.tile(i, j)
+                    keep = kept is not None and kept.takes(tile.nbytes)
+                    s = _similarities(a, b, scale, torch.empty_like(tile) if keep else tile, diagonal)
+                    arithmetic.enter(s)
+                    arithmetic.add(of_rows, s, 1)
+                    if self.columnwise and not diagonal:
+                        arithmetic.add(by_column[j], s, 0)
+                    stored.append(s if keep else None)
             parts.append(by_column)
         if not self.columnwise:
             return total, None, stored
@@ -293,31 +294,31 @@ class _Sweep:
 
         ``of_rows`` and ``of_columns`` are log-sum-exps and their gradients, [n, 2] and [m, 2].
         """
-        scaled, rest = self._scaled(rows, scale)
         room, of_row, of_column = self._room(rows), arithmetic.coefficients(of_rows), None
         if of_columns is not None:
             of_columns = gather_rows(of_columns, self.column_shards, self.world)
             of_column = arithmetic.coefficients(of_columns).split(self.column_shards.sizes)
-        out, kept = torch.empty_like(room), iter(stored)
+        out, kept = self._room(rows), iter(stored)
         for index, block, columns, cut in self.tiles(rows, travel):
-            mine, row_weights, dmine = scaled[block.rows], of_row[block.rows], drows[block.rows]
+            mine, row_weights, dmine = rows[block.rows], of_row[block.rows], drows[block.rows]
             column_weights = None if of_column is None else of_column[block.ahead][block.columns]
             pull = dcolumns if index == 0 or dcolumns is None else torch.zeros_like(columns)
-            for i, j, diagonal in cut:
-                s = next(kept)
-                if s is None:
-                    s = _similarities(mine[i], columns[j], rest, _part(room, len(mine[i]), len(columns[j])), diagonal)
-                    arithmetic.enter(s)
-                by_column = None if column_weights is None else column_weights[j]
-                weights = arithmetic.weights(s, row_weights[i], by_column, _part(out, *s.shape))
-                by_columns = None if pull is None or diagonal else pull[j]
-                for step in self.apart if index == 0 else ():
-                    _pull_apart(
-                        weights, step + i.start - j.start, mine[i], columns[j], dmine[i], by_columns, scale, rest
-                    )
-                dmine[i].addmm_(weights, columns[j], alpha=scale)
-                if by_columns is not None:
-                    by_columns.addmm_(weights.T, mine[i], alpha=rest)
+            apart = self.apart if index == 0 else ()
+            for i, strip in groupby(cut, itemgetter(0)):
+                a, da, weights_of_rows = mine[i], dmine[i], row_weights[i]
+                for _, j, diagonal in strip:
+                    b, s = columns[j], next(kept)
+                    if s is None:
+                        s = _similarities(a, b, scale, room.tile(i, j), diagonal)
+                        arithmetic.enter(s)
+                    by_column = None if column_weights is None else column_weights[j]
+                    weights = arithmetic.weights(s, weights_of_rows, by_column, out.tile(i, j))
+                    db = None if pull is None or diagonal else pull[j]
+                    for step in apart:
+                        _pull_apart(weights, step + i.start - j.start, a, b, da, db, scale)
+                    da.addmm_(weights, b, alpha=scale)
+                    if db is not None:
+                        db.addmm_(weights.T, a, alpha=scale)
             if index and pull is not None:
                 yield pull
 
@@ -329,21 +330,30 @@ def _pull_apart(
     columns: Tensor,
     drows: Tensor,
     dcolumns: Tensor | None,
-    of_columns: float,
-    of_rows: float,
+    scale: float,
 ) -> None:
     """Let one diagonal of the weights pull by itself, in full precision, and set it to zero."""
     w = weights.diagonal(offset)
     i, j = (slice(start, start + len(w)) for start in (max(0, -offset), max(0, offset)))
-    drows[i].addcmul_(w[:, None], columns[j], value=of_columns)
+    drows[i].addcmul_(w[:, None], columns[j], value=scale)
     if dcolumns is not None:
-        dcolumns[j].addcmul_(w[:, None], rows[i], value=of_rows)
+        dcolumns[j].addcmul_(w[:, None], rows[i], value=scale)
     w.zero_()
 
 
-def _part(room: Tensor, height: int, width: int) -> Tensor:
-    """As much of it as a tile takes."""
-    return room[: height * width].view(height, width)
+class _Room:
+    """Memory for one tile."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+        self.tiles: dict[tuple[int, int], Tensor] = {}
+
+    def tile(self, i: slice, j: slice) -> Tensor:
+        """As much of it as these rows and columns take."""
+        shape = i.stop - i.start, j.stop - j.start
+        if shape not in self.tiles:
+            self.tiles[shape] = self.numbers[: math.prod(shape)].view(shape)
+        return self.tiles[shape]
 
 
 def _similarities(rows: Tensor, columns: Tensor, scale: float, out: Tensor, diagonal: bool) -> Tensor:

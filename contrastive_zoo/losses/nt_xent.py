@@ -1,5 +1,6 @@
 """NT-Xent: each view must find its partner among all other views of the global batch."""
 
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -51,12 +52,13 @@ def nt_xent(
 
     scale = logit_scale(temperature, world)
     rows = [narrowed(prepared(view, normalize=normalize), view) for view in views]
-    dots = [torch.stack([(x * y).sum(-1) for v, y in enumerate(rows) if u != v]).mean(0) for u, x in enumerate(rows)]
+    dots = {pair: (rows[pair[0]] * rows[pair[1]]).sum(-1) for pair in combinations(range(count), 2)}
+    positives = [torch.stack([x for pair, x in dots.items() if view in pair]).mean(0) for view in range(count)]
     candidates = self_log_sum_exp(
         in_a_row(rows), scale=scale, unit=normalize, dtype=views[0].dtype,
         partners=[len(rows[0]) * step for step in range(1, count)], shards=shards.times(count), world=world,
     )  # fmt: skip
-    return reduce_anchors(candidates - scale * torch.cat(dots), reduction=reduction, world=world)
+    return reduce_anchors(candidates - scale * torch.cat(positives), reduction=reduction, world=world)
 
 
 class NTXent(Loss, function=nt_xent):
