@@ -6,8 +6,8 @@ import textwrap
 
 import pytest
 
-ROWS, LIMIT = 16_384, 400 * 2**20
-"""The matrix of their similarities has 1 GiB in float32, of which the default budget keeps a quarter."""
+ROWS, LIMIT = 16_384, 300 * 2**20
+"""The matrix of their similarities has 1 GiB in float32, of which the default budget keeps an eighth."""
 
 MEASURE = """
 import gc, re, sys

@@ -53,7 +53,7 @@ def few(numbers: int) -> bool:
     return numbers <= FEW
 
 
-_budget: ContextVar[int] = ContextVar("budget", default=256 * 2**20)
+_budget: ContextVar[int] = ContextVar("budget", default=128 * 2**20)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def memory_budget(size: int) -> Iterator[None]:
 
     Similarities are kept for the backward pass as far as they fit, those of all losses that wait for theirs taken
     together, which saves one product of three (of four with two towers); the others are made again, tile by tile. Losses
-    that are sums over anchors make their panels as low as the budget asks for. The default is 256 MiB.
+    that are sums over anchors make their panels as low as the budget asks for. The default is 128 MiB.
 
     Args:
         size: bytes; 0 never keeps any.
