@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.catalogue import CATALOGUE, Species
-from contrastive_zoo.engine.evaluation import PANEL_BYTES
+from contrastive_zoo.engine.evaluation import PANEL_BYTES, budget
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
 LIMIT = 400
@@ -51,7 +51,7 @@ It contains what malloc keeps of panels that were freed, too, which for losses o
 An engine compares a panel of anchors with all N columns. All matrices that a loss makes of a panel share a fixed number
 of bytes, {PANEL_BYTES // 2**20} MiB now, a sixteenth for each; panels lower than 64 rows get up to a quarter. The more
 columns, the fewer anchors. The gradient is taken panel by panel, before the next one begins. Softmax losses keep up to
-128 MiB of similarities for the backward pass, as `memory_budget` says. What remains between panels
+{budget() // 2**20} MiB of similarities for the backward pass, as `memory_budget` says. What remains between panels
 is linear: the rows, their gradients, and a few numbers per anchor. So a large part of each figure is the constant panel.
 The matrix itself, {4 * 16384**2 // 2**20:,} MB for 16,384 rows of one tower, is never there.
 Losses of feature statistics hold d × d numbers, those with classes N × C in panels, SwAV N × prototypes.

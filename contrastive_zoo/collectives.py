@@ -157,14 +157,14 @@ def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
     """
     if world.size == 1:
         return rows
+    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
     if scatters_sums(shards, world):
-        everybody = rows.to(torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype).contiguous()
+        everybody = rows.to(wide).contiguous()
         mine = everybody.new_empty(shards.size, *rows.shape[1:])
         reduce_scatter_single(mine, everybody, group=world.group)
         return mine.to(rows.dtype)
     parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
     parts = parts.view(world.size, shards.size, *rows.shape[1:])
-    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
     return parts.sum(0, dtype=wide).to(rows.dtype)
 
 

@@ -203,8 +203,15 @@ def test_pages_are_written_from_what_is_kept(monkeypatch: pytest.MonkeyPatch, tm
                 "memory": dict.fromkeys(case.weighed, 2.0**20),
             }
             results["cases"].setdefault(case.group, {})[case.name] = found
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}old\n{report.END}after\n")
+    monkeypatch.setattr(report, "README", readme)
     report.write_benchmarks({"cpu": results})
+    report.write_readme(results)
     scaling.write_scaling(results)
+    before, table, after = readme.read_text().replace(report.END, report.BEGIN).split(report.BEGIN)
+    assert (before, after, "old" in table) == ("before\n", "after\n", False)
+    assert "| CLIP, 4,096 × 512 | open_clip 3,000 | 3,000 | 1.0× | 1 | 1 |" in table
     page = (tmp_path / "benchmarks.md").read_text()
     assert "| CLIP, 4,096 × 512 | time of *ours, tiled* | ≤ 4.4 × GEMM | 2 (2–2) | yes |" in page
     assert "## CUDA\n\nNot measured" in page

@@ -132,9 +132,11 @@ def test_where_the_backend_scatters_sums_itself(sizes: tuple[int, ...], worlds: 
     """As NCCL does of even shards; here gloo's reduce-scatter stands in for it."""
     every = list(itertools.product(WAYS[:3], KINDS))
 
+    def evenly(shards: Shards, world: World) -> bool:
+        return len(set(shards.sizes)) == 1
+
     def jobs() -> list[list[Tensor]]:
         made, original = [], collectives.reduce_scatter_single
-        evenly = lambda shards, world: len(set(shards.sizes)) == 1  # noqa: E731
         collectives.reduce_scatter_single = lambda *args, **named: (made.append(args), original(*args, **named))[1]
         collectives.scatters_sums, blocks.scatters_sums = evenly, evenly
         try:
