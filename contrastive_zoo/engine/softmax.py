@@ -2,11 +2,11 @@
 
 With A the rows and B the columns of all ranks, S = scale · A Bᵀ,
 
-    R_i = log Σ_j exp S_ij          C_j = log Σ_i exp S_ij
+    R_i = log Σ_j exp S_ij          C_j = log Σ_i exp S_ij          P_i = S_ip of the partner p of i
 
-and for incoming gradients g, h of R, C the backward pass needs only
+and for incoming gradients g, h, f of R, C, P the backward pass needs only
 
-    G_ij = g_i exp(S_ij − R_i) + h_j exp(S_ij − C_j)
+    G_ij = g_i exp(S_ij − R_i) + h_j exp(S_ij − C_j) + f_i [j = p]
     dA = scale · G B        dB = scale · Gᵀ A        dscale = Σ_i ⟨A_i, (G B)_i⟩
 
 Two towers: one product S gives R and C, one more in the backward pass (none where S was kept) and two with G: four
@@ -17,7 +17,7 @@ columns and both passes: G = exp(S − u) · (g_i exp(u − R_i) + h_j exp(u −
 |S| that nothing can overflow; a sum so small that its terms may have been lost tells, and then it is done again with
 a maximum of its own for every row and column of a tile.
 
-A loss is a formula in these numbers and in a few dot products (positives), written in plain torch.
+A loss is a formula in these numbers, written in plain torch.
 """
 
 import math
@@ -35,7 +35,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
 from contrastive_zoo.engine.evaluation import Kept, few, is_dense, once, tile_shape, tiles
-from contrastive_zoo.engine.precision import is_narrow, products_of, without_autocast
+from contrastive_zoo.engine.precision import products_of, without_autocast
 from contrastive_zoo.world import Shards, World
 
 Scale = float | Tensor
@@ -51,39 +51,36 @@ def self_log_sum_exp(
     partners: Sequence[int] = (),
     shards: Shards,
     world: World,
-) -> Float[Tensor, " n"]:
-    """``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` for my rows z of all rows Z.
+) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " k"]]]:
+    """``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` for my rows z of all rows Z; and partners' similarities.
 
     Args:
         z: my rows.
         scale: what similarities are multiplied with; each rank's gradient is that of its own rows.
         unit: whether rows are known to be no longer than 1.
         dtype: of the rows as they came. If it has 16 bits they are such numbers, and products round their factors to them.
-        partners: how much further than row i the columns of its positives are, of the same rank; products of 16 bits
-            leave their weights out, which in the gradient are all but cancelled by the positives' own.
+        partners: how much further than row i its partners are, of the same rank.
         shards: where everybody's rows are.
         world: who holds them.
 
     Returns:
-        R_i; −inf where there is no other row.
+        R_i, −inf where there is no other row; and for each of ``partners`` ``(scale * z[:-p] * z[p:]).sum(1)``.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
-        >>> self_log_sum_exp(torch.eye(3), scale=1.0, shards=Shards((3,)), world=ALONE)   # log(e⁰ + e⁰)
-        tensor([0.6931, 0.6931, 0.6931])
+        >>> self_log_sum_exp(torch.eye(3), scale=1.0, partners=[2], shards=Shards((3,)), world=ALONE)   # log(e⁰ + e⁰)
+        (tensor([0.6931, 0.6931, 0.6931]), [tensor([0.])])
     """
     if is_dense():
         everybody = all_gather(z, shards=shards, process_group=world)
-        own = torch.zeros(len(z), len(everybody), dtype=torch.bool, device=z.device)
-        own.diagonal(shards.start).fill_(True)
-        return torch.logsumexp((scale * z @ everybody.T).masked_fill(own, -torch.inf), 1)
+        return _of_others(scale * z @ everybody.T, partners, shards.start)
     if world.size == 1 and few(len(z) ** 2):
-        own = torch.eye(len(z), dtype=torch.bool, device=z.device)
-        return torch.logsumexp((scale * z @ z.T).masked_fill(own, -torch.inf), 1)
+        return _of_others(scale * z @ z.T, partners)
     sweep = _Sweep(
         shards, shards, world, True, unit=unit, learnt=isinstance(scale, Tensor), dtype=dtype, partners=partners
     )
-    return _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))[0]
+    r, _, *positives = _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))
+    return r, positives
 
 
 @without_autocast
@@ -99,8 +96,8 @@ def log_sum_exp(
     dtype: torch.dtype | None = None,
     partners: Sequence[int] = (),
     world: World,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None]:
-    """``logsumexp(scale * A @ B.T, 1)`` for my rows and ``logsumexp(scale * A @ B.T, 0)`` for my columns.
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None, list[Float[Tensor, " k"]]]:
+    """``logsumexp(scale * A @ B.T, 1)`` for my rows and ``logsumexp(scale * A @ B.T, 0)`` for my columns; and partners'.
 
     Args:
         rows: my rows of A.
@@ -112,55 +109,68 @@ def log_sum_exp(
         unit: whether rows and columns are known to be no longer than 1.
         dtype: of rows and columns as they came. If it has 16 bits they are such numbers, and products round their factors to
             them.
-        partners: how much further than row i the columns of its positives are, of the same rank; products of 16 bits
-            leave their weights out, which in the gradient are all but cancelled by the positives' own.
+        partners: how much further than row i the columns of its partners are, of the same rank.
         world: who holds them.
 
     Returns:
-        R of my rows and C of my columns, both over the global batch; None for a C that is not wanted.
+        R of my rows and C of my columns, both over the global batch, None for a C that is not wanted; and for each of
+        ``partners`` ``(scale * A @ B.T).diagonal(p)`` of my own rows and columns.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
         >>> a, b = torch.zeros(2, 3), torch.zeros(4, 3)
-        >>> r, c = log_sum_exp(a, b, scale=1.0, row_shards=Shards((2,)), column_shards=Shards((4,)), world=ALONE)
+        >>> r, c, _ = log_sum_exp(a, b, scale=1.0, row_shards=Shards((2,)), column_shards=Shards((4,)), world=ALONE)
         >>> r.exp(), c.exp()
         (tensor([4., 4.]), tensor([2., 2., 2., 2.]))
     """
     if is_dense():
         every_row = all_gather(rows, shards=row_shards, process_group=world)
         every_column = all_gather(columns, shards=column_shards, process_group=world)
-        r = torch.logsumexp(scale * rows @ every_column.T, 1)
-        return r, torch.logsumexp(scale * columns @ every_row.T, 1) if columnwise else None
+        s = scale * rows @ every_column.T
+        c = torch.logsumexp(scale * columns @ every_row.T, 1) if columnwise else None
+        return torch.logsumexp(s, 1), c, _diagonals(s[:, column_shards.mine], partners)
     if world.size == 1 and len(rows) and len(columns) and few(len(rows) * len(columns)):
         s = scale * rows @ columns.T
-        return torch.logsumexp(s, 1), torch.logsumexp(s, 0) if columnwise else None
+        return torch.logsumexp(s, 1), torch.logsumexp(s, 0) if columnwise else None, _diagonals(s, partners)
     sweep = _Sweep(
         row_shards, column_shards, world, False, columnwise, unit, isinstance(scale, Tensor), dtype, partners
     )
-    return _LogSumExp.apply(sweep, rows, columns, torch.as_tensor(scale, dtype=rows.dtype, device=rows.device))
+    r, c, *positives = _LogSumExp.apply(
+        sweep, rows, columns, torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
+    )
+    return r, c, positives
+
+
+def _of_others(s: Tensor, partners: Sequence[int], start: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """Log-sum-exps of rows of similarities without their own, which is ``start`` further; and partners' similarities."""
+    own = torch.zeros_like(s, dtype=torch.bool)
+    own.diagonal(start).fill_(True)
+    return s.masked_fill(own, -torch.inf).logsumexp(1), _diagonals(s[:, start : start + len(s)], partners)
+
+
+def _diagonals(s: Tensor, partners: Sequence[int]) -> list[Tensor]:
+    return [s.diagonal(step) for step in partners]
 
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(
-        ctx: Any, sweep: "_Sweep", rows: Tensor, columns: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, sweep: "_Sweep", rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
         ctx.sweep, ctx.scale = sweep, scale.item()
         travel = sweep.travel(columns)
         largest = ctx.scale * sweep.longest(rows, columns)
         for ctx.arithmetic in (_Shifted.below(largest, rows.dtype), _Exact()):
             ctx.kept = Kept() if any(ctx.needs_input_grad) else None
             with products_of(sweep.dtype, rows.device.type):
-                r, c, tiles = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, ctx.kept)
+                r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, ctx.kept)
             if isinstance(ctx.arithmetic, _Shifted) and not sweep.has_lost(r, c, largest):
                 break
         r, c = ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c)
         ctx.save_for_backward(rows, columns, scale, r, c, travel.everybody, *tiles)
-        return r, c
+        return r, c, *positives
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, h: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor, h: Tensor | None, *of_positives: Tensor) -> tuple[Tensor | None, ...]:
         rows, columns, scale, r, c, everybody, *tiles = ctx.saved_tensors
         sweep, columns_too = ctx.sweep, ctx.needs_input_grad[2]
         with torch.no_grad(), products_of(sweep.dtype, rows.device.type):
@@ -171,7 +181,9 @@ class _LogSumExp(torch.autograd.Function):
             drows = torch.zeros_like(rows)
             dcolumns = drows if sweep.one_tower else torch.zeros_like(columns) if columns_too else None
             travel = sweep.travel(columns, everybody)
-            parts = sweep.pulls(ctx.arithmetic, rows, travel, ctx.scale, of_rows, of_columns, drows, dcolumns, tiles)
+            parts = sweep.pulls(
+                ctx.arithmetic, rows, travel, ctx.scale, of_rows, of_columns, of_positives, drows, dcolumns, tiles
+            )
             if dcolumns is None:
                 for _ in parts:  # nothing to give back, but my rows' pull is taken on the way
                     pass
@@ -207,12 +219,18 @@ class _Sweep:
     def blocks(self) -> list[Block]:
         return schedule(self.row_shards, self.column_shards, half=self.one_tower)
 
-    @property
-    def apart(self) -> list[int]:
-        """Diagonals of my own block whose weights are left out of products, in which they would be rounded."""
-        if not is_narrow(self.dtype):
-            return []
-        return [*self.partners, *(-step for step in self.partners if self.one_tower)]
+    def meetings(self, i: slice, j: slice, *, both: bool = False) -> Iterator[tuple[int, int, slice]]:
+        """Where rows i and columns j of my own block are partners: which, on what diagonal, and of which rows.
+
+        With ``both`` also the lower diagonals, where the partner comes first: as ``rows`` those of the partners.
+        """
+        height, width = i.stop - i.start, j.stop - j.start
+        for number, step in enumerate(self.partners):
+            for sign in (1, -1) if both else (1,):
+                offset = sign * step + i.start - j.start
+                if -height < offset < width:
+                    start = min(i.start + max(0, -offset), j.start + max(0, offset))
+                    yield number, offset, slice(start, start + min(height, height + offset, width, width - offset))
 
     def travel(self, columns: Tensor, everybody: Tensor | None = None) -> Gathered | Ring:
         if self.world.ring:
@@ -253,9 +271,11 @@ class _Sweep:
 
     def sums(
         self, arithmetic: "_Arithmetic", rows: Tensor, travel: Gathered | Ring, scale: float, kept: Kept | None
-    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-        """Of my rows over all columns and of my columns over all rows; and the tiles, as many as may be kept."""
+    ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
+        """Of my rows over all columns and of my columns over all rows; partners; the tiles, as many as may be kept."""
         room, total, parts = self._room(rows), arithmetic.nothing(len(rows), rows), []
+        count = self.column_shards.size
+        positives = [rows.new_zeros(max(0, min(len(rows), count - step))) for step in self.partners]
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self.tiles(rows, travel):
             mine, by_row = rows[block.rows], total[block.rows]
@@ -267,6 +287,8 @@ class _Sweep:
                     tile = room.tile(i, j)
                     keep = kept is not None and kept.takes(tile.nbytes)
                     s = _similarities(a, b, scale, torch.empty_like(tile) if keep else tile, diagonal)
+                    for number, offset, of in self.meetings(i, j) if index == 0 else ():
+                        positives[number][of] = s.diagonal(offset)
                     arithmetic.enter(s)
                     arithmetic.add(of_rows, s, 1)
                     if self.columnwise and not diagonal:
@@ -274,9 +296,9 @@ class _Sweep:
                     stored.append(s if keep else None)
             parts.append(by_column)
         if not self.columnwise:
-            return total, None, stored
+            return total, None, positives, stored
         by_column = merge_at_owners(parts[0], parts[1:], self.blocks[1:], self.world, arithmetic.merge)
-        return total, None if self.one_tower else by_column, stored
+        return total, None if self.one_tower else by_column, positives, stored
 
     def pulls(
         self,
@@ -286,13 +308,15 @@ class _Sweep:
         scale: float,
         of_rows: Tensor,
         of_columns: Tensor | None,
+        of_positives: Sequence[Tensor],
         drows: Tensor,
         dcolumns: Tensor | None,
         stored: list[Tensor | None],
     ) -> Iterator[Tensor]:
         """G B into ``drows``, Gᵀ A of my own columns into ``dcolumns``; yields that of each other block's columns.
 
-        ``of_rows`` and ``of_columns`` are log-sum-exps and their gradients, [n, 2] and [m, 2].
+        ``of_rows`` and ``of_columns`` are log-sum-exps and their gradients, [n, 2] and [m, 2]; ``of_positives`` are
+        gradients, which all but cancel a partner's weight: added before a product rounds it, the rest keeps its digits.
         """
         room, of_row, of_column = self._room(rows), arithmetic.coefficients(of_rows), None
         if of_columns is not None:
@@ -303,7 +327,6 @@ class _Sweep:
             mine, row_weights, dmine = rows[block.rows], of_row[block.rows], drows[block.rows]
             column_weights = None if of_column is None else of_column[block.ahead][block.columns]
             pull = dcolumns if index == 0 or dcolumns is None else torch.zeros_like(columns)
-            apart = self.apart if index == 0 else ()
             for i, strip in groupby(cut, itemgetter(0)):
                 a, da, weights_of_rows = mine[i], dmine[i], row_weights[i]
                 for _, j, diagonal in strip:
@@ -314,31 +337,13 @@ class _Sweep:
                     by_column = None if column_weights is None else column_weights[j]
                     weights = arithmetic.weights(s, weights_of_rows, by_column, out.tile(i, j))
                     db = None if pull is None or diagonal else pull[j]
-                    for step in apart:
-                        _pull_apart(weights, step + i.start - j.start, a, b, da, db, scale)
+                    for number, offset, of in self.meetings(i, j, both=diagonal) if index == 0 else ():
+                        weights.diagonal(offset).add_(of_positives[number][of])
                     da.addmm_(weights, b, alpha=scale)
                     if db is not None:
                         db.addmm_(weights.T, a, alpha=scale)
             if index and pull is not None:
                 yield pull
-
-
-def _pull_apart(
-    weights: Tensor,
-    offset: int,
-    rows: Tensor,
-    columns: Tensor,
-    drows: Tensor,
-    dcolumns: Tensor | None,
-    scale: float,
-) -> None:
-    """Let one diagonal of the weights pull by itself, in full precision, and set it to zero."""
-    w = weights.diagonal(offset)
-    i, j = (slice(start, start + len(w)) for start in (max(0, -offset), max(0, offset)))
-    drows[i].addcmul_(w[:, None], columns[j], value=scale)
-    if dcolumns is not None:
-        dcolumns[j].addcmul_(w[:, None], rows[i], value=scale)
-    w.zero_()
 
 
 class _Room:

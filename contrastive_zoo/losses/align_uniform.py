@@ -51,7 +51,7 @@ def align_uniform(
     weights = (alpha, t, uniformity)
     (a, b), shards = begin_views("AlignUniform", (view1, view2), problem=problem, weights=weights, world=world)
     loss, n = reduce_anchors((a - b).norm(dim=1) ** alpha, world=world), shards.total
-    crowds = [self_log_sum_exp(z, scale=2 * t, unit=True, shards=shards, world=world).logsumexp(0) for z in (a, b)]
+    crowds = [self_log_sum_exp(z, scale=2 * t, unit=True, shards=shards, world=world)[0].logsumexp(0) for z in (a, b)]
     total = log_sum_exp_over_ranks(torch.stack(crowds), gradient="complete", world=world)
     return loss + uniformity / 2 * (total - 2 * t - math.log(n * (n - 1))).sum() if n > 1 else loss
 

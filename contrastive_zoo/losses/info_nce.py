@@ -81,15 +81,16 @@ def info_nce(
     extra = others[0] if others else None
 
     among = partial(log_sum_exp, q, scale=scale, row_shards=shards, unit=normalize, dtype=queries.dtype, world=world)
-    positive = scale * (q * k).sum(-1)
-    over_keys, over_queries = positive, None
     if in_batch_negatives:
-        over_keys, over_queries = among(k, column_shards=shards, columnwise=symmetric, partners=[0])
+        over_keys, over_queries, (positive,) = among(k, column_shards=shards, columnwise=symmetric, partners=[0])
+    else:
+        over_keys = positive = scale * (q * k).sum(-1)
+        over_queries = None
     if extra is not None and extra.ndim == 3:
         own = torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1)
         over_keys = torch.logaddexp(over_keys, own)
     elif extra is not None and last.total > 0:
-        shared, _ = among(extra, column_shards=last, columnwise=False)
+        shared, *_ = among(extra, column_shards=last, columnwise=False)
         over_keys = torch.logaddexp(over_keys, shared)
     losses = over_keys - positive
     if over_queries is not None:

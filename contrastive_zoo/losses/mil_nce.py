@@ -68,7 +68,7 @@ def mil_nce(
     scale = logit_scale(temperature, world)
     v, y = (narrowed(prepared(rows, normalize=normalize), rows) for rows in (videos, texts))
 
-    over_texts, over_videos = log_sum_exp(
+    over_texts, over_videos, _ = log_sum_exp(
         v,
         y.flatten(0, 1),
         scale=scale,

@@ -101,10 +101,8 @@ def mnrl(
     if hardness_mode is None and not ("doc_to_doc" in directions and mined.total):  # each Z_i is a plain sum
         q, d, x = (narrowed(prepared(rows, normalize=normalize), rows) for rows in (queries, documents, negatives))
         kind_of_rows: Any = {"scale": scale, "unit": normalize, "dtype": queries.dtype, "world": world}
-        by_direction = _sums(q, d, x, directions, shards, mined, **kind_of_rows)
-        return reduce_anchors(
-            _together(by_direction, partition_mode) - scale * (q * d).sum(1), reduction=reduction, world=world
-        )
+        by_direction, positive = _sums(q, d, x, directions, shards, mined, **kind_of_rows)
+        return reduce_anchors(_together(by_direction, partition_mode) - positive, reduction=reduction, world=world)
 
     q, d, x = (prepared(rows, normalize=normalize) for rows in (queries, documents, negatives))
     mine = numbered(shards, q)
@@ -123,22 +121,22 @@ class MNRL(Loss, function=mnrl):
 
 def _sums(
     q: Tensor, d: Tensor, x: Tensor, directions: tuple[Direction, ...], shards: Shards, mined: Shards, **rows: Any
-) -> list[Tensor]:
-    """log Z of every direction, where none leaves out mined negatives."""
-    over_documents, over_queries = log_sum_exp(
+) -> tuple[list[Tensor], Tensor]:
+    """log Z of every direction, where none leaves out mined negatives; and the similarity of the pair."""
+    over_documents, over_queries, (positive,) = log_sum_exp(
         q, d, row_shards=shards, column_shards=shards, columnwise="doc_to_query" in directions, partners=[0], **rows
     )
     if mined.total:
-        over_mined, _ = log_sum_exp(q, x, row_shards=shards, column_shards=mined, columnwise=False, **rows)
+        over_mined, *_ = log_sum_exp(q, x, row_shards=shards, column_shards=mined, columnwise=False, **rows)
         over_documents = torch.logaddexp(over_documents, over_mined)
     sums = [over_documents]
     if over_queries is not None:
         sums.append(over_queries)
     if "query_to_query" in directions:
-        sums.append(self_log_sum_exp(q, shards=shards, **rows))
+        sums.append(self_log_sum_exp(q, shards=shards, **rows)[0])
     if "doc_to_doc" in directions:
-        sums.append(self_log_sum_exp(d, shards=shards, **rows))
-    return sums
+        sums.append(self_log_sum_exp(d, shards=shards, **rows)[0])
+    return sums, positive
 
 
 def _together(sums: list[Tensor], partition_mode: str) -> Tensor:

@@ -1,9 +1,9 @@
 """NT-Xent: each view must find its partner among all other views of the global batch."""
 
-from itertools import combinations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -52,13 +52,15 @@ def nt_xent(
 
     scale = logit_scale(temperature, world)
     rows = [narrowed(prepared(view, normalize=normalize), view) for view in views]
-    dots = {pair: (rows[pair[0]] * rows[pair[1]]).sum(-1) for pair in combinations(range(count), 2)}
-    positives = [torch.stack([x for pair, x in dots.items() if view in pair]).mean(0) for view in range(count)]
-    candidates = self_log_sum_exp(
-        in_a_row(rows), scale=scale, unit=normalize, dtype=views[0].dtype,
-        partners=[len(rows[0]) * step for step in range(1, count)], shards=shards.times(count), world=world,
+    partners = [len(rows[0]) * step for step in range(1, count)]
+    candidates, similarities = self_log_sum_exp(
+        in_a_row(rows), scale=scale, unit=normalize, dtype=views[0].dtype, partners=partners,
+        shards=shards.times(count), world=world,
     )  # fmt: skip
-    return reduce_anchors(candidates - scale * torch.cat(positives), reduction=reduction, world=world)
+    # a pair counts for its earlier and for its later view
+    both = [F.pad(s, (0, p)) + F.pad(s, (p, 0)) for p, s in zip(partners, similarities, strict=True)]
+    positive = torch.stack(both).sum(0) / (count - 1)
+    return reduce_anchors(candidates - positive, reduction=reduction, world=world)
 
 
 class NTXent(Loss, function=nt_xent):

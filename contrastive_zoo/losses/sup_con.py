@@ -78,7 +78,7 @@ def sup_con(
     positives = members[mine] - 1
     scale = logit_scale(temperature, world)
     positive = scale * (z * (class_sums.index_select(0, mine) - z)).sum(-1) / positives.clamp(min=1)
-    candidates = self_log_sum_exp(z, scale=scale, unit=normalize, dtype=embeddings.dtype, shards=shards, world=world)
+    candidates, _ = self_log_sum_exp(z, scale=scale, unit=normalize, dtype=embeddings.dtype, shards=shards, world=world)
     return reduce_anchors(candidates - positive, positives > 0, reduction=reduction, world=world)
 
 
