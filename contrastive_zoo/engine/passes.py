@@ -15,6 +15,27 @@ from contrastive_zoo.engine.evaluation import is_dense
 from contrastive_zoo.engine.precision import without_autocast
 
 
+def shared_by_panels(columns: Tensor) -> Tensor:
+    """Columns as a leaf that many panels are compared with: its squares are taken once, and few rows' gradient is sparse.
+
+    Example:
+        >>> columns = shared_by_panels(torch.eye(3))
+        >>> near = smallest(dot_products(torch.tensor([[3.0, 2.0, 1.0]]), columns), torch.ones(1, 3, dtype=torch.bool))
+        >>> torch.autograd.grad(near, columns)[0].is_sparse
+        True
+    """
+    leaf = columns.detach().requires_grad_()
+    leaf.squares = leaf.detach().square().sum(1)  # type: ignore[attr-defined]
+    return leaf
+
+
+def _mark(matrix: Tensor, columns: Tensor) -> Tensor:
+    """A matrix of panel and columns; if these are shared by panels, it says who takes a sparse gradient."""
+    if hasattr(columns, "squares"):
+        matrix.takes_pairs = matrix.grad_fn  # type: ignore[attr-defined]  # no more if it is changed in place
+    return matrix
+
+
 def dot_products(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """``anchors @ columns.T``; the backward pass skips the zeros where a mined loss's gradient is almost only zeros.
 
@@ -23,7 +44,7 @@ def dot_products(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -
         tensor([[1.],
                 [1.]])
     """
-    return anchors @ columns.T if is_dense() else _DotProducts.apply(anchors, columns)
+    return anchors @ columns.T if is_dense() else _mark(_DotProducts.apply(anchors, columns), columns)
 
 
 class _DotProducts(torch.autograd.Function):
@@ -31,6 +52,7 @@ class _DotProducts(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(anchors, columns)
+        ctx.shared = hasattr(columns, "squares")
         return anchors @ columns.T
 
     @staticmethod
@@ -38,8 +60,27 @@ class _DotProducts(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         anchors, columns = ctx.saved_tensors
-        w = gradient.to_sparse() if _few(gradient, anchors.shape[1]) else gradient
-        return w @ columns, w.t() @ anchors
+        if (pairs := _pairs(gradient, anchors.shape[1])) is not None:
+            i, j, w = pairs
+            return _sums(i, w * columns[j], anchors), _sums(j, w * anchors[i], columns, sparse=ctx.shared)
+        return gradient @ columns, gradient.t() @ anchors
+
+
+def _pairs(gradient: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows, columns and gradients [k, 1] of pairs if it is that of few; None if of many."""
+    if not gradient.is_sparse:
+        if not _few(gradient, width):
+            return None
+        gradient = gradient.to_sparse()
+    i, j = gradient._indices()
+    return i, j, gradient._values()[:, None]
+
+
+def _sums(index: Tensor, rows: Tensor, like: Tensor, *, sparse: bool = False) -> Tensor:
+    """What goes to each row of ``like``, of which only those of ``index`` get something."""
+    if sparse:
+        return torch.sparse_coo_tensor(index[None], rows, like.shape, check_invariants=False)
+    return torch.zeros_like(like).index_add_(0, index, rows)
 
 
 def _few(weights: Tensor, width: int) -> bool:
@@ -64,7 +105,7 @@ def euclidean(
         tensor([[5., 0.]])
     """
     if not is_dense():
-        return _Euclidean.apply(anchors, columns, squared)
+        return _mark(_Euclidean.apply(anchors, columns, squared), columns)
     both = anchors.square().sum(1)[:, None] + columns.square().sum(1)
     found = torch.addmm(both, anchors, columns.T, alpha=-2)
     there = found > _ROUNDING * torch.finfo(found.dtype).eps * both.detach()
@@ -80,7 +121,9 @@ class _Euclidean(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, columns: Tensor, squared: bool) -> Tensor:
-        both = anchors.square().sum(1)[:, None] + columns.square().sum(1)
+        ctx.shared = hasattr(columns, "squares")
+        squares: Tensor = columns.squares if ctx.shared else columns.square().sum(1)  # type: ignore[attr-defined]
+        both = anchors.square().sum(1)[:, None] + squares
         found = torch.addmm(both, anchors, columns.T, alpha=-2)
         found *= torch.gt(found, both.mul_(_ROUNDING * torch.finfo(found.dtype).eps), out=both)
         if not squared:
@@ -99,14 +142,26 @@ class _Euclidean(torch.autograd.Function):
             w = torch.gt(d, 0, out=torch.empty_like(d)).mul_(g)
             return w.mul_(2) if ctx.squared else w.div_(d.clamp(min=torch.finfo(d.dtype).tiny))
 
-        if _few(gradient, anchors.shape[1]):
-            w = gradient.to_sparse()
-            w.values().copy_(weigh(w.values(), found[tuple(w.indices())]))
-        else:
-            w = weigh(gradient, found)
+        if (pairs := _pairs(gradient, anchors.shape[1])) is not None:
+            i, j, g = pairs
+            apart = weigh(g, found[i, j, None]) * (anchors[i] - columns[j])
+            return _sums(i, apart, anchors), _sums(j, -apart, columns, sparse=ctx.shared), None
+        w = weigh(gradient, found)
         of_anchors, of_columns = w @ columns.new_ones(len(columns), 1), w.t() @ anchors.new_ones(len(anchors), 1)
         of_anchors, of_columns = of_anchors * anchors, of_columns * columns
         return of_anchors.addmm_(w, columns, alpha=-1), of_columns.addmm_(w.t(), anchors, alpha=-1), None
+
+
+def _others_beyond(x: Tensor, where: Tensor, beyond: float) -> Tensor:
+    """x of the marked columns; the others are about ``beyond``, which no x that is finite comes near."""
+    if x.device.type != "cpu":
+        return x.where(where, beyond)
+    others = torch.empty_like(x).copy_((~where).view(torch.uint8))
+    return torch.add(x, others, alpha=beyond, out=others)
+
+
+def _beyond(x: Tensor) -> float:
+    return torch.finfo(x.dtype).max / 4
 
 
 def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
@@ -127,13 +182,13 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, where: Tensor) -> Tensor:
-        marked = x.where(where, -torch.inf)
+        marked = _others_beyond(x, where, -_beyond(x))
         largest = marked.amax(1)
-        none = largest == -torch.inf
+        none = largest < -_beyond(x) / 2
         marked[none] = 0
         softmax = marked.softmax(1)
         ctx.save_for_backward(softmax, none)
-        return largest - softmax.amax(1).log_()
+        return (largest - softmax.amax(1).log_()).masked_fill_(none, -torch.inf)
 
     @staticmethod
     @once_differentiable
@@ -143,7 +198,7 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def largest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
-    """The largest of the marked columns of each row; −inf, without gradient, where none is marked.
+    """The largest of the marked columns of each row; −inf, without gradient, where none is marked. All x are finite.
 
     Equally large ones share the gradient, so that it does not depend on their order.
 
@@ -151,7 +206,7 @@ def largest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor
         >>> largest(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, False], [False, False]]))
         tensor([1., -inf])
     """
-    return _extreme(x, where, -torch.inf)
+    return _extreme(x, where, -1)
 
 
 def smallest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
@@ -161,31 +216,47 @@ def smallest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tenso
         >>> smallest(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, True], [False, False]]))
         tensor([1., inf])
     """
-    return _extreme(x, where, torch.inf)
+    return _extreme(x, where, 1)
 
 
-def _extreme(x: Tensor, where: Tensor, nothing: float) -> Tensor:
+def _extreme(x: Tensor, where: Tensor, sign: int) -> Tensor:
     if not is_dense():
-        return _Extreme.apply(x, where, nothing)
-    some = where.any(1)
+        return _Extreme.apply(x, where, sign, x.grad_fn is getattr(x, "takes_pairs", False))
+    some, nothing = where.any(1), sign * torch.inf
     marked = x.where(where | ~some[:, None], nothing)
-    return (marked.amax(1) if nothing < 0 else marked.amin(1)).where(some, nothing)
+    return (marked.amax(1) if sign < 0 else marked.amin(1)).where(some, nothing)
 
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Tensor, nothing: float) -> Tensor:
-        marked = x.where(where, nothing)
-        found = marked.amax(1) if nothing < 0 else marked.amin(1)
+    def forward(ctx: Any, x: Tensor, where: Tensor, sign: int, pairs: bool) -> Tensor:
+        marked = _others_beyond(x, where, sign * _beyond(x))
+        found = marked.amax(1) if sign < 0 else marked.amin(1)
+        none = sign * found > _beyond(x) / 2
         hit = torch.eq(marked, found[:, None], out=marked)
-        ctx.save_for_backward(hit, hit.sum(1), found == nothing)
-        return found
+        equals = hit.sum(1)
+        ctx.save_for_backward(none, equals, *(_places(hit, equals, none) if pairs else [hit]))
+        ctx.shape = x.shape
+        return found.masked_fill_(none, sign * torch.inf)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        hit, equals, none = ctx.saved_tensors
-        return hit * (gradient / equals).masked_fill(none, 0)[:, None], None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        none, equals, *places = ctx.saved_tensors
+        share = (gradient / equals).masked_fill(none, 0)
+        if len(places) == 1:
+            return places[0] * share[:, None], None, None, None
+        i, j = places
+        w = torch.sparse_coo_tensor(torch.stack([i, j]), share[i], ctx.shape, check_invariants=False)
+        return w, None, None, None
+
+
+def _places(hit: Tensor, equals: Tensor, none: Tensor) -> list[Tensor]:
+    """Rows and columns of the ones in a matrix of 0 and 1, but for rows that have none to show."""
+    if int(equals.amax()) == 1 and hit.shape[1] < 1 / torch.finfo(hit.dtype).eps:  # most often; a product tells which
+        i = (~none).nonzero()[:, 0]
+        return [i, (hit @ torch.arange(hit.shape[1], dtype=hit.dtype, device=hit.device))[i].long()]
+    return list(hit.masked_fill_(none[:, None], 0).nonzero().unbind(1))
 
 
 def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:

@@ -10,6 +10,7 @@ by panel already in the forward pass, and only divided by the global count after
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.engine import evaluation
 from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once
+from contrastive_zoo.engine.passes import shared_by_panels
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.world import Shards, World
@@ -117,9 +119,25 @@ class _Layout:
     own_from: int | None
     """The column at which my first anchor stands, where anchors are columns too."""
 
+    @cached_property
+    def _numbered(self) -> tuple[Tensor, Tensor]:
+        """Ids of anchors and columns as numbers 0, 1, … that floats hold."""
+        numbers = torch.cat([self.ids, self.column_ids]).unique(return_inverse=True)[1]
+        mine, everybody = numbers.to(torch.float32 if len(numbers) < 2**24 else torch.float64).split(
+            [len(self.ids), len(self.column_ids)]
+        )
+        return mine, everybody
+
+    def _same(self, rows: slice) -> Tensor:
+        if self.ids.device.type != "cpu":
+            return self.ids[rows, None] == self.column_ids
+        # a processor compares floats with floats several numbers at a time, and anything with booleans one by one
+        mine, everybody = self._numbered
+        return torch.eq(mine[rows, None], everybody, out=mine.new_empty(len(mine[rows]), len(everybody))).bool()
+
     def panel(self, rows: slice, anchors: Tensor, columns: Tensor) -> Panel:
         ids = self.ids[rows]
-        positive = ids[:, None] == self.column_ids
+        positive = self._same(rows)
         negative = ~positive
         if self.own_from is not None:
             positive.diagonal(self.own_from + rows.start).fill_(False)
@@ -260,9 +278,10 @@ class _Sweep:
         dz, dcolumns = torch.zeros_like(self.z), torch.zeros_like(self.everybody)
         dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]
         losses, counts = self.z.new_zeros(2, len(self.z), self.terms)  # nothing small stays behind between panels
+        columns = shared_by_panels(self.everybody)
         for rows in self._panels():
             with torch.enable_grad():
-                anchors, columns = self.z[rows].requires_grad_(), self.everybody.detach().requires_grad_()
+                anchors = self.z[rows].requires_grad_()
                 of_panel, counts[rows] = self._of(rows, anchors, columns)
             losses[rows] = of_panel.detach()
             if not of_panel.requires_grad:
@@ -271,7 +290,10 @@ class _Sweep:
             dz[rows], by_columns, *by_parameters = torch.autograd.grad(
                 of_panel, (anchors, columns, *self.parameters), weight, allow_unused=True, materialize_grads=True
             )
-            dcolumns += by_columns
+            if by_columns.is_sparse:
+                dcolumns.index_add_(0, by_columns._indices()[0], by_columns._values())
+            else:
+                dcolumns += by_columns
             for total, part in zip(dparameters, by_parameters, strict=True):
                 total += part
         dcolumns = add_up_rows(dcolumns, self.layout.column_shards, self.layout.world)

@@ -48,7 +48,7 @@ def farness(anchors: Tensor, columns: Tensor, metric: Metric) -> Float[Tensor, "
                 [-0., -1.]])
     """
     if metric == "similarity":
-        return -dot_products(anchors, columns)
+        return dot_products(-anchors, columns)
     return distances(anchors, columns) if metric == "distance" else squared_distances(anchors, columns)
 
 

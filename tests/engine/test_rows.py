@@ -173,13 +173,58 @@ def test_the_contract_holds_for_gradients_of_few_pairs(metric: str, rows_are: An
 
 
 def test_the_hardest_pairs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above sees them so."""
-    answers: list[bool] = []
-    question = passes._few
-    monkeypatch.setattr(passes, "_few", lambda *of: (answers.append(question(*of)), answers[-1])[1])
+    """The law above sees them so: nothing but them comes back."""
+    gradients: list[bool] = []
+    pairs = passes._pairs
+    monkeypatch.setattr(passes, "_pairs", lambda *of: (gradients.append(of[0].is_sparse), pairs(*of))[1])
     for make in HARD.values():
         make()(numbers(24, 2, seed=0).requires_grad_(), torch.arange(24) % 8)
-    assert answers == [True] * 3
+    assert gradients == [True] * 3
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_pairs_and_all_others_together(name: str) -> None:
+    """An extreme's gradient is added to that of other functions of the matrix, also of one that was changed in place."""
+    function = OF_ROWS[name]
+
+    def of(a: Tensor, b: Tensor) -> Tensor:
+        far = function(a, b if evaluation.is_dense() else passes.shared_by_panels(b))
+        found = passes.largest(far, far.detach() < 9) + far.sum(1)
+        if name == "dot_products":  # distances are needed as they are
+            far.clamp_(max=2)
+        return found + passes.smallest(far, far.detach() > 0).clamp(max=9)
+
+    def outcome() -> list[Tensor]:
+        a, b = (x.clone().requires_grad_() for x in alike())
+        found = of(a, b)
+        return [found.detach(), *torch.autograd.grad(found.sum(), a)]
+
+    with cz.dense():
+        expected = outcome()
+    for x, y in zip(outcome(), expected, strict=True):
+        close(x, y)
+
+
+def of_equals() -> None:
+    """Points that stand twice are equally near."""
+    z, labels = numbers(12, 2, seed=0).repeat(2, 1), torch.arange(24) % 4
+    loss = HARD["similarity"]()
+    found = outcome(loss, z, labels)
+    with cz.dense():
+        expected = outcome(loss, z, labels)
+    for x, y in zip(found, expected, strict=True):
+        close(x, y)
+
+
+def test_equals_share_the_gradient_of_few_pairs() -> None:
+    of_equals()
+
+
+def test_a_mutant_that_takes_equals_for_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = passes._places
+    monkeypatch.setattr(passes, "_places", lambda hit, equals, none: places(hit, torch.ones_like(equals), none))
+    with pytest.raises((AssertionError, IndexError)):
+        of_equals()
 
 
 def outcome(loss: torch.nn.Module, z: Tensor, labels: Tensor) -> list[Tensor]:
