@@ -143,9 +143,19 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
 
 def tile_shape(like: Tensor) -> tuple[int, int]:
     """Height and width of a tile: powers of two, two or four times as wide as high."""
-    room = (TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES) // like.dtype.itemsize
+    room = tile_bytes(like) // like.dtype.itemsize
     height = 2 ** max(0, int(math.log2(max(1, room // 2)) / 2))
     return height, max(1, room // height)
+
+
+def tile_bytes(like: Tensor) -> int:
+    """How large a tile may be on this device.
+
+    Example:
+        >>> tile_bytes(torch.empty(0)) == TILE_BYTES
+        True
+    """
+    return TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES
 
 
 def panels(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
@@ -172,13 +182,15 @@ def unit(x: Tensor) -> Tensor:
 
 
 class _Unit(torch.autograd.Function):
-    """y = x / |x|;  dx = (dy − y ⟨y, dy⟩) / |x|, in two passes where autograd takes eight."""
+    """y = x / |x|;  dx = (dy − y ⟨y, dy⟩) / |x|, a few rows at a time, which stay in the cache from step to step."""
 
     @staticmethod
     @without_autocast
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        y = x / length.clamp(min=shortest)
+        y, length = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
+        for some_x, some_y, some_length in _some(x, y, length):
+            torch.linalg.vector_norm(some_x, dim=-1, keepdim=True, out=some_length)
+            torch.div(some_x, some_length.clamp(min=shortest), out=some_y)
         ctx.save_for_backward(x, y, length)
         return y
 
@@ -186,10 +198,19 @@ class _Unit(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> Tensor | None:
         x, y, length = ctx.saved_tensors
+        dx = torch.empty_like(x)
         with torch.no_grad():
-            along = torch.linalg.vecdot(y, dy).unsqueeze(-1).where(length > shortest, 0)
-            dx = torch.addcmul(dy, y, along, value=-1).div_(length.clamp(min=shortest))
+            for some_dx, some_dy, some_y, some_length in _some(dx, dy, y, length):
+                along = torch.linalg.vecdot(some_y, some_dy).unsqueeze(-1).where(some_length > shortest, 0)
+                torch.addcmul(some_dy, some_y, along, value=-1, out=some_dx).div_(some_length.clamp(min=shortest))
         return once(dx, x)
+
+
+def _some(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of several tensors together, as many of the first as a quarter of a tile holds."""
+    first = rows[0]
+    height = max(1, tile_bytes(first) // 4 // max(1, first[:1].nbytes)) if len(first) else 1
+    return zip(*(x.split(height) for x in rows), strict=True)
 
 
 shortest = 1e-12

@@ -190,9 +190,9 @@ class _LogSumExp(torch.autograd.Function):
             else:
                 travel.give_back(dcolumns, parts)
             ctx.kept.release()
-            dscale = torch.dot(rows.flatten(), drows.flatten()) / scale
-            if sweep.one_tower:  # there a pair stands in two rows
-                dscale = dscale / 2
+            dscale = None
+            if ctx.needs_input_grad[3]:  # of one tower a pair stands in two rows
+                dscale = torch.dot(rows.flatten(), drows.flatten()) / (2 * scale if sweep.one_tower else scale)
         gradients = (drows, None if sweep.one_tower else dcolumns, dscale)
         return None, *(once(x, rows, columns, scale) for x in gradients)
 
