@@ -264,22 +264,24 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Everybodys(torch.autograd.Function):
-    """y = what has been gathered of all ranks' x, where every rank computes the same from it;  dx = my slice of dy."""
+    """y = what has been gathered of all ranks' x, and every rank computes the same from;  dx = factor · my slice of dy."""
 
     @staticmethod
-    def forward(ctx: Any, shards: Sequence[Shards], world: World, found: Sequence[Tensor], *rows: Tensor) -> Any:
-        ctx.shards, ctx.world = shards, world
+    def forward(
+        ctx: Any, shards: Sequence[Shards], world: World, factor: int, found: Sequence[Tensor], *rows: Tensor
+    ) -> Any:
+        ctx.shards, ctx.world, ctx.factor = shards, world, factor
         ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        mine = (_OwnSlice.apply(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True))
-        return None, None, None, *mine
+        mine = (ctx.factor * _OwnSlice.apply(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True))
+        return None, None, None, None, *mine
 
 
 def gather_together(
-    rows: Sequence[Tensor], shards: Sequence[Shards], world: World, luggage: Luggage | None = None
+    rows: Sequence[Tensor], shards: Sequence[Shards], world: World, luggage: Luggage | None = None, *, factor: int = 1
 ) -> list[Tensor]:
     """:func:`all_gather` with ``gradient="complete"`` of several tensors, for those who have met already.
 
@@ -290,6 +292,7 @@ def gather_together(
         shards: of each of them.
         world: whose.
         luggage: what came along, if :func:`packed` made it of the same rows.
+        factor: what my rows' gradient is multiplied by.
 
     Example:
         >>> gather_together([torch.ones(1, 2), torch.tensor([7])], [Shards((1,))] * 2, World())
@@ -299,26 +302,24 @@ def gather_together(
         return list(rows)
     found: list[Tensor | None] = [None] * len(rows)
     if luggage is not None and luggage.arrived is not None and room_for(rows, shards) <= luggage.arrived.shape[1]:
-        return list(_Everybodys.apply(shards, world, _unpacked(luggage.arrived, rows, shards), *rows))
+        return list(_Everybodys.apply(shards, world, factor, _unpacked(luggage.arrived, rows, shards), *rows))
     for alike in dict.fromkeys(shards):
         which = [index for index, x in enumerate(shards) if x == alike]
         parts = [_as_bytes(rows[index].detach()) for index in which]
         everybody = gather_rows(torch.cat(parts, 1), alike, world).split([x.shape[1] for x in parts], 1)
         for index, part in zip(which, everybody, strict=True):
             found[index] = _from_bytes(part.contiguous(), rows[index])
-    return list(_Everybodys.apply(shards, world, found, *rows))
+    return list(_Everybodys.apply(shards, world, factor, found, *rows))
 
 
-def packed(rows: Sequence[Tensor], room: int, world: World) -> Luggage:
-    """Rows to travel with a card, in so many bytes; nothing of them if they do not fit, which all ranks will see.
+def packed(rows: Sequence[Tensor], room: int) -> Luggage:
+    """Rows to travel with a card, in so many bytes; none of them if they do not fit, which all ranks will see.
 
     Example:
-        >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)], 3, World()).mine
-        tensor([1, 2, 0], dtype=torch.uint8)
+        >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)], 3)
+        Luggage(mine=[tensor([1, 2], dtype=torch.uint8)], room=3, arrived=None)
     """
-    nothing = torch.empty(0, dtype=torch.uint8, device=world.device)
-    flat = torch.cat([nothing, *(_as_bytes(x.detach()).flatten() for x in rows)])
-    return Luggage(torch.cat([flat, flat.new_zeros(room - len(flat))]) if len(flat) <= room else flat.new_zeros(room))
+    return Luggage([_as_bytes(x.detach()).flatten() for x in rows], room)
 
 
 def room_for(rows: Sequence[Tensor], shards: Sequence[Shards]) -> int:
@@ -338,6 +339,10 @@ def _row_bytes(rows: Tensor) -> int:
 
 def _unpacked(arrived: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
     widths = [_row_bytes(x) for x in rows]
+    if all(len(set(of.sizes)) == 1 for of in shards):
+        sizes = [width * of.size for width, of in zip(widths, shards, strict=True)]
+        parts = zip(arrived[:, : sum(sizes)].split(sizes, 1), shards, widths, rows, strict=True)
+        return [_from_bytes(part.reshape(of.total, width), x) for part, of, width, x in parts]
     found: list[list[Tensor]] = [[] for _ in rows]
     for rank, bag in enumerate(arrived):
         sizes = [width * of.sizes[rank] for width, of in zip(widths, shards, strict=True)]

@@ -183,8 +183,6 @@ class DistributedLoss(nn.Module):
                 return self.loss(*rows, **named_rows)  # says so in its own words
             # this rank alone may have forgotten an argument; the others would wait for it
             refuse(_name(bare), f"{error}.", world=world)
-        if world.size > 1:
-            bound.arguments = tree_map(_once(lambda x: _scale_rows(x, world.size)), dict(bound.arguments))
         if getattr(bare, "sharded", False) and self.grad_reduction == "sum":
             bare.shard_gradient_scale = world.size  # no trainer adds up what each rank holds for itself
         with agreeing(self._known, grad_reduction=self.grad_reduction, mode=self.mode) as agreement:
@@ -193,6 +191,7 @@ class DistributedLoss(nn.Module):
             elif world.size > 1 and self._few_rows and bare.can_be_replicated(bound.arguments):
                 value = self._on_every_rank(bound, world)
             else:
+                bound.arguments = _scaled(bound.arguments, world)
                 value = self.loss(*bound.args, **bound.kwargs, world=world)
         self._few_rows = few(agreement.total**2 // 16)  # up to 1,024: what messages cost, so many similarities cost too
         if self.grad_reduction == "sum" and world.size > 1:
@@ -225,7 +224,7 @@ class DistributedLoss(nn.Module):
         brought = Brought.meet(name, bound.arguments, world=world, problem=problem, last_value=last, room=self._room)
         if self.mode == "sharded":
             sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
-            return sharded(self.loss, self.miner, bound.arguments, brought.shards, world)
+            return sharded(self.loss, self.miner, _scaled(bound.arguments, world), brought.shards, world)
         # computed on all rows by every rank alike, so that each holds the complete gradient
         bound.arguments = self._gathered(brought, world)
         with one_stream(world, brought.device):
@@ -326,7 +325,7 @@ class Brought(NamedTuple):
                     f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
                     f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
                 )
-        luggage = packed([_movable(x, world) for x in rows.values()], room, world) if room else None
+        luggage = packed([_movable(x, world) for x in rows.values()], room) if room else None
         shards = meet(
             name, rows, world=world, problem=problem, settings=settings, last_value=last_value, luggage=luggage
         )
@@ -343,9 +342,9 @@ class Brought(NamedTuple):
         return needed if needed <= _MOST_LUGGAGE else 0
 
     def gathered(self, world: World) -> dict[str, Any]:
-        """The arguments with every tensor of rows replaced by all ranks' rows."""
+        """The arguments with every tensor of rows replaced by all ranks' rows, whose gradients come out W times."""
         here = [_movable(self.leaves[path], world) for path in self.shards]
-        found = gather_together(here, list(self.shards.values()), world, self.luggage)
+        found = gather_together(here, list(self.shards.values()), world, self.luggage, factor=world.size)
         everybody: dict[str, Tensor] = {}
         for path, all_ranks in zip(self.shards, found, strict=True):
             twin = next((x for x in everybody if self._are_one(x, path) and torch.equal(everybody[x], all_ranks)), None)
@@ -497,6 +496,11 @@ def scale_gradient(x: Any, factor: float) -> Any:
     return _ScaleGradient.apply(x, factor) if isinstance(x, Tensor) and x.requires_grad and factor != 1 else x
 
 
-def _scale_rows(x: Any, factor: float) -> Any:
-    """The same for rows; a single number is a parameter, of which every rank has the complete gradient already."""
-    return scale_gradient(x, factor) if isinstance(x, Tensor) and x.ndim > 0 else x
+def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Rows whose gradients come out W times; a single number is a parameter, whose gradient every rank has whole."""
+    if world.size == 1:
+        return dict(arguments)
+    scaled: dict[str, Any] = tree_map(
+        _once(lambda x: scale_gradient(x, world.size) if isinstance(x, Tensor) and x.ndim > 0 else x), dict(arguments)
+    )
+    return scaled

@@ -27,9 +27,10 @@ Known = dict[tuple[str, tuple[str, ...]], tuple[list[int], list[Shards]]]
 
 @dataclass
 class Luggage:
-    """Bytes that travel along with a meeting's card, as many from every rank, and everybody's, [W, room], once there."""
+    """Bytes that travel along with a meeting's card, in as much room on every rank, and everybody's, [W, room]."""
 
-    mine: Tensor
+    mine: Sequence[Tensor]
+    room: int
     arrived: Tensor | None = None
 
 
@@ -121,7 +122,7 @@ def meet(
     if luggage is None:
         cards = world.exchange(card)
     else:
-        cards, luggage.arrived = world.exchange_with(card, luggage.mine)
+        cards, luggage.arrived = world.exchange_with(card, luggage.mine, luggage.room)
     if any(card[0] for card in cards):
         raise ValueError(f"{caller}: {_complaints(world.exchange_text(problem or ''))}")
     if len({card[1] for card in cards}) > 1:

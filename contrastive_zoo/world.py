@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
@@ -114,12 +115,12 @@ class World:
             )
         return cls(dist.get_rank(group), dist.get_world_size(group), group, check_finite, ring)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where the group's messages must lie."""
         return torch.device((self.on_accelerators and torch.accelerator.current_accelerator()) or "cpu")
 
-    @property
+    @cached_property
     def on_accelerators(self) -> bool:
         """Whether the backend moves what lies on accelerators, and nothing else."""
         return self.size > 1 and str(dist.get_backend(self.group)) in ("nccl", "xccl", "hccl")
@@ -138,20 +139,26 @@ class World:
         all_gather_single(everybody, mine, group=self.group)
         return everybody.view(self.size, -1).tolist()
 
-    def exchange_with(self, numbers: Sequence[int], luggage: Tensor) -> tuple[list[list[int]], Tensor]:
+    def exchange_with(
+        self, numbers: Sequence[int], luggage: Sequence[Tensor], room: int
+    ) -> tuple[list[list[int]], Tensor]:
         """Everybody's ``numbers``, and in the same message everybody's bytes, [W, room]; room is the same everywhere.
 
+        Of bytes that do not fit none travel; of fewer than fit, zeros follow.
+
         Example:
-            >>> ALONE.exchange_with([3], torch.tensor([1, 2], dtype=torch.uint8))
-            ([[3]], tensor([[1, 2]], dtype=torch.uint8))
+            >>> ALONE.exchange_with([3], [torch.tensor([1, 2], dtype=torch.uint8)], 3)
+            ([[3]], tensor([[1, 2, 0]], dtype=torch.uint8))
         """
-        if self.size == 1:
-            return [list(numbers)], luggage[None]
         head = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8).to(self.device)
-        mine = torch.cat([head, luggage])
-        everybody = mine.new_empty(self.size * len(mine))
+        size = sum(x.shape[0] for x in luggage)
+        fitting, size = (luggage, size) if size <= room else ([], 0)
+        mine = torch.cat([head, *fitting, head.new_zeros(room - size)])
+        if self.size == 1:
+            return [list(numbers)], mine[None, head.shape[0] :]
+        everybody = mine.new_empty(self.size * mine.shape[0])
         all_gather_single(everybody, mine, group=self.group)
-        heads, bags = everybody.view(self.size, -1).split([len(head), len(luggage)], 1)
+        heads, bags = everybody.view(self.size, -1).split([head.shape[0], room], 1)
         return heads.cpu().contiguous().view(torch.int64).tolist(), bags
 
     def exchange_text(self, text: str) -> list[str]:

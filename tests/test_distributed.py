@@ -358,8 +358,8 @@ def test_it_takes_no_message_of_its_own(worlds: Worlds) -> None:
         for check_equal in (True, False):
             sent: list[int] = []
             World.exchange = lambda self, card, sent=sent: sent.append(len(card)) or before[0](self, card)
-            World.exchange_with = lambda self, card, bag, sent=sent: (
-                sent.append(len(card)) or before[1](self, card, bag)
+            World.exchange_with = lambda self, card, *bag, sent=sent: (
+                sent.append(len(card)) or before[1](self, card, *bag)
             )
             try:
                 loss = cz.DistributedLoss(foreign, check_equal=check_equal)
