@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo._compat import all_gather_single, reduce_scatter_single
+from contrastive_zoo._compat import reduce_scatter_single
 from contrastive_zoo.meeting import Luggage, meet
 from contrastive_zoo.world import Processes, Shards, World
 
@@ -75,14 +75,12 @@ def _on_their_way(rows: Tensor, shards: Shards, world: World) -> Callable[[], Te
     highest = max(shards.sizes)
     if len(mine) < highest:
         mine = torch.cat([mine, mine.new_zeros(highest - len(mine), mine.shape[1])])
-    everybody = mine.new_empty(world.size * highest, mine.shape[1])
-    work = all_gather_single(everybody, mine, group=world.group, async_op=True)
+    wait = world.start_gather(mine)
 
     def arrived() -> Tensor:
-        work.wait()
+        parts = wait()
         if min(shards.sizes) == highest:
-            return _from_bytes(everybody, rows)
-        parts = everybody.view(world.size, highest, -1)
+            return _from_bytes(parts.flatten(0, 1), rows)
         return _from_bytes(torch.cat([x[:size] for x, size in zip(parts, shards.sizes, strict=True)]), rows)
 
     return arrived
@@ -170,7 +168,7 @@ def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
 
 def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Tensor:
     """Elementwise extreme, without gradient."""
-    return x if world.size == 1 else _reduced(x, op, world, lambda y: dist.all_reduce(y, _OPS[op], world.group))
+    return x if world.size == 1 else _reduced_everywhere(x, op, world)
 
 
 def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
@@ -191,6 +189,19 @@ def _reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any
     return wide.to(x.dtype) if x.is_floating_point() else wide
 
 
+def _reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
+    def run(y: Tensor) -> None:
+        if not world.sends_directly(y):
+            dist.all_reduce(y, _OPS[op], world.group)
+        elif op in ("max", "min"):
+            everybody = world.start_gather(y)()
+            y.copy_(everybody.amax(0) if op == "max" else everybody.amin(0))
+        else:
+            y.copy_(world.start_gather(y)().sum(0))
+
+    return _reduced(x, op, world, run)
+
+
 # ------------------------------------------------------------------------------------------- forward and its adjoint
 
 
@@ -200,7 +211,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: Reduction, gradient: Gradient, world: World) -> Tensor:
         ctx.op, ctx.gradient, ctx.world = op, gradient, world
-        y = _reduced(x, op, world, lambda wide: dist.all_reduce(wide, _OPS[op], world.group))
+        y = _reduced_everywhere(x, op, world)
         if op in ("max", "min"):
             ctx.save_for_backward(_winners(x, y, world))
         return y
@@ -426,7 +437,7 @@ class _Replicated(torch.autograd.Function):
 def _winners(x: Tensor, best: Tensor, world: World) -> Tensor:
     """Each rank's share in a maximum: 1 where it alone holds it, 1/k among k that tie, 0 elsewhere."""
     won = (x.detach() == best).to(x.dtype if x.is_floating_point() else torch.float32)
-    return won / _reduced(won, "sum", world, lambda wide: dist.all_reduce(wide, group=world.group))
+    return won / _reduced_everywhere(won, "sum", world)
 
 
 def _to_sources(dy: Tensor, ctx: Any) -> Tensor:

@@ -14,7 +14,6 @@ from pytorch_metric_learning import losses
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo import collectives
 from contrastive_zoo import world as worlds_module
 from contrastive_zoo.distributed import EVERY_NTH_VALUE, FIRST_VALUES, GlobalIndices
 from contrastive_zoo.mining import DistributedMiner
@@ -430,7 +429,7 @@ def messages(job: Callable[[], Any]) -> int:
     """How many collectives this rank takes part in."""
     names = ["all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv"]
     sent, before = [], {name: getattr(dist, name) for name in names}
-    gathers = {module: module.all_gather_single for module in (collectives, worlds_module)}
+    gather = worlds_module.all_gather_single
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: (sent.append(call), call(*args, **kwargs))[1]
@@ -438,14 +437,12 @@ def messages(job: Callable[[], Any]) -> int:
     try:
         for name, call in before.items():
             setattr(dist, name, counted(call))
-        for module, call in gathers.items():
-            module.all_gather_single = counted(call)
+        worlds_module.all_gather_single = counted(gather)
         job()
     finally:
         for name, call in before.items():
             setattr(dist, name, call)
-        for module, call in gathers.items():
-            module.all_gather_single = call
+        worlds_module.all_gather_single = gather
     return len(sent)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contrastive_zoo.testing import laws
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import Case, Gradients, Trial, value_of, whole_batch
+from contrastive_zoo.testing.trial import Case, Gradients, Plan, Trial, value_of, whole_batch
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 CLOSE = 1e-6
@@ -373,7 +373,7 @@ def _computes(
 
 def _probe(case: Case, batch: GlobalBatch, worlds: Worlds) -> _Probe:
     trial = Trial(case, batch, worlds)
-    alone, together = trial.alone(), trial.together()
+    alone, together = trial.alone(), trial.together(Plan(listening=True))
     parameters = compare(trial.reduced("parameters"), alone.parameters) if alone.parameters else None
     encoder = compare(trial.reduced("encoder"), alone.encoder)
     return _Probe([x.value for x in together], alone.value, encoder, parameters, together[0].collectives, batch)

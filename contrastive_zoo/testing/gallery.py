@@ -114,7 +114,13 @@ def sizes(x: Tensor) -> list[int]:
 
 def parts(x: Tensor) -> list[Tensor]:
     """Everybody's rows by rank, without gradient; padded on the way, so that uneven shards do not stop a recipe."""
-    return list(all_gather(x.detach()).split(sizes(x)))
+    if ranks()[1] == 1:
+        return [x.detach()]
+    counts = sizes(x)
+    mine = torch.cat([x.detach(), x.new_zeros(max(counts) - len(x), *x.shape[1:])])
+    found = [torch.empty_like(mine) for _ in counts]
+    dist.all_gather(found, mine)
+    return [y[:count] for y, count in zip(found, counts, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------------- the right ones
@@ -381,7 +387,10 @@ def _() -> Any:
     """a cross-correlation all-reduced in place (Barlow Twins): right value, gradient of my own term"""
 
     def total(c: Tensor) -> Tensor:
-        return c + (all_reduce(c.detach()) - c.detach())
+        every = c.detach().clone()
+        if ranks()[1] > 1:
+            dist.all_reduce(every)
+        return c + (every - c.detach())
 
     return lambda view1, view2: _correlations(view1, view2, total)
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -75,12 +76,12 @@ class Measurement:
     state: Gradients = field(default_factory=dict)
     """The loss's buffers after the step."""
     collectives: frozenset[str] = frozenset()
-    """Names of those called in the forward pass, as the dispatcher knows them."""
+    """Names of those called in the forward pass, as the dispatcher knows them, if the plan is listening."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a batch is fed: scaled, in another order of ranks or rows, followed by a second one."""
+    """How a batch is fed: scaled, in another order of ranks or rows, followed by a second one; what is heard of it."""
 
     scale: float = 1.0
     shards: tuple[int, ...] | None = None
@@ -88,6 +89,8 @@ class Plan:
     shuffle_rows: bool = False
     then: int | None = None
     """Seed of a second batch whose backward pass runs after both forward passes; their mean is the loss."""
+    listening: bool = False
+    """Whether the names of collectives are wanted, which slows every operation down."""
 
 
 AS_IS = Plan()
@@ -140,8 +143,7 @@ class Trial:
 
 def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     """Run on every rank: make the loss, feed it this rank's rows, go backward, look."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
+    _start()
     made = case.make()
     batches = [batch] if plan.then is None else [batch, replace(batch, seed=plan.then)]
     if case.step:
@@ -150,7 +152,8 @@ def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     encoder = Encoder(batch.d)
     if isinstance(made, nn.Module):
         made = made.double()
-    with _Listener() as heard:
+    heard = _Listener()
+    with heard if plan.listening else nullcontext():
         values = [_scalar(made(*encoder.rows(my_rows(case, x, plan)))) for x in batches]
     for value in values:
         (plan.scale * value / len(values)).backward()
@@ -158,6 +161,14 @@ def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     module = made if isinstance(made, nn.Module) else nn.Module()
     of_encoder, of_loss = (_gradients(x.named_parameters()) for x in (encoder, module))
     return Measurement(mean, of_encoder, of_loss, _state(module), frozenset(heard.names))
+
+
+def _start() -> None:
+    torch.set_default_dtype(torch.float64)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # torch.manual_seed writes down its caller's stack for a CUDA to come, which takes longer than a loss
+        torch.default_generator.manual_seed(0)
 
 
 def _measure_step(
@@ -198,8 +209,7 @@ def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float
 
 
 def _value(case: Case, samples: list[Tensor], d: int) -> float:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
+    _start()
     made = case.make()
     if isinstance(made, nn.Module):
         made = made.double()
@@ -227,9 +237,9 @@ class _Listener(TorchDispatchMode):
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        moved = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dtype != torch.int64]
-        if func.namespace in ("c10d", "_c10d_functional") and moved:
-            self.names.add(func._opname)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            moved = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dtype != torch.int64]
+            self.names |= {func._opname} if moved else set()
         return func(*args, **(kwargs or {}))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from contrastive_zoo.testing import _rank
 from contrastive_zoo.testing._rank import Where, report
@@ -77,6 +77,9 @@ class Worlds:
         self.threads = threads
         self._live: dict[int, _World] = {}
         self._finalizer = weakref.finalize(self, _kill_all, self._live, os.getpid())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a pool of worlds belongs to the process that made it")
 
     def __enter__(self) -> Worlds:
         return self
