@@ -6,8 +6,8 @@ import textwrap
 
 import pytest
 
-ROWS, LIMIT = 16_384, 300 * 2**20
-"""The matrix of their similarities has 1 GiB in float32, of which the default budget keeps an eighth."""
+ROWS, BUDGET, LIMIT = 8_192, 32 * 2**20, 100 * 2**20
+"""The matrix of their similarities has 256 MiB in float32, of which the budget keeps an eighth."""
 
 MEASURE = """
 import gc, re, sys
@@ -29,7 +29,8 @@ loss(64)  # lazy imports, thread pools
 gc.collect()
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts from here
 before = status("VmRSS")
-loss({rows})
+with cz.memory_budget({budget}):
+    loss({rows})
 print(status("VmHWM") - before)
 """
 
@@ -43,7 +44,7 @@ CALLS = {
 
 def peak(name: str) -> int:
     """Bytes beyond what the process held before, at the highest."""
-    script = textwrap.dedent(MEASURE).format(call=CALLS[name], rows=ROWS)
+    script = textwrap.dedent(MEASURE).format(call=CALLS[name], rows=ROWS, budget=BUDGET)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return int(run.stdout)

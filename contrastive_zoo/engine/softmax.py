@@ -95,6 +95,7 @@ def log_sum_exp(
     unit: bool = False,
     dtype: torch.dtype | None = None,
     partners: Sequence[int] = (),
+    pace: int = 1,
     world: World,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None, list[Float[Tensor, " k"]]]:
     """``logsumexp(scale * A @ B.T, 1)`` for my rows and ``logsumexp(scale * A @ B.T, 0)`` for my columns; and partners'.
@@ -109,12 +110,13 @@ def log_sum_exp(
         unit: whether rows and columns are known to be no longer than 1.
         dtype: of rows and columns as they came. If it has 16 bits they are such numbers, and products round their factors to
             them.
-        partners: how much further than row i the columns of its partners are, of the same rank.
+        partners: how much further than column ``pace`` · i the partners of row i are, of the same rank.
+        pace: how many columns belong to a row.
         world: who holds them.
 
     Returns:
         R of my rows and C of my columns, both over the global batch, None for a C that is not wanted; and for each of
-        ``partners`` ``(scale * A @ B.T).diagonal(p)`` of my own rows and columns.
+        ``partners`` ``(scale * A @ B.T)[:, p::pace].diagonal()`` of my own rows and columns.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
@@ -128,12 +130,12 @@ def log_sum_exp(
         every_column = all_gather(columns, shards=column_shards, process_group=world)
         s = scale * rows @ every_column.T
         c = torch.logsumexp(scale * columns @ every_row.T, 1) if columnwise else None
-        return torch.logsumexp(s, 1), c, _diagonals(s[:, column_shards.mine], partners)
+        return torch.logsumexp(s, 1), c, _diagonals(s[:, column_shards.mine], partners, pace)
     if world.size == 1 and len(rows) and len(columns) and few(len(rows) * len(columns)):
         s = scale * rows @ columns.T
-        return torch.logsumexp(s, 1), torch.logsumexp(s, 0) if columnwise else None, _diagonals(s, partners)
+        return torch.logsumexp(s, 1), torch.logsumexp(s, 0) if columnwise else None, _diagonals(s, partners, pace)
     sweep = _Sweep(
-        row_shards, column_shards, world, False, columnwise, unit, isinstance(scale, Tensor), dtype, partners
+        row_shards, column_shards, world, False, columnwise, unit, isinstance(scale, Tensor), dtype, partners, pace
     )
     r, c, *positives = _LogSumExp.apply(
         sweep, rows, columns, torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
@@ -148,8 +150,8 @@ def _of_others(s: Tensor, partners: Sequence[int], start: int = 0) -> tuple[Tens
     return s.masked_fill(own, -torch.inf).logsumexp(1), _diagonals(s[:, start : start + len(s)], partners)
 
 
-def _diagonals(s: Tensor, partners: Sequence[int]) -> list[Tensor]:
-    return [s.diagonal(step) for step in partners]
+def _diagonals(s: Tensor, partners: Sequence[int], pace: int = 1) -> list[Tensor]:
+    return [s[:, step::pace].diagonal() for step in partners]
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -213,24 +215,32 @@ class _Sweep:
     dtype: torch.dtype | None = None
     """Of the rows as they came; those of 16 bits travel so, and are multiplied so where that is quicker."""
     partners: Sequence[int] = ()
-    """Of row i the columns i + so many of the same rank."""
+    """Of row i the columns pace · i + so many of the same rank."""
+    pace: int = 1
 
     @cached_property
     def blocks(self) -> list[Block]:
         return schedule(self.row_shards, self.column_shards, half=self.one_tower)
 
-    def meetings(self, i: slice, j: slice, *, both: bool = False) -> Iterator[tuple[int, int, slice]]:
-        """Where rows i and columns j of my own block are partners: which, on what diagonal, and of which rows.
+    def meetings(self, i: slice, j: slice, *, both: bool = False) -> Iterator[tuple[int, slice, int, int]]:
+        """Where rows i meet partners among columns j of my own block: which ones, whose, and the place of the first.
 
-        With ``both`` also the lower diagonals, where the partner comes first: as ``rows`` those of the partners.
+        With ``both`` also where the same rows are columns and the partners are rows.
         """
-        height, width = i.stop - i.start, j.stop - j.start
         for number, step in enumerate(self.partners):
-            for sign in (1, -1) if both else (1,):
-                offset = sign * step + i.start - j.start
-                if -height < offset < width:
-                    start = min(i.start + max(0, -offset), j.start + max(0, offset))
-                    yield number, offset, slice(start, start + min(height, height + offset, width, width - offset))
+            first, last = (-((step - start) // self.pace) for start in (j.start, j.stop))
+            of = slice(max(i.start, first), min(i.stop, last))
+            if of.start < of.stop:
+                row, column = of.start - i.start, step + self.pace * of.start - j.start
+                yield number, of, row, column
+                if both:
+                    yield number, of, column, row
+
+    def line(self, tile: Tensor, of: slice, row: int, column: int) -> Tensor:
+        """Of a tile what :meth:`meetings` speaks of."""
+        down, right = tile.stride()
+        start = tile.storage_offset() + row * down + column * right
+        return tile.as_strided((of.stop - of.start,), (down + self.pace * right,), start)
 
     def travel(self, columns: Tensor, everybody: Tensor | None = None) -> Gathered | Ring:
         if self.world.ring:
@@ -275,7 +285,7 @@ class _Sweep:
         """Of my rows over all columns and of my columns over all rows; partners; the tiles, as many as may be kept."""
         room, total, parts = self._room(rows), arithmetic.nothing(len(rows), rows), []
         count = self.column_shards.size
-        positives = [rows.new_zeros(max(0, min(len(rows), count - step))) for step in self.partners]
+        positives = [rows.new_zeros(max(0, min(len(rows), -((step - count) // self.pace)))) for step in self.partners]
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self.tiles(rows, travel):
             mine, by_row = rows[block.rows], total[block.rows]
@@ -287,8 +297,8 @@ class _Sweep:
                     tile = room.tile(i, j)
                     keep = kept is not None and kept.takes(tile.nbytes)
                     s = _similarities(a, b, scale, torch.empty_like(tile) if keep else tile, diagonal)
-                    for number, offset, of in self.meetings(i, j) if index == 0 else ():
-                        positives[number][of] = s.diagonal(offset)
+                    for number, of, *place in self.meetings(i, j) if index == 0 else ():
+                        positives[number][of] = self.line(s, of, *place)
                     arithmetic.enter(s)
                     arithmetic.add(of_rows, s, 1)
                     if self.columnwise and not diagonal:
@@ -337,8 +347,8 @@ class _Sweep:
                     by_column = None if column_weights is None else column_weights[j]
                     weights = arithmetic.weights(s, weights_of_rows, by_column, out.tile(i, j))
                     db = None if pull is None or diagonal else pull[j]
-                    for number, offset, of in self.meetings(i, j, both=diagonal) if index == 0 else ():
-                        weights.diagonal(offset).add_(of_positives[number][of])
+                    for number, of, *place in self.meetings(i, j, both=diagonal) if index == 0 else ():
+                        self.line(weights, of, *place).add_(of_positives[number][of])
                     da.addmm_(weights, b, alpha=scale)
                     if db is not None:
                         db.addmm_(weights.T, a, alpha=scale)

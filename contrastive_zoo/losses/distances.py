@@ -44,8 +44,8 @@ def farness(anchors: Tensor, columns: Tensor, metric: Metric) -> Float[Tensor, "
 
     Example:
         >>> farness(torch.eye(2), torch.eye(2), "similarity")
-        tensor([[-1., -0.],
-                [-0., -1.]])
+        tensor([[-1.,  0.],
+                [ 0., -1.]])
     """
     if metric == "similarity":
         return dot_products(-anchors, columns)

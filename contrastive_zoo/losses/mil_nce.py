@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.precision import product
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
 from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, rows_problem, word_problem
@@ -68,7 +67,7 @@ def mil_nce(
     scale = logit_scale(temperature, world)
     v, y = (narrowed(prepared(rows, normalize=normalize), rows) for rows in (videos, texts))
 
-    over_texts, over_videos, _ = log_sum_exp(
+    over_texts, over_videos, positives = log_sum_exp(
         v,
         y.flatten(0, 1),
         scale=scale,
@@ -76,10 +75,12 @@ def mil_nce(
         column_shards=shards.times(y.shape[1]),
         unit=normalize,
         dtype=videos.dtype,
+        partners=range(y.shape[1]),
+        pace=y.shape[1],
         world=world,
     )
     assert over_videos is not None  # columnwise is the default
-    positive = torch.logsumexp(scale * product(y, v[:, :, None]).squeeze(-1), 1)
+    positive = torch.stack(positives).logsumexp(0)
     every = torch.logaddexp(over_texts, torch.logsumexp(over_videos.view(y.shape[:2]), 1))
     if denominator == "exact":  # either sum holds the positives, so that they are at most half of both
         every = every + torch.log1p(-(positive - every).exp().clamp(max=0.5))

@@ -36,6 +36,7 @@ class Way:
     unit: bool = False
     dtype: torch.dtype | None = None
     partners: tuple[int, ...] = ()
+    pace: int = 1
 
     @property
     def ahead(self) -> list[int]:
@@ -58,6 +59,8 @@ WAYS = [
     Way(scale=900.0, ring=True, keep=2**20),
     Way(scale=700.0, unit=True, tile_bytes=64),  # shifted, with u > 0
     Way(partners=(1, 0)),
+    Way(partners=(0, 1, 3), pace=2),
+    Way(partners=(4, 1), pace=3, tile_bytes=64),
     Way(scale=900.0, partners=(0, 2, 3), tile_bytes=64, keep=2**20),
     # rows that came in 16 bits; in 64 nothing is rounded
     Way(dtype=torch.bfloat16, partners=(0, 1)),
@@ -84,9 +87,9 @@ def dense(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...])
     """Σ w·R + Σ v·C + Σ w·P of one process, and its gradients by rows, columns and scale."""
     n, m = sum(sizes), sum(columns)
 
-    def of_partners(s: Tensor, columns: tuple[int, ...], steps: Sequence[int]) -> Tensor:
+    def of_partners(s: Tensor, columns: tuple[int, ...], steps: Sequence[int], pace: int = 1) -> Tensor:
         ranks = [(Shards(sizes, rank).mine, Shards(columns, rank).mine) for rank in range(len(sizes))]
-        return sum(weighed(s[i, j].diagonal(step) for step in steps) for i, j in ranks)
+        return sum(weighed(s[i, j][:, step::pace].diagonal() for step in steps) for i, j in ranks)
 
     a, b, scale = way.rows(n, 1).requires_grad_(), way.rows(m, 2).requires_grad_(), torch.tensor(way.scale).double()
     scale.requires_grad_()
@@ -97,7 +100,7 @@ def dense(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...])
         return [value.detach(), *torch.autograd.grad(value, (a, scale))]
     s = scale * a @ b.T
     value = (w * s.logsumexp(1)).sum() + ((v * s.logsumexp(0)).sum() if kind == "two towers" else 0)
-    value = value + of_partners(s, columns, way.partners)
+    value = value + of_partners(s, columns, way.partners, way.pace)
     return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
 
 
@@ -119,7 +122,7 @@ def job(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -
             return [value.detach(), *torch.autograd.grad(value, (a, scale))]
         r, c, p = softmax.log_sum_exp(
             a, b, scale=scale, row_shards=rows, column_shards=cols, columnwise=kind == "two towers", unit=way.unit,
-            dtype=way.dtype, partners=way.partners, world=world,
+            dtype=way.dtype, partners=way.partners, pace=way.pace, world=world,
         )  # fmt: skip
         value = (w * r).sum() + (0 if c is None else (v * c).sum()) + weighed(p)
         return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo import collectives
 from contrastive_zoo.losses import composition
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.matryoshka import Matryoshka
@@ -22,6 +21,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.laws import CONTRACT, LAWS
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import World
 from tests.helpers import close, complaint, numbers
 from tests.losses.zoo_compositions import ENTRIES, info_nce
 from tests.zoo import Entry, dense_nt_xent, dense_sup_con
@@ -83,23 +83,24 @@ def test_the_entries_of_the_table_hold(entry: Entry, worlds: Worlds) -> None:
 
 
 class Sent:
-    """What this rank gives to the others in all-gathers, as (rows, bytes of a row); a rank of no rows gives padding."""
+    """Rows this rank gives to the others, as (rows, bytes of a row); a rank of no rows gives padding."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, ...]] = []
 
     def __enter__(self) -> list[tuple[int, ...]]:
-        self.real = collectives.all_gather_single
+        self.real = World.start_gather
 
-        def listen(out: Tensor, mine: Tensor, **kwargs: Any) -> Any:
-            self.messages.append(tuple(mine.shape))
-            return self.real(out, mine, **kwargs)
+        def listen(world: World, x: Tensor) -> Any:
+            if x.dtype == torch.uint8 and x.ndim == 2:
+                self.messages.append(tuple(x.shape))
+            return self.real(world, x)
 
-        collectives.all_gather_single = listen
+        World.start_gather = listen
         return self.messages
 
     def __exit__(self, *_: object) -> None:
-        collectives.all_gather_single = self.real
+        World.start_gather = self.real
 
 
 def nested_pairs() -> Matryoshka:
