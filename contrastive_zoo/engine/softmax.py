@@ -162,6 +162,7 @@ class _LogSumExp(torch.autograd.Function):
         travel = sweep.travel(columns)
         largest = ctx.scale * sweep.longest(rows, columns)
         for ctx.arithmetic in (_Shifted.below(largest, rows.dtype), _Exact()):
+            tiles: list[Tensor | None] = []  # those that lost digits go before others come
             ctx.kept = Kept() if any(ctx.needs_input_grad) else None
             with products_of(sweep.dtype, rows.device.type):
                 r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, ctx.kept)

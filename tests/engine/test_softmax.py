@@ -277,6 +277,24 @@ def test_similarities_are_kept_where_they_fit() -> None:
     assert kept(8 * 8 * 8 - 1) == 0
 
 
+def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before others are made in the second arithmetic, which has the same budget."""
+    sums, kept, alive = softmax._Sweep.sums, [], []
+
+    def watched(*args: Any) -> Any:
+        alive.append(sum(x() is not None for x in kept))
+        found = sums(*args)
+        kept.extend(weakref.ref(x) for x in found[3] if x is not None)
+        return found
+
+    monkeypatch.setattr(softmax._Sweep, "sums", watched)
+    z = numbers(8, 4, seed=0).requires_grad_()
+    r, _ = softmax.self_log_sum_exp(z, scale=1e4, shards=Shards((8,)), world=World())
+    assert (alive, len(kept)) == ([0, 0], 2)
+    assert kept[1]() is not None
+    del r
+
+
 @pytest.mark.usefixtures("nobody_waits")
 def test_losses_that_wait_for_their_backward_passes_share_the_budget() -> None:
     def forward() -> Tensor:
