@@ -181,8 +181,9 @@ class _LogSumExp(torch.autograd.Function):
             of_columns = of_rows if sweep.one_tower else None
             if c is not None and h is not None:
                 of_columns = torch.stack([c, h.to(c.dtype)], 1)
-            drows = torch.zeros_like(rows)
-            dcolumns = drows if sweep.one_tower else torch.zeros_like(columns) if columns_too else None
+            mine = sweep.blocks[0]
+            drows = _for_sums(rows, mine)
+            dcolumns = drows if sweep.one_tower else _for_sums(columns, mine) if columns_too else None
             travel = sweep.travel(columns, everybody)
             parts = sweep.pulls(
                 ctx.arithmetic, rows, travel, ctx.scale, of_rows, of_columns, of_positives, drows, dcolumns, tiles
@@ -337,7 +338,7 @@ class _Sweep:
         for index, block, columns, cut in self.tiles(rows, travel):
             mine, row_weights, dmine = rows[block.rows], of_row[block.rows], drows[block.rows]
             column_weights = None if of_column is None else of_column[block.ahead][block.columns]
-            pull = dcolumns if index == 0 or dcolumns is None else torch.zeros_like(columns)
+            pull = dcolumns if index == 0 or dcolumns is None else _for_sums(columns, block)
             for i, strip in groupby(cut, itemgetter(0)):
                 a, da, weights_of_rows = mine[i], dmine[i], row_weights[i]
                 for _, j, diagonal in strip:
@@ -350,9 +351,10 @@ class _Sweep:
                     db = None if pull is None or diagonal else pull[j]
                     for number, of, *place in self.meetings(i, j, both=diagonal) if index == 0 else ():
                         self.line(weights, of, *place).add_(of_positives[number][of])
-                    da.addmm_(weights, b, alpha=scale)
+                    # the first to come writes over what is there
+                    da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=scale)
                     if db is not None:
-                        db.addmm_(weights.T, a, alpha=scale)
+                        db.addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=scale)
             if index and pull is not None:
                 yield pull
 
@@ -370,6 +372,12 @@ class _Room:
         if shape not in self.tiles:
             self.tiles[shape] = self.numbers[: math.prod(shape)].view(shape)
         return self.tiles[shape]
+
+
+def _for_sums(like: Tensor, block: Block) -> Tensor:
+    """Where a block's pulls go; zeros if there will be none."""
+    some = block.rows.start < block.rows.stop and block.columns.start < block.columns.stop
+    return torch.empty_like(like) if some else torch.zeros_like(like)
 
 
 def _similarities(rows: Tensor, columns: Tensor, scale: float, out: Tensor, diagonal: bool) -> Tensor:
