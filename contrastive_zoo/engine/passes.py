@@ -30,8 +30,11 @@ def shared_by_panels(columns: Tensor) -> Tensor:
 
 
 def _mark(matrix: Tensor, columns: Tensor) -> Tensor:
-    """A matrix of panel and columns; if these are shared by panels, it says who takes a sparse gradient."""
-    if hasattr(columns, "squares"):
+    """A matrix of panel and columns; if these are shared by panels, it says who takes a sparse gradient.
+
+    On a GPU nobody does: a dense product is quicker there than to ask which pairs there are.
+    """
+    if hasattr(columns, "squares") and matrix.device.type == "cpu":
         matrix.takes_pairs = matrix.grad_fn  # type: ignore[attr-defined]  # no more if it is changed in place
     return matrix
 
@@ -84,10 +87,7 @@ def _sums(index: Tensor, rows: Tensor, like: Tensor, *, sparse: bool = False) ->
 
 
 def _few(weights: Tensor, width: int) -> bool:
-    """Whether w has so few entries that their rows are smaller than w itself; a sample is asked before all are.
-
-    On a GPU the product is quicker than the question.
-    """
+    """Whether w has so few entries that their rows are smaller than w itself; a sample is asked before all are."""
     return weights.device.type == "cpu" and all(
         int(x.count_nonzero()) * width <= x.numel() for x in (weights[::16], weights)
     )
