@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from contrastive_zoo.collectives import gather_together, packed, room_for
-from contrastive_zoo.engine.evaluation import few
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import Known, Luggage, agreeing, meet, refuse, refuse_empty
@@ -193,7 +192,7 @@ class DistributedLoss(nn.Module):
             else:
                 bound.arguments = _scaled(bound.arguments, world)
                 value = self.loss(*bound.args, **bound.kwargs, world=world)
-        self._few_rows = few(agreement.total**2 // 16)  # up to 1,024: what messages cost, so many similarities cost too
+        self._few_rows = agreement.work <= _LITTLE
         if self.grad_reduction == "sum" and world.size > 1:
             value = tree_map(lambda x: scale_gradient(x, 1 / world.size), value)
         return value
@@ -287,6 +286,10 @@ class DistributedLoss(nn.Module):
         """The bare loss if this is one of its public attributes."""
         bare = _bare(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
         return None if name.startswith("_") or not hasattr(bare, name) else bare
+
+
+_LITTLE = 2**28
+"""Multiplications that take no longer than the messages of ranks that share them."""
 
 
 class Brought(NamedTuple):

@@ -45,8 +45,8 @@ class Agreement:
 
     settings: Mapping[str, object]
     known: Known | None = None
-    total: int = 0
-    """Most rows that any argument had, over all ranks."""
+    work: int = 0
+    """Of comparing all rows of all ranks and arguments with all, in multiplications."""
 
 
 _AGREEMENT: ContextVar[Agreement | None] = ContextVar("agreement", default=None)
@@ -111,7 +111,7 @@ def meet(
         return [Shards((count,)) for count in counts]
     agreement = _AGREEMENT.get() or Agreement({})
     if (shards := _known(agreement.known, caller, rows, counts, problem)) is not None:
-        agreement.total = max([agreement.total, *(x.total for x in shards)])
+        agreement.work = max(agreement.work, _work(rows, shards))
         return shards
     signature = "\n".join(
         [f"{name}|{_row_kind(tensor)}" for name, tensor in rows.items()]
@@ -133,7 +133,7 @@ def meet(
     if len(counts) > _SIZES_ON_CARD:
         sizes = [mine + rest for mine, rest in zip(sizes, world.exchange(counts[_SIZES_ON_CARD:]), strict=True)]
     shards = [Shards(by_rank, world.rank) for by_rank in zip(*sizes, strict=True)]
-    agreement.total = max([agreement.total, *(x.total for x in shards)])
+    agreement.work = max(agreement.work, _work(rows, shards))
     if agreement.known is not None:
         agreement.known[caller, tuple(rows)] = counts, shards
     return shards
@@ -158,6 +158,16 @@ def _known(
     if problem is not None:
         raise ValueError(f"{caller}: {problem}")
     return shards
+
+
+_BESIDES = 64
+"""Multiplications that a similarity's exponential, sums and weights take the time of."""
+
+
+def _work(rows: Mapping[str, Tensor], shards: Sequence[Shards]) -> int:
+    of = [(x.shape[1:].numel(), held.total) for x, held in zip(rows.values(), shards, strict=True)
+          if x.is_floating_point()]  # fmt: skip
+    return sum(count for _, count in of) ** 2 * (max((width for width, _ in of), default=0) + _BESIDES)
 
 
 def refuse(caller: str, problem: str, *, world: World) -> None:
