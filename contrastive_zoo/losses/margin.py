@@ -72,7 +72,8 @@ class Margin(MetricLoss):
             losses = losses + self.nu * beta[:, 0] * positives * negatives
         active = negatives * (pull > 0).sum(1) + positives * (push > 0).sum(1)
         # an anchor with triplets of which no pair is active counts for nothing in the divisor, but its ν β does count
-        return losses, active.to(far.dtype) + torch.finfo(far.dtype).tiny * (positives * negatives > 0)
+        has_triplets = (positives * negatives > 0).to(far.dtype)
+        return losses, active.to(far.dtype) + torch.finfo(far.dtype).tiny * has_triplets
 
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         """The reduced loss of these rows.

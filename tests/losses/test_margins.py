@@ -343,6 +343,14 @@ def test_labels_outside_of_the_classes_are_refused(labels: Tensor) -> None:
         Margin(num_classes=3)(torch.eye(2), torch.eye(2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_margin_of_classes_counts_beta_where_no_pair_is_active(dtype: torch.dtype) -> None:
+    """Two anchors of one triplet each, ν β = 0.125 of either, and nothing to divide by."""
+    z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], dtype=dtype)
+    loss = Margin(beta=1.25, nu=0.1, num_classes=2)
+    torch.testing.assert_close(loss(z, torch.tensor([0, 0, 1])), torch.tensor(0.25, dtype=dtype))
+
+
 def test_settings_are_shown() -> None:
     shown = repr(Triplet(margin=0.2, mining="hard"))
     assert all(x in shown for x in ("Triplet(", "mining='hard'", "normalize=True"))
