@@ -40,6 +40,12 @@ Reduction = Literal["sum", "mean", "max", "min"]
 Gradient = Literal["partial", "complete"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_ACROSS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
 
 
 # --------------------------------------------------------------------------------------- moving bytes, no gradient
@@ -190,14 +196,13 @@ def _reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any
 
 
 def _reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
+    """An all-reduce; what is small is gathered and reduced in rank order, so that every rank has the same bits."""
+
     def run(y: Tensor) -> None:
-        if not world.sends_directly(y):
-            dist.all_reduce(y, _OPS[op], world.group)
-        elif op in ("max", "min"):
-            everybody = world.start_gather(y)()
-            y.copy_(everybody.amax(0) if op == "max" else everybody.amin(0))
+        if world.sends_directly(y):
+            y.copy_(_ACROSS[op](world.start_gather(y)(), 0))
         else:
-            y.copy_(world.start_gather(y)().sum(0))
+            dist.all_reduce(y, _OPS[op], world.group)
 
     return _reduced(x, op, world, run)
 
@@ -350,7 +355,7 @@ def _row_bytes(rows: Tensor) -> int:
 
 def _unpacked(arrived: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
     widths = [_row_bytes(x) for x in rows]
-    if all(len(set(of.sizes)) == 1 for of in shards):
+    if all(len(set(of.sizes)) == 1 for of in shards):  # one piece a tensor rather than one of each rank
         sizes = [width * of.size for width, of in zip(widths, shards, strict=True)]
         parts = zip(arrived[:, : sum(sizes)].split(sizes, 1), shards, widths, rows, strict=True)
         return [_from_bytes(part.reshape(of.total, width), x) for part, of, width, x in parts]

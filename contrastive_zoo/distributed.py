@@ -192,7 +192,7 @@ class DistributedLoss(nn.Module):
             else:
                 bound.arguments = _scaled(bound.arguments, world)
                 value = self.loss(*bound.args, **bound.kwargs, world=world)
-        self._few_rows = agreement.work <= _LITTLE
+        self._few_rows = agreement.rows**2 * (agreement.width + _BESIDES) <= _LITTLE
         if self.grad_reduction == "sum" and world.size > 1:
             value = tree_map(lambda x: scale_gradient(x, 1 / world.size), value)
         return value
@@ -288,8 +288,9 @@ class DistributedLoss(nn.Module):
         return None if name.startswith("_") or not hasattr(bare, name) else bare
 
 
-_LITTLE = 2**28
-"""Multiplications that take no longer than the messages of ranks that share them."""
+_LITTLE, _BESIDES = 2**28, 64
+"""Multiplications that take no longer than the messages of ranks that share them; and as how many of these count a
+similarity's exponential, sums and weights."""
 
 
 class Brought(NamedTuple):

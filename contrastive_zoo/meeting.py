@@ -45,8 +45,16 @@ class Agreement:
 
     settings: Mapping[str, object]
     known: Known | None = None
-    work: int = 0
-    """Of comparing all rows of all ranks and arguments with all, in multiplications."""
+    rows: int = 0
+    """That all ranks and arguments had together, labels aside; the most of any meeting."""
+    width: int = 0
+    """Of the widest."""
+
+    def learn(self, rows: Mapping[str, Tensor], shards: Sequence[Shards]) -> None:
+        """How many rows met, and how wide they are."""
+        of = [(x, held) for x, held in zip(rows.values(), shards, strict=True) if x.is_floating_point()]
+        self.rows = max(self.rows, sum(held.total for _, held in of))
+        self.width = max([self.width, *(x.shape[1:].numel() for x, _ in of)])
 
 
 _AGREEMENT: ContextVar[Agreement | None] = ContextVar("agreement", default=None)
@@ -111,7 +119,7 @@ def meet(
         return [Shards((count,)) for count in counts]
     agreement = _AGREEMENT.get() or Agreement({})
     if (shards := _known(agreement.known, caller, rows, counts, problem)) is not None:
-        agreement.work = max(agreement.work, _work(rows, shards))
+        agreement.learn(rows, shards)
         return shards
     signature = "\n".join(
         [f"{name}|{_row_kind(tensor)}" for name, tensor in rows.items()]
@@ -133,7 +141,7 @@ def meet(
     if len(counts) > _SIZES_ON_CARD:
         sizes = [mine + rest for mine, rest in zip(sizes, world.exchange(counts[_SIZES_ON_CARD:]), strict=True)]
     shards = [Shards(by_rank, world.rank) for by_rank in zip(*sizes, strict=True)]
-    agreement.work = max(agreement.work, _work(rows, shards))
+    agreement.learn(rows, shards)
     if agreement.known is not None:
         agreement.known[caller, tuple(rows)] = counts, shards
     return shards
@@ -158,16 +166,6 @@ def _known(
     if problem is not None:
         raise ValueError(f"{caller}: {problem}")
     return shards
-
-
-_BESIDES = 64
-"""Multiplications that a similarity's exponential, sums and weights take the time of."""
-
-
-def _work(rows: Mapping[str, Tensor], shards: Sequence[Shards]) -> int:
-    of = [(x.shape[1:].numel(), held.total) for x, held in zip(rows.values(), shards, strict=True)
-          if x.is_floating_point()]  # fmt: skip
-    return sum(count for _, count in of) ** 2 * (max((width for width, _ in of), default=0) + _BESIDES)
 
 
 def refuse(caller: str, problem: str, *, world: World) -> None:

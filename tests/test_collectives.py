@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import contrastive_zoo as cz
+from contrastive_zoo import world as world_module
 from contrastive_zoo.collectives import _winners
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
@@ -550,6 +551,66 @@ def test_a_world_is_taken_as_it_is() -> None:
 def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> None:
     found = worlds.run(len(texts), lambda text: World.of().exchange_text(text), each=[(text,) for text in texts])
     assert found == [texts] * len(texts)
+
+
+WAYS = {
+    "sum": (lambda x: cz.all_reduce(x), lambda xs: sum(xs)),
+    "mean": (lambda x: cz.all_reduce(x, "mean"), lambda xs: sum(xs) / len(xs)),
+    "max": (lambda x: cz.all_reduce(x, "max"), lambda xs: torch.stack(xs).amax(0)),
+    "min": (lambda x: cz.all_reduce(x, "min"), lambda xs: torch.stack(xs).amin(0)),
+    "all_gather": (lambda x: cz.all_gather(x[: dist.get_rank()]), lambda xs: torch.cat([xs[1][:1], xs[2][:2]])),
+    "exchange": (
+        lambda x: torch.tensor(World.of().exchange([dist.get_rank(), 7])),
+        lambda xs: torch.tensor([[rank, 7] for rank in range(3)]),
+    ),
+}
+
+
+def both_ways(job: Callable[[], Any]) -> list[tuple[Any, int]]:
+    """What comes of it if everything goes from rank to rank directly, and if nothing does; and how much did not."""
+    found, before = [], (world_module._SMALL, world_module.all_gather_single, dist.all_reduce)
+    try:
+        for small in (2**30, -1):
+            calls: list[Any] = []
+            world_module._SMALL = small
+            world_module.all_gather_single = lambda *x, **k: (calls.append(x), before[1](*x, **k))[1]  # noqa: B023
+            dist.all_reduce = lambda *x, **k: (calls.append(x), before[2](*x, **k))[1]  # noqa: B023
+            found.append((job(), len(calls)))
+    finally:
+        world_module._SMALL, world_module.all_gather_single, dist.all_reduce = before
+    return found
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_small_messages_and_large_ones_come_out_alike(name: str, worlds: Worlds) -> None:
+    run, expected = WAYS[name]
+    of_ranks = worlds.run(3, lambda: both_ways(lambda: run(numbers(4, 2, seed=dist.get_rank()))))
+    for (direct, few), (round_the_ring, many) in of_ranks:
+        assert few == 0 < many
+        for found in (direct, round_the_ring):
+            close(found, expected([numbers(4, 2, seed=rank) for rank in range(3)]))
+
+
+@pytest.mark.parametrize("make", [cz.NTXent, cz.Clip], ids=lambda make: make.__name__)
+def test_losses_of_small_and_large_messages_come_out_alike(make: Callable[[], Any], worlds: Worlds) -> None:
+    sizes = (3, 0, 2)
+    views = numbers(2, 5, 4, seed=1)
+
+    def job() -> list[Tensor]:
+        loss = cz.DistributedLoss(make().double(), grad_reduction="sum")
+        mine = [x.split(list(sizes))[dist.get_rank()].clone().requires_grad_() for x in views]
+        steps = [loss(*mine) for _ in range(3)]  # the engine's way, then few rows on every rank
+        return [torch.stack(steps).detach(), *torch.autograd.grad(sum(steps) / 3, mine)]
+
+    whole = [x.clone().requires_grad_() for x in views]
+    value = make().double()(*whole)
+    gradients = torch.autograd.grad(value, whole)
+    for ways in zip(*worlds.run(3, lambda: both_ways(job)), strict=True):
+        found = [of_rank for of_rank, _ in ways]
+        for of_rank in found:
+            close(of_rank[0], value.detach().expand(3))
+        for k in (0, 1):
+            close(torch.cat([of_rank[1 + k] for of_rank in found]), gradients[k])
 
 
 def test_nothing_warns(worlds: Worlds) -> None:

@@ -500,6 +500,21 @@ def test_many_rows_take_the_engines_way_again(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[True, True, True, False, False, True]] * 2
 
 
+def test_wide_rows_are_sooner_many(worlds: Worlds) -> None:
+    """Of 300 rows in all; and of two views, each of which has them."""
+
+    def job() -> list[bool]:
+        found = []
+        for width in (D, 2048):
+            loss = cz.DistributedLoss(cz.NTXent())
+            rows = numbers(150, width, seed=7).requires_grad_()
+            loss(rows, rows).backward()
+            found.append(messages(lambda loss=loss, rows=rows: loss(rows, rows).backward()) > 4)
+        return found
+
+    assert worlds.run(2, job) == [[False, True]] * 2
+
+
 def test_many_rows_of_known_shapes_stay_on_the_engines_way(worlds: Worlds) -> None:
     def job() -> list[bool]:
         loss = cz.DistributedLoss(cz.Clip(), static_shapes=True)

@@ -25,7 +25,7 @@ def shared_by_panels(columns: Tensor) -> Tensor:
         True
     """
     leaf = columns.detach().requires_grad_()
-    leaf.squares = leaf.detach().square().sum(1)  # type: ignore[attr-defined]
+    leaf.squares = leaf.detach().square().sum(1)  # type: ignore[attr-defined]  # kept where every panel finds them
     return leaf
 
 
@@ -122,7 +122,7 @@ class _Euclidean(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, columns: Tensor, squared: bool) -> Tensor:
         ctx.shared = hasattr(columns, "squares")
-        squares: Tensor = columns.squares if ctx.shared else columns.square().sum(1)  # type: ignore[attr-defined]
+        squares: Tensor = columns.squares if ctx.shared else columns.square().sum(1)  # type: ignore[attr-defined]  # see shared_by_panels
         both = anchors.square().sum(1)[:, None] + squares
         found = torch.addmm(both, anchors, columns.T, alpha=-2)
         found *= torch.gt(found, both.mul_(_ROUNDING * torch.finfo(found.dtype).eps), out=both)
@@ -165,7 +165,7 @@ def _beyond(x: Tensor) -> float:
 
 
 def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
-    """log Σ exp x over the marked columns of each row; −inf, without gradient, where none is marked.
+    """log Σ exp x over the marked columns of each row; −inf, without gradient, where none is marked. All x are finite.
 
     Example:
         >>> log_sum_exp(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))

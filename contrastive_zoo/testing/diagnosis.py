@@ -373,9 +373,10 @@ def _computes(
 
 def _probe(case: Case, batch: GlobalBatch, worlds: Worlds) -> _Probe:
     trial = Trial(case, batch, worlds)
-    alone, together = trial.alone(), trial.together(Plan(listening=True))
-    parameters = compare(trial.reduced("parameters"), alone.parameters) if alone.parameters else None
-    encoder = compare(trial.reduced("encoder"), alone.encoder)
+    listening = Plan(listening=True)
+    alone, together = trial.alone(), trial.together(listening)
+    parameters = compare(trial.reduced("parameters", listening), alone.parameters) if alone.parameters else None
+    encoder = compare(trial.reduced("encoder", listening), alone.encoder)
     return _Probe([x.value for x in together], alone.value, encoder, parameters, together[0].collectives, batch)
 
 
