@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine import evaluation
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.gallery import GALLERY
 from contrastive_zoo.testing.laws import CONTRACT, LAWS, TOLERANCE, Broken, Law, finite_at_extremes
@@ -204,3 +206,33 @@ def test_small_panels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             found.append([value, *torch.autograd.grad(value, floating)])
         for x, y in zip(*found, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("few", [-1, 10**6], ids=["by an engine", "few rows"])
+@pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
+def test_a_validation_step_does_no_work_for_gradients(entry: Entry, few, monkeypatch) -> None:
+    """Leaves still say that they need a gradient under ``no_grad``."""
+    monkeypatch.setattr(evaluation, "FEW", few)
+    rows = whole_batch(entry.case(), GlobalBatch((6,), d=3, seed=1))
+
+    def operations(*, leaves: bool) -> list[str]:
+        torch.manual_seed(0)
+        loss = entry.make(temperature=0.3).double().requires_grad_(leaves)
+        given = [x.clone().requires_grad_(leaves) if x.is_floating_point() else x for x in rows]
+        with torch.no_grad(), Recorded() as recorded:
+            loss(*given)
+        return [name for name in recorded.names if name != "aten.detach.default"]
+
+    assert operations(leaves=True) == operations(leaves=False)
+
+
+class Recorded(TorchDispatchMode):
+    """Names of the operations within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.engine import evaluation
-from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once
+from contrastive_zoo.engine.evaluation import TILE_BYTES, as_asked, budget, is_dense, once
 from contrastive_zoo.engine.passes import shared_by_panels
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
@@ -104,7 +104,8 @@ def sum_over_anchors(
         return _dense(
             loss, z, z if columns is None else columns, layout, dict(zip(names, parameters, strict=True)), reduction
         )
-    return _SumOverAnchors.apply(loss.on_panel, getattr(loss, "terms", 1), reduction, layout, z, columns, *parameters)
+    inputs = as_asked(z, columns, *parameters)
+    return _SumOverAnchors.apply(loss.on_panel, getattr(loss, "terms", 1), reduction, layout, *inputs)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
-from contrastive_zoo.engine.evaluation import Kept, few, is_dense, once, tile_shape, tiles
+from contrastive_zoo.engine.evaluation import Kept, as_asked, few, is_dense, once, tile_shape, tiles
 from contrastive_zoo.engine.precision import products_of, without_autocast
 from contrastive_zoo.world import Shards, World
 
@@ -79,7 +79,7 @@ def self_log_sum_exp(
     sweep = _Sweep(
         shards, shards, world, True, unit=unit, learnt=isinstance(scale, Tensor), dtype=dtype, partners=partners
     )
-    r, _, *positives = _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))
+    r, _, *positives = _LogSumExp.apply(sweep, *as_asked(z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device)))
     return r, positives
 
 
@@ -137,9 +137,8 @@ def log_sum_exp(
     sweep = _Sweep(
         row_shards, column_shards, world, False, columnwise, unit, isinstance(scale, Tensor), dtype, partners, pace
     )
-    r, c, *positives = _LogSumExp.apply(
-        sweep, rows, columns, torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
-    )
+    scale = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
+    r, c, *positives = _LogSumExp.apply(sweep, *as_asked(rows, columns, scale))
     return r, c, positives
 
 

@@ -112,10 +112,13 @@ class Loss(nn.Module):
 
     def local(self) -> World:
         """A world of this process alone; says once if there are others that this loss will not see."""
-        if World.of().size > 1 and not Loss._told_to_wrap:
+        world = World.of(check_finite=self.check_finite)
+        if world.size == 1:
+            return world
+        if not Loss._told_to_wrap:
             Loss._told_to_wrap = True
             warnings.warn(
-                f"{type(self).__name__} compares this process's own rows only, though {World.of().size} processes run: "
+                f"{type(self).__name__} compares this process's own rows only, though {world.size} processes run: "
                 f"its negatives are local. For the global batch write DistributedLoss({type(self).__name__}(...)).",
                 stacklevel=5,  # the caller's line: beyond forward and two of torch's frames
             )

@@ -71,7 +71,7 @@ def info_nce(
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
     who: Who = "rows and columns" if symmetric else "rows"
-    if negatives is None and normalize and are_few_pairs(queries, temperature, who, world):
+    if negatives is None and normalize and are_few_pairs(queries, temperature, who, reduction, world):
         return few_pairs(queries, keys, temperature=temperature, who=who, reduction=reduction)
 
     scale = logit_scale(temperature, world)

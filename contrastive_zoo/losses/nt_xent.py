@@ -47,7 +47,7 @@ def nt_xent(
     """
     settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction, "world": world}
     shards, count = meet_views("NTXent", views, **settings), len(views)
-    if count == 2 and normalize and are_few_pairs(views[0], temperature, "views", world):
+    if count == 2 and normalize and are_few_pairs(views[0], temperature, "views", reduction, world):
         return few_pairs(*views, temperature=temperature, who="views", reduction=reduction)
 
     scale = logit_scale(temperature, world)
