@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from scaling import write_scaling
-from suite.cases import ALLOCATING, CASES, Case
+from suite.cases import BARE, CASES, GEMM, Case
 from suite.harness import Absent, Patience, extra_memory, machine, off, race
 from suite.report import Results, stored, summary, versions, write_benchmarks, write_readme
 from torch import Tensor
@@ -40,17 +40,17 @@ ROWS_FOR_ERRORS = 1024
 def contest(case: Case, ways: Sequence[str], patience: Patience) -> dict[str, Any]:
     """The race, and who was absent; here, or on a rank."""
     found: dict[str, Any] = {"absent": {}}
-    runners = {"GEMM": case.gemm(DEVICE)}
+    runners = {GEMM: case.bare(GEMM, DEVICE)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peers' own
         for way in ways:
             try:
-                runners[way] = case.gemm(DEVICE, allocates=True) if way == ALLOCATING else case.step(way, DEVICE)
+                runners[way] = (case.bare if way in BARE else case.step)(way, DEVICE)
             except Absent as why:
                 found["absent"][way] = str(why)
         found["rounds"] = race(runners, patience)
     there = set().union(*found["rounds"])
-    found["absent"] |= {way: "out of memory" for way in runners if way != "GEMM" and way not in there}
+    found["absent"] |= {way: "out of memory" for way in runners if way != GEMM and way not in there}
     return found
 
 
@@ -65,7 +65,7 @@ def errors(case: Case, ways: Sequence[str]) -> dict[str, tuple[float, float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for way in ways:
-            if way == ALLOCATING:
+            if way in BARE:
                 continue
             inputs = case.inputs(DEVICE)
             try:

@@ -51,7 +51,8 @@ stay so, there is a ?. What is quicker than 20 ms is called many times in one re
   none, `memory_budget(0)`, and *kept* holds them all. With ranks it is `DistributedLoss`, *ring* with `ring=True` and
   *static shapes* with `static_shapes=True`.
 - *A @ B.T* is the bare product as one writes it: new memory for its result every time, which costs about as much as the
-  arithmetic where rows are short.
+  arithmetic where rows are short. *Products of tiles* are all products of a tiled step, without an exponential or a sum:
+  what it cannot fall below on this machine.
 - *dense* is the formula in plain torch with the whole matrix, its autograd doing the rest; *compiled* the same under
   `torch.compile`.
 - OpenCLIP's `ClipLoss` gets normalised rows and a learnt scale, as in its training; its ways with several ranks are its
