@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.meeting import kind, meet
 from contrastive_zoo.world import Processes, World
 
@@ -11,6 +12,7 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are sent together in messages of about this size, DDP's default."""
 
 
+@uncompiled
 def average_gradients(module: nn.Module, process_group: Processes = None) -> None:
     """Replace every gradient of ``module`` by its mean over all ranks: what DDP does during the backward pass.
 

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo._compat import reduce_scatter_single
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.meeting import Luggage, meet
 from contrastive_zoo.world import Processes, Shards, World
 
@@ -464,6 +465,7 @@ def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
     return x if world.size == 1 else _AllReduce.apply(x, "sum", gradient, world)
 
 
+@uncompiled
 def all_reduce(
     x: Tensor, op: Reduction = "sum", *, gradient: Gradient = "partial", process_group: Processes = None
 ) -> Tensor:
@@ -489,6 +491,7 @@ def all_reduce(
     return x if world.size == 1 else _AllReduce.apply(x, op, gradient, world)
 
 
+@uncompiled
 def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Processes = None) -> Tensor:
     """Reduce x elementwise over all ranks to rank ``dst``; the others get zeros.
 
@@ -519,6 +522,7 @@ def _averageable(x: Tensor, op: Reduction) -> Tensor:
     return x / 1 if op == "mean" and not x.is_floating_point() else x
 
 
+@uncompiled
 def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Tensor:
     """Everybody gets rank ``src``'s x; its gradient is the sum of everybody's, the other ranks' x get zeros.
 
@@ -539,6 +543,7 @@ def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Te
     return x if world.size == 1 else _Broadcast.apply(x, src, world)
 
 
+@uncompiled
 def all_gather(
     rows: Tensor, *, gradient: Gradient = "partial", shards: Shards | None = None, process_group: Processes = None
 ) -> Tensor:
@@ -569,6 +574,7 @@ def all_gather(
     return rows if world.size == 1 else _AllGather.apply(rows, shards, gradient, world)
 
 
+@uncompiled
 def reduce_scatter(
     rows: Tensor, *, shards: Shards | None = None, op: Reduction = "sum", process_group: Processes = None
 ) -> Tensor:
@@ -607,6 +613,7 @@ def reduce_scatter(
     return mine / world.size if op == "mean" else mine
 
 
+@uncompiled
 def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Tensor:
     """All ranks' rows, in rank order, on rank ``dst``; the others get [0, …]. The adjoint is a scatter from ``dst``.
 
@@ -629,6 +636,7 @@ def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Te
     return rows if world.size == 1 else _Gather.apply(rows, dst, shards, world)
 
 
+@uncompiled
 def scatter(
     rows: Tensor, sizes: Sequence[int] | None = None, *, src: int = 0, process_group: Processes = None
 ) -> Tensor:
@@ -662,6 +670,7 @@ def scatter(
     return rows if world.size == 1 else _Scatter.apply(rows, src, shards, world)
 
 
+@uncompiled
 def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
     """x, a parameter of which every rank holds the same copy; its gradient is the sum of what all ranks find.
 

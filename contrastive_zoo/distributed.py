@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from contrastive_zoo.collectives import gather_together, packed, room_for
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import Known, Luggage, agreeing, meet, refuse, refuse_empty
@@ -161,6 +162,7 @@ class DistributedLoss(nn.Module):
         self._last: list[Tensor] = []
         self.loss = loss
 
+    @uncompiled
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
         """The loss of all ranks' rows, from mine.
 

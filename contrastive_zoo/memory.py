@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import all_gather, gather_rows
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, rows_problem
 from contrastive_zoo.losses.panelwise import PanelLoss
@@ -93,6 +94,7 @@ class MemoryQueue(nn.Module):
         """
         return Shards(tuple((len(self) + rank) // world.size for rank in reversed(range(world.size))), world.rank)
 
+    @uncompiled
     def enqueue(
         self,
         rows: Float[Tensor, "n d"],
@@ -237,6 +239,7 @@ class CrossBatchMemory(Loss):
         self.miner = miner
         self.memory = MemoryQueue(size, embedding_size, dtype=dtype)
 
+    @uncompiled
     def forward(  # type: ignore[override]
         self,
         rows: Tensor,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.distributed import Brought, GlobalIndices, unequal_problem
 from contrastive_zoo.meeting import refuse
 from contrastive_zoo.randomness import one_stream
@@ -53,6 +54,7 @@ class DistributedMiner(nn.Module):
         self.check_finite = check_finite
         self.miner = miner
 
+    @uncompiled
     @torch.no_grad()
     def forward(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None

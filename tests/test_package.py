@@ -16,7 +16,7 @@ PACKAGE = Path(cz.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = [
-    {"_compat"},
+    {"_compat", "compiling"},
     {"world"},
     {"meeting"},
     {"collectives"},

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
@@ -13,6 +14,7 @@ from contrastive_zoo.losses.base import Loss, begin_views
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def align_uniform(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],

@@ -3,11 +3,13 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments, squared_sums
 from contrastive_zoo.losses.base import Loss, begin_views
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def barlow_twins(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import derived, replicated
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.evaluation import is_dense, unit
 from contrastive_zoo.engine.precision import rounded, wide
 from contrastive_zoo.engine.reduction import REDUCTIONS
@@ -76,6 +77,7 @@ class Loss(nn.Module):
         current = {name: getattr(self, name) for name in self._defaults}
         return {name: value() if isinstance(value, nn.Module) else value for name, value in current.items()}
 
+    @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         """The function of these rows.
 
@@ -120,7 +122,7 @@ class Loss(nn.Module):
             warnings.warn(
                 f"{type(self).__name__} compares this process's own rows only, though {world.size} processes run: "
                 f"its negatives are local. For the global batch write DistributedLoss({type(self).__name__}(...)).",
-                stacklevel=5,  # the caller's line: beyond forward and two of torch's frames
+                stacklevel=6,  # the caller's line: beyond forward, what wraps it and two of torch's frames
             )
         return World(check_finite=self.check_finite)
 

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin, numbered, positive_problem, prepared, towers_problem
@@ -14,6 +15,7 @@ from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def clip_distillation(
     images: Float[Tensor, "n d"],
     texts: Float[Tensor, "n d"],

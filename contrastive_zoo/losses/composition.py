@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import one_gather
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.world import World
 
@@ -54,6 +55,7 @@ class Composition(Loss):
         """
         raise NotImplementedError(f"{type(self).__name__} must define values(rows, named_rows, world).")
 
+    @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
         """The weighted sum.
 

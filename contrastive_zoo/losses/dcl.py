@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, numbered, word_problem
@@ -16,6 +17,7 @@ from contrastive_zoo.world import ALONE, World
 Denominators = Literal["joint", "per_view"]
 
 
+@uncompiled
 def dcl(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import product
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.losses.base import begin, logit_scale, positive_problem, prepared
@@ -15,6 +16,7 @@ from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def dino(
     student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
     teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],
@@ -93,6 +95,7 @@ class DINO(Maker, function=dino):
         super().__init__(centre=nn.Buffer(torch.zeros(out_dim)), **settings)
         self.out_dim, self.centre_momentum = out_dim, centre_momentum
 
+    @uncompiled
     def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
         """The loss of these outputs, and a step of the centre.
 

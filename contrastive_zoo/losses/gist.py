@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, towers_problem, word_problem
@@ -16,6 +17,7 @@ from contrastive_zoo.world import ALONE, Shards, World
 Strategy = Literal["absolute", "relative"]
 
 
+@uncompiled
 def gist(
     anchors: Float[Tensor, "n d"],
     positives: Float[Tensor, "n d"],

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, numbered
@@ -15,6 +16,7 @@ from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def hcl(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],
@@ -57,6 +59,7 @@ def hcl(
     return _contrast("HCL", view1, view2, temperature, tau_plus, beta, reduction, world)
 
 
+@uncompiled
 def debiased(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],

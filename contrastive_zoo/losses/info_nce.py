@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.pairs import Who, are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
@@ -14,6 +15,7 @@ from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def info_nce(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "n d"],

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin_labelled
@@ -12,6 +13,7 @@ from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def lifted_structure(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

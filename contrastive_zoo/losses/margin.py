@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel
 from contrastive_zoo.losses.distances import MetricLoss, distances
 from contrastive_zoo.meeting import refuse
@@ -75,6 +76,7 @@ class Margin(MetricLoss):
         has_triplets = (positives * negatives > 0).to(far.dtype)
         return losses, active.to(far.dtype) + torch.finfo(far.dtype).tiny * has_triplets
 
+    @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         """The reduced loss of these rows.
 

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
 from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, rows_problem, word_problem
@@ -15,6 +16,7 @@ from contrastive_zoo.world import ALONE, World
 Denominator = Literal["exact", "reference"]
 
 
+@uncompiled
 def mil_nce(
     videos: Float[Tensor, "n d"],
     texts: Float[Tensor, "n k d"],

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp, self_log_sum_exp
@@ -21,6 +22,7 @@ _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 _HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 
 
+@uncompiled
 def mnrl(
     queries: Float[Tensor, "n d"],
     documents: Float[Tensor, "n d"],

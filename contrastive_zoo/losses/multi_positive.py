@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, rows_problem
@@ -18,6 +19,7 @@ Duplicates = Literal["positive", "ignore", "negative"]
 _MODES = ("positive", "ignore", "negative")
 
 
+@uncompiled
 def multi_positive(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "m d"],

@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin_labelled
@@ -12,6 +13,7 @@ from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, Shards, World
 
 
+@uncompiled
 def n_pairs(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.pairs import are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
@@ -14,6 +15,7 @@ from contrastive_zoo.losses.base import Loss, in_a_row, logit_scale, meet_views,
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def nt_xent(
     *views: Float[Tensor, "n d"],
     temperature: float | Tensor = 0.1,

@@ -3,12 +3,14 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import log1p_sum_exp_by_class
 from contrastive_zoo.losses.base import positive_problem
 from contrastive_zoo.losses.class_loss import ClassLoss, begin_with_classes
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def proxy_anchor(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -5,6 +5,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.passes import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
@@ -71,6 +72,7 @@ class RowLoss(Loss):
         """The same from all that is known of a panel; for a loss that needs labels, or the embeddings themselves."""
         return self.rows(self.similarity(panel.anchors, panel.columns), panel.positive, panel.negative)
 
+    @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
         """The reduced loss of these rows.
 

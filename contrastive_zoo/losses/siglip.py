@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import LearntScale, begin, numbered, prepared, towers_problem
@@ -15,6 +16,7 @@ from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def siglip(
     images: Float[Tensor, "n d"],
     texts: Float[Tensor, "n d"],

@@ -3,6 +3,7 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel
 from contrastive_zoo.losses.base import word_problem
@@ -10,6 +11,7 @@ from contrastive_zoo.losses.panelwise import Average, PanelLoss, each_positive, 
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def sincere(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import replicated
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import product, wide
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.losses.base import positive_problem
@@ -13,6 +14,7 @@ from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def soft_triple(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -4,12 +4,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.losses.base import Loss, begin_views
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def spectral_contrastive(
     view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"], *, mu: float = 1.0, world: World = ALONE
 ) -> Float[Tensor, ""]:

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
@@ -17,6 +18,7 @@ from contrastive_zoo.world import ALONE, World
 Variant = Literal["out", "in"]
 
 
+@uncompiled
 def sup_con(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import drawn_weights
 from contrastive_zoo.engine.precision import product, wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
@@ -17,6 +18,7 @@ from contrastive_zoo.losses.class_loss import Maker
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def swav(
     *views: Float[Tensor, "n d"],
     prototypes: Float[Tensor, "K d"],

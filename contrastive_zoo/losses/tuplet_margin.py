@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel
 from contrastive_zoo.losses.base import word_problem
@@ -14,6 +15,7 @@ from contrastive_zoo.losses.panelwise import Average, PanelLoss, each_positive, 
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def tuplet_margin(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -3,12 +3,14 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.losses.base import Loss, begin_views
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 def vicreg(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],

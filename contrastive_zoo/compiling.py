@@ -1,0 +1,33 @@
+"""What ``torch.compile`` is to leave as it is: losses, which write their passes by hand, and messages between ranks."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, at which a graph that is being compiled breaks off, and after which it goes on.
+
+    Tracing it would wait for other ranks, and fix their numbers of rows. ``torch.compiler.disable`` says the same, but
+    loads the compiler, for more than a second, also for those who never compile.
+
+    Example:
+        >>> @uncompiled
+        ... def doubled(x):
+        ...     return 2 * x
+        >>> doubled(torch.ones(1))
+        tensor([2.])
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
