@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from contrastive_zoo import reports
+from contrastive_zoo import cli, reports
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.diagnosis import DIAGNOSES
@@ -19,7 +20,24 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
 
 
-QUICK = ("--world-size", "1", "2", "--examples", "4")
+Here = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """The same in this process: its exit code, and what it prints in one line."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["contrastive-zoo", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, error = (" ".join(text.replace("│", " ").split()) for text in capsys.readouterr())
+        return int(end.value.code or 0), out, error
+
+    return run
+
+
+QUICK = ("--world-size", "1", "2", "--examples", "3")
 
 
 def test_one_of_ours_is_found_right(tmp_path: Path) -> None:
@@ -68,16 +86,16 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
         (["check", "--explain", "nothing"], "no law"),
     ],
 )
-def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert words in " ".join(done.stderr.replace("│", " ").split())
+def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str, here: Here) -> None:
+    code, _, error = here(*arguments)
+    assert code == 2
+    assert words in error
 
 
-def test_a_law_is_explained() -> None:
-    done = run("check", "--explain", "same_value")
-    assert done.returncode == 0
-    assert "what one process computes" in done.stdout
+def test_a_law_is_explained(here: Here) -> None:
+    code, out, _ = here("check", "--explain", "same_value")
+    assert code == 0
+    assert "what one process computes" in out
 
 
 def test_the_zoo_is_listed() -> None:
