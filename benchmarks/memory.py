@@ -44,7 +44,7 @@ Rows are counted over all arguments: two views of 8,192, or 16,384 labelled rows
 Losses with class weights have {CLASSES} of them, SwAV {CLASSES} prototypes, multi-positive an id for every two queries and
 their keys; DINO's rows are its outputs. A video of MIL-NCE has {CAPTIONS} candidate texts.
 
-It contains what malloc keeps of panels that were freed, too, which for losses of many small steps may be most of it.
+It contains what malloc keeps of what was freed, too, which for losses of many small steps may be most of it.
 
 ## Why it is linear
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.engine import evaluation
 from contrastive_zoo.engine.evaluation import TILE_BYTES, as_asked, budget, is_dense, once
+from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.passes import shared_by_panels
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
@@ -225,16 +226,6 @@ _LOW = 64
 """Rows of a panel whose own cost, a pass over all columns' gradients, would be felt."""
 
 
-def _keep_freed_memory(like: Tensor) -> None:
-    """Let malloc keep what panels free for the next panel.
-
-    glibc returns it to the system, and the page faults that bring it back cost as much as a product. It stops doing so
-    for blocks up to the largest that was ever freed, of at most 32 MiB; this one is never touched, so takes no memory.
-    """
-    if like.device.type == "cpu":
-        torch.empty(31 * 2**20, dtype=torch.uint8)
-
-
 class _Sweep:
     """One pass over my anchors, panel by panel."""
 
@@ -275,7 +266,7 @@ class _Sweep:
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
         """Losses and counts of my anchors; the gradient of their weighted sum by anchors, columns and parameters."""
-        _keep_freed_memory(self.z)
+        keep_freed_memory(self.z)
         dz, dcolumns = torch.zeros_like(self.z), torch.zeros_like(self.everybody)
         dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]
         losses, counts = self.z.new_zeros(2, len(self.z), self.terms)  # nothing small stays behind between panels

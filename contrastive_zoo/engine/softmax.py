@@ -35,6 +35,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
 from contrastive_zoo.engine.evaluation import Kept, as_asked, few, is_dense, once, tile_shape, tiles
+from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.precision import products_of, without_autocast
 from contrastive_zoo.world import Shards, World
 
@@ -157,6 +158,7 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, sweep: "_Sweep", rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
+        keep_freed_memory(rows)
         ctx.sweep, ctx.scale = sweep, scale.item()
         travel = sweep.travel(columns)
         largest = ctx.scale * sweep.longest(rows, columns)

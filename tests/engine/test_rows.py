@@ -1,8 +1,5 @@
 """What a panel's loss is made of: in few passes, from few pairs, in panels of any height, it is the plain formula."""
 
-import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -304,7 +301,6 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
     n = 96
     monkeypatch.setattr(evaluation, "PANEL_BYTES", n * 8 * rows._AT_LEAST * 8)
-    monkeypatch.setattr(rows, "_keep_freed_memory", lambda like: None)
     z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
     with Listener():
         outcome(loss, z, labels)
@@ -313,30 +309,3 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
     with cz.dense(), Listener():
         outcome(loss, z, labels)
     assert max(largest) >= n * n  # the listener hears it
-
-
-FAULTS = """
-import resource, torch, contrastive_zoo as cz
-from contrastive_zoo.engine import rows
-torch.set_num_threads(1)
-z, labels, loss = torch.randn(2048, 16, requires_grad=True), torch.arange(2048) % 128, cz.Circle()
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(3):
-        loss(z, labels).backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-keep, rows._keep_freed_memory = rows._keep_freed_memory, lambda like: None
-faults()
-without = faults()
-rows._keep_freed_memory = keep
-faults()
-print(without, faults())
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
-def test_a_panel_s_memory_is_the_next_one_s() -> None:
-    """Far fewer page faults a step than without."""
-    said = subprocess.run([sys.executable, "-c", FAULTS], check=True, stdout=subprocess.PIPE, text=True).stdout
-    without, kept = map(int, said.split())
-    assert 3 * kept < without, said
