@@ -6,10 +6,10 @@ import platform
 
 from torch import Tensor
 
-from contrastive_zoo.engine.evaluation import budget
+from contrastive_zoo.engine.evaluation import PANEL_BYTES, TILE_BYTES, budget
 
-_FROM_HEAP = 32 * 2**20
-"""Bytes of the largest block that glibc ever keeps when it is freed."""
+_FROM_HEAP = TILE_BYTES + 2**20
+"""Bytes of the largest block that is kept: larger ones are few, and holes where they were would add to the peak."""
 
 _TOLD_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
@@ -19,7 +19,7 @@ _kept = 0
 
 
 def keep_freed_memory(like: Tensor) -> None:
-    """Let malloc keep what is freed, up to twice the memory budget, if ``like`` is on a processor.
+    """Let malloc keep what is freed, up to twice the memory budget and a panel, if ``like`` is on a processor.
 
     glibc gives large blocks back to the system as soon as they are freed, and the page faults that bring them back take
     a tenth of a step, or more. Nothing is done where the C library is another one, or where its environment variables
@@ -30,7 +30,7 @@ def keep_freed_memory(like: Tensor) -> None:
         >>> keep_freed_memory(torch.zeros(1))
     """
     global _kept
-    wanted = min(2 * budget() + _FROM_HEAP, 2**31 - 1)
+    wanted = min(2 * budget() + PANEL_BYTES, 2**31 - 1)
     if like.device.type != "cpu" or wanted <= _kept:
         return
     _kept = wanted
