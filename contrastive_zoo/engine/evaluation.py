@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -234,21 +234,6 @@ class _Once(torch.autograd.Function):
             "graph of it. Compute the loss under `with contrastive_zoo.dense():`, which holds the N × N matrix and can "
             "be differentiated as often as you like."
         )
-
-
-T = TypeVar("T", Tensor, Tensor | None)
-
-
-def as_asked(*inputs: T) -> tuple[T, ...]:
-    """As they are; under ``torch.no_grad()``, where a leaf would still ask a Function for its gradient, as constants.
-
-    Example:
-        >>> leaf = torch.ones(2, requires_grad=True)
-        >>> with torch.no_grad():
-        ...     as_asked(leaf)
-        (tensor([1., 1.]),)
-    """
-    return inputs if torch.is_grad_enabled() else tuple(x if x is None else x.detach() for x in inputs)
 
 
 def once(gradient: Tensor | None, *inputs: Tensor) -> Tensor | None:

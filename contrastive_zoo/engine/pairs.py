@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.evaluation import as_asked, few, is_dense, once, shortest
+from contrastive_zoo.engine.evaluation import few, is_dense, once, shortest
 from contrastive_zoo.engine.precision import rounded, wide, without_autocast
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.world import World
@@ -55,7 +55,8 @@ def few_pairs(
     learnt = torch.as_tensor(temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device)
     # 1 / t in the digits of t, as many pairs have it
     t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else temperature
-    return _FewPairs.apply(*as_asked(a, b, learnt), t, t**2 if log_scale is None else -t, who, reduction, dtype)
+    rate, learns = t**2 if log_scale is None else -t, torch.is_grad_enabled()
+    return _FewPairs.apply(a, b, learnt, t, rate, who, reduction, dtype, learns)
 
 
 class _FewPairs(torch.autograd.Function):
@@ -71,8 +72,12 @@ class _FewPairs(torch.autograd.Function):
         who: Who,
         reduction: Reduction,
         dtype: torch.dtype,
+        learns: bool,
     ) -> Tensor:
-        """``learnt`` is t or what it is made of, by whose derivative S has that of −S t / rate."""
+        """``learnt`` is t or what it is made of, by whose derivative S has that of −S t / rate.
+
+        ``learns``: whether anybody may ask for gradients; a leaf says that it needs one under ``no_grad``, too.
+        """
         n, views = len(a), who == "views"
         rows = torch.cat([a, b])
         length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
@@ -89,7 +94,7 @@ class _FewPairs(torch.autograd.Function):
         c = s.sum(0) if who == "rows and columns" else None
         losses = (r.log() if c is None else torch.lerp(r.log(), c.log(), 0.5)).sub_(positive)
         mean, sides = reduction == "mean", 1 if c is None else 2
-        if any(ctx.needs_input_grad):
+        if learns and any(ctx.needs_input_grad):
             parts = (len(losses) if mean else 1) * sides  # a row's gradient is one of so many, so is a column's
             by_row = r.reciprocal()
             if views:
@@ -118,4 +123,4 @@ class _FewPairs(torch.autograd.Function):
         with torch.no_grad():
             da, db = (drows * g).split(len(a))
             dlearnt = None if dlearnt is None else dlearnt * g
-        return *(once(x, a, b, learnt) for x in (da, db, dlearnt)), None, None, None, None, None
+        return *(once(x, a, b, learnt) for x in (da, db, dlearnt)), *[None] * 6

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.engine import evaluation
-from contrastive_zoo.engine.evaluation import TILE_BYTES, as_asked, budget, is_dense, once
+from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.passes import shared_by_panels
 from contrastive_zoo.engine.precision import without_autocast
@@ -105,8 +105,8 @@ def sum_over_anchors(
         return _dense(
             loss, z, z if columns is None else columns, layout, dict(zip(names, parameters, strict=True)), reduction
         )
-    inputs = as_asked(z, columns, *parameters)
-    return _SumOverAnchors.apply(loss.on_panel, getattr(loss, "terms", 1), reduction, layout, *inputs)
+    terms, learns = getattr(loss, "terms", 1), torch.is_grad_enabled()
+    return _SumOverAnchors.apply(loss.on_panel, terms, reduction, layout, learns, z, columns, *parameters)
 
 
 @dataclass(frozen=True)
@@ -185,17 +185,19 @@ class _SumOverAnchors(torch.autograd.Function):
         terms: int,
         reduction: Reduction,
         layout: _Layout,
+        learns: bool,
         z: Tensor,
         columns: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
+        """``learns``: whether anybody may ask for gradients; a leaf says that it needs one under ``no_grad``, too."""
         everybody = gather_rows(z if columns is None else columns, layout.column_shards, layout.world)
         sweep = _Sweep(on_panel, terms, layout, z, everybody, parameters)
         ctx.sweep, ctx.reduction, ctx.one_tower, ctx.gradients = sweep, reduction, columns is None, None
         ctx.save_for_backward(z, *([] if columns is None else [columns]), *parameters)
         if reduction == "none":  # each anchor's weight is known in the backward pass only
             return sweep.losses()[0].sum(1)
-        if any(ctx.needs_input_grad) and (terms == 1 or reduction == "sum"):
+        if learns and any(ctx.needs_input_grad) and (terms == 1 or reduction == "sum"):
             losses, counts, *ctx.gradients = sweep.gradients()
         else:  # each term has its own weight, which is known after the whole sweep
             losses, counts = sweep.losses()
@@ -216,7 +218,7 @@ class _SumOverAnchors(torch.autograd.Function):
             gradients = [weight * gradient for gradient in ctx.gradients]
         dz, dcolumns, *dparameters = gradients
         of_rows = [dz + dcolumns, None] if ctx.one_tower else [dz, dcolumns]
-        return None, None, None, None, *(once(gradient, *inputs) for gradient in [*of_rows, *dparameters])
+        return None, None, None, None, None, *(once(gradient, *inputs) for gradient in [*of_rows, *dparameters])
 
 
 _MATRICES, _AT_LEAST = 16, 4

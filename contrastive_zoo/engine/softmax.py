@@ -22,7 +22,7 @@ A loss is a formula in these numbers, written in plain torch.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
-from contrastive_zoo.engine.evaluation import Kept, as_asked, few, is_dense, once, tile_shape, tiles
+from contrastive_zoo.engine.evaluation import Kept, few, is_dense, once, tile_shape, tiles
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.precision import products_of, without_autocast
 from contrastive_zoo.world import Shards, World
@@ -80,7 +80,7 @@ def self_log_sum_exp(
     sweep = _Sweep(
         shards, shards, world, True, unit=unit, learnt=isinstance(scale, Tensor), dtype=dtype, partners=partners
     )
-    r, _, *positives = _LogSumExp.apply(sweep, *as_asked(z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device)))
+    r, _, *positives = _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))
     return r, positives
 
 
@@ -139,7 +139,7 @@ def log_sum_exp(
         row_shards, column_shards, world, False, columnwise, unit, isinstance(scale, Tensor), dtype, partners, pace
     )
     scale = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
-    r, c, *positives = _LogSumExp.apply(sweep, *as_asked(rows, columns, scale))
+    r, c, *positives = _LogSumExp.apply(sweep, rows, columns, scale)
     return r, c, positives
 
 
@@ -164,7 +164,7 @@ class _LogSumExp(torch.autograd.Function):
         largest = ctx.scale * sweep.longest(rows, columns)
         for ctx.arithmetic in (_Shifted.below(largest, rows.dtype), _Exact()):
             tiles: list[Tensor | None] = []  # those that lost digits go before others come
-            ctx.kept = Kept() if any(ctx.needs_input_grad) else None
+            ctx.kept = Kept() if sweep.learns and any(ctx.needs_input_grad) else None
             with products_of(sweep.dtype, rows.device.type):
                 r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, ctx.kept)
             if isinstance(ctx.arithmetic, _Shifted) and not sweep.has_lost(r, c, largest):
@@ -220,6 +220,8 @@ class _Sweep:
     partners: Sequence[int] = ()
     """Of row i the columns pace · i + so many of the same rank."""
     pace: int = 1
+    learns: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether anybody may ask for gradients; a leaf says that it needs one under ``no_grad``, too."""
 
     @cached_property
     def blocks(self) -> list[Block]:

@@ -127,14 +127,15 @@ TRAVEL: dict[str, tuple[Callable[[], Any], str, int, int]] = {
 
 @pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
 @pytest.mark.parametrize("name", TRAVEL)
-def test_rows_travel_once(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
+@pytest.mark.parametrize("learns", [True, False], ids=["training", "validation"])
+def test_rows_travel_once(name: str, learns: bool, shards: tuple[int, ...], worlds: Worlds) -> None:
     make, call, whole, _ = TRAVEL[name]
     n = sum(shards)
     rows = [numbers(n, 5, seed=0), numbers(n, 5, seed=1) if call == "views" else torch.arange(n) % 2]
 
     def job(*mine: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
         loss = cz.DistributedLoss(make().double())
-        with Sent() as messages:
+        with torch.set_grad_enabled(learns), Sent() as messages:
             value = loss(*(x.clone().requires_grad_(x.is_floating_point()) for x in mine))
         return [shape for shape in messages if len(shape) == 2 and shape[1] > 8], value.detach()
 
