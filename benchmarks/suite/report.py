@@ -53,6 +53,7 @@ stay so, there is a ?. What is quicker than 20 ms is called many times in one re
 - *A @ B.T* is the bare product as one writes it: new memory for its result every time, which costs about as much as the
   arithmetic where rows are short. *Products of tiles* are all products of a tiled step, without an exponential or a sum:
   what it cannot fall below on this machine.
+- All ways of a case share a process, and so profit from malloc keeping what is freed, which ours ask for.
 - *dense* is the formula in plain torch with the whole matrix, its autograd doing the rest; *compiled* the same under
   `torch.compile`.
 - OpenCLIP's `ClipLoss` gets normalised rows and a learnt scale, as in its training; its ways with several ranks are its
