@@ -64,8 +64,8 @@ def memory_budget(size: int) -> Iterator[None]:
     together, which saves one product of three (of four with two towers); the others are made again, tile by tile. Losses
     that are sums over anchors make their panels as low as the budget asks for. The default is 128 MiB.
 
-    On a processor with glibc, malloc is told to keep freed memory for the next step, twice the budget and a panel, unless its
-    environment variables (``MALLOC_TRIM_THRESHOLD_``, …) say what it shall do.
+    On a processor with glibc, malloc is told to keep freed memory for the next step, twice the budget and a panel, unless
+    its environment variables (``MALLOC_TRIM_THRESHOLD_``, …) say what it shall do.
 
     Args:
         size: bytes; 0 never keeps any.
