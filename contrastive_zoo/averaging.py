@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.meeting import kind, meet
+from contrastive_zoo.handshake import kind
+from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 
 BUCKET_BYTES = 25 * 2**20

@@ -23,9 +23,8 @@ derivative already, and summing W equal copies would count it W times.
 Every rank must call the backward pass through what it got, in the same order, as it must the forward pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from contrastive_zoo._compat import reduce_scatter_single
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.meeting import Luggage, meet
+from contrastive_zoo.session import Session, meet
 from contrastive_zoo.world import Processes, Shards, World
 
 Reduction = Literal["sum", "mean", "max", "min"]
@@ -65,19 +64,21 @@ def _from_bytes(moved: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """Everybody's rows in rank order; within :func:`one_gather` not to be written to, others get the same tensor."""
+    """The rows of all ranks in rank order; not to be written to where the session has a cache."""
     return start_gather(rows, shards, world)()
 
 
 def start_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
-    """Set everybody's rows on their way; calling the result waits for them."""
+    """Start to gather the rows of all ranks; calling the result waits for them."""
     if world.size == 1:
         return lambda: rows
-    shared = _shared.get()
-    return _on_their_way(rows, shards, world) if shared is None else lambda: shared.gather(rows, shards, world)
+    cache = world.cache if isinstance(world, Session) else None
+    if cache is None:
+        return _started(rows, shards, world)
+    return lambda: cache.gather(rows, shards, lambda x, of: _started(x, of, world)())
 
 
-def _on_their_way(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
+def _started(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
     mine = _as_bytes(rows)
     highest = max(shards.sizes)
     if len(mine) < highest:
@@ -93,59 +94,17 @@ def _on_their_way(rows: Tensor, shards: Shards, world: World) -> Callable[[], Te
     return arrived
 
 
-class _Shared:
-    """What has been gathered, and what was made of what, row by row; tensors are kept, lest another gets their id."""
-
-    def __init__(self) -> None:
-        self.everybody: dict[int, tuple[Tensor, Tensor]] = {}
-        self.recipes: dict[int, tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]] = {}
-
-    def gather(self, rows: Tensor, shards: Shards, world: World) -> Tensor:
-        """:func:`gather_rows`, or what it would bring."""
-        if id(rows) not in self.everybody:
-            self.everybody[id(rows)] = rows, self._made_again(rows, shards, world)
-        return self.everybody[id(rows)][1]
-
-    def _made_again(self, rows: Tensor, shards: Shards, world: World) -> Tensor:
-        if id(rows) not in self.recipes:
-            return _on_their_way(rows, shards, world)()
-        _, function, sources = self.recipes[id(rows)]
-        of_source = Shards(tuple(size // len(sources) for size in shards.sizes), shards.rank)
-        parts = (self.gather(source, of_source, world).split(list(of_source.sizes)) for source in sources)
-        with torch.no_grad():
-            return torch.cat([function(*of_rank) for of_rank in zip(*parts, strict=True)])
-
-
-_shared: ContextVar[_Shared | None] = ContextVar("shared", default=None)
-
-
-@contextmanager
-def one_gather() -> Iterator[None]:
-    """Within it rows travel once, however many losses gather them, or what is :func:`derived` from them.
-
-    Every rank enters and leaves it at the same place of its program. Gradients travel as ever: what is gathered has none.
-    """
-    token = _shared.set(_shared.get() or _Shared())
-    try:
-        yield
-    finally:
-        _shared.reset(token)
-
-
-def derived(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Tensor:
     """``function(*rows)``, as many rows as all of ``rows`` together, whose own rows must be of equal number.
 
-    Each rank can repeat it on what another has sent, so that within :func:`one_gather` the result need not travel.
+    Each rank can repeat it on rows of another, so that a session with a cache need not gather the result.
 
-    Example:
-        >>> derived(lambda x: x[:, :1], torch.tensor([[1, 2], [3, 4]])).tolist()
+    Examples:
+        >>> derived(lambda x: x[:, :1], torch.tensor([[1, 2], [3, 4]]), world=World()).tolist()
         [[1], [3]]
     """
-    result = function(*rows)
-    shared = _shared.get()
-    if shared is not None and all(result is not x for x in rows):
-        shared.recipes[id(result)] = result, function, rows
-    return result
+    cache = world.cache if isinstance(world, Session) else None
+    return function(*rows) if cache is None else cache.derive(function, *rows)
 
 
 def scatters_sums(shards: Shards, world: World) -> bool:
@@ -280,8 +239,8 @@ class _AllGather(torch.autograd.Function):
         return _ReduceScatter.apply(dy, ctx.shards, ctx.world), None, None, None
 
 
-class _Everybodys(torch.autograd.Function):
-    """y = what has been gathered of all ranks' x, and every rank computes the same from;  dx = factor · my slice of dy."""
+class _Gathered(torch.autograd.Function):
+    """y = the gathered x of all ranks, from which every rank computes the same;  dx = factor · this rank's slice of dy."""
 
     @staticmethod
     def forward(
@@ -298,73 +257,55 @@ class _Everybodys(torch.autograd.Function):
 
 
 def gather_together(
-    rows: Sequence[Tensor], shards: Sequence[Shards], world: World, luggage: Luggage | None = None, *, factor: int = 1
+    rows: Sequence[Tensor], shards: Sequence[Shards], world: World, payload: Tensor | None = None, *, factor: int = 1
 ) -> list[Tensor]:
-    """:func:`all_gather` with ``gradient="complete"`` of several tensors, for those who have met already.
+    """:func:`all_gather` with ``gradient="complete"`` of several tensors whose splits are known.
 
-    Tensors of as many rows travel in one message; none does if all of them came along with the meeting's card.
+    Tensors with equal splits share a message; there is none if :func:`packed` rows were the handshake's payload.
 
     Args:
-        rows: mine.
-        shards: of each of them.
-        world: whose.
-        luggage: what came along, if :func:`packed` made it of the same rows.
-        factor: what my rows' gradient is multiplied by.
+        rows: of this rank.
+        shards: the split of each of them.
+        world: the processes.
+        payload: [W, bytes], what :func:`packed` made of the same rows on every rank; None if it was not sent.
+        factor: what the gradient of this rank's rows is multiplied by.
 
-    Example:
+    Examples:
         >>> gather_together([torch.ones(1, 2), torch.tensor([7])], [Shards((1,))] * 2, World())
         [tensor([[1., 1.]]), tensor([7])]
     """
     if world.size == 1:
         return list(rows)
+    if payload is not None:
+        return list(_Gathered.apply(shards, world, factor, _unpacked(payload, rows, shards), *rows))
     found: list[Tensor | None] = [None] * len(rows)
-    if luggage is not None and luggage.arrived is not None and room_for(rows, shards) <= luggage.arrived.shape[1]:
-        return list(_Everybodys.apply(shards, world, factor, _unpacked(luggage.arrived, rows, shards), *rows))
     for alike in dict.fromkeys(shards):
         which = [index for index, x in enumerate(shards) if x == alike]
         parts = [_as_bytes(rows[index].detach()) for index in which]
-        everybody = gather_rows(torch.cat(parts, 1), alike, world).split([x.shape[1] for x in parts], 1)
-        for index, part in zip(which, everybody, strict=True):
-            found[index] = _from_bytes(part.contiguous(), rows[index])
-    return list(_Everybodys.apply(shards, world, factor, found, *rows))
+        gathered = gather_rows(torch.cat(parts, 1), alike, world).split([x.shape[1] for x in parts], 1)
+        for index, part in zip(which, gathered, strict=True):
+            found[index] = _from_bytes(part.clone(memory_format=torch.contiguous_format), rows[index])
+    return list(_Gathered.apply(shards, world, factor, found, *rows))
 
 
-def packed(rows: Sequence[Tensor], room: int) -> Luggage:
-    """Rows to travel with a card, in so many bytes; none of them if they do not fit, which all ranks will see.
+def packed(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Rows as the bytes of a handshake's payload.
 
-    Example:
-        >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)], 3)
-        Luggage(mine=[tensor([1, 2], dtype=torch.uint8)], room=3, arrived=None)
+    Examples:
+        >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)])
+        [tensor([1, 2], dtype=torch.uint8)]
     """
-    return Luggage([_as_bytes(x.detach()).flatten() for x in rows], room)
+    return [_as_bytes(x.detach()).flatten() for x in rows]
 
 
-def room_for(rows: Sequence[Tensor], shards: Sequence[Shards]) -> int:
-    """How many bytes the rank with the most has to pack.
-
-    Example:
-        >>> room_for([torch.ones(2, 3)], [Shards((2, 5))])   # 5 rows of 3 · 4 bytes
-        60
-    """
-    return max(sum(_row_bytes(x) * of.sizes[rank] for x, of in zip(rows, shards, strict=True))
-               for rank in range(len(shards[0].sizes)))  # fmt: skip
-
-
-def _row_bytes(rows: Tensor) -> int:
-    return rows.shape[1:].numel() * rows.dtype.itemsize
-
-
-def _unpacked(arrived: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
-    widths = [_row_bytes(x) for x in rows]
-    if all(len(set(of.sizes)) == 1 for of in shards):  # one piece a tensor rather than one of each rank
-        sizes = [width * of.size for width, of in zip(widths, shards, strict=True)]
-        parts = zip(arrived[:, : sum(sizes)].split(sizes, 1), shards, widths, rows, strict=True)
-        return [_from_bytes(part.reshape(of.total, width), x) for part, of, width, x in parts]
+def _unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
+    widths = [x.shape[1:].numel() * x.dtype.itemsize for x in rows]
     found: list[list[Tensor]] = [[] for _ in rows]
-    for rank, bag in enumerate(arrived):
+    for rank, of_rank in enumerate(payload):
         sizes = [width * of.sizes[rank] for width, of in zip(widths, shards, strict=True)]
-        for index, part in enumerate(bag[: sum(sizes)].split(sizes)):
+        for index, part in enumerate(of_rank[: sum(sizes)].split(sizes)):
             found[index].append(part.view(shards[index].sizes[rank], widths[index]))
+    # joined bytes begin where memory does, as a wider dtype asks for
     return [_from_bytes(torch.cat(parts), x) for parts, x in zip(found, rows, strict=True)]
 
 
@@ -450,6 +391,33 @@ def _to_sources(dy: Tensor, ctx: Any) -> Tensor:
     if ctx.op == "mean":
         return dy / ctx.world.size
     return dy * ctx.saved_tensors[0] if ctx.op in ("max", "min") else dy
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """y = x;  dx = factor · dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy * ctx.factor, None
+
+
+def scale_gradient(x: Any, factor: float) -> Any:
+    """x itself, whose gradient comes out ``factor`` times as large; anything without a gradient as it is.
+
+    Raises:
+        ValueError: x is a dataclass, into which nobody looks for tensors.
+    """
+    if is_dataclass(x):
+        raise ValueError(
+            f"DistributedLoss: gradients cannot be scaled inside a {type(x).__name__}. Let the loss take and return "
+            "tensors, or tuples, lists and dicts of them."
+        )
+    return _ScaleGradient.apply(x, factor) if isinstance(x, Tensor) and x.requires_grad and factor != 1 else x
 
 
 # ----------------------------------------------------------------------------------------------------- public names
@@ -707,7 +675,7 @@ def _agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None
         problem = f"rank {root} is not one of the group's ranks 0 … {world.size - 1}."
     if rows.ndim == 0:
         problem = _NO_ROWS
-    tolerant = World(world.rank, world.size, world.group, check_finite=False)
+    tolerant = Session.of(world, check_finite=False)
     return meet(name, {"x": rows}, world=tolerant, problem=problem, settings=settings)[0]
 
 

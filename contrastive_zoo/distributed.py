@@ -3,44 +3,37 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
-from contrastive_zoo.collectives import gather_together, packed, room_for
+from contrastive_zoo.arguments import Arguments, GlobalIndices
+from contrastive_zoo.collectives import broadcast, scale_gradient
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.evaluation import is_dense
+from contrastive_zoo.handshake import Statement, kind, refuse_empty
+from contrastive_zoo.loss_summary import StateSums, described, runs_foreign_code, shared_state
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import Known, Luggage, agreeing, meet, refuse, refuse_empty
-from contrastive_zoo.randomness import one_stream
+from contrastive_zoo.randomness import Watch, one_stream
+from contrastive_zoo.session import Opening, Options, Replicate, Session, first_non_finite, meet, refuse, tolerance
 from contrastive_zoo.world import Processes, Shards, World
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
 
-_MOST_LUGGAGE = 2**20
-"""Bytes of rows that may come along with sizes; more would be copied once more than need be."""
+SMALL, PER_SIMILARITY = 2**28, 64
+"""Multiplications that take no longer than the messages of ranks that share them; and as how many of these a
+similarity's exponential, sums and weights count."""
 
-FIRST_VALUES, EVERY_NTH_VALUE = 8, 64
-"""Which of a foreign loss's values are compared between ranks: the first ones, and then now and again."""
-
+FIRST_VALUES, EVERY_NTH_CALL = 8, 64
+"""Which calls' values and parameters are compared between ranks: values of the first ones, then both now and again."""
 
 _FURTHER = ("indices_tuple", "ref_emb", "ref_labels")
-
-
-class GlobalIndices(tuple[Tensor, ...]):
-    """What a miner found among all ranks' rows, the same on every rank: made by ``DistributedMiner``.
-
-    Example:
-        >>> anchors, positives, negatives = GlobalIndices([torch.tensor([0]), torch.tensor([1]), torch.tensor([2])])
-    """
-
-    __slots__ = ()
 
 
 class DistributedLoss(nn.Module):
@@ -77,11 +70,13 @@ class DistributedLoss(nn.Module):
             the Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a sum
             communication hook, a divide factor of 1.
         check_finite: whether rows with NaN or infinite values are refused.
-        check_equal: whether what a foreign loss returns (its tensors) is compared between ranks, at the first calls and at
-            every 64th; it travels with the next call's sizes, in no message of its own.
-        static_shapes: whether each rank brings as many rows at every call. Ranks then tell each other sizes at the first
-            call only. What is wrong with one rank's rows is from then on raised on that rank alone, and the others wait
-            for it until the process group's time-out.
+        check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and what
+            a loss that every rank computes returns at the first calls and at every 64th. It costs no message of its own.
+        check_distinct: whether the first call refuses embeddings that are the same on every rank, as they are where
+            somebody has gathered them before.
+        broadcast_parameters: whether the loss's parameters and buffers become rank 0's at the first call between ranks,
+            as DDP does with a model's when it is constructed.
+        static_shapes: whether each rank brings as many rows at every call; another number is refused on every rank.
         ring: whether softmax losses pass columns from rank to rank, one shard at a time, rather than gather them all:
             memory does not grow with the number of ranks, and columns travel twice.
 
@@ -113,6 +108,8 @@ class DistributedLoss(nn.Module):
         grad_reduction: GradReduction = "mean",
         check_finite: bool = True,
         check_equal: bool = True,
+        check_distinct: bool = True,
+        broadcast_parameters: bool = False,
         static_shapes: bool = False,
         ring: bool = False,
     ) -> None:
@@ -144,6 +141,12 @@ class DistributedLoss(nn.Module):
                 f"DistributedLoss: {_name(_bare(loss))}{signature(_bare(loss))} takes no indices_tuple, which is how a "
                 "miner's findings reach a loss. Leave the miner out."
             )
+        if ring and not (isinstance(_bare(loss), Loss) and _bare(loss).can_ring()):
+            raise ValueError(
+                f"DistributedLoss: ring=True is for losses whose candidates can pass from rank to rank (InfoNCE, Clip, "
+                f"NTXent, SupCon, MNRL, MILNCE, AlignUniform), got {_name(_bare(loss))}, which gathers them all. Leave "
+                "ring out."
+            )
         if mode == "sharded" and not isinstance(_bare(loss), Loss):
             refusal = importlib.import_module("contrastive_zoo.adapters.pml_sharded").refusal(loss, miner)
             if refusal is not None:
@@ -154,50 +157,190 @@ class DistributedLoss(nn.Module):
         self.grad_reduction = grad_reduction
         self.check_finite = check_finite
         self.check_equal = check_equal
+        self.check_distinct = check_distinct
+        self.broadcast_parameters = broadcast_parameters
+        self.static_shapes = static_shapes
         self.ring = ring
-        self._known: Known | None = {} if static_shapes else None
-        self._few_rows = False  # those of the last step: every rank knows them
-        self._room = 0
+        self._sizes: list[int] | None = None
+        self._draws = False
+        self._keeps_state = False
+        self._in_step = False
         self._calls = 0
         self._last: list[Tensor] = []
+        self._state: StateSums | None = None
+        self._finite: dict[str, Tensor] = {}
         self.loss = loss
 
     @uncompiled
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
-        """The loss of all ranks' rows, from mine.
+        """The loss of all ranks' rows, from this rank's.
 
         Args:
             rows: as the loss takes them.
             named_rows: as the loss takes them.
         """
         bare = _bare(self.loss)
-        check_finite = self.check_finite and getattr(bare, "check_finite", True)
-        world = World.of(self.process_group, check_finite=check_finite, ring=self.ring)
+        session = self._session(bare)
         try:
             if self._asked_as is not None:
-                rows, named_rows = self._labelled(self._asked_as.bind(*rows, **named_rows).arguments, world), {}
+                rows, named_rows = self._labelled(self._asked_as.bind(*rows, **named_rows).arguments, session), {}
             takes = signature(bare)
             # a miner's indices come later, also where the loss insists on them
             bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
         except TypeError as error:
-            if world.size == 1:
-                return self.loss(*rows, **named_rows)  # says so in its own words
+            if session.size == 1:
+                return self.loss(*rows, **named_rows)  # the error is the loss's own
             # this rank alone may have forgotten an argument; the others would wait for it
-            refuse(_name(bare), f"{error}.", world=world)
-        if getattr(bare, "sharded", False) and self.grad_reduction == "sum":
-            bare.shard_gradient_scale = world.size  # no trainer adds up what each rank holds for itself
-        with agreeing(self._known, grad_reduction=self.grad_reduction, mode=self.mode) as agreement:
-            if not isinstance(bare, Loss):
-                value = self._foreign(bound, world)
-            elif world.size > 1 and self._few_rows and bare.can_be_replicated(bound.arguments):
-                value = self._on_every_rank(bound, world)
-            else:
-                bound.arguments = _scaled(bound.arguments, world)
-                value = self.loss(*bound.args, **bound.kwargs, world=world)
-        self._few_rows = agreement.rows**2 * (agreement.width + _BESIDES) <= _LITTLE
-        if self.grad_reduction == "sum" and world.size > 1:
-            value = tree_map(lambda x: scale_gradient(x, 1 / world.size), value)
+            refuse(_name(bare), f"{error}.", world=session)
+        if session.size == 1:
+            return self._alone(bound, session)
+        if self.broadcast_parameters and not self._in_step:
+            self._start_from_rank_0(session)
+        arguments = Arguments.of(bound.arguments)
+        session.progress.opening = Opening(self._statement(bare, bound, arguments, session))
+        if self._keeps_state and _in_backward():
+            raise ValueError(f"{_name(bare)}: {_COMPUTED_AGAIN}")
+        before = _buffer_versions(bare)
+        value = self._computed(bound, arguments, session)
+        self._keeps_state = _buffer_versions(bare) != before
+        self._calls += 1
+        if self.grad_reduction == "sum":
+            value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
+
+    def _session(self, bare: Any) -> Session:
+        world = World.of(self.process_group)
+        # parameters that each rank holds for itself are added up by no trainer
+        factor = world.size if self.grad_reduction == "sum" else 1
+        check_finite = self.check_finite and getattr(bare, "check_finite", True)
+        return Session(world.rank, world.size, world.group, Options(check_finite, self.ring, factor))
+
+    def _alone(self, bound: inspect.BoundArguments, session: Session) -> Any:
+        """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
+        bare = _bare(self.loss)
+        if isinstance(bare, Loss):
+            return self.loss(*bound.args, **bound.kwargs, world=session)
+        if (problem := self._indices_problem(bound.arguments, session)) is not None:
+            refuse(_name(bare), problem, world=session)
+        return self._mined_loss(bound)
+
+    def _statement(self, bare: Any, bound: inspect.BoundArguments, arguments: Arguments, session: Session) -> Statement:
+        """What this rank brings to the step's first handshake, besides what a loss of this library declares."""
+        own = isinstance(bare, Loss)
+        replicable = bare.can_be_replicated(*bound.args, **bound.kwargs) if own else self.mode == "replicated"
+        problem = arguments.problem
+        if not own:
+            problem = problem or self._indices_problem(bound.arguments, session) or unequal_problem(bound.arguments)
+            if problem is None and session.options.check_finite:
+                problem = first_non_finite(arguments.rows)
+        if self.static_shapes:
+            problem = problem or self._shapes_problem(arguments)
+        statement = Statement(
+            _name(bare),
+            {**described(bare, settings=own or self.check_equal), **self._options(), **arguments.compared},
+            arguments.sizes,
+            problem,
+            last_value=self._last_value(),
+            same=arguments.same,
+            tolerance=tolerance(arguments.rows.values()),
+            replicable=replicable and not (own and is_dense()),
+            draws=self._draws,
+            small=(lambda shards: self._is_small(arguments, shards)) if own else (lambda shards: True),
+            payload=arguments.payload(session) if replicable else None,
+        )
+        if self.check_equal and self._calls % EVERY_NTH_CALL == 0:
+            sums = StateSums.of(bare)
+            statement.norm, statement.projection, statement.parameters = sums.norm, sums.projection, sums.by_name
+        if self.check_distinct and self._calls == 0:
+            statement.fingerprint = arguments.fingerprint
+        return statement
+
+    def _options(self) -> dict[str, str]:
+        """This wrapper's settings, as ranks compare them."""
+        names = ("grad_reduction", "mode", "ring", "static_shapes", "training")
+        modes = {"dense()": is_dense(), "torch.is_grad_enabled()": torch.is_grad_enabled()}
+        of_miner = {} if self.miner is None else described(self.miner, settings=self.check_equal)
+        return {
+            **{name: str(getattr(self, name)) for name in names},
+            **{name: str(value) for name, value in modes.items()},
+            **{"the miner" if name == "the loss" else f"miner.{name}": value for name, value in of_miner.items()},
+        }
+
+    def _shapes_problem(self, arguments: Arguments) -> str | None:
+        if self._sizes is None:
+            self._sizes = arguments.sizes
+        if arguments.sizes == self._sizes:
+            return None
+        return (
+            f"static_shapes=True, but this rank brought {arguments.sizes} rows of {', '.join(arguments.rows)} after "
+            f"{self._sizes}. Drop the last incomplete batch, or leave static_shapes out."
+        )
+
+    @staticmethod
+    def _is_small(arguments: Arguments, shards: Sequence[Shards]) -> bool:
+        return arguments.total(shards) ** 2 * (arguments.width + PER_SIMILARITY) <= SMALL
+
+    def _computed(self, bound: inspect.BoundArguments, arguments: Arguments, session: Session) -> Any:
+        """The loss, each rank's part of it or all of it on every rank, as the handshake decides."""
+        bare, name, opening = _bare(self.loss), _name(_bare(self.loss)), session.progress.opening
+        watch = None
+        try:
+            if isinstance(bare, Loss):
+                if runs_foreign_code(bare):
+                    watch = Watch(bare, arguments.device)
+                    session.progress.changes = watch.has_changed
+                scaled = inspect.BoundArguments(bound.signature, _scaled(bound.arguments, session))
+                return self.loss(*scaled.args, **scaled.kwargs, world=session)
+            session.open(name)
+            assert opening is not None
+            assert opening.agreed is not None
+            shards = dict(zip(arguments.rows, opening.agreed.shards, strict=True))
+            if shards:
+                refuse_empty(name, next(iter(shards.values())))
+            sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
+            return sharded(self.loss, self.miner, _scaled(bound.arguments, session), shards, session)
+        except Replicate:
+            if watch is not None and watch.has_changed():
+                self._draws = True
+                watch.undo()
+        except Exception as error:
+            if not session.opened:  # the other ranks wait in the handshake
+                refuse(name, f"{type(error).__name__}: {error}", world=session)
+            raise
+        return self._replicated(bound, arguments, session, opening)
+
+    def _replicated(
+        self, bound: inspect.BoundArguments, arguments: Arguments, session: Session, opening: Opening | None
+    ) -> Any:
+        """The loss on the rows of all ranks, computed by every rank alike, so that each holds the complete gradient."""
+        assert opening is not None
+        assert opening.agreed is not None
+        bare = _bare(self.loss)
+        if opening.agreed.shards:
+            refuse_empty(_name(bare), opening.agreed.shards[0])
+        bound.arguments = arguments.gathered(opening.agreed, session)
+        draws = not isinstance(bare, Loss) or runs_foreign_code(bare)
+        with one_stream(session, arguments.device) if draws else nullcontext():
+            if isinstance(bare, Loss):
+                value = self.loss(*bound.args, **bound.kwargs, world=Session.of(World(), check_finite=False))
+            else:
+                value = self._mined_loss(bound)
+        self._remember(value)
+        return value
+
+    def _mined_loss(self, bound: inspect.BoundArguments) -> Any:
+        if self.miner is not None:
+            bound.arguments["indices_tuple"] = self.miner(*mined(bound.arguments))
+        return self.loss(*bound.args, **bound.kwargs)
+
+    def _start_from_rank_0(self, session: Session) -> None:
+        """Rank 0's parameters and buffers on every rank: ranks that were seeded differently drew different ones."""
+        state = dict(shared_state(_bare(self.loss)))
+        kinds = {name: kind(x) for name, x in state.items()}
+        meet(_name(_bare(self.loss)), {}, world=session, settings={"broadcast_parameters": "now", **kinds})
+        for x in state.values():
+            x.data.copy_(broadcast(x.detach(), process_group=session))
+        self._in_step = True
 
     def _labelled(self, arguments: Mapping[str, Any], world: World) -> tuple[Any, ...]:
         """What the loss in another's place takes of the other's arguments."""
@@ -206,42 +349,6 @@ class DistributedLoss(nn.Module):
             name = _name(_bare(self.loss))
             refuse(name, f"takes no {' or '.join(given)}. Leave them out, or prefer_native=True.", world=world)
         return tuple(x for name, x in arguments.items() if name not in further)
-
-    def _on_every_rank(self, bound: inspect.BoundArguments, world: World) -> Any:
-        """An own loss on all rows by every rank alike: one message or two, which few rows are sooner done with."""
-        name = _name(_bare(self.loss))
-        bound.arguments = self._gathered(Brought.meet(name, bound.arguments, world=world, room=self._room), world)
-        return self.loss(*bound.args, **bound.kwargs, world=World(check_finite=False))
-
-    def _foreign(self, bound: inspect.BoundArguments, world: World) -> Any:
-        """A loss from elsewhere; on one process with its arguments as they are."""
-        name, last = _name(_bare(self.loss)), self._last_value()
-        problem = self._indices_problem(bound.arguments, world)
-        if world.size == 1:
-            if problem is not None:
-                refuse(name, problem, world=world)
-            return self._computed(bound)
-        problem = problem or unequal_problem(bound.arguments)
-        brought = Brought.meet(name, bound.arguments, world=world, problem=problem, last_value=last, room=self._room)
-        if self.mode == "sharded":
-            sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
-            return sharded(self.loss, self.miner, _scaled(bound.arguments, world), brought.shards, world)
-        # computed on all rows by every rank alike, so that each holds the complete gradient
-        bound.arguments = self._gathered(brought, world)
-        with one_stream(world, brought.device):
-            value = self._computed(bound)
-        self._remember(value)
-        return value
-
-    def _gathered(self, brought: "Brought", world: World) -> dict[str, Any]:
-        """Everybody's arguments; next time as many rows may come along with the sizes."""
-        self._room = brought.room
-        return brought.gathered(world)
-
-    def _computed(self, bound: inspect.BoundArguments) -> Any:
-        if self.miner is not None:
-            bound.arguments["indices_tuple"] = self.miner(*mined(bound.arguments))
-        return self.loss(*bound.args, **bound.kwargs)
 
     def _indices_problem(self, arguments: Mapping[str, Any], world: World) -> str | None:
         indices = arguments.get("indices_tuple")
@@ -256,12 +363,11 @@ class DistributedLoss(nn.Module):
         return None
 
     def _remember(self, value: Any) -> None:
-        """Keep the value for the next meeting, if its turn has come."""
-        if self.check_equal and (self._calls < FIRST_VALUES or self._calls % EVERY_NTH_VALUE == 0):
-            # tensors alone: what is no tensor may be a rank's own, such as a time
+        """Keep the value for the next handshake, if its turn has come."""
+        if self.check_equal and (self._calls < FIRST_VALUES or self._calls % EVERY_NTH_CALL == 0):
+            # tensors alone: anything else may be a rank's own, such as a time
             tensors = (x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
             self._last = [x.detach().sum() for x in tensors]
-        self._calls += 1
 
     def _last_value(self) -> float | None:
         """One number that stands for all that was returned; read a step later, when no device has to be waited for."""
@@ -290,89 +396,20 @@ class DistributedLoss(nn.Module):
         return None if name.startswith("_") or not hasattr(bare, name) else bare
 
 
-_LITTLE, _BESIDES = 2**28, 64
-"""Multiplications that take no longer than the messages of ranks that share them; and as how many of these count a
-similarity's exponential, sums and weights."""
+_COMPUTED_AGAIN = (
+    "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "
+    "centre, a running statistic). Put the encoder under the checkpoint and leave the loss out."
+)
 
 
-class Brought(NamedTuple):
-    """What this rank's arguments are made of, and how their rows lie over the ranks, which have met."""
-
-    leaves: dict[str, Any]
-    tree: Any
-    shards: dict[str, Shards]
-    luggage: Luggage | None = None
-
-    @classmethod
-    def meet(
-        cls,
-        name: str,
-        arguments: Mapping[str, Any],
-        *,
-        world: World,
-        problem: str | None = None,
-        last_value: float | None = None,
-        room: int = 0,
-    ) -> "Brought":
-        """Agree with all ranks on these arguments: tensors of rows, and all else the same everywhere.
-
-        Raises:
-            ValueError: on every rank alike, what :func:`contrastive_zoo.meeting.meet` finds; rows that are no tensors; no
-                rows at all.
-        """
-        found, tree = tree_flatten_with_path(dict(arguments))
-        leaves = {_path(path): leaf for path, leaf in found}
-        rows = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
-        settings = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, (int, float, str, type(None)))}
-        settings |= {path: "global indices" for path, leaf in leaves.items() if isinstance(leaf, GlobalIndices)}
-        for path, leaf in leaves.items():
-            if isinstance(leaf, np.ndarray) or is_dataclass(leaf):
-                problem = problem or (
-                    f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
-                    f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
-                )
-        luggage = packed([_movable(x, world) for x in rows.values()], room) if room else None
-        shards = meet(
-            name, rows, world=world, problem=problem, settings=settings, last_value=last_value, luggage=luggage
-        )
-        if rows:
-            refuse_empty(name, shards[0])
-        return cls(leaves, tree, dict(zip(rows, shards, strict=True)), luggage)
-
-    @property
-    def room(self) -> int:
-        """Bytes of the rank with the most rows, if they are so few that they may travel with the next card."""
-        if not self.shards:
-            return 0
-        needed = room_for([self.leaves[path] for path in self.shards], list(self.shards.values()))
-        return needed if needed <= _MOST_LUGGAGE else 0
-
-    def gathered(self, world: World) -> dict[str, Any]:
-        """The arguments with every tensor of rows replaced by all ranks' rows, whose gradients come out W times."""
-        here = [_movable(self.leaves[path], world) for path in self.shards]
-        found = gather_together(here, list(self.shards.values()), world, self.luggage, factor=world.size)
-        everybody: dict[str, Tensor] = {}
-        for path, all_ranks in zip(self.shards, found, strict=True):
-            twin = next((x for x in everybody if self._are_one(x, path) and torch.equal(everybody[x], all_ranks)), None)
-            everybody[path] = all_ranks.to(self.leaves[path].device) if twin is None else everybody[twin]
-        leaves = self.leaves | everybody
-        arguments: dict[str, Any] = tree_unflatten(list(leaves.values()), self.tree)
-        return arguments
-
-    def _are_one(self, path: str, other: str) -> bool:
-        """Whether one tensor was given twice, which a loss may ask about; a rank without rows cannot tell."""
-        x, y = self.leaves[path], self.leaves[other]
-        return x is y or (len(x) == len(y) == 0 and x.dtype == y.dtype)
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the rows lie."""
-        return next((self.leaves[path].device for path in self.shards), None)
+def _buffer_versions(loss: Any) -> list[int]:
+    """Numbers that grow with every change of a buffer."""
+    return [x._version for x in loss.buffers()] if isinstance(loss, nn.Module) else []
 
 
-def _movable(rows: Tensor, world: World) -> Tensor:
-    """Where messages are; labels may have been left on the CPU."""
-    return rows if world.device.type == "cpu" else rows.to(world.device)
+def _in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread, within which a checkpoint computes its forward again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def mined(arguments: Mapping[str, Any]) -> list[Any]:
@@ -468,38 +505,6 @@ def _bare(loss: Any) -> Any:
 
 def _name(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
-
-
-def _path(path: Any) -> str:
-    """``['embeddings']`` as ``embeddings``, ``['views'][0]`` as ``views[0]``."""
-    return keystr(path)[2:].replace("']", "", 1)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """y = x;  dx = factor · dy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy * ctx.factor, None
-
-
-def scale_gradient(x: Any, factor: float) -> Any:
-    """x itself, whose gradient comes out ``factor`` times as large; anything without a gradient as it is.
-
-    Raises:
-        ValueError: x is a dataclass, into which nobody looks for tensors.
-    """
-    if is_dataclass(x):
-        raise ValueError(
-            f"DistributedLoss: gradients cannot be scaled inside a {type(x).__name__}. Let the loss take and return "
-            "tensors, or tuples, lists and dicts of them."
-        )
-    return _ScaleGradient.apply(x, factor) if isinstance(x, Tensor) and x.requires_grad and factor != 1 else x
 
 
 def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:

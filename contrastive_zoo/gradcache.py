@@ -32,7 +32,8 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from contrastive_zoo.meeting import meet, refuse_empty
+from contrastive_zoo.handshake import refuse_empty
+from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 
 
@@ -202,7 +203,7 @@ def _cached(caller: str, towers: list["_Tower"], problem: str | None, process_gr
         models = [tower.model for tower in towers if isinstance(tower.model, DistributedDataParallel)]
         process_group = models[0].process_group if models else None
     # without a backward pass nobody waits for anybody, and a rank may encode alone
-    world = World.of(process_group if torch.is_grad_enabled() else World(), check_finite=False)
+    world = World.of(process_group if torch.is_grad_enabled() else World())
     counts = {f"chunks of tower {i}": torch.zeros(len(tower.calls)) for i, tower in enumerate(towers)}
     for tower, shards in zip(towers, meet(caller, counts, world=world, problem=problem), strict=True):
         refuse_empty(caller, shards)

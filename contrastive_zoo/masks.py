@@ -7,7 +7,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather
-from contrastive_zoo.meeting import kind, meet
+from contrastive_zoo.handshake import kind
+from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 
 

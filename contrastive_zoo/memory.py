@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, rows_problem
 from contrastive_zoo.losses.panelwise import PanelLoss
 from contrastive_zoo.losses.row_loss import RowLoss
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import kind, meet
 from contrastive_zoo.randomness import one_stream
+from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, Shards, World
 
 
@@ -324,11 +325,11 @@ class CrossBatchMemory(Loss):
         numbers = torch.arange(share.total, device=rows.device)[share.mine]
         return sum_over_anchors(
             _NotItsOwnCopy(panels),
-            prepared(rows, normalize=normalize),
+            prepared(rows, normalize=normalize, world=world),
             labels,
             shards=shards,
             world=world,
-            columns=prepared(columns, normalize=normalize),
+            columns=prepared(columns, normalize=normalize, world=world),
             column_ids=self.memory.labels.to(labels)[share.mine],
             column_shards=share,
             companions=[(slots[shards.mine].to(rows.device), numbers)],

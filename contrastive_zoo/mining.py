@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contrastive_zoo.arguments import Arguments, GlobalIndices
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.distributed import Brought, GlobalIndices, unequal_problem
-from contrastive_zoo.meeting import refuse
+from contrastive_zoo.distributed import unequal_problem
+from contrastive_zoo.handshake import Agreed, Statement, refuse_empty, shake_hands
+from contrastive_zoo.loss_summary import described
 from contrastive_zoo.randomness import one_stream
+from contrastive_zoo.session import Session, first_non_finite, refuse, tolerance
 from contrastive_zoo.world import Processes, World
 
 
@@ -68,24 +71,46 @@ class DistributedMiner(nn.Module):
             ref_labels: their labels.
         """
         name = getattr(self.miner, "__name__", type(self.miner).__name__)
-        world = World.of(self.process_group, check_finite=self.check_finite)
+        world = World.of(self.process_group)
+        session = Session(world.rank, world.size, world.group)
         rows: dict[str, Any] = {"embeddings": embeddings, "labels": labels}
         if ref_emb is not None:
             rows |= {"ref_emb": ref_emb, "ref_labels": ref_labels}
         device = None
         if world.size > 1:
-            brought = Brought.meet(name, rows, world=world, problem=unequal_problem(rows))
-            rows, device = brought.gathered(world), brought.device
-        with one_stream(world, device):
+            arguments = Arguments.of(rows)
+            device = arguments.device
+            rows = arguments.gathered(self._agreed(name, arguments, session), session)
+        with one_stream(session, device):
             found = self.miner(*rows.values())
         if not isinstance(found, (tuple, list)):
             refuse(
                 name,
                 f"a miner returns a tuple of indices, (anchors, positives, negatives) or (anchors, positives, anchors, "
                 f"negatives), got {type(found).__name__}.",
-                world=world,
+                world=session,
             )
         return GlobalIndices(found)
+
+    def _agreed(self, name: str, arguments: Arguments, session: Session) -> Agreed:
+        """What all ranks have agreed on before they gather these."""
+        problem = arguments.problem or unequal_problem(arguments.leaves)
+        if problem is None and self.check_finite:
+            problem = first_non_finite(arguments.rows)
+        statement = Statement(
+            name,
+            {**described(self.miner), **arguments.compared},
+            arguments.sizes,
+            problem,
+            same=arguments.same,
+            tolerance=tolerance(arguments.rows.values()),
+            replicable=True,
+            small=lambda shards: True,
+            payload=arguments.payload(session),
+        )
+        agreed = shake_hands(statement, session)
+        refuse_empty(name, agreed.shards[0])
+        return agreed
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -39,6 +39,37 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
             _restore(own, device)
 
 
+class Watch:
+    """Notices whether a loss draws random numbers or changes its buffers, and takes that back.
+
+    Args:
+        loss: whose buffers.
+        device: the accelerator whose generator is watched, if any.
+
+    Examples:
+        >>> watch = Watch(torch.nn.Identity())
+        >>> _ = torch.rand(1)
+        >>> watch.has_changed(), watch.undo(), watch.has_changed()
+        (True, None, False)
+    """
+
+    def __init__(self, loss: torch.nn.Module, device: torch.device | None = None) -> None:
+        self.device, self.states = device, _states(device)
+        self.buffers = [(x, x.clone()) for x in loss.buffers()]
+
+    def has_changed(self) -> bool:
+        """Whether any of it has moved since."""
+        states = zip(_states(self.device), self.states, strict=True)
+        return any(not torch.equal(now, then) for now, then in [*states, *self.buffers])
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Generators and buffers as they were."""
+        _restore(self.states, self.device)
+        for now, then in self.buffers:
+            now.copy_(then)
+
+
 def of_rank_0(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:
     """Rank 0's generator states, in one message; each as long everywhere.
 

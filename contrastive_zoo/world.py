@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, Union
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -69,51 +70,41 @@ class World:
         rank: this process within the group, 0 … size − 1.
         size: number of processes W.
         group: what torch.distributed calls take as ``group``; None is the default group.
-        check_finite: whether losses refuse NaN and infinite rows.
-        ring: whether softmax losses pass columns from rank to rank, one shard at a time, rather than gather them all.
 
     Example:
         >>> World.of()
-        World(rank=0, size=1, group=None, check_finite=True, ring=False)
+        World(rank=0, size=1, group=None)
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    check_finite: bool = True
-    ring: bool = False
 
     @classmethod
-    def of(cls, process_group: Processes = None, *, check_finite: bool = True, ring: bool = False) -> World:
+    def of(cls, process_group: Processes = None) -> World:
         """The world that ``process_group`` names at this moment; a World is returned as it is.
 
         Args:
             process_group: a process group, a 1-d DeviceMesh, or None for the default group if there is one.
-            check_finite: whether losses refuse NaN and infinite rows.
-            ring: whether softmax losses pass columns from rank to rank rather than gather them.
 
         Raises:
-            ValueError: this process is not in the group, or the mesh has more than one dimension.
+            ValueError: this process is not in the group, the mesh has more than one dimension, or it is something else.
         """
         if isinstance(process_group, World):
             return process_group
+        if (problem := _group_problem(process_group)) is not None:
+            raise ValueError(f"process_group: {problem}")
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(check_finite=check_finite, ring=ring)
-        if process_group is None or isinstance(process_group, dist.ProcessGroup):
-            group = process_group
-        elif isinstance(process_group, int):  # what torch gives to those who are not in a new group
-            raise ValueError(
-                f"process_group: process {dist.get_rank()} is not in the group it was given. "
-                "Call the loss only on the group's own processes."
-            )
-        elif process_group.ndim == 1:
-            group = process_group.get_group()
-        else:
-            raise ValueError(
-                f"process_group: a device mesh of {process_group.ndim} dimensions does not name one set of processes. "
-                "Pass a 1-d mesh, such as mesh['dp'], or flatten the data-parallel dimensions first."
-            )
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, check_finite, ring)
+            return World()
+        group = process_group
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            group = group.get_group()
+        return World(dist.get_rank(group), dist.get_world_size(group), group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group itself, also where ``group`` is None."""
+        return dist.distributed_c10d._get_default_group() if self.group is None else self.group
 
     @cached_property
     def device(self) -> torch.device:
@@ -124,6 +115,34 @@ class World:
     def on_accelerators(self) -> bool:
         """Whether the backend moves what lies on accelerators, and nothing else."""
         return self.size > 1 and str(dist.get_backend(self.group)) in ("nccl", "xccl", "hccl")
+
+    @property
+    def host_device(self) -> torch.device:
+        """Where messages of host data lie: on the CPU, wherever some backend moves them from there."""
+        return torch.device("cpu") if self._host_group is not None else self.device
+
+    @property
+    def _host_group(self) -> dist.ProcessGroup | None:
+        """A group of the same ranks that moves what lies on the CPU, made once; None if there is no such backend."""
+        own = self.process_group
+        if not self.on_accelerators:
+            return own
+        if own not in _host_groups:
+            ranks = dist.get_process_group_ranks(own)
+            made = dist.is_gloo_available() and dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            _host_groups[own] = made or None
+        return _host_groups[own]
+
+    def start_host_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for.
+
+        Example:
+            >>> ALONE.start_host_gather(torch.tensor([3, 4]))()
+            tensor([[3, 4]])
+        """
+        if self.size == 1 or not self.on_accelerators or self._host_group is None:
+            return self.start_gather(x)
+        return World(self.rank, self.size, self._host_group).start_gather(x)
 
     def sends_directly(self, x: Tensor) -> bool:
         """Whether each rank sends x to each other by itself: what is small is there sooner than round gloo's ring.
@@ -167,25 +186,8 @@ class World:
         """
         if self.size == 1:
             return [list(numbers)]
-        return self.start_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))().tolist()
-
-    def exchange_with(
-        self, numbers: Sequence[int], luggage: Sequence[Tensor], room: int
-    ) -> tuple[list[list[int]], Tensor]:
-        """Everybody's ``numbers``, and in the same message everybody's bytes, [W, room]; room is the same everywhere.
-
-        Of bytes that do not fit none travel; of fewer than fit, zeros follow.
-
-        Example:
-            >>> ALONE.exchange_with([3], [torch.tensor([1, 2], dtype=torch.uint8)], 3)
-            ([[3]], tensor([[1, 2, 0]], dtype=torch.uint8))
-        """
-        head = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8).to(self.device)
-        size = sum(x.shape[0] for x in luggage)
-        fitting, size = (luggage, size) if size <= room else ([], 0)
-        mine = torch.cat([head, *fitting, head.new_zeros(room - size)])
-        heads, bags = self.start_gather(mine)().split([head.shape[0], room], 1)
-        return heads.cpu().reshape(-1).view(torch.int64).view(self.size, -1).tolist(), bags
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.host_device)
+        return self.start_host_gather(mine)().tolist()
 
     def exchange_text(self, text: str) -> list[str]:
         """Everybody's ``text``, by rank, as UTF-8 on the wire: nothing is pickled.
@@ -217,3 +219,26 @@ _SMALL = 2**18
 
 ALONE = World()
 """The world of one process."""
+
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+
+
+def _group_problem(process_group: object) -> str | None:
+    """What is wrong with what should name a set of processes, in words; None if nothing is."""
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+        return None
+    if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return f"process {rank} is not in the group it was given. Call the loss only on the group's own processes."
+    dimensions = getattr(process_group, "ndim", None)
+    if not hasattr(process_group, "get_group") or dimensions is None:
+        return (
+            f"a process group, a 1-d DeviceMesh, a World or None names the processes, got "
+            f"{type(process_group).__name__} {process_group!r}. Pass what torch.distributed.new_group returned."
+        )
+    if dimensions != 1:
+        return (
+            f"a device mesh of {dimensions} dimensions does not name one set of processes. "
+            "Pass a 1-d mesh, such as mesh['dp'], or flatten the data-parallel dimensions first."
+        )
+    return None

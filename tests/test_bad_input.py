@@ -20,9 +20,13 @@ from tests.helpers import close, complaint, numbers
 Wrap = Callable[..., Callable[..., Any]]
 
 
-def z(n: int = 4, d: int = 3, *, learnt: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Embeddings as an encoder makes them."""
-    return numbers(n, d, seed=7).to(dtype).requires_grad_(learnt)
+def z(
+    n: int = 4, d: int = 3, *, learnt: bool = True, dtype: torch.dtype = torch.float32, of_rank: int | None = None
+) -> Tensor:
+    """Embeddings as an encoder makes them, on each rank others."""
+    if of_rank is None:
+        of_rank = dist.get_rank() if dist.is_initialized() else 0
+    return numbers(n, d, seed=7 + of_rank).to(dtype).requires_grad_(learnt)
 
 
 def y(n: int = 4) -> Tensor:
@@ -470,7 +474,7 @@ def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Wor
         return [(str(x.message), x.filename) for x in caught], found
 
     for rank, (texts, found) in enumerate(worlds.run(2, job)):
-        rows = z(4 + rank)
+        rows = z(4 + rank, of_rank=rank)
         expected = [cz.NTXent()(rows, rows)] * 2 + [cz.SupCon()(rows, y(len(rows)))]
         for value, alone in zip(found, expected, strict=True):
             close(value, alone.detach(), 1e-6)

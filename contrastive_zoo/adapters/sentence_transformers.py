@@ -15,10 +15,11 @@ from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss,
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from contrastive_zoo.collectives import all_gather, broadcast
-from contrastive_zoo.distributed import GradReduction, scale_gradient
-from contrastive_zoo.meeting import agreeing, meet, refuse_empty
+from contrastive_zoo.collectives import all_gather, broadcast, scale_gradient
+from contrastive_zoo.distributed import GradReduction
+from contrastive_zoo.handshake import refuse_empty
 from contrastive_zoo.randomness import one_stream
+from contrastive_zoo.session import Options, Session, meet
 from contrastive_zoo.world import Processes, Shards, World
 
 
@@ -95,15 +96,15 @@ class DistributedSentenceLoss(nn.Module):
             sentence_features: for each column what the encoder takes, my rows.
             labels: [n, …], one per row, if the loss takes any.
         """
-        world = World.of(self.process_group, check_finite=self.check_finite)
+        world = World.of(self.process_group)
+        session = Session(world.rank, world.size, world.group, Options(self.check_finite))
         for module, attribute in self._holders:  # a trainer puts DDP into ``model`` and into no other attribute
             setattr(module, attribute, self.model)
-        if world.size == 1:
+        if session.size == 1:
             return self.loss(sentence_features, labels)
-        with agreeing(grad_reduction=self.grad_reduction):
-            value = self._together(list(sentence_features), labels, world)
+        value = self._together(list(sentence_features), labels, session)
         if self.grad_reduction == "sum":
-            value = tree_map(lambda x: scale_gradient(x, 1 / world.size), value)
+            value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
 
     def _together(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
@@ -111,7 +112,8 @@ class DistributedSentenceLoss(nn.Module):
         name, encoder = type(self.loss).__name__, _core(self.model)
         brought = {"labels": labels} if isinstance(labels, Tensor) else {}
         problem = _problem_compiled(self.loss, encoder)
-        known = meet(name, brought, world=world, problem=problem, settings={"number of columns": len(columns)})
+        settings = {"grad_reduction": self.grad_reduction, "number of columns": len(columns)}
+        known = meet(name, brought, world=world, problem=problem, settings=settings)
         rows = known[0] if known else None
         if isinstance(labels, Tensor) and rows is not None:
             refuse_empty(name, rows)

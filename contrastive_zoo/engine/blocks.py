@@ -77,7 +77,7 @@ class Gathered:
     ) -> None:
         self.columns, self.blocks, self.shards, self.world, self.everybody = columns, blocks, shards, world, everybody
         if everybody is None:
-            self.arrive = start_gather(_packed(columns, dtype), shards, world)
+            self.arrive = start_gather(_packed(columns, dtype, world), shards, world)
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.columns
@@ -113,7 +113,7 @@ class Ring:
     def __init__(
         self, columns: Tensor, blocks: Sequence[Block], world: World, dtype: torch.dtype | None = None
     ) -> None:
-        self.columns, self.blocks, self.world, self.packed = columns, blocks, world, _packed(columns, dtype)
+        self.columns, self.blocks, self.world, self.packed = columns, blocks, world, _packed(columns, dtype, world)
 
     def __iter__(self) -> Iterator[Tensor]:
         arriving = None
@@ -139,9 +139,9 @@ class Ring:
         return total
 
 
-def _packed(columns: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _packed(columns: Tensor, dtype: torch.dtype | None, world: World) -> Tensor:
     """As they travel: in 16 bits if they came so."""
-    return derived(lambda x: x.to(dtype), columns) if is_narrow(dtype) else columns
+    return derived(lambda x: x.to(dtype), columns, world=world) if is_narrow(dtype) else columns
 
 
 class _Swap:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows, replicated, sum_over_ranks
-from contrastive_zoo.engine.evaluation import is_dense, once, panels
+from contrastive_zoo.engine.evaluation import inner_graph, is_dense, once, panels
 from contrastive_zoo.engine.precision import product, without_autocast
 from contrastive_zoo.world import Shards, World
 
@@ -241,7 +241,7 @@ def _pull(ctx: Any, inputs: Sequence[Tensor], share: Callable[[slice, Sequence[T
     labels, z, weights, scale = (x.detach() for x in inputs)
     dz, dweights, dscale = (torch.zeros_like(x) for x in (z, weights, scale))
     for rows in _panels(z, weights):
-        with torch.enable_grad():
+        with inner_graph():
             leaves = [x.detach().requires_grad_() for x in (z[rows], weights, scale)]
             found = ctx.of_panel(leaves[0], labels[rows], *leaves[1:])
         dz[rows], by_weights, by_scale = torch.autograd.grad(found, leaves, share(rows, [x.detach() for x in found]))

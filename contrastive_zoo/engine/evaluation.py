@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -218,6 +218,24 @@ def _some(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 shortest = 1e-12
 """What a row shorter than that is divided by."""
+
+
+@contextmanager
+def inner_graph() -> Iterator[None]:
+    """Within it a graph is recorded and differentiated at once: hooks on saved tensors from outside do not see it.
+
+    An activation checkpoint around a loss would otherwise compute the whole loss again for every block's gradient.
+
+    Examples:
+        >>> with torch.no_grad(), inner_graph():
+        ...     torch.is_grad_enabled()
+        True
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        yield
 
 
 class _Once(torch.autograd.Function):

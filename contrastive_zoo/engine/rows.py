@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.engine import evaluation
-from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once
+from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, inner_graph, is_dense, once
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.passes import shared_by_panels
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.session import Replicate, Session
 from contrastive_zoo.world import Shards, World
 
 
@@ -195,14 +196,22 @@ class _SumOverAnchors(torch.autograd.Function):
         sweep = _Sweep(on_panel, terms, layout, z, everybody, parameters)
         ctx.sweep, ctx.reduction, ctx.one_tower, ctx.gradients = sweep, reduction, columns is None, None
         ctx.save_for_backward(z, *([] if columns is None else [columns]), *parameters)
+        watched = layout.world.progress.changes if isinstance(layout.world, Session) else None
         if reduction == "none":  # each anchor's weight is known in the backward pass only
-            return sweep.losses()[0].sum(1)
+            of_anchors = sweep.losses()[0].sum(1)
+            if watched and sum_over_ranks(torch.tensor(float(watched())), gradient="complete", world=layout.world) > 0:
+                raise ValueError(_DRAWS)
+            return of_anchors
         if learns and any(ctx.needs_input_grad) and (terms == 1 or reduction == "sum"):
             losses, counts, *ctx.gradients = sweep.gradients()
         else:  # each term has its own weight, which is known after the whole sweep
             losses, counts = sweep.losses()
-        total = torch.stack([x.sum(0, dtype=torch.float64) for x in (losses, counts)])
-        total, count = sum_over_ranks(total, gradient="complete", world=layout.world).unbind()
+        sums = [x.sum(0, dtype=torch.float64) for x in (losses, counts)]
+        if watched:
+            sums.append(torch.full_like(sums[0], watched()))
+        total, count, *changed = sum_over_ranks(torch.stack(sums), gradient="complete", world=layout.world).unbind()
+        if any(bool(x.any()) for x in changed):  # on some rank, as all of them now know
+            raise Replicate
         ctx.count = count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(z.dtype)
 
@@ -220,6 +229,11 @@ class _SumOverAnchors(torch.autograd.Function):
         of_rows = [dz + dcolumns, None] if ctx.one_tower else [dz, dcolumns]
         return None, None, None, None, None, *(once(gradient, *inputs) for gradient in [*of_rows, *dparameters])
 
+
+_DRAWS = (
+    "reduction='none': the loss draws random numbers or changes a buffer as it is computed, so every rank must compute it "
+    "from the rows of all ranks, and none has its own anchors' losses. Use reduction='mean' or 'sum'."
+)
 
 _MATRICES, _AT_LEAST = 16, 4
 """That a loss makes out of a panel: as many as Circle does, and how many a simple one."""
@@ -274,7 +288,7 @@ class _Sweep:
         losses, counts = self.z.new_zeros(2, len(self.z), self.terms)  # nothing small stays behind between panels
         columns = shared_by_panels(self.everybody)
         for rows in self._panels():
-            with torch.enable_grad():
+            with inner_graph():
                 anchors = self.z[rows].requires_grad_()
                 of_panel, counts[rows] = self._of(rows, anchors, columns)
             losses[rows] = of_panel.detach()

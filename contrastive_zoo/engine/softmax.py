@@ -37,6 +37,7 @@ from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners
 from contrastive_zoo.engine.evaluation import Kept, few, is_dense, once, tile_shape, tiles
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.precision import products_of, without_autocast
+from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
 Scale = float | Tensor
@@ -248,7 +249,7 @@ class _Sweep:
         return tile.as_strided((of.stop - of.start,), (down + self.pace * right,), start)
 
     def travel(self, columns: Tensor, everybody: Tensor | None = None) -> Gathered | Ring:
-        if self.world.ring:
+        if isinstance(self.world, Session) and self.world.options.ring:
             return Ring(columns, self.blocks, self.world, self.dtype)
         return Gathered(columns, self.blocks, self.column_shards, self.world, self.dtype, everybody)
 

@@ -60,3 +60,5 @@ def align_uniform(
 
 class AlignUniform(Loss, function=align_uniform):
     """:func:`align_uniform` with its settings kept."""
+
+    supports_ring = True

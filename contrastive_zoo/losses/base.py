@@ -15,12 +15,10 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.evaluation import is_dense, unit
 from contrastive_zoo.engine.precision import rounded, wide
 from contrastive_zoo.engine.reduction import REDUCTIONS
+from contrastive_zoo.handshake import kind, refuse_empty
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import kind, meet, refuse, refuse_empty
+from contrastive_zoo.session import Session, meet, refuse
 from contrastive_zoo.world import Shards, World
-
-_ROWS = {"embeddings", "labels", "views", "view1", "view2", "rows", "queries", "keys", "images", "texts"}
-"""Arguments that are rows whoever holds them; not those that count the rows of one rank, or are held by it."""
 
 
 class Loss(nn.Module):
@@ -51,6 +49,10 @@ class Loss(nn.Module):
     __signature__: ClassVar[inspect.Signature]
     _defaults: ClassVar[dict[str, Any]] = {}
     _told_to_wrap: ClassVar[bool] = False
+    rank_local: ClassVar[frozenset[str]] = frozenset()
+    """Arguments that mean something on the rank that brings them alone, such as positions among its own rows."""
+    supports_ring: ClassVar[bool] = False
+    """Whether candidates can pass from rank to rank, one shard at a time."""
 
     def __init_subclass__(cls, function: Callable[..., Tensor] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -90,10 +92,22 @@ class Loss(nn.Module):
         self.refuse_other_than_tensors(rows, named_rows, world)
         return type(self).function(*rows, **named_rows, **self.settings(), world=world)
 
-    def can_be_replicated(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the loss of all rows is all that is asked for, and these arguments are rows and nothing else."""
-        mine = any(getattr(x, "reduction", None) == "none" or getattr(x, "sharded", False) for x in self.modules())
-        return not mine and {name for name, x in arguments.items() if x is not None} <= _ROWS
+    def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
+        """Whether every rank can compute the loss from the gathered arguments: not a part of it, nor with rank-local ones.
+
+        Args:
+            rows: as :meth:`forward` takes them.
+            named_rows: as :meth:`forward` takes them.
+        """
+        if any(getattr(x, "reduction", None) == "none" or getattr(x, "sharded", False) for x in self.modules()):
+            return False
+        names, _ = _takes(getattr(type(self), "function", type(self).forward))
+        given = {**dict(zip(names, rows, strict=False)), **named_rows}
+        return not any(given.get(name) is not None for name in self.rank_local)
+
+    def can_ring(self) -> bool:
+        """Whether candidates can pass from rank to rank instead of being gathered."""
+        return self.supports_ring
 
     def refuse_other_than_tensors(self, rows: Sequence[Any], named_rows: Mapping[str, Any], world: World) -> None:
         """Say so, on every rank, if what is to be compared is not a tensor; where None is a default, it is allowed.
@@ -114,9 +128,9 @@ class Loss(nn.Module):
 
     def local(self) -> World:
         """A world of this process alone; says once if there are others that this loss will not see."""
-        world = World.of(check_finite=self.check_finite)
+        world = World.of()
         if world.size == 1:
-            return world
+            return Session.of(world, check_finite=self.check_finite)
         if not Loss._told_to_wrap:
             Loss._told_to_wrap = True
             warnings.warn(
@@ -124,7 +138,7 @@ class Loss(nn.Module):
                 f"its negatives are local. For the global batch write DistributedLoss({type(self).__name__}(...)).",
                 stacklevel=6,  # the caller's line: beyond forward, what wraps it and two of torch's frames
             )
-        return World(check_finite=self.check_finite)
+        return Session.of(World(), check_finite=self.check_finite)
 
     def extra_repr(self) -> str:
         own = {x: getattr(self, x) for x in self._defaults if x not in self._modules and x not in self._parameters}
@@ -222,7 +236,7 @@ def begin(
 
     Raises:
         ValueError: on every rank alike: a temperature that is not positive, an unknown reduction, ``problem``, no rows
-            at all, or whatever :func:`contrastive_zoo.meeting.meet` finds.
+            at all, or whatever :func:`contrastive_zoo.session.meet` finds.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
@@ -269,7 +283,7 @@ def begin_labelled(
     shards, *_ = begin(caller, named, problem=problem, normalize=normalize, world=world, **settings)
     assert embeddings is not None  # begin has refused it
     assert labels is not None
-    return prepared(embeddings, normalize=normalize), labels, shards
+    return prepared(embeddings, normalize=normalize, world=world), labels, shards
 
 
 def meet_views(
@@ -297,7 +311,7 @@ def begin_views(
         [[1.0], [1.0]]
     """
     shards = meet_views(caller, views, normalize=normalize, world=world, **settings)
-    return [prepared(view, normalize=normalize) for view in views], shards
+    return [prepared(view, normalize=normalize, world=world) for view in views], shards
 
 
 def rows_problem(name: str, rows: Tensor) -> str | None:
@@ -383,35 +397,35 @@ def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = N
     return rows_problem("embeddings", embeddings) or labels_problem("labels", labels, len(embeddings))
 
 
-def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
+def prepared(rows: Tensor, *, normalize: bool, world: World) -> Tensor:
     """Rows in at least 32 bits, on the unit sphere if asked; a zero row stays zero.
 
     Example:
-        >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True)
+        >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True, world=World())
         tensor([[0.6000, 0.8000]])
     """
-    return derived(lambda x: unit(wide(x)) if normalize else wide(x), rows)
+    return derived(lambda x: unit(wide(x)) if normalize else wide(x), rows, world=world)
 
 
-def narrowed(rows: Tensor, like: Tensor) -> Tensor:
+def narrowed(rows: Tensor, like: Tensor, world: World) -> Tensor:
     """Prepared rows that are numbers of ``like``'s dtype if that has 16 bits, for products of such to take as they are.
 
     Example:
-        >>> narrowed(torch.tensor([[1.001]]), torch.tensor([[2.0]], dtype=torch.bfloat16))
+        >>> narrowed(torch.tensor([[1.001]]), torch.tensor([[2.0]], dtype=torch.bfloat16), World())
         tensor([[1.]])
     """
-    return rows if is_dense() else derived(lambda x: rounded(x, like.dtype), rows)
+    return rows if is_dense() else derived(lambda x: rounded(x, like.dtype), rows, world=world)
 
 
-def in_a_row(rows: Sequence[Tensor]) -> Tensor:
+def in_a_row(rows: Sequence[Tensor], world: World) -> Tensor:
     """Views one after the other.
 
     Example:
-        >>> in_a_row([torch.zeros(1, 2), torch.ones(1, 2)])
+        >>> in_a_row([torch.zeros(1, 2), torch.ones(1, 2)], World())
         tensor([[0., 0.],
                 [1., 1.]])
     """
-    return derived(lambda *x: torch.cat(x), *rows)
+    return derived(lambda *x: torch.cat(x), *rows, world=world)
 
 
 def numbered(shards: Shards, like: Tensor, *, views: int = 1) -> Tensor:

@@ -1,19 +1,20 @@
 """What losses with class weights share: weights as a parameter, whole or dealt out, and rows compared with them."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.collectives import gather_rows, scale_gradient
 from contrastive_zoo.engine.classes import Pool, class_shard, drawn_weights, nearest_center, target_and_others
 from contrastive_zoo.engine.precision import wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, positive_problem, prepared
-from contrastive_zoo.meeting import kind
+from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
 
@@ -53,9 +54,8 @@ class ClassLoss(Maker):
     With ``shard_over`` each rank keeps the weights of its share of the classes only, rows ``class_shard`` of
     the whole. Their gradient is complete on the rank that holds them, and no other rank has any, so **no trainer may
     average, broadcast or shard them**: keep the loss out of DDP, FSDP and DeepSpeed, and give its parameters to this
-    rank's optimizer beside the model's. Each rank saves its own part. The gradient is 1 × ∂L/∂weights under
-    ``DistributedLoss(grad_reduction="mean")``. Under ``"sum"`` every parameter's gradient comes out 1/W as large, for
-    the sum over ranks to be right; these are not summed, hence set ``loss.shard_gradient_scale`` to W.
+    rank's optimizer beside the model's. Each rank saves its own part. The gradient is 1 × ∂L/∂weights under either
+    ``grad_reduction`` of ``DistributedLoss``.
 
     Args:
         num_classes: C; labels are 0 … C − 1.
@@ -103,15 +103,6 @@ class ClassLoss(Maker):
             check_finite=check_finite, weights=nn.Parameter(weights[:, 0] if sub_centers == 1 else weights), **settings
         )
         self.num_classes, self.embedding_size, self.sub_centers = num_classes, embedding_size, sub_centers
-        self.shard_gradient_scale = 1.0
-
-    def settings(self) -> Mapping[str, Any]:
-        """The settings at this moment."""
-        now = dict(super().settings())
-        if self.shard_gradient_scale != 1 and self.weights.requires_grad:
-            now["weights"] = now["weights"].view_as(now["weights"])
-            now["weights"].register_hook(lambda gradient: gradient * self.shard_gradient_scale)
-        return now
 
 
 def softmax_over_classes(
@@ -223,7 +214,9 @@ def begin_with_classes(
         problem = _classes_problem(gather_rows(labels, shards, world), class_shards.total)
         if problem:  # every rank sees the same labels
             raise ValueError(f"{caller}: {problem}")
-    z = prepared(embeddings, normalize=True)
+        if isinstance(world, Session):
+            weights = scale_gradient(weights, world.options.sharded_factor)
+    z = prepared(embeddings, normalize=True, world=world)
     unit = F.normalize(wide(weights), dim=-1).to(z.dtype)
     return z, labels, unit if unit.ndim == 3 else unit[:, None], shards, class_shards
 

@@ -59,3 +59,5 @@ class Clip(LearntScale, function=clip):
     ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, kept at or below log(100).
     For a temperature that stays use ``InfoNCE(symmetric=True)``.
     """
+
+    supports_ring = True

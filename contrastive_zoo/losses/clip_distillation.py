@@ -9,9 +9,9 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss, begin, numbered, positive_problem, prepared, towers_problem
 from contrastive_zoo.losses.panelwise import Panelwise
-from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 
@@ -73,8 +73,8 @@ def clip_distillation(
         "ClipDistillation", named, problem=problem, reduction=reduction, world=world, temperature=temperature,
         symmetric=symmetric, normalize=normalize, **settings,
     )  # fmt: skip
-    x, y = (prepared(rows, normalize=normalize) for rows in (images, texts))
-    u, v = (prepared(rows.detach(), normalize=normalize) for rows in (teacher_images, teacher_texts))
+    x, y = (prepared(rows, normalize=normalize, world=world) for rows in (images, texts))
+    u, v = (prepared(rows.detach(), normalize=normalize, world=world) for rows in (teacher_images, teacher_texts))
     pairs = numbered(shards, x)
     loss = Panelwise(_taught, temperature=temperature, **settings)
 

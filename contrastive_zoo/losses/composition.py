@@ -1,15 +1,15 @@
 """What sums of losses share: a weight for each term, and rows that travel once for all of them."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.collectives import one_gather
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.session import Session
 from contrastive_zoo.world import World
 
 
@@ -47,13 +47,25 @@ class Composition(Loss):
         super().__init__(check_finite=all(loss.check_finite for loss in losses))
         self.weights = tuple([1.0] * count if weights is None else map(float, weights))
 
-    def values(self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World) -> list[Tensor]:
-        """One a term.
+    def terms(
+        self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
+    ) -> list[Callable[[], Tensor]]:
+        """What computes each term.
 
         Raises:
             NotImplementedError: this is the method to write.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define values(rows, named_rows, world).")
+        raise NotImplementedError(f"{type(self).__name__} must define terms(rows, named_rows, world).")
+
+    def members(self) -> list[Loss]:
+        """The losses that are added up."""
+        return [x for x in self.modules() if isinstance(x, Loss) and x is not self]
+
+    def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
+        return all(loss.can_be_replicated(*rows, **named_rows) for loss in self.members())
+
+    def can_ring(self) -> bool:
+        return all(loss.can_ring() for loss in self.members())
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
@@ -64,9 +76,13 @@ class Composition(Loss):
             world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
             named_rows: as the losses take them.
         """
-        world = self.local() if world is None else world
-        with one_gather():
-            values = self.values(rows, named_rows, world)
+        outer = Session.of(self.local() if world is None else world)
+        session = outer.with_cache()
+        terms = self.terms(rows, named_rows, session)
+        session.declare(terms)
+        values = [term() for term in terms]
+        if session is not outer and session.cache is not None:
+            session.cache.clear()
         return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
 
     def extra_repr(self) -> str:

@@ -75,7 +75,7 @@ def dcl(
     loss = Panelwise(_decoupled, temperature=temperature, denominators=denominators)
     companions = [(view, view), (weight.repeat(2), view)]
     return sum_over_anchors(
-        loss, in_a_row([a, b]), numbered(shards, a, views=2), companions=companions, shards=shards.times(2),
+        loss, in_a_row([a, b], world), numbered(shards, a, views=2), companions=companions, shards=shards.times(2),
         reduction=reduction, world=world,
     )  # fmt: skip
 

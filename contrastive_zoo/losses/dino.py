@@ -10,9 +10,9 @@ from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import product
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import begin, logit_scale, positive_problem, prepared
 from contrastive_zoo.losses.class_loss import Maker
-from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 
@@ -65,7 +65,9 @@ def dino(
         reduction=reduction,
         world=world,
     )
-    s, g = (prepared(x if x.ndim == 3 else x[:, None], normalize=False) for x in (student, teacher.detach()))
+    s, g = (
+        prepared(x if x.ndim == 3 else x[:, None], normalize=False, world=world) for x in (student, teacher.detach())
+    )
     predicted = (logit_scale(temperature, world) * s).log_softmax(2)
     losses = -product(
         ((g - centre) / teacher_temperature).softmax(2), predicted.mT

@@ -9,9 +9,9 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, towers_problem, word_problem
 from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
-from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, Shards, World
 
 Strategy = Literal["absolute", "relative"]
@@ -86,8 +86,12 @@ def gist(
     shards, _, mined, *_ = begin(
         "GIST", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
     )
-    pairs, columns, single = side_by_side(*(prepared(rows, normalize=True) for rows in (anchors, positives, x)))
-    guides = (prepared(rows.detach(), normalize=True) for rows in (guide_anchors, guide_positives, guide_x))
+    pairs, columns, single = side_by_side(
+        *(prepared(rows, normalize=True, world=world) for rows in (anchors, positives, x))
+    )
+    guides = (
+        prepared(rows.detach(), normalize=True, world=world) for rows in (guide_anchors, guide_positives, guide_x)
+    )
     guide_pairs, guide_columns, _ = side_by_side(*guides)
     mine = numbered(shards, pairs)
     sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))

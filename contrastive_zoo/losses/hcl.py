@@ -117,7 +117,7 @@ def _contrast(
         problem = f"beta must be non-negative and finite, got {beta}. 0 weighs all negatives evenly."
     settings: dict[str, Any] = {"temperature": temperature, "tau_plus": tau_plus, "beta": beta}
     views, shards = begin_views(caller, (view1, view2), problem=problem, reduction=reduction, world=world, **settings)
-    z, samples = in_a_row(views), numbered(shards, view1, views=2)
+    z, samples = in_a_row(views, world), numbered(shards, view1, views=2)
     loss = Panelwise(_against_true_negatives, negatives=max(1, 2 * shards.total - 2), **settings)
     return sum_over_anchors(loss, z, samples, shards=shards.times(2), reduction=reduction, world=world)
 

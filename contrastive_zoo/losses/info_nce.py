@@ -10,8 +10,8 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.pairs import Who, are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, towers_problem
-from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 
@@ -78,7 +78,9 @@ def info_nce(
 
     scale = logit_scale(temperature, world)
     q, k, *others = (
-        narrowed(prepared(rows, normalize=normalize), rows) for rows in (queries, keys, negatives) if rows is not None
+        narrowed(prepared(rows, normalize=normalize, world=world), rows, world)
+        for rows in (queries, keys, negatives)
+        if rows is not None
     )
     extra = others[0] if others else None
 
@@ -102,6 +104,8 @@ def info_nce(
 
 class InfoNCE(Loss, function=info_nce):
     """:func:`info_nce` with its settings kept."""
+
+    supports_ring = True
 
 
 def _problem(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> str | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel
 from contrastive_zoo.losses.distances import MetricLoss, distances
-from contrastive_zoo.meeting import refuse
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 
 

@@ -1,13 +1,15 @@
 """Matryoshka: the first few dimensions of an embedding are to be an embedding, too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from contrastive_zoo.collectives import derived
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.losses.composition import Composition
-from contrastive_zoo.meeting import kind, meet
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 
 
@@ -43,18 +45,24 @@ class Matryoshka(Composition):
         super().__init__([loss], len(dims), weights)
         self.loss, self.dims = loss, tuple(dims)
 
-    def values(self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World) -> list[Tensor]:
+    def terms(
+        self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
+    ) -> list[Callable[[], Tensor]]:
         every = {**{f"argument {index}": x for index, x in enumerate(rows)}, **named_rows}
         narrow = [f"{name} {kind(x)}" for name, x in every.items() if _wide(x) and x.shape[-1] < max(self.dims)]
         problem = f"a prefix of {max(self.dims)} does not fit into {', '.join(narrow)}." if narrow else None
-        meet("Matryoshka", {}, world=world, problem=problem)
-        cut = [([_prefix(x, m) for x in rows], {k: _prefix(x, m) for k, x in named_rows.items()}) for m in self.dims]
-        return [self.loss(*args, **kwargs, world=world) for args, kwargs in cut]
+        if problem is not None:
+            return [partial(refuse, "Matryoshka", problem, world=world)]
+        cut = [
+            ([_prefix(x, m, world) for x in rows], {k: _prefix(x, m, world) for k, x in named_rows.items()})
+            for m in self.dims
+        ]
+        return [partial(self.loss, *args, **kwargs, world=world) for args, kwargs in cut]
 
 
 def _wide(x: Tensor) -> bool:
     return x.is_floating_point() and x.ndim > 1
 
 
-def _prefix(x: Tensor, m: int) -> Tensor:
-    return derived(lambda whole: whole[..., :m], x) if _wide(x) else x
+def _prefix(x: Tensor, m: int, world: World) -> Tensor:
+    return derived(lambda whole: whole[..., :m], x, world=world) if _wide(x) else x

@@ -9,8 +9,8 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, rows_problem, word_problem
-from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 Denominator = Literal["exact", "reference"]
@@ -67,7 +67,7 @@ def mil_nce(
         "MILNCE", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
     )
     scale = logit_scale(temperature, world)
-    v, y = (narrowed(prepared(rows, normalize=normalize), rows) for rows in (videos, texts))
+    v, y = (narrowed(prepared(rows, normalize=normalize, world=world), rows, world) for rows in (videos, texts))
 
     over_texts, over_videos, positives = log_sum_exp(
         v,
@@ -91,3 +91,5 @@ def mil_nce(
 
 class MILNCE(Loss, function=mil_nce):
     """:func:`mil_nce` with its settings kept."""
+
+    supports_ring = True

@@ -10,10 +10,10 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp, self_log_sum_exp
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, numbered, prepared, towers_problem
 from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, Shards, World
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
@@ -101,12 +101,15 @@ def mnrl(
     )
     scale = logit_scale(temperature, world)
     if hardness_mode is None and not ("doc_to_doc" in directions and mined.total):  # each Z_i is a plain sum
-        q, d, x = (narrowed(prepared(rows, normalize=normalize), rows) for rows in (queries, documents, negatives))
+        q, d, x = (
+            narrowed(prepared(rows, normalize=normalize, world=world), rows, world)
+            for rows in (queries, documents, negatives)
+        )
         kind_of_rows: Any = {"scale": scale, "unit": normalize, "dtype": queries.dtype, "world": world}
         by_direction, positive = _sums(q, d, x, directions, shards, mined, **kind_of_rows)
         return reduce_anchors(_together(by_direction, partition_mode) - positive, reduction=reduction, world=world)
 
-    q, d, x = (prepared(rows, normalize=normalize) for rows in (queries, documents, negatives))
+    q, d, x = (prepared(rows, normalize=normalize, world=world) for rows in (queries, documents, negatives))
     mine = numbered(shards, q)
     pairs, columns, single = side_by_side(q, d, x)
     sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
@@ -119,6 +122,11 @@ def mnrl(
 
 class MNRL(Loss, function=mnrl):
     """:func:`mnrl` with its settings kept."""
+
+    rank_local = frozenset({"owners"})
+
+    def can_ring(self) -> bool:
+        return self.hardness_mode is None and "doc_to_doc" not in self.directions
 
 
 def _sums(

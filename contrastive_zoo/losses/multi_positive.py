@@ -9,10 +9,10 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, rows_problem
 from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
 Duplicates = Literal["positive", "ignore", "negative"]
@@ -82,7 +82,7 @@ def multi_positive(
     shards, key_shards, *_ = begin(
         "MultiPositive", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
     )
-    q, k = (prepared(rows, normalize=normalize) for rows in (queries, keys))
+    q, k = (prepared(rows, normalize=normalize, world=world) for rows in (queries, keys))
     of_keys = ids if key_ids is None else key_ids
     wanted = ids[:, None] if ids.ndim == 1 else ids
     much = q.new_ones(wanted.shape) if weights is None else weights.detach().to(q.dtype)

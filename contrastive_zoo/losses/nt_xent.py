@@ -53,10 +53,10 @@ def nt_xent(
         return few_pairs(*views, temperature=temperature, who="views", reduction=reduction)
 
     scale = logit_scale(temperature, world)
-    rows = [narrowed(prepared(view, normalize=normalize), view) for view in views]
+    rows = [narrowed(prepared(view, normalize=normalize, world=world), view, world) for view in views]
     partners = [len(rows[0]) * step for step in range(1, count)]
     candidates, similarities = self_log_sum_exp(
-        in_a_row(rows), scale=scale, unit=normalize, dtype=views[0].dtype, partners=partners,
+        in_a_row(rows, world), scale=scale, unit=normalize, dtype=views[0].dtype, partners=partners,
         shards=shards.times(count), world=world,
     )  # fmt: skip
     # a pair counts for its earlier and for its later view
@@ -67,3 +67,5 @@ def nt_xent(
 
 class NTXent(Loss, function=nt_xent):
     """:func:`nt_xent` with its settings kept."""
+
+    supports_ring = True

@@ -10,7 +10,7 @@ from contrastive_zoo.engine.passes import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.base import Loss, begin_labelled, begin_views, in_a_row, labelled_problem, numbered
-from contrastive_zoo.meeting import refuse
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 
 
@@ -90,7 +90,11 @@ class RowLoss(Loss):
         settings: Any = {"normalize": self.normalize, "reduction": self.reduction, "world": world}
         if len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows):
             views, shards = begin_views(type(self).__name__, rows, **settings)
-            z, ids, shards = in_a_row(views), numbered(shards, views[0], views=len(views)), shards.times(len(views))
+            z, ids, shards = (
+                in_a_row(views, world),
+                numbered(shards, views[0], views=len(views)),
+                shards.times(len(views)),
+            )
         else:
             embeddings, labels, *_ = *rows, None, None
             problem = labelled_problem(*rows)

@@ -60,7 +60,7 @@ def siglip(
     shards, *_ = begin(
         "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world, **settings
     )
-    x, y = (prepared(rows, normalize=normalize) for rows in (images, texts))
+    x, y = (prepared(rows, normalize=normalize, world=world) for rows in (images, texts))
     ids, loss = numbered(shards, x), Panelwise(yes_or_no, **settings)
     return sum_over_anchors(loss, x, ids, columns=y, column_ids=ids, shards=shards, reduction=reduction, world=world)
 

@@ -69,7 +69,7 @@ def sup_con(
         loss = Panelwise(_attraction, **settings)
         return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
 
-    z = narrowed(z, embeddings)
+    z = narrowed(z, embeddings, world)
     # positives need no mask: the sum of their similarities is one dot product with their sum
     everybody = gather_rows(ids, shards, world)
     classes, of_row, members = torch.unique(everybody, return_inverse=True, return_counts=True)
@@ -96,3 +96,6 @@ def _attraction(panel: Panel, temperature: Tensor, variant: Variant) -> tuple[Te
 
 class SupCon(PanelLoss, function=sup_con, panel=_attraction):
     """:func:`sup_con` with its settings kept."""
+
+    def can_ring(self) -> bool:
+        return self.variant == "out"

@@ -69,7 +69,7 @@ def swav(
         world=world,
     )
     scale = logit_scale(temperature, world)
-    z = prepared(torch.cat(views), normalize=True)
+    z = prepared(torch.cat(views), normalize=True, world=world)
     unit = F.normalize(wide(replicated(prototypes, process_group=world)), dim=1).to(z.dtype)
     scores = product(z, unit.T).unflatten(0, (len(views), -1))  # view, row, cluster
     codes = [

@@ -1,6 +1,7 @@
 """Weighted sum: several losses of the same rows, trained together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -39,5 +40,7 @@ class WeightedSum(Composition):
         super().__init__(losses, len(losses), weights)
         self.losses = nn.ModuleList(losses)
 
-    def values(self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World) -> list[Tensor]:
-        return [loss(*rows, **named_rows, world=world) for loss in self.losses]
+    def terms(
+        self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
+    ) -> list[Callable[[], Tensor]]:
+        return [partial(loss, *rows, **named_rows, world=world) for loss in self.losses]

@@ -1,0 +1,108 @@
+"""A loss in words and numbers: its class tree with all settings, and its parameters and buffers, for ranks to compare."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.session import in_one_line
+
+_CHUNK = 2**20
+"""Numbers that are projected at a time: a fixed direction as long as a million classes' weights is never held."""
+
+
+def described(loss: Any, *, settings: bool = True) -> dict[str, str]:
+    """The class of every module in a loss by its path, and the settings of each: public attributes that are plain values.
+
+    Args:
+        loss: a module or a function.
+        settings: whether settings are told, or classes alone.
+
+    Examples:
+        >>> described(nn.Dropout(0.5))
+        {'the loss': 'Dropout', 'training': 'True', 'p': '0.5', 'inplace': 'False'}
+    """
+    if not isinstance(loss, nn.Module):
+        return {"the loss": _name(loss)}
+    lines: dict[str, str] = {}
+    for path, module in loss.named_modules():
+        lines[path or "the loss"] = _name(module)
+        if settings:
+            prefix = f"{path}." if path else ""
+            statistics = getattr(
+                module, "_record_these_stats", ()
+            )  # pytorch-metric-learning's, of what a rank has seen
+            own = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in statistics}
+            lines |= {prefix + name: in_one_line(value) for name, value in own.items() if _is_setting(value)}
+    return lines
+
+
+@dataclass(frozen=True)
+class StateSums:
+    """The norm of a loss's parameters and buffers, their projection on a fixed direction, and the norm of each."""
+
+    norm: float
+    projection: float
+    by_name: dict[str, float]
+
+    @classmethod
+    def of(cls, loss: Any) -> "StateSums":
+        """Those of a loss, without what each rank holds for itself.
+
+        Examples:
+            >>> StateSums.of(nn.BatchNorm1d(1, affine=False)).by_name
+            {'running_mean': 0.0, 'running_var': 1.0, 'num_batches_tracked': 0.0}
+        """
+        norms: dict[str, float] = {}
+        projection = 0.0
+        for name, x in shared_state(loss):
+            flat = x.detach().flatten().to(torch.float64)
+            norms[name] = float(flat.norm())
+            for start, part in zip(range(0, len(flat), _CHUNK), flat.split(_CHUNK), strict=True):
+                direction = (
+                    torch.arange(start, start + len(part), dtype=torch.float64, device=part.device).add_(1).sin_()
+                )
+                projection += float(part @ direction)
+        return cls(sum(x**2 for x in norms.values()) ** 0.5, projection, norms)
+
+
+def runs_foreign_code(loss: Any) -> bool:
+    """Whether a loss of this library runs code from elsewhere, which may draw random numbers or keep a state.
+
+    Examples:
+        >>> runs_foreign_code(nn.Linear(1, 1))
+        True
+    """
+    called = [x for module in loss.modules() for x in (module, getattr(module, "loss", None)) if x is not None]
+    return any(not type(x).__module__.startswith("contrastive_zoo.") for x in called if not _holds_modules(x))
+
+
+def _holds_modules(module: Any) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def shared_state(loss: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a loss that are the same on every rank, by name.
+
+    Examples:
+        >>> [name for name, _ in shared_state(nn.Linear(1, 1))]
+        ['weight', 'bias']
+    """
+    for path, module in loss.named_modules() if isinstance(loss, nn.Module) else ():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, x in () if getattr(module, "sharded", False) else own:
+            held_in_parts = hasattr(x, "device_mesh")  # a DTensor, of which each rank has another part
+            if not held_in_parts and not isinstance(x, nn.UninitializedParameter | nn.UninitializedBuffer):
+                yield f"{path}.{name}" if path else name, x
+
+
+def _name(loss: Any) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_setting(x) for x in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))

@@ -1,0 +1,503 @@
+"""What a training meets after its first step: other sizes, settings that change, compositions, checkpoints, single rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import contrastive_zoo as cz
+from contrastive_zoo.session import Session
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import World
+from tests.helpers import close, complaint, groups, mine, numbers, said
+
+D = 3
+STEPS = [(2, 2), (2, 2), (3, 1), (0, 4), (4, 0), (1, 1), (5, 2)]
+LONG = [*STEPS, (1200, 900), (900, 1200), (1, 1), (2, 0)]
+"""Also across the size from which ranks share the work."""
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def z(n: int = 4, seed: int = 0) -> Tensor:
+    """Other rows on each rank."""
+    return numbers(n, D, seed=100 * seed + rank()).requires_grad_()
+
+
+def y(n: int = 4) -> Tensor:
+    return torch.arange(n) % 2
+
+
+def reduced(gradient: Tensor | None, trainer: str, like: Tensor) -> Tensor:
+    """After the trainer's reduction over ranks."""
+    total = torch.zeros_like(like) if gradient is None else gradient.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size() if trainer == "mean" else total
+
+
+Inputs = Callable[[int, Sequence[int]], tuple[list[Tensor], dict[str, Any], list[Tensor], dict[str, Any]]]
+"""Of a step's number and shard sizes: this rank's arguments, and those of one process."""
+
+
+def a_training(
+    make: Callable[[], nn.Module],
+    inputs: Inputs,
+    steps: Sequence[Sequence[int]],
+    trainer: str = "mean",
+    call: Callable[..., Tensor] = lambda loss, *args, **kwargs: loss(*args, **kwargs),
+) -> list[float]:
+    """The largest deviation from one process at each step, in value and all gradients; run on every rank."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    ours = make()
+    torch.manual_seed(0)
+    theirs = make()
+    wrapped = cz.DistributedLoss(ours, grad_reduction=trainer, check_distinct=False)  # type: ignore[arg-type]
+    errors = []
+    for step, sizes in enumerate(steps):
+        args, kwargs, all_args, all_kwargs = inputs(step, sizes)
+        value = call(wrapped, *args, **kwargs)
+        value.backward()
+        alone = theirs(*all_args, **all_kwargs, world=Session.of(World()))
+        alone.backward()
+        found, expected = [value.detach()], [alone.detach()]
+        for mine_, whole in zip(args, all_args, strict=True):
+            if whole.requires_grad:
+                own = mine_.grad / len(sizes) if trainer == "mean" else mine_.grad
+                found.append(own)
+                expected.append(mine(whole.grad, sizes))
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            found.append(reduced(p.grad, trainer, p))
+            expected.append(torch.zeros_like(q) if q.grad is None else q.grad)
+            p.grad = q.grad = None
+        scale = max([1.0, *(x.abs().max().item() for x in expected if x.numel())])
+        errors.append(
+            max((a - b).abs().max().item() if a.numel() else 0.0 for a, b in zip(found, expected, strict=True))
+        )
+        errors[-1] /= scale
+    return errors
+
+
+def two_towers(step: int, sizes: Sequence[int]) -> Any:
+    whole = [numbers(sum(sizes), D, seed=10 * step + k).requires_grad_() for k in (1, 2)]
+    return [mine(x, sizes).requires_grad_() for x in whole], {}, whole, {}
+
+
+def labelled(step: int, sizes: Sequence[int]) -> Any:
+    whole = [numbers(sum(sizes), D, seed=10 * step + 1).requires_grad_(), torch.arange(sum(sizes)) % 3]
+    parts = [mine(whole[0], sizes).requires_grad_(), mine(whole[1], sizes)]
+    return parts, {}, whole, {}
+
+
+def with_owners(step: int, sizes: Sequence[int]) -> Any:
+    """Queries, documents, a hard negative for each, and whose it is among this rank's queries."""
+    args, _, whole, _ = two_towers(step, sizes)
+    hard = numbers(sum(sizes), D, seed=10 * step + 3).requires_grad_()
+    args.append(mine(hard, sizes).requires_grad_())
+    whole.append(hard)
+    return args, {"owners": torch.arange(sizes[rank()])}, whole, {"owners": torch.arange(sum(sizes))}
+
+
+def test_rank_local_arguments_inside_a_composition(worlds: Worlds) -> None:
+    def make() -> nn.Module:
+        return cz.WeightedSum([cz.MNRL(directions=("query_to_doc", "doc_to_doc"))])
+
+    for errors in worlds.run(2, a_training, make, with_owners, STEPS):
+        assert max(errors) < 1e-10, errors
+
+
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
+        lambda: cz.Clip(temperature=0.3),
+        lambda: cz.SigLIP(temperature=0.3),
+        lambda: cz.Matryoshka(cz.InfoNCE(temperature=cz.LearnableTemperature(0.4)), (1, D)),
+        lambda: cz.WeightedSum([cz.NTXent(), cz.Clip(), cz.Matryoshka(cz.InfoNCE(), (2, D))], weights=[1, 2, 0.5]),
+        lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.3), 5, D),
+    ],
+    ids=["nt-xent", "clip", "siglip", "matryoshka", "nested", "memory"],
+)
+def test_two_towers_at_every_step(make: Callable[[], nn.Module], trainer: str, worlds: Worlds) -> None:
+    for errors in worlds.run(2, a_training, make, two_towers, LONG, trainer):
+        assert max(errors) < 1e-10, errors
+
+
+# ------------------------------------------------------------------------------------- parameters that ranks share out
+
+
+class Sharded(nn.Module):
+    """Whether the gradients of dealt-out class weights are one process's, alone and in a sum of losses."""
+
+
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_sharded_class_weights(trainer: str, nested: bool, worlds: Worlds) -> None:
+    def job() -> list[float]:
+        torch.set_default_dtype(torch.float64)
+        norms = []
+        torch.manual_seed(0)
+        sharded = cz.ArcFace(5, D, shard_over=World.of())
+        torch.manual_seed(0)
+        whole = cz.ArcFace(5, D)
+        loss = cz.WeightedSum([sharded]) if nested else sharded
+        for trainers in ((trainer,) * 2, ("mean", "sum")):  # also one loss under two wrappers
+            wrapped = [cz.DistributedLoss(loss, grad_reduction=x, check_distinct=False) for x in trainers]
+            for step, sizes in enumerate([(2, 3), (1, 4), (0, 5)]):
+                args, _, everything, _ = labelled(step, sizes)
+                wrapped[step % 2](*args).backward()
+                whole(*everything).backward()
+                classes = slice(0, 3) if rank() == 0 else slice(3, 5)
+                norms.append((sharded.weights.grad - whole.weights.grad[classes]).abs().max().item())
+                sharded.weights.grad = whole.weights.grad = None
+        return norms
+
+    for found in worlds.run(2, job):
+        assert max(found) < 1e-10, found
+
+
+# ---------------------------------------------------------------------------------------------- what ranks disagree on
+
+
+def good() -> float:
+    return cz.DistributedLoss(cz.NTXent())(z(), z(seed=1)).item()
+
+
+class Drawing(cz.RowLoss):
+    """A user's loss that draws, and remembers what it has seen."""
+
+    def __init__(self, draws: bool = True, counts: bool = True) -> None:
+        super().__init__()
+        self.draws, self.counts = draws, counts
+        self.register_buffer("seen", torch.zeros(()))
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.rand_like(similarity) if self.draws else torch.ones_like(similarity)
+        if self.counts:
+            self.seen.add_(similarity.detach().sum())
+        return (similarity * noise * negative).sum(1) * (1 + self.seen.detach()), negative.any(1)
+
+
+def disagreeing(name: str, at: int) -> Callable[[], None]:
+    """A training in which one rank is set up, or called, in another way at call ``at``, counted from 0."""
+
+    def job() -> None:
+        other = rank() == dist.get_world_size() - 1
+        torch.manual_seed(0)
+        losses: dict[str, Callable[[], Any]] = {
+            "row setting": lambda: cz.Triplet(margin=0.1),
+            "own setting": lambda: MyMargin(0.1),
+            "class": lambda: cz.Circle() if other and at == 0 else cz.Triplet(),
+            "nested setting": lambda: cz.WeightedSum([cz.SupCon(), cz.Triplet(margin=0.1)]),
+            "temperature": lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
+            "proxies": lambda: cz.ProxyAnchor(4, D),
+            "memory": lambda: cz.CrossBatchMemory(cz.InfoNCE(), 8, D),
+        }
+        loss = losses.get(name, cz.InfoNCE)()
+        if name == "proxies" and other:
+            torch.manual_seed(1)
+            loss = cz.ProxyAnchor(4, D)
+        if name == "temperature" and other:
+            loss.temperature.log_scale.data.add_(0.01)
+        wrapped = cz.DistributedLoss(loss)
+        by_label = name in ("row setting", "own setting", "class", "nested setting", "proxies")
+        for call in range(at + 1):
+            args: list[Any] = [z(seed=call), y() if by_label else z(seed=50 + call)]
+            now = call == at and other
+            if now:
+                match name:
+                    case "row setting" | "own setting":
+                        loss.margin = 0.9
+                    case "nested setting":
+                        loss.losses[1].margin = 0.9
+                    case "argument":
+                        args.append(z(seed=9))
+                    case "reduction":
+                        loss.reduction = "none"
+                    case "ring":
+                        wrapped = cz.DistributedLoss(loss, ring=True)
+                    case "static shapes":
+                        wrapped = cz.DistributedLoss(loss, static_shapes=True)
+                    case "trainer":
+                        wrapped = cz.DistributedLoss(loss, grad_reduction="sum")
+                    case "memory":
+                        loss.eval()
+            if now and name == "dense":
+                with cz.dense():
+                    wrapped(*args)
+            elif now and name == "no grad":
+                with torch.no_grad():
+                    wrapped(*args)
+            else:
+                wrapped(*args)
+
+    return job
+
+
+class MyMargin(cz.RowLoss):
+    def __init__(self, margin: float) -> None:
+        super().__init__()
+        self.margin = margin
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return ((similarity + self.margin) * negative).sum(1), negative.any(1)
+
+
+WORDS = {
+    "row setting": "ranks disagree on margin: rank 0 has 0.1, rank {other} has 0.9.",
+    "own setting": "ranks disagree on margin: rank 0 has 0.1, rank {other} has 0.9.",
+    "class": "ranks disagree on the loss: rank 0 has Triplet, rank {other} has Circle.",
+    "nested setting": "ranks disagree on losses.1.margin: rank 0 has 0.1, rank {other} has 0.9.",
+    "temperature": "parameters or buffers differ between ranks: temperature.log_scale has norm",
+    "proxies": "parameters or buffers differ between ranks: weights has norm",
+    "argument": "ranks disagree on what they bring: rank {other} brought negatives, rank 0 brought none.",
+    "reduction": "ranks disagree on reduction: rank 0 has mean, rank {other} has none.",
+    "ring": "ranks disagree on ring: rank 0 has False, rank {other} has True.",
+    "static shapes": "ranks disagree on static_shapes: rank 0 has False, rank {other} has True.",
+    "trainer": "ranks disagree on grad_reduction: rank 0 has mean, rank {other} has sum.",
+    "memory": "ranks disagree on loss.training: rank 0 has True, rank {other} has False.",
+    "dense": "ranks disagree on dense(): rank 0 has False, rank {other} has True.",
+    "no grad": "brought rows with gradient, rank {other} rows without gradient.",
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize(("at", "world_size"), [(0, 3), (2, 2)])
+def test_a_disagreement_is_one_error_on_every_rank(name: str, at: int, world_size: int, worlds: Worlds) -> None:
+    if at and name in ("class", "temperature", "proxies"):
+        pytest.skip("these differ from the first call on")
+    text, _ = complaint(worlds, world_size, disagreeing(name, at), good)
+    assert WORDS[name].format(other=world_size - 1) in text
+
+
+def test_a_wrapper_that_one_rank_made_again_is_as_good_as_the_old_one(worlds: Worlds) -> None:
+    def job() -> list[Tensor]:
+        values = []
+        wrapped = cz.DistributedLoss(cz.NTXent(), check_distinct=False)
+        for step in range(6):
+            if rank() == 1 and step in (2, 4):
+                wrapped = cz.DistributedLoss(cz.NTXent(), check_distinct=False)
+            values.append(wrapped(z(4, step), z(4, step + 50)))
+        return [x.detach() for x in values]
+
+    first, second = worlds.run(2, job)
+    for a, b in zip(first, second, strict=True):
+        close(a, b)
+
+
+def test_rank_0s_parameters_if_asked(worlds: Worlds) -> None:
+    def job() -> tuple[Tensor, Tensor]:
+        torch.manual_seed(rank())
+        loss = cz.ProxyAnchor(4, D)
+        wrapped = cz.DistributedLoss(loss, broadcast_parameters=True)
+        value = wrapped(z().float(), y())
+        wrapped(z().float(), y())
+        return value.detach(), loss.weights.detach()
+
+    (a, p), (b, q) = worlds.run(2, job)
+    close(a, b)
+    close(p, q)
+    torch.manual_seed(0)
+    close(p, cz.ProxyAnchor(4, D).weights.detach())
+
+
+def test_embeddings_that_were_gathered_before(worlds: Worlds) -> None:
+    def gathered() -> None:
+        cz.DistributedLoss(cz.NTXent())(numbers(4, D, seed=1), numbers(4, D, seed=2))
+
+    text, _ = complaint(worlds, 2, gathered, good)
+    assert "NTXent: every rank brought the very same embeddings" in text
+
+    def coincidence() -> None:
+        same = numbers(4, D, seed=1)
+        cz.DistributedLoss(cz.NTXent(), check_distinct=False)(same, same)
+        cz.DistributedLoss(cz.NTXent())(same[:1], same[:1])  # one row, and rows all alike, prove nothing
+        cz.DistributedLoss(cz.NTXent())(same[:1].repeat(3, 1), same[:1].repeat(3, 1))
+
+    worlds.run(2, coincidence)
+
+
+# --------------------------------------------------------------------------------------- losses that draw, or remember
+
+
+@pytest.mark.parametrize(("draws", "counts"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "shards", [[(3, 3)] * 4, [(4, 0), (1, 5), (900, 1200), (2, 3), (1200, 900)]], ids=["even", "uneven"]
+)
+def test_own_losses_that_draw_or_keep_a_state(draws: bool, counts: bool, shards: Any, worlds: Worlds) -> None:
+    def job() -> list[tuple[Tensor, Tensor]]:
+        torch.manual_seed(3 if rank() == 0 else 17)
+        loss = Drawing(draws, counts).double()
+        wrapped = cz.DistributedLoss(loss, check_distinct=False)
+        found = []
+        for step, sizes in enumerate(shards):
+            args, *_ = labelled(step, sizes)
+            found.append((wrapped(*args).detach(), loss.seen.clone()))
+        return found
+
+    def alone() -> list[tuple[Tensor, Tensor]]:
+        torch.manual_seed(3)
+        loss, found = Drawing(draws, counts).double(), []
+        for step, sizes in enumerate(shards):
+            *_, whole, _ = labelled(step, (sum(sizes), 0))
+            found.append((loss(*whole).detach(), loss.seen.clone()))
+        return found
+
+    expected = worlds.run(1, alone)[0]
+    for of_rank in worlds.run(2, job):
+        for (value, seen), (one, one_seen) in zip(of_rank, expected, strict=True):
+            close(value, one)
+            close(seen, one_seen)
+
+
+def test_anchors_of_a_loss_that_draws_cannot_be_told_apart(worlds: Worlds) -> None:
+    def bad() -> None:
+        loss = Drawing()
+        loss.reduction = "none"
+        cz.DistributedLoss(loss)(z(), y())
+
+    text, _ = complaint(worlds, 2, bad, good)
+    assert "reduction='none'" in text
+
+
+# ------------------------------------------------------------------------------------------------- activation checkpoints
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: cz.Clip(temperature=0.3), two_towers),
+        (lambda: cz.NTXent(temperature=0.3), two_towers),
+        (lambda: cz.Triplet(), labelled),
+        (lambda: cz.SupCon(), labelled),
+        (lambda: cz.WeightedSum([cz.NTXent(), cz.SigLIP()]), two_towers),
+    ],
+    ids=["clip", "nt-xent", "triplet", "sup-con", "sum"],
+)
+def test_an_activation_checkpoint_around_the_loss(make: Any, inputs: Any, reentrant: bool, worlds: Worlds) -> None:
+    def call(loss: nn.Module, *args: Tensor) -> Tensor:
+        return checkpoint(loss, *args, use_reentrant=reentrant)
+
+    for errors in worlds.run(2, a_training, make, inputs, LONG, "mean", call, timeout=60):
+        assert max(errors) < 1e-10, errors
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_memory_is_not_filled_twice_by_a_checkpoint(reentrant: bool, worlds: Worlds) -> None:
+    def bad() -> None:
+        loss = cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 8, D))
+        checkpoint(loss, z().float(), z(seed=1).float(), use_reentrant=reentrant).backward()
+
+    text, _ = complaint(worlds, 2, bad, good)
+    assert "CrossBatchMemory: a backward pass computes the loss again, as torch.utils.checkpoint does" in text
+
+
+# ------------------------------------------------------------------------------------------------------- single rows, views
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "labels"), [(torch.float32, 128, torch.uint8), (torch.bfloat16, 6, torch.int64)]
+)
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 0), (0, 1), (2, 1)])
+def test_a_last_batch_of_one_row(dtype: torch.dtype, d: int, labels: torch.dtype, sizes: Any, worlds: Worlds) -> None:
+    def foreign(embeddings: Tensor, classes: Tensor) -> Tensor:
+        return (embeddings.float().sum(1) * (1 + classes.float())).sum()
+
+    def job() -> list[Tensor]:
+        found = []
+        for loss in (cz.DistributedLoss(foreign), cz.DistributedLoss(cz.SupCon())):
+            for n in (sizes, (3, 2), sizes):
+                rows = numbers(sum(n), d, seed=1, dtype=torch.float32).to(dtype)
+                classes = (torch.arange(sum(n)) % 2).to(labels)
+                found.append(loss(mine(rows, n), mine(classes, n)).detach())
+        return found
+
+    first, second = worlds.run(2, job)
+    for a, b in zip(first, second, strict=True):
+        close(a, b)
+
+
+def test_views_that_shift_between_ranks_are_refused_at_every_step(worlds: Worlds) -> None:
+    """As many rows in all, so that gathered views would pair."""
+
+    def bad() -> None:
+        loss = cz.DistributedLoss(cz.WeightedSum([cz.NTXent(), cz.InfoNCE()]))
+        loss(z(), z(seed=1))
+        loss(z(3 + rank()), z(4 - rank(), seed=1))
+
+    text, _ = complaint(worlds, 2, bad, good)
+    assert "views must pair row by row" in text
+
+
+# ----------------------------------------------------------------------------------------------------------- small things
+
+
+def test_static_shapes_with_a_memory_that_fills(worlds: Worlds) -> None:
+    def job() -> list[Tensor]:
+        loss = cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 20, D), static_shapes=True)
+        return [loss(z(seed=step).float(), z(seed=9 + step).float()).detach() for step in range(4)]
+
+    first, second = worlds.run(2, job)
+    for a, b in zip(first, second, strict=True):
+        close(a, b)
+
+
+def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
+    def job() -> tuple[str | None, bool]:
+        bad = z().detach()
+        bad[0] = torch.nan
+        loss = cz.DistributedLoss(cz.InfoNCE(), process_group=World.of(), check_finite=False, check_distinct=False)
+        return said(lambda: loss(bad, z(seed=1))), bool(loss(bad, z(seed=1)).isnan())
+
+    assert worlds.run(2, job) == [(None, True)] * 2
+
+
+@pytest.mark.parametrize("group", [1, "dp", object])
+def test_what_names_no_processes(group: Any) -> None:
+    with pytest.raises(ValueError, match="process_group: a process group, a 1-d DeviceMesh, a World or None"):
+        World.of(group)
+
+
+def test_a_process_outside_the_group(worlds: Worlds) -> None:
+    def job() -> str | None:
+        loss = cz.DistributedLoss(cz.InfoNCE(), process_group=dist.GroupMember.NON_GROUP_MEMBER)
+        return said(lambda: loss(z(), z(seed=1)))
+
+    assert all("is not in the group it was given" in (text or "") for text in worlds.run(2, job))
+
+
+@pytest.mark.parametrize("loss", [cz.SigLIP(), cz.Triplet(), cz.SupCon(variant="in"), lambda a, b: a.sum()], ids=str)
+def test_a_ring_where_candidates_are_gathered(loss: Any) -> None:
+    with pytest.raises(ValueError, match="ring=True is for losses whose candidates can pass from rank to rank"):
+        cz.DistributedLoss(loss, ring=True)
+
+
+def test_arguments_that_are_one_tensor_on_some_rank_only(worlds: Worlds) -> None:
+    def bad() -> None:
+        rows = z()
+        cz.DistributedLoss(lambda a, b: (a @ b.T).sum())(rows, rows.clone() if rank() else rows)
+
+    text, _ = complaint(worlds, 2, bad, good)
+    assert "ranks disagree on which arguments are one tensor" in text
+
+
+def test_subgroups_do_not_share_what_they_reserve(worlds: Worlds) -> None:
+    def job() -> list[Tensor]:
+        with groups((0, 1), (2,)) as own:
+            whole, part = cz.DistributedLoss(cz.NTXent()), cz.DistributedLoss(cz.NTXent(), process_group=own)
+            found = []
+            for step in range(4):
+                found += [whole(z(3, step), z(3, step + 50)).detach(), part(z(2, step), z(2, step + 50)).detach()]
+        return found
+
+    zero, one, _ = worlds.run(3, job)
+    for a, b in zip(zero, one, strict=True):
+        close(a, b)
