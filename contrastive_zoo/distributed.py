@@ -20,15 +20,21 @@ from contrastive_zoo.loss_summary import StateSums, described, runs_foreign_code
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.randomness import Watch, one_stream
-from contrastive_zoo.session import Opening, Options, Replicate, Session, first_non_finite, meet, refuse, tolerance
+from contrastive_zoo.session import (
+    Opening,
+    Options,
+    Replicate,
+    Session,
+    first_non_finite,
+    is_small,
+    meet,
+    refuse,
+    tolerance,
+)
 from contrastive_zoo.world import Processes, Shards, World
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
-
-SMALL, PER_SIMILARITY = 2**28, 64
-"""Multiplications that take no longer than the messages of ranks that share them; and as how many of these a
-similarity's exponential, sums and weights count."""
 
 FIRST_VALUES, EVERY_NTH_CALL = 8, 64
 """Which calls' values and parameters are compared between ranks: values of the first ones, then both now and again."""
@@ -278,7 +284,7 @@ class DistributedLoss(nn.Module):
 
     @staticmethod
     def _is_small(arguments: Arguments, shards: Sequence[Shards]) -> bool:
-        return arguments.total(shards) ** 2 * (arguments.width + PER_SIMILARITY) <= SMALL
+        return is_small(arguments.total(shards), arguments.width)
 
     def _computed(self, bound: inspect.BoundArguments, arguments: Arguments, session: Session) -> Any:
         """The loss, each rank's part of it or all of it on every rank, as the handshake decides."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -14,6 +14,37 @@ from torch import Tensor
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.world import Shards, World
+
+SMALL_BATCH, PER_SIMILARITY = 2**28, 64
+"""Multiplications that take no longer than the messages of ranks that share them; and as how many of these a
+similarity's exponential, sums and weights count."""
+
+
+def is_small(rows: int, width: int) -> bool:
+    """Whether a loss of so many rows of all ranks is sooner computed by every rank than shared.
+
+    Examples:
+        >>> is_small(1_000, 128), is_small(10_000, 128)
+        (True, False)
+    """
+    return rows**2 * (width + PER_SIMILARITY) <= SMALL_BATCH
+
+
+@contextmanager
+def sharing(always: bool) -> Iterator[None]:
+    """Within it ranks share the work of every batch if ``always``, or of large ones alone; for tests, on all ranks alike.
+
+    Examples:
+        >>> with sharing(always=True):
+        ...     is_small(1, 1)
+        False
+    """
+    global SMALL_BATCH
+    before, SMALL_BATCH = SMALL_BATCH, -1 if always else 2**28
+    try:
+        yield
+    finally:
+        SMALL_BATCH = before
 
 
 @dataclass(frozen=True)
