@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from contrastive_zoo.testing.check import Report
 
 
+_VERDICTS = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not tried", "dim")}
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar; call what it yields with the number done so far."""
@@ -35,7 +38,7 @@ def show(report: "Report") -> None:
         table.add_column(heading)
     for law in LAWS:
         found = broken.get(law.name)
-        verdict = Text("yes", "green") if found is None else Text("no", "bold red")
+        verdict = _VERDICTS[report.holds(law)]
         table.add_row(law.name, verdict, Text("" if found is None else f"{found.batch}\n{found.message}"))
     console.print(table)
     console.print()

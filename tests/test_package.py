@@ -28,7 +28,7 @@ LAYERS = [
 ]
 """Arrows point from later ones to earlier ones."""
 
-ABOUT_LOSSES = {"testing.gallery", "testing.gallery_page", "testing.peers"}
+ABOUT_LOSSES = {"testing.gallery", "testing.gallery_page", "testing.gallery_steps", "testing.peers", "testing.recipe"}
 """The rooms of testing whose subject is particular losses: the exhibits."""
 
 

@@ -13,9 +13,10 @@ from hypothesis.errors import HypothesisException, NoSuchExample
 from contrastive_zoo.testing import laws
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.diagnosis import Diagnosis, diagnose
-from contrastive_zoo.testing.laws import LAWS, Broken, Law
+from contrastive_zoo.testing.laws import LAWS, OF_ONE_STEP, OF_TRAININGS, Broken, Law
+from contrastive_zoo.testing.measurement import Call, Case, GradReduction, call_form
 from contrastive_zoo.testing.strategies import ADVERSARIAL, ORDINARY, global_batches
-from contrastive_zoo.testing.trial import Call, Case, GradReduction, Trial, call_form
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 SHRINKING = 4.0
@@ -64,10 +65,18 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     seconds: float = 0.0
+    tried: frozenset[str] = frozenset()
+    """Names of the laws that said something of some batch."""
+
+    def holds(self, law: Law) -> bool | None:
+        """Whether a law held on every batch; None if it was not tried."""
+        if any(found.law is law for found in self.findings):
+            return False
+        return True if law.name in self.tried else None
 
     @property
     def ok(self) -> bool:
-        """Whether every law held on every batch."""
+        """Whether every law that was tried held on every batch."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -94,7 +103,7 @@ class Report:
             "laws": {
                 law.name: {"holds": False, "message": broken[law.name].message, "batch": repr(broken[law.name].batch)}
                 if law.name in broken
-                else {"holds": True}
+                else {"holds": self.holds(law)}
                 for law in LAWS
             },
             "diagnosis": None
@@ -216,8 +225,10 @@ def examine(
         )
         examination = _Examination(case, pool, tuple(world_sizes), width, on_example)
         examination.survey(max_examples)
+        examination.train()
         findings = [examination.shrunk(law) for law in LAWS if law.name in examination.broken]
         report = Report(case.name, tuple(world_sizes), grad_reduction, examination.examples, findings)
+        report.tried = frozenset(examination.tried)
         if findings:
             report.diagnosis = diagnose(case, [found.law.name for found in findings], pool, width=width or 3)
     report.seconds = time.monotonic() - start
@@ -242,6 +253,7 @@ class _Examination:
         self.batches = partial(global_batches, world_sizes, width=width)
         self.examples = 0
         self.broken: dict[str, Finding] = {}
+        self.tried: set[str] = set()
 
     def survey(self, max_examples: int) -> None:
         """Telling batches for each W first, then drawn ones, every fifth with adversarial rows."""
@@ -285,7 +297,7 @@ class _Examination:
             return
         self.examples += 1
         self.on_example(self.examples)
-        for law in LAWS:
+        for law in OF_ONE_STEP:
             if (law.name not in self.broken or law is laws.runs_on_every_split) and _asked(law, batch):
                 finding = self._finding(law, trial)
                 if finding is not None:
@@ -293,6 +305,15 @@ class _Examination:
                 if finding is not None and finding.law is laws.runs_on_every_split:
                     self.failures += 1
                     return  # every further law would wait for the same rank
+
+    def train(self) -> None:
+        """Laws of several steps, once for each W: what is wrong with one step is to be put right before."""
+        for world_size in () if self.broken else self.world_sizes:
+            trial = Trial(self.case, GlobalBatch((3,) * world_size, d=self.width or 3), self.worlds)
+            for law in OF_TRAININGS:
+                finding = None if law.name in self.broken else self._finding(law, trial)
+                if finding is not None:
+                    self.broken[finding.law.name] = finding
 
     def shrunk(self, law: Law) -> Finding:
         """The finding of this law on the smallest batch found in a few seconds."""
@@ -318,7 +339,8 @@ class _Examination:
 
     def _finding(self, law: Law, trial: Trial) -> Finding | None:
         try:
-            law(trial)
+            if law(trial):
+                self.tried.add(law.name)
         except Broken as broken:
             return Finding(law, str(broken), trial.batch)
         except RankError as error:

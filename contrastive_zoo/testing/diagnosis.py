@@ -14,7 +14,8 @@ from torch import Tensor
 
 from contrastive_zoo.testing import laws
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import Case, Gradients, Plan, Trial, value_of, whole_batch
+from contrastive_zoo.testing.measurement import Case, Gradients, Plan, whole_batch
+from contrastive_zoo.testing.trial import Trial, value_of
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 CLOSE = 1e-6
@@ -184,6 +185,41 @@ DIAGNOSES = {
             "all-reduce the maximum first, subtract it, then all-reduce the sums.",
         ),
         Diagnosis(
+            "later steps",
+            "the first call is right and a later one is not: what a rank remembers of earlier calls does not fit this one.",
+            "decide from what all ranks have told each other in this step; keep nothing of sizes, paths or buffers.",
+        ),
+        Diagnosis(
+            "own draws",
+            "each rank draws random numbers from a stream of its own, so that ranks compute different losses.",
+            "draw on rank 0 and send it to all ranks; or " + _WRAP,
+        ),
+        Diagnosis(
+            "sharded parameters",
+            "the gradient of parameters of which each rank keeps its part is scaled for a reduction that nobody does.",
+            "leave it as it is: it is complete on the rank that keeps the part.",
+        ),
+        Diagnosis(
+            "settings",
+            "ranks with different settings train on, each on another loss.",
+            "compare a digest of all settings before rows are gathered; or " + _WRAP,
+        ),
+        Diagnosis(
+            "unequal parameters",
+            "ranks whose loss parameters differ train on: proxies drawn from a seed per rank go unnoticed.",
+            "compare a digest of the parameters at the first step and now and again; or " + _WRAP,
+        ),
+        Diagnosis(
+            "missing argument",
+            "a rank that lacks an argument raises or gathers less, while the others wait for it.",
+            "tell each other which arguments came before anything is gathered; or " + _WRAP,
+        ),
+        Diagnosis(
+            "messages differ",
+            "a rank calls another sequence of collectives than the others.",
+            "decide from what all ranks have told each other whether a message is sent, and how large it is.",
+        ),
+        Diagnosis(
             "unknown",
             "value or gradients depend on the number of processes in a way that none of the known mistakes explains.",
             _WRAP,
@@ -262,6 +298,13 @@ def _by_hand_written_backward(broken: set[str]) -> str | None:
         (laws.accumulates, "one slot for two batches"),
         (laws.same_state, "state"),
         (laws.finite_at_extremes, "overflow"),
+        (laws.draws_are_shared, "own draws"),
+        (laws.same_sharded_gradient, "sharded parameters"),
+        (laws.same_at_later_steps, "later steps"),
+        (laws.settings_agree, "settings"),
+        (laws.parameters_agree, "unequal parameters"),
+        (laws.arguments_agree, "missing argument"),
+        (laws.same_messages, "messages differ"),
     ):
         if law.name in broken:
             return mistake

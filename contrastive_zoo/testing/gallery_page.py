@@ -323,7 +323,9 @@ A loss that is the same function on W processes as on one keeps these laws on ev
 `law(Trial(case, batch, worlds))` raises `Broken`, with what came and what was expected. Numbers are compared in float64,
 to 1e-10. Each law names a mistake of [the gallery](gallery.md) that it catches, and a test holds that it does.
 
-The first six are the global-batch contract. The rest follow from it, or are what a training loop needs besides.
+The first six are the global-batch contract. The next ones follow from it, or are what a training loop needs besides. The
+last seven speak of a training of five steps with other shard sizes at each; a law that says nothing of a loss (draws of a
+loss that draws nothing) is reported as not tried.
 """
     return (
         "\n".join([head, *sections]) + "\nThis page is written by `python -m contrastive_zoo.testing.gallery_page`.\n"

@@ -4,55 +4,35 @@ A law names the mistake that it catches: a key of :mod:`contrastive_zoo.testing.
 out, and our tests hold that it is caught.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from contrastive_zoo.testing.trial import AS_IS, Gradients, Measurement, Plan, Trial
+from contrastive_zoo.testing.law import (
+    TOLERANCE,
+    Broken,
+    Law,
+    NotTried,
+    asked_of_losses,
+    close,
+    first_line,
+    law,
+    number,
+    same_gradients,
+)
+from contrastive_zoo.testing.laws_of_trainings import (
+    OF_TRAININGS,
+    arguments_agree,
+    draws_are_shared,
+    parameters_agree,
+    same_at_later_steps,
+    same_messages,
+    same_sharded_gradient,
+    settings_agree,
+)
+from contrastive_zoo.testing.measurement import AS_IS, Measurement, Plan
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError
-
-TOLERANCE = 1e-10
-"""Largest difference in float64, relative to the larger of 1 and what is compared with."""
-
-
-class Broken(AssertionError):  # noqa: N818
-    """A law does not hold for this loss on this batch."""
-
-
-@dataclass(frozen=True)
-class Law:
-    """A named property, and the mistake that breaks it.
-
-    Args:
-        check: raises :class:`Broken`.
-        catches: key of the mistake in the gallery.
-    """
-
-    check: Callable[[Trial], None]
-    catches: str
-
-    @property
-    def name(self) -> str:
-        """Its function's name."""
-        return self.check.__name__
-
-    @property
-    def meaning(self) -> str:
-        """Its function's docstring."""
-        return " ".join((self.check.__doc__ or "").split())
-
-    def __call__(self, trial: Trial) -> None:
-        self.check(trial)
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def law(*, catches: str) -> Callable[[Callable[[Trial], None]], Law]:
-    """Make a law of a check."""
-    return lambda check: Law(check, catches)
 
 
 @law(catches="early return")
@@ -65,7 +45,7 @@ def runs_on_every_split(trial: Trial) -> None:
     try:
         trial.together()
     except RankError as error:
-        raise Broken(f"one process computes a value, but {_first_line(error)}") from error
+        raise Broken(f"one process computes a value, but {first_line(error)}") from error
 
 
 @law(catches="local loss")
@@ -76,7 +56,7 @@ def same_value_on_every_rank(trial: Trial) -> None:
     """
     values = [found.value for found in trial.together()]
     for rank, value in enumerate(values):
-        _close(_number(value), _number(values[0]), f"rank {rank} returns", "rank 0")
+        close(number(value), number(values[0]), f"rank {rank} returns", "rank 0")
 
 
 @law(catches="own slice × W")
@@ -87,7 +67,7 @@ def same_value(trial: Trial) -> None:
     """
     alone = trial.alone().value
     for rank, found in enumerate(trial.together()):
-        _close(_number(found.value), _number(alone), f"rank {rank} returns", "one process")
+        close(number(found.value), number(alone), f"rank {rank} returns", "one process")
 
 
 @law(catches="own slice")
@@ -97,7 +77,7 @@ def same_encoder_gradient(trial: Trial) -> None:
     When it fails, the run on W processes is another run: a factor changes the effective learning rate, a direction
     changes what is learnt.
     """
-    _same_gradients(trial.reduced("encoder"), trial.alone().encoder, "the encoder's gradient")
+    same_gradients(trial.reduced("encoder"), trial.alone().encoder, "the encoder's gradient")
 
 
 @law(catches="own slice × W")
@@ -106,7 +86,7 @@ def same_parameter_gradient(trial: Trial) -> None:
 
     When it fails, temperature, proxies or class centres learn at another speed than the encoder.
     """
-    _same_gradients(trial.reduced("parameters"), trial.alone().parameters, "the gradient of the loss's own parameters")
+    same_gradients(trial.reduced("parameters"), trial.alone().parameters, "the gradient of the loss's own parameters")
 
 
 @law(catches="local parameters")
@@ -118,7 +98,7 @@ def parameters_in_step(trial: Trial) -> None:
     """
     first, *others = [found.parameters for found in trial.together()]
     for rank, found in enumerate(others, 1):
-        _same_gradients(found, first, f"the gradient of the loss's own parameters on rank {rank}", "rank 0's")
+        same_gradients(found, first, f"the gradient of the loss's own parameters on rank {rank}", "rank 0's")
 
 
 @law(catches="mean of means")
@@ -140,7 +120,7 @@ def blind_to_rank_order(trial: Trial) -> None:
     for the order of rows on one process either.
     """
     if not _order_is_free(trial):
-        return
+        raise NotTried("one process, too, computes something else from shuffled rows")
     turned = tuple((rank + 1) % trial.world_size for rank in range(trial.world_size))
     _same_outcome(trial, Plan(rank_order=turned), "with shards turned by one rank")
 
@@ -153,7 +133,7 @@ def blind_to_row_order(trial: Trial) -> None:
     of losses that do not care for the order of rows on one process either.
     """
     if not _order_is_free(trial):
-        return
+        raise NotTried("one process, too, computes something else from shuffled rows")
     _same_outcome(trial, Plan(shuffle_rows=True), "with all rows shuffled")
 
 
@@ -163,15 +143,14 @@ def accumulates(trial: Trial) -> None:
 
     When it fails, gradient accumulation and models that call the loss twice train on something else.
     """
-    if trial.case.step:
-        return
+    asked_of_losses(trial)
     plan = Plan(then=trial.batch.seed + 1)
-    _same_gradients(trial.reduced("encoder", plan), trial.alone(plan).encoder, "the accumulated gradient")
-    if trial.alone().state:  # the second batch meets what the first left behind
+    same_gradients(trial.reduced("encoder", plan), trial.alone(plan).encoder, "the accumulated gradient")
+    if trial.alone().state or trial.alone().draws:  # the second batch meets what the first left behind
         return
     other = Trial(trial.case, replace(trial.batch, seed=trial.batch.seed + 1), trial.worlds)
     mean = {name: (x + other.alone().encoder[name]) / 2 for name, x in trial.alone().encoder.items()}
-    _same_gradients(trial.alone(plan).encoder, mean, "the accumulated gradient", "the mean of both batches' own")
+    same_gradients(trial.alone(plan).encoder, mean, "the accumulated gradient", "the mean of both batches' own")
 
 
 @law(catches="ignored grad_output")
@@ -180,10 +159,9 @@ def honours_grad_output(trial: Trial) -> None:
 
     When it fails, loss weights, gradient scalers and division by accumulation steps do nothing.
     """
-    if trial.case.step:
-        return
+    asked_of_losses(trial)
     tripled = {name: 3 * x for name, x in trial.reduced("encoder").items()}
-    _same_gradients(trial.reduced("encoder", Plan(scale=3.0)), tripled, "the gradient of 3 · loss", "3 · the gradient")
+    same_gradients(trial.reduced("encoder", Plan(scale=3.0)), tripled, "the gradient of 3 · loss", "3 · the gradient")
 
 
 @law(catches="rank's own queue")
@@ -194,7 +172,7 @@ def same_state(trial: Trial) -> None:
     """
     alone = trial.alone().state
     for rank, found in enumerate(trial.together()):
-        _same_gradients(found.state, alone, f"the loss's state on rank {rank}")
+        same_gradients(found.state, alone, f"the loss's state on rank {rank}")
 
 
 @law(catches="naive softmax")
@@ -204,7 +182,7 @@ def finite_at_extremes(trial: Trial) -> None:
     When it fails, one odd batch turns the model to NaN.
     """
     if not _is_finite(trial.alone()):
-        return
+        raise NotTried("one process's numbers are not finite either")
     for rank, found in enumerate(trial.together()):
         if not _is_finite(found):
             raise Broken(f"rank {rank} has NaN or infinite numbers in its value or its gradients")
@@ -220,7 +198,7 @@ CONTRACT = (
 )
 """The global-batch contract."""
 
-LAWS = (
+OF_ONE_STEP = (
     *CONTRACT,
     blind_to_split,
     blind_to_rank_order,
@@ -230,62 +208,57 @@ LAWS = (
     same_state,
     finite_at_extremes,
 )
-"""All laws, the most basic first."""
+"""What must hold at one step, the most basic first."""
 
-
-def _number(x: float) -> Tensor:
-    """In 64 bits whatever the caller's default dtype, or values would be compared in 32."""
-    return torch.tensor(x, dtype=torch.float64)
+LAWS = (*OF_ONE_STEP, *OF_TRAININGS)
+"""All laws."""
 
 
 def _is_finite(found: Measurement) -> bool:
-    numbers = [_number(found.value), *found.encoder.values(), *found.parameters.values()]
+    numbers = [number(found.value), *found.encoder.values(), *found.parameters.values()]
     return all(bool(torch.isfinite(x).all()) for x in numbers)
 
 
 def _order_is_free(trial: Trial) -> bool:
     """Whether one process, too, computes the same from shuffled rows."""
-    ours, theirs = _number(trial.alone().value), _number(trial.alone(Plan(shuffle_rows=True)).value)
+    ours, theirs = number(trial.alone().value), number(trial.alone(Plan(shuffle_rows=True)).value)
     return torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _same_outcome(trial: Trial, plan: Plan, how: str) -> None:
     ours, theirs = trial.together(AS_IS)[0].value, trial.together(plan)[0].value
-    _close(_number(theirs), _number(ours), f"{how}, rank 0 returns", "as it was")
+    close(number(theirs), number(ours), f"{how}, rank 0 returns", "as it was")
     what = f"{how}, the encoder's gradient"
-    _same_gradients(trial.reduced("encoder", plan), trial.reduced("encoder"), what, "as it was")
+    same_gradients(trial.reduced("encoder", plan), trial.reduced("encoder"), what, "as it was")
 
 
-def _same_gradients(found: Gradients, expected: Gradients, what: str, whose: str = "one process's") -> None:
-    for name, theirs in expected.items():
-        _close(found[name], theirs, f"{what} ({name}) is", whose)
-
-
-def _close(found: Tensor, expected: Tensor, what: str, whose: str) -> None:
-    if found.shape != expected.shape:
-        raise Broken(f"{what} of shape {list(found.shape)}; {whose}: {list(expected.shape)}")
-    found, expected = found.double(), expected.double()
-    error = (found - expected).abs().max().item() if found.numel() else 0.0
-    if not error <= TOLERANCE * max(1.0, expected.abs().max().item() if expected.numel() else 0.0):
-        raise Broken(
-            f"{what} {_short(found)}; {whose}: {_short(expected)} (off by {error:.2g}{_ratio(found, expected)})"
-        )
-
-
-def _short(x: Tensor) -> str:
-    return f"{x.item():.6g}" if x.numel() == 1 else f"of norm {x.norm().item():.6g}"
-
-
-def _ratio(found: Tensor, expected: Tensor) -> str:
-    """How the two are related, where that says something."""
-    ours, theirs = found.flatten(), expected.flatten()
-    if not (theirs.norm() > 0 and ours.norm() > 0):
-        return ""
-    if ours.numel() == 1:
-        return f", ratio {(ours / theirs).item():.3g}"
-    cosine = (ours @ theirs / ours.norm() / theirs.norm()).item()
-    return f", ratio {(ours.norm() / theirs.norm()).item():.3g}, cosine {cosine:.3g}"
-
-
-def _first_line(error: RankError) -> str:
-    return str(error).partition("\n")[0]
+__all__ = [
+    "CONTRACT",
+    "LAWS",
+    "OF_ONE_STEP",
+    "OF_TRAININGS",
+    "TOLERANCE",
+    "Broken",
+    "Law",
+    "NotTried",
+    "accumulates",
+    "arguments_agree",
+    "blind_to_rank_order",
+    "blind_to_row_order",
+    "blind_to_split",
+    "draws_are_shared",
+    "finite_at_extremes",
+    "honours_grad_output",
+    "parameters_agree",
+    "parameters_in_step",
+    "runs_on_every_split",
+    "same_at_later_steps",
+    "same_encoder_gradient",
+    "same_messages",
+    "same_parameter_gradient",
+    "same_sharded_gradient",
+    "same_state",
+    "same_value",
+    "same_value_on_every_rank",
+    "settings_agree",
+]

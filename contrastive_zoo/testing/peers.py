@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.testing.gallery import Pairs, Recipe, ranks
+from contrastive_zoo.testing.recipe import Pairs, Recipe, ranks
 from contrastive_zoo.testing.trial import Call, Case
 
 WIDTH = 8

@@ -1,0 +1,68 @@
+"""Which collectives a rank calls, in which order and with how much in each."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PAIRED = {"send", "recv_", "recv_any_source_"}
+"""Messages between two ranks: the others have no part in them."""
+_SENT: dict[str, int] = {"_allgather_base_": 1, "alltoall_base_": 1, "allgather_": 1, "_reduce_scatter_base_": 1}
+"""Which argument is sent; the first for all others."""
+
+
+class Message(NamedTuple):
+    """One collective.
+
+    Args:
+        name: as the dispatcher knows it.
+        size: elements that a rank sends, where they must be equally many on every rank; otherwise None.
+        dtype: of these.
+    """
+
+    name: str
+    size: int | None
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} of {'its own size' if self.size is None else self.size} {self.dtype}"
+
+
+class Messages(TorchDispatchMode):
+    """Records the collectives called within it, whoever calls them under whatever name; it slows every operation down.
+
+    Example:
+        >>> import torch
+        >>> with Messages() as messages:
+        ...     torch.ones(2) + 1
+        tensor([2., 2.])
+        >>> messages.sent
+        []
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Message] = []
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """Names of those that move embeddings or statistics; int64 counts are neither."""
+        return frozenset(message.name for message in self.sent if message.dtype not in ("int64", ""))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name: str = getattr(func, "_opname", "")
+        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor" and name not in _PAIRED:
+            self.sent.append(_message(name, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _message(name: str, args: Any) -> Message:
+    tensors = [x for x in tree_leaves(args[_SENT.get(name, 0)]) if isinstance(x, Tensor)]
+    uneven = name == "alltoall_base_" and any(isinstance(x, (list, tuple)) and len(x) for x in args[3:5])
+    size = None if uneven else sum(x.numel() for x in tensors)
+    dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
+    return Message(name, size, "/".join(sorted(dtypes)))
+
+
+__all__ = ["Message", "Messages"]

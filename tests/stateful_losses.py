@@ -1,0 +1,144 @@
+"""The losses that random trainings draw from: how each is made, what it compares, and which setting may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from tests.zoo import BatchHard
+
+D, CLASSES = 4, 5
+Compares = Literal["views", "labels", "mined"]
+"""Two views; embeddings with labels; or queries, documents, hard negatives and the queries that these were mined for."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of the search.
+
+    Args:
+        make: returns the loss; with a process group, of that group.
+        compares: what it is called with.
+        setting: path of an attribute that may change, and its values.
+        wrapper: further arguments of DistributedLoss.
+        softmax: whether keys may go from rank to rank in a ring.
+        third_party: from another library.
+        remembers: whether it keeps embeddings from step to step.
+        sharded: whether each rank keeps its part of the class weights; ``make(whole=True)`` keeps all.
+    """
+
+    make: Callable[..., Any]
+    compares: Compares = "views"
+    setting: tuple[str, tuple[Any, ...]] = ("temperature", (0.5, 0.3, 0.02))
+    wrapper: Callable[[], dict[str, Any]] = dict
+    softmax: bool = False
+    third_party: bool = False
+    remembers: bool = False
+    sharded: bool = False
+
+
+def learnt() -> cz.LearnableTemperature:
+    return cz.LearnableTemperature(0.5)
+
+
+def arc_face(*, whole: bool = True) -> nn.Module:
+    return cz.ArcFace(CLASSES, D, scale=4.0, shard_over=None if whole else cz.World.of())
+
+
+def weighted_sum() -> nn.Module:
+    temperature = learnt()
+    return cz.WeightedSum([cz.NTXent(temperature=temperature), cz.InfoNCE(temperature=0.5)], weights=[1.0, 0.5])
+
+
+def mnrl() -> nn.Module:
+    return cz.MNRL(temperature=learnt(), directions=("query_to_doc", "doc_to_doc"))
+
+
+def triplet() -> nn.Module:
+    from pytorch_metric_learning import losses
+
+    return losses.TripletMarginLoss(margin=0.2)
+
+
+def contrastive() -> nn.Module:
+    from pytorch_metric_learning import losses
+
+    return losses.ContrastiveLoss(neg_margin=0.8)
+
+
+def proxy_anchor() -> nn.Module:
+    from pytorch_metric_learning import losses
+
+    return losses.ProxyAnchorLoss(CLASSES, D, alpha=4)
+
+
+def mined() -> dict[str, Any]:
+    from pytorch_metric_learning import miners
+
+    return {"miner": miners.TripletMarginMiner(margin=0.2, type_of_triplets="semihard")}
+
+
+MARGIN = ("margin", (0.2, 0.3))
+LOSSES = {
+    "NTXent": Loss(lambda: cz.NTXent(temperature=0.5), softmax=True),
+    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=("normalize", (True, False)), softmax=True),
+    "InfoNCE": Loss(lambda: cz.InfoNCE(temperature=learnt()), setting=("symmetric", (False, True)), softmax=True),
+    "Clip": Loss(lambda: cz.Clip(temperature=0.5), setting=("normalize", (True, False)), softmax=True),
+    "SupCon": Loss(lambda: cz.SupCon(temperature=0.5), "labels", softmax=True),
+    "SigLIP": Loss(lambda: cz.SigLIP(temperature=0.5, logit_bias=-1.0), setting=("normalize", (True, False))),
+    "RowLoss": Loss(BatchHard, "labels", ("normalize", (True, False))),
+    "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction"))),
+    "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3))),
+    "WeightedSum of MNRL": Loss(
+        lambda: cz.WeightedSum([mnrl()]), "mined", ("losses.0.partition_mode", ("joint", "per_direction"))
+    ),
+    "Matryoshka": Loss(
+        lambda: cz.Matryoshka(cz.InfoNCE(temperature=learnt()), (2, D)), setting=("loss.symmetric", (False, True))
+    ),
+    "CrossBatchMemory": Loss(
+        lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.5), 7, D),
+        setting=("loss.temperature", (0.5, 0.3)),
+        remembers=True,
+    ),
+    "ArcFace": Loss(arc_face, "labels", ("margin", (0.5, 0.3))),
+    "ArcFace, sharded": Loss(arc_face, "labels", ("margin", (0.5, 0.3)), sharded=True),
+    "WeightedSum of ArcFace, sharded": Loss(
+        lambda *, whole=True: cz.WeightedSum([arc_face(whole=whole)]),
+        "labels",
+        ("losses.0.margin", (0.5, 0.3)),
+        sharded=True,
+    ),
+    "PML triplet with a miner": Loss(triplet, "labels", MARGIN, mined, third_party=True),
+    "PML proxies": Loss(proxy_anchor, "labels", ("margin", (0.1, 0.2)), third_party=True),
+    "PML in shards": Loss(
+        contrastive, "labels", ("neg_margin", (0.8, 0.7)), lambda: {"mode": "sharded"}, third_party=True
+    ),
+}
+
+
+def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
+    """What one process calls the loss with; every rank can make all of it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def embeddings() -> Tensor:
+        return torch.randn(total, D, dtype=torch.float64, generator=generator).to(dtype)
+
+    if compares == "views":
+        return [embeddings(), embeddings()]
+    if compares == "labels":
+        return [embeddings(), torch.randint(CLASSES, (total,), generator=generator)]
+    owners = torch.arange(total).where(torch.rand(total, generator=generator) < 0.7, -1)
+    return [embeddings(), embeddings(), embeddings(), owners]
+
+
+def local_rows(compares: Compares, rows: list[Tensor], start: int, size: int) -> list[Tensor]:
+    """This rank's part; owners count within it."""
+    mine = [x[start : start + size] for x in rows]
+    if compares == "mined":
+        mine[3] = torch.where(mine[3] < 0, -1, mine[3] - start)
+    return mine

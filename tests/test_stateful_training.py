@@ -1,0 +1,188 @@
+"""Random trainings: after every action, value and all gradients are those of one process, whatever came before.
+
+Hypothesis draws which actions follow each other, and makes a program that fails as short as it can; all ranks then run a
+program in one job. ``make search`` runs 10,000 steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from contrastive_zoo.testing.worlds import RankError, Worlds
+from tests.stateful_losses import LOSSES, Loss
+from tests.stateful_rank import Action, play
+
+THRESHOLDS = {
+    "contrastive_zoo.engine.evaluation:FEW": (2**16, -1, 12),
+    "contrastive_zoo.engine.evaluation:PANEL_BYTES": (32 * 2**20, 64, 300),
+    "contrastive_zoo.engine.evaluation:TILE_BYTES": (4 * 2**20, 64, 300),
+    "contrastive_zoo.distributed:_LITTLE": (2**28, 0, 2**12),
+    "contrastive_zoo.distributed:_MOST_LUGGAGE": (2**20, 0, 200),
+    "contrastive_zoo.world:_SMALL": (2**18, 0, 300),
+}
+"""Every constant at which an engine or a message takes another path: as it is, and so small that tiny batches meet it."""
+
+TIMEOUT = 15.0
+"""Seconds that one program may take."""
+STEPS = int(os.environ.get("SEARCH_STEPS", "10000"))
+"""Of the long search."""
+
+SIZES = st.sampled_from([3, 0, 1, 2, 5, 9])
+
+
+class Training(RuleBasedStateMachine):
+    """A program is drawn rule by rule, and run when it is complete."""
+
+    worlds: ClassVar[Worlds]
+    steps: ClassVar[int] = 0
+
+    @initialize(
+        name=st.sampled_from(list(LOSSES)),
+        world_size=st.sampled_from([2, 3]),
+        thresholds=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in THRESHOLDS.items()}),
+    )
+    def begin(self, name: str, world_size: int, thresholds: dict[str, int]) -> None:
+        self.name, self.world_size, self.thresholds = name, world_size, thresholds
+        self.program: list[Action] = []
+
+    @property
+    def loss(self) -> Loss:
+        return LOSSES[self.name]
+
+    def then(self, action: str, **arguments: Any) -> None:
+        self.program.append((action, arguments))
+
+    def batch(self, data: st.DataObject) -> tuple[tuple[int, ...], int]:
+        """Shard sizes and a seed; somebody has something."""
+        sizes = data.draw(st.lists(SIZES, min_size=self.world_size, max_size=self.world_size).filter(any), "shards")
+        return tuple(sizes), 10 * len(self.program)
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        self.then("step", batches=[self.batch(data)])
+
+    @rule(data=st.data(), how=st.sampled_from(["no_grad", "eval"]))
+    def evaluate(self, data: st.DataObject, how: str) -> None:
+        self.then("evaluate", batch=self.batch(data), how=how)
+
+    @rule(data=st.data(), backward=st.sampled_from(["each", "together"]))
+    def several_calls(self, data: st.DataObject, backward: str) -> None:
+        """Gradients accumulate, or several calls come before one backward pass."""
+        (shards, seed), (others, _) = self.batch(data), self.batch(data)
+        self.then("step", batches=[(shards, seed), (others, seed + 1)], backward=backward)
+
+    @rule(data=st.data())
+    def retain_graph(self, data: st.DataObject) -> None:
+        self.then("step", batches=[self.batch(data)], backward="twice")
+
+    @precondition(lambda self: not self.loss.remembers)
+    @rule(data=st.data())
+    def checkpointed(self, data: st.DataObject) -> None:
+        self.then("step", batches=[self.batch(data)], checkpointed=True)
+
+    @rule(data=st.data())
+    def second_wrapper(self, data: st.DataObject) -> None:
+        self.then("step", batches=[self.batch(data)], wrapper="second")
+
+    @precondition(lambda self: not (self.loss.remembers or self.loss.sharded))
+    @rule(data=st.data())
+    def subgroup(self, data: st.DataObject) -> None:
+        self.then("step", batches=[self.batch(data)], wrapper="subgroup")
+
+    # ----------------------------------------------------------------------------------------------- all ranks change
+
+    @rule(data=st.data())
+    def set_setting(self, data: st.DataObject) -> None:
+        self.then("set_setting", value=data.draw(st.sampled_from(self.loss.setting[1]), "value"))
+
+    @rule(precision=st.sampled_from(["float64", "float32", "autocast"]))
+    def set_precision(self, precision: str) -> None:
+        self.then("set_precision", precision=precision)
+
+    @rule(size=st.sampled_from([None, 0, 100]))
+    def set_budget(self, size: int | None) -> None:
+        self.then("set_budget", size=size)
+
+    @rule(reduction=st.sampled_from(["sum", "mean"]))
+    def set_grad_reduction(self, reduction: str) -> None:
+        self.then("set_option", grad_reduction=reduction)
+
+    @precondition(lambda self: self.loss.softmax)
+    @rule(ring=st.booleans())
+    def set_ring(self, ring: bool) -> None:
+        self.then("set_option", ring=ring)
+
+    @rule(on=st.sampled_from(["all", "one"]), how=st.sampled_from(["wrapper", "deepcopy", "state_dict"]))
+    def make_again(self, on: str, how: str) -> None:
+        self.then("make_again", on=on, how=how)
+
+    # -------------------------------------------------------------------------------------------------- one rank differs
+
+    @rule(data=st.data(), what=st.sampled_from(["setting", "option", "argument"]))
+    def differ(self, data: st.DataObject, what: str) -> None:
+        if what == "setting" and self.loss.third_party:
+            what = "option"  # what it was made with is its own affair; its values are compared a call later
+        self.then("differ", batch=self.batch(data), what=what)
+
+    def teardown(self) -> None:
+        if not getattr(self, "program", None):
+            return
+        try:
+            refusals = self.worlds.run(self.world_size, play, self.name, self.thresholds, self.program, timeout=TIMEOUT)
+        except RankError as error:
+            raise AssertionError(self.told(str(error))) from None
+        if any(said != refusals[0] for said in refusals):
+            raise AssertionError(self.told(f"ranks refuse a call with different words: {refusals}"))
+        Training.steps += len(self.program)
+
+    def told(self, what: str) -> str:
+        """What went wrong, and in which program."""
+        lines = [f"  {action}({', '.join(f'{k}={x!r}' for k, x in a.items())})" for action, a in self.program]
+        return "\n".join([f"{self.name}, W={self.world_size}, {self.thresholds}:", *lines, what])
+
+
+@pytest.fixture
+def training(worlds: Worlds) -> type[Training]:
+    class OnThesePools(Training):
+        pass
+
+    OnThesePools.worlds = worlds
+    Training.steps = 0
+    worlds.start(2, 3)
+    return OnThesePools
+
+
+def quietly(**more: Any) -> settings:
+    return settings(deadline=None, suppress_health_check=list(HealthCheck), **more)
+
+
+def test_a_random_training_is_that_of_one_process(training: type[Training], capsys: pytest.CaptureFixture[str]) -> None:
+    if os.environ.get("HYPOTHESIS_PROFILE") != "long":
+        run_state_machine_as_test(training, settings=quietly(max_examples=60, stateful_step_count=8))
+        return
+    while Training.steps < STEPS:
+        run_state_machine_as_test(training, settings=quietly(max_examples=50, stateful_step_count=20, database=None))
+        with capsys.disabled():
+            print(f"\n{Training.steps} of {STEPS} steps", end="", flush=True)
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_every_threshold_is_there(name: str) -> None:
+    module, _, constant = name.partition(":")
+    assert getattr(importlib.import_module(module), constant) is not None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_first_step_of_every_loss_is_that_of_one_process(name: str, worlds: Worlds) -> None:
+    """What the search begins with, so that what it finds is a matter of several actions."""
+    step = ("step", {"batches": [((3, 2), 1)]})
+    assert worlds.run(2, play, name, {}, [step], timeout=TIMEOUT) == [[], []]
