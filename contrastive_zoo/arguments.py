@@ -99,7 +99,7 @@ class Arguments:
             return 0
         digest = hashlib.blake2b(digest_size=7)
         for x in floating:
-            digest.update(x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(x.cpu().flatten().view(torch.uint8).numpy().tobytes())
         return 1 + int.from_bytes(digest.digest(), "big")
 
     def payload(self, world: World) -> list[Tensor] | None:

@@ -543,7 +543,7 @@ def test_a_process_outside_the_group_is_told(worlds: Worlds) -> None:
 
 
 def test_a_world_is_taken_as_it_is() -> None:
-    world = World(0, 1, check_finite=False)
+    world = World(0, 1)
     assert World.of(world) is world
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from contrastive_zoo.session import sharing
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.messages import Messages
 
@@ -32,6 +33,7 @@ class Case:
         step: a whole training step is under test: ``make`` returns ``(model, step)``, and ``step(model, *rows)`` runs
             forward, backward and whatever reduces gradients, and returns the loss. Rows are then features [n, 3].
         name: what reports call it.
+        shared: whether ranks share the work of the batch, small as it is; otherwise as they would in a training.
     """
 
     make: Callable[[], Any]
@@ -40,6 +42,7 @@ class Case:
     views: int = 2
     step: bool = False
     name: str = "loss"
+    shared: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -101,6 +104,11 @@ AS_IS = Plan()
 
 def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     """Run on every rank: make the loss, feed it this rank's rows, go backward, look."""
+    with sharing(always=case.shared):
+        return _measure(case, batch, plan)
+
+
+def _measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     start()
     made = case.make()
     batches = [batch] if plan.then is None else [batch, replace(batch, seed=plan.then)]

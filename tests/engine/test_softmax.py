@@ -16,6 +16,7 @@ from contrastive_zoo import collectives
 from contrastive_zoo.collectives import scatters_sums
 from contrastive_zoo.engine import blocks, evaluation, softmax
 from contrastive_zoo.engine.precision import rounded
+from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
 from tests.helpers import close, mine, numbers
@@ -106,7 +107,7 @@ def dense(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...])
 
 def job(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
     """This rank's share of the value, its rows' gradients, and its share of the scale's."""
-    world = World.of(ring=way.ring)
+    world = Session.of(World.of(), ring=way.ring)
     rank = world.rank
     a = mine(way.rows(sum(sizes), 1), sizes).requires_grad_()
     b = mine(way.rows(sum(columns), 2), columns).requires_grad_()
@@ -334,7 +335,7 @@ def test_ranks_are_those_of_the_group(worlds: Worlds) -> None:
         group = dist.new_group([0, 2])
         if dist.get_rank() == 1:
             return None
-        world = World.of(group, ring=True)
+        world = Session.of(World.of(group), ring=True)
         z = mine_in(numbers(7, D, seed=1), (3, 4), world.rank).requires_grad_()
         r, _ = softmax.self_log_sum_exp(z, scale=1.0, shards=Shards((3, 4), world.rank), world=world)
         return [r.detach(), *torch.autograd.grad(r.sum(), z)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses import composition
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.matryoshka import Matryoshka
 from contrastive_zoo.losses.weighted_sum import WeightedSum
+from contrastive_zoo.session import Session, sharing
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.laws import CONTRACT, LAWS
 from contrastive_zoo.testing.trial import Case, Trial
@@ -135,7 +134,7 @@ def test_rows_travel_once(name: str, learns: bool, shards: tuple[int, ...], worl
 
     def job(*mine: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
         loss = cz.DistributedLoss(make().double())
-        with torch.set_grad_enabled(learns), Sent() as messages:
+        with torch.set_grad_enabled(learns), sharing(always=True), Sent() as messages:
             value = loss(*(x.clone().requires_grad_(x.is_floating_point()) for x in mine))
         return [shape for shape in messages if len(shape) == 2 and shape[1] > 8], value.detach()
 
@@ -151,12 +150,12 @@ def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
     rows = numbers(6, 5, seed=0), torch.arange(6) % 2
 
     def job(*mine: Tensor) -> int:
-        real, composition.one_gather = composition.one_gather, nullcontext
+        real, Session.with_cache = Session.with_cache, lambda session: session
         try:
-            with Sent() as messages:
+            with sharing(always=True), Sent() as messages:
                 cz.DistributedLoss(nested_classes().double())(*mine)
         finally:
-            composition.one_gather = real
+            Session.with_cache = real
         return len([shape for shape in messages if len(shape) == 2 and shape[1] > 8])
 
     each = list(zip(*(x.split([3, 3]) for x in rows), strict=True))
