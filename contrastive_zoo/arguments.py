@@ -104,8 +104,12 @@ class Arguments:
 
     def payload(self, world: World) -> list[Tensor] | None:
         """The rows as bytes that may follow a handshake's header; None where these do not travel together."""
-        on_cpu = all(x.device.type == "cpu" for x in self.rows.values())
-        return packed(list(self.rows.values())) if on_cpu and not world.on_accelerators else None
+        return None if self.on_accelerator or world.on_accelerators else packed(list(self.rows.values()))
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether any rows lie elsewhere than on the CPU."""
+        return any(x.device.type != "cpu" for x in self.rows.values())
 
     @property
     def device(self) -> torch.device | None:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from contrastive_zoo.collectives import broadcast, scale_gradient
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.evaluation import is_dense
 from contrastive_zoo.handshake import Statement, kind, refuse_empty
+from contrastive_zoo.later import read_later
 from contrastive_zoo.loss_summary import StateSums, described, runs_foreign_code, shared_state
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
@@ -172,9 +174,9 @@ class DistributedLoss(nn.Module):
         self._keeps_state = False
         self._in_step = False
         self._calls = 0
-        self._last: list[Tensor] = []
-        self._state: StateSums | None = None
-        self._finite: dict[str, Tensor] = {}
+        self._last: Callable[[], list[float]] | None = None
+        self._sums: Callable[[], StateSums] | None = None
+        self._finite: dict[str, Callable[[], list[float]]] = {}
         self.loss = loss
 
     @uncompiled
@@ -203,6 +205,8 @@ class DistributedLoss(nn.Module):
         if self.broadcast_parameters and not self._in_step:
             self._start_from_rank_0(session)
         arguments = Arguments.of(bound.arguments)
+        if arguments.on_accelerator:  # looked for a step later
+            session = replace(session, options=replace(session.options, check_finite=False))
         session.progress.opening = Opening(self._statement(bare, bound, arguments, session))
         if self._keeps_state and _in_backward():
             raise ValueError(f"{_name(bare)}: {_COMPUTED_AGAIN}")
@@ -234,7 +238,7 @@ class DistributedLoss(nn.Module):
         """What this rank brings to the step's first handshake, besides what a loss of this library declares."""
         own = isinstance(bare, Loss)
         replicable = bare.can_be_replicated(*bound.args, **bound.kwargs) if own else self.mode == "replicated"
-        problem = arguments.problem
+        problem = self._finite_problem(arguments) or arguments.problem
         if not own:
             problem = problem or self._indices_problem(bound.arguments, session) or unequal_problem(bound.arguments)
             if problem is None and session.options.check_finite:
@@ -254,8 +258,7 @@ class DistributedLoss(nn.Module):
             small=(lambda shards: self._is_small(arguments, shards)) if own else (lambda shards: True),
             payload=arguments.payload(session) if replicable else None,
         )
-        if self.check_equal and self._calls % EVERY_NTH_CALL == 0:
-            sums = StateSums.of(bare)
+        if (sums := self._state_sums(bare)) is not None:
             statement.norm, statement.projection, statement.parameters = sums.norm, sums.projection, sums.by_name
         if self.check_distinct and self._calls == 0:
             statement.fingerprint = arguments.fingerprint
@@ -372,13 +375,39 @@ class DistributedLoss(nn.Module):
         """Keep the value for the next handshake, if its turn has come."""
         if self.check_equal and (self._calls < FIRST_VALUES or self._calls % EVERY_NTH_CALL == 0):
             # tensors alone: anything else may be a rank's own, such as a time
-            tensors = (x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
-            self._last = [x.detach().sum() for x in tensors]
+            tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+            self._last = read_later(torch.stack([x.detach().sum().double() for x in tensors])) if tensors else None
 
     def _last_value(self) -> float | None:
-        """One number that stands for all that was returned; read a step later, when no device has to be waited for."""
-        last, self._last = self._last, []
-        return sum(x.item() for x in last) if last else None
+        """One number that stands for all that was returned a step before."""
+        last, self._last = self._last, None
+        return None if last is None else sum(last())
+
+    def _state_sums(self, loss: Any) -> StateSums | None:
+        """Of the loss's parameters and buffers, if their turn has come; of an accelerator's a step later."""
+        due, self._sums = self._sums, None
+        if self.check_equal and self._calls % EVERY_NTH_CALL == 0:
+            self._sums = StateSums.of(loss)
+            if due is None and all(x.device.type == "cpu" for _, x in shared_state(loss)):
+                due, self._sums = self._sums, None
+        return None if due is None else due()
+
+    def _finite_problem(self, arguments: Arguments) -> str | None:
+        """Which rows of an accelerator held NaN or infinite values a step before; and begin to look at these."""
+        seen, self._finite = self._finite, {}
+        if self.check_finite and arguments.on_accelerator:
+            floating = {name: x for name, x in arguments.rows.items() if x.is_floating_point()}
+            self._finite = {name: read_later(x.detach().isfinite().all()) for name, x in floating.items()}
+        bad = [name for name, finite in seen.items() if not all(finite())]
+        return (
+            None
+            if not bad
+            else (
+                f"{', '.join(bad)} held NaN or infinite values at the previous call (on accelerators they are looked for "
+                "without waiting). Look for a diverged encoder, a division by a zero norm or an overflow in half precision; "
+                "check_finite=False lets them through."
+            )
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,12 +1,13 @@
 """A loss in words and numbers: its class tree with all settings, and its parameters and buffers, for ranks to compare."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from contrastive_zoo.later import read_later
 from contrastive_zoo.session import in_one_line
 
 _CHUNK = 2**20
@@ -48,24 +49,36 @@ class StateSums:
     by_name: dict[str, float]
 
     @classmethod
-    def of(cls, loss: Any) -> "StateSums":
-        """Those of a loss, without what each rank holds for itself.
+    def of(cls, loss: Any) -> "Callable[[], StateSums]":
+        """Start to sum up a loss's state, without what each rank holds for itself; the result returns the sums.
 
         Examples:
-            >>> StateSums.of(nn.BatchNorm1d(1, affine=False)).by_name
+            >>> StateSums.of(nn.BatchNorm1d(1, affine=False))().by_name
             {'running_mean': 0.0, 'running_var': 1.0, 'num_batches_tracked': 0.0}
         """
-        norms: dict[str, float] = {}
-        projection = 0.0
-        for name, x in shared_state(loss):
-            flat = x.detach().flatten().to(torch.float64)
-            norms[name] = float(flat.norm())
-            for start, part in zip(range(0, len(flat), _CHUNK), flat.split(_CHUNK), strict=True):
-                direction = (
-                    torch.arange(start, start + len(part), dtype=torch.float64, device=part.device).add_(1).sin_()
-                )
-                projection += float(part @ direction)
-        return cls(sum(x**2 for x in norms.values()) ** 0.5, projection, norms)
+        state = dict(shared_state(loss))
+        if not state:
+            return lambda: cls(0.0, 0.0, {})
+        device = next(iter(state.values())).device
+        sums = [[x.detach().double().norm().to(device), _projection(x).to(device)] for x in state.values()]
+        read = read_later(torch.stack([torch.stack(x) for x in sums]).T)
+
+        def found() -> "StateSums":
+            numbers = read()
+            norms, projections = numbers[: len(state)], numbers[len(state) :]
+            by_name = dict(zip(state, norms, strict=True))
+            return cls(sum(x**2 for x in norms) ** 0.5, sum(projections), by_name)
+
+        return found
+
+
+def _projection(x: Tensor) -> Tensor:
+    """On a direction that any rank can make again, a piece at a time."""
+    flat, total = x.detach().flatten(), torch.zeros((), dtype=torch.float64, device=x.device)
+    for start, part in zip(range(0, len(flat), _CHUNK), flat.split(_CHUNK), strict=True):
+        direction = torch.arange(start, start + len(part), dtype=torch.float64, device=x.device).add_(1).sin_()
+        total += part.double() @ direction
+    return total
 
 
 def runs_foreign_code(loss: Any) -> bool:
