@@ -23,7 +23,7 @@ from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.passes import shared_by_panels
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.engine.reduction import Reduction, divisor, reduce_anchors
 from contrastive_zoo.world import Shards, World
 
 
@@ -203,7 +203,7 @@ class _SumOverAnchors(torch.autograd.Function):
             losses, counts = sweep.losses()
         total = torch.stack([x.sum(0, dtype=torch.float64) for x in (losses, counts)])
         total, count = sum_over_ranks(total, gradient="complete", world=layout.world).unbind()
-        ctx.count = count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
+        ctx.count = divisor(count) if reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(z.dtype)
 
     @staticmethod
