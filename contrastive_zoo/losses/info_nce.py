@@ -64,10 +64,9 @@ def info_nce(
     https://arxiv.org/abs/1911.05722
     """
     problem = _problem(queries, keys, negatives)
-    if not in_batch_negatives and (negatives is None or symmetric):
-        problem = (
-            "in_batch_negatives=False leaves a query its own key and the negatives: pass negatives, and not symmetric."
-        )
+    if not in_batch_negatives and negatives is None:
+        problem = _OWN_KEY_ONLY
+    problem = _settings_problem(symmetric, in_batch_negatives) or problem
     shards, *_, last = begin(
         "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
@@ -100,7 +99,16 @@ def info_nce(
     return reduce_anchors(losses, reduction=reduction, world=world)
 
 
-class InfoNCE(Loss, function=info_nce):
+_OWN_KEY_ONLY = (
+    "in_batch_negatives=False leaves a query its own key and the negatives: pass negatives, and not symmetric."
+)
+
+
+def _settings_problem(symmetric: bool, in_batch_negatives: bool) -> str | None:
+    return _OWN_KEY_ONLY if symmetric and not in_batch_negatives else None
+
+
+class InfoNCE(Loss, function=info_nce, check=_settings_problem):
     """:func:`info_nce` with its settings kept."""
 
 
