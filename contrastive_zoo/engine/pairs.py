@@ -56,7 +56,7 @@ def few_pairs(
         ()
     )
     # 1 / t in the digits of t, as many pairs have it
-    t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else float(temperature)
+    t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else temperature
     rate, learns = t**2 if log_scale is None else -t, torch.is_grad_enabled()
     return _FewPairs.apply(a, b, learnt, t, rate, who, reduction, dtype, learns)
 

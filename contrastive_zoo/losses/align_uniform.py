@@ -10,7 +10,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin_views, is_number, number_problem
+from contrastive_zoo.losses.base import Loss, begin_views, is_number, number_problem, real
 from contrastive_zoo.world import ALONE, World
 
 
@@ -53,7 +53,9 @@ def align_uniform(
     problem, weights = _settings_problem(alpha, t, uniformity), (alpha, t, uniformity)
     (a, b), shards = begin_views("AlignUniform", (view1, view2), problem=problem, weights=weights, world=world)
     loss, n = reduce_anchors((a - b).norm(dim=1) ** alpha, world=world), shards.total
-    crowds = [self_log_sum_exp(z, scale=2 * t, unit=True, shards=shards, world=world)[0].logsumexp(0) for z in (a, b)]
+    crowds = [
+        self_log_sum_exp(z, scale=2 * real(t), unit=True, shards=shards, world=world)[0].logsumexp(0) for z in (a, b)
+    ]
     total = log_sum_exp_over_ranks(torch.stack(crowds), gradient="complete", world=world)
     return loss + uniformity / 2 * (total - 2 * t - math.log(n * (n - 1))).sum() if n > 1 else loss
 

@@ -91,8 +91,7 @@ class Loss(nn.Module):
         """The settings at this moment: of a learnable one, its present value, [] also where its parameter is [1]."""
         current = {name: getattr(self, name) for name in self._defaults}
         values = {name: value() if isinstance(value, nn.Module) else value for name, value in current.items()}
-        of_numbers = {name for name, default in self._defaults.items() if default is not inspect.Parameter.empty}
-        return {name: plain(value) if name in of_numbers else value for name, value in values.items()}
+        return {name: real(x) if isinstance(self._defaults[name], float) else x for name, x in values.items()}
 
     def settings_problem(self) -> str | None:
         """What is wrong with the settings at this moment, in words; None if nothing is. It asks no other rank.
@@ -220,7 +219,7 @@ class LearnableTemperature(nn.Module):
 
     def forward(self) -> Tensor:
         """t, a positive number, []."""
-        log_scale = plain(self.log_scale)
+        log_scale = real(self.log_scale)
         if log_scale.item() > math.log(self.max_scale):
             # .data: two forward passes before a backward one are fine, the values that autograd keeps are exp's results
             log_scale.data.fill_(math.log(self.max_scale))
@@ -586,17 +585,18 @@ def numbered(shards: Shards, like: Tensor, *, views: int = 1) -> Tensor:
     return torch.arange(shards.start, shards.start + shards.size, device=like.device).repeat(views)
 
 
-def plain(x: Any) -> Any:
-    """A number as formulas take it: a tensor of shape [1] as [], NumPy's as Python's, anything else as it is.
+def real(x: Any) -> Any:
+    """A number as formulas take it: a tensor of shape [1] as [], Python's and NumPy's as float; anything else as it is.
 
-    A parameter of shape [1] would otherwise raise its dtype to the result's, and its shape to the loss's.
+    A parameter of shape [1] would otherwise raise its dtype to the result's, and its shape to the loss's; a number of
+    NumPy's would round what is computed of it to its own few digits.
 
     Example:
-        >>> plain(torch.ones(1)), plain(torch.ones(2)), plain("mean")
-        (tensor(1.), tensor([1., 1.]), 'mean')
+        >>> real(torch.ones(1)), real(torch.ones(2)), real(1), real("mean")
+        (tensor(1.), tensor([1., 1.]), 1.0, 'mean')
     """
-    if isinstance(x, np.generic):
-        return x.item()
+    if isinstance(x, (int, np.integer, np.floating)) and not isinstance(x, bool):
+        return float(x)
     return x.reshape(()) if isinstance(x, Tensor) and x.shape == (1,) else x
 
 
@@ -616,7 +616,7 @@ def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:
         >>> logit_scale(0.5, ALONE)
         2.0
     """
-    temperature = plain(temperature)
+    temperature = real(temperature)
     if isinstance(temperature, Tensor):
         return 1 / wide(replicated(temperature, process_group=world))
     return 1 / temperature

@@ -19,6 +19,7 @@ from contrastive_zoo.losses.base import (
     logit_scale,
     number_problem,
     prepared,
+    real,
     whole_labels,
 )
 from contrastive_zoo.meeting import kind
@@ -179,7 +180,7 @@ def softmax_over_classes(
         world=world,
         **settings,
     )
-    factor = times * logit_scale(temperature, world) if scale is None else scale
+    factor = times * logit_scale(temperature, world) if scale is None else real(scale)
     target, others = target_and_others(
         z, own, unit, scale=factor, pool=pool, shards=shards, class_shards=class_shards, world=world
     )

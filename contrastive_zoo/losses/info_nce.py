@@ -10,7 +10,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.pairs import Who, are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, towers_problem
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, real, towers_problem
 from contrastive_zoo.meeting import kind
 from contrastive_zoo.world import ALONE, World
 
@@ -63,7 +63,7 @@ def info_nce(
     https://arxiv.org/abs/2103.00020; without negatives in the batch: He et al. 2020, eq. 1,
     https://arxiv.org/abs/1911.05722
     """
-    problem = _problem(queries, keys, negatives)
+    temperature, problem = real(temperature), _problem(queries, keys, negatives)
     if not in_batch_negatives and negatives is None:
         problem = _OWN_KEY_ONLY
     problem = _settings_problem(symmetric, in_batch_negatives) or problem

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import number_problem, plain
+from contrastive_zoo.losses.base import number_problem, real
 from contrastive_zoo.losses.distances import MetricLoss, distances
 from contrastive_zoo.meeting import refuse
 from contrastive_zoo.world import World
@@ -108,7 +108,7 @@ class Margin(MetricLoss):
         value = super().forward(*rows, world=world, **named_rows)
         if self.num_classes is not None or self.reduction == "none" or not self.learn_beta:
             return value
-        return value + self.nu * plain(self.beta).to(value.dtype)
+        return value + self.nu * real(self.beta).to(value.dtype)
 
 
 def _classes_problem(labels: Tensor | None, num_classes: int) -> str | None:

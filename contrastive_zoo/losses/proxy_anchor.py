@@ -5,7 +5,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import log1p_sum_exp_by_class
-from contrastive_zoo.losses.base import number_problem, positive_problem
+from contrastive_zoo.losses.base import number_problem, positive_problem, real
 from contrastive_zoo.losses.class_loss import ClassLoss, begin_with_classes
 from contrastive_zoo.world import ALONE, World
 
@@ -51,7 +51,7 @@ def proxy_anchor(
     z, own, proxies, *_ = begin_with_classes(
         "ProxyAnchor", embeddings, labels, weights, margin=margin, alpha=alpha, problem=problem, world=world
     )
-    pull, push, members = log1p_sum_exp_by_class(z, own, proxies, shift=margin, scale=alpha, world=world)
+    pull, push, members = log1p_sum_exp_by_class(z, own, proxies, shift=real(margin), scale=real(alpha), world=world)
     return pull.sum() / (members > 0).sum() + push.mean()  # 0 for a proxy without such rows
 
 

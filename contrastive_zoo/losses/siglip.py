@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import LearntScale, begin, number_problem, numbered, plain, prepared, towers_problem
+from contrastive_zoo.losses.base import LearntScale, begin, number_problem, numbered, prepared, real, towers_problem
 from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, World
 
@@ -67,7 +67,7 @@ def siglip(
 
 def bias_problem(logit_bias: float | Tensor) -> str | None:
     """What is wrong with a bias, in words; None if nothing is."""
-    return number_problem(None, "SigLIP starts at -10.", logit_bias=plain(logit_bias))
+    return number_problem(None, "SigLIP starts at -10.", logit_bias=real(logit_bias))
 
 
 class SigLIP(LearntScale, function=siglip, check=bias_problem):

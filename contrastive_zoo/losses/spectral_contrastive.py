@@ -7,7 +7,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.losses.base import Loss, begin_views, number_problem
+from contrastive_zoo.losses.base import Loss, begin_views, number_problem, real
 from contrastive_zoo.world import ALONE, World
 
 
@@ -43,7 +43,7 @@ def spectral_contrastive(
     views, shards = begin_views(
         "SpectralContrastive", (view1, view2), normalize=False, problem=_settings_problem(mu), mu=mu, world=world
     )
-    a, b = (_shortened(z, mu**0.5) for z in views)
+    a, b = (_shortened(z, real(mu) ** 0.5) for z in views)
     own, n = (a * b).sum(1), shards.total
     everybody = (second_moments(a, a, world=world) * second_moments(b, b, world=world)).sum()
     others = everybody - reduce_anchors(own.square(), reduction="sum", world=world)

@@ -13,7 +13,7 @@ from contrastive_zoo.engine.classes import drawn_weights
 from contrastive_zoo.engine.precision import product, wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
-from contrastive_zoo.losses.base import begin, is_number, logit_scale, positive_problem, prepared, views_problem
+from contrastive_zoo.losses.base import begin, is_number, logit_scale, positive_problem, prepared, real, views_problem
 from contrastive_zoo.losses.class_loss import Maker
 from contrastive_zoo.world import ALONE, World
 
@@ -73,7 +73,7 @@ def swav(
     unit = F.normalize(wide(replicated(prototypes, process_group=world)), dim=1).to(z.dtype)
     scores = product(z, unit.T).unflatten(0, (len(views), -1))  # view, row, cluster
     codes = [
-        balanced_assignment(x, epsilon=epsilon, iterations=iterations, world=world)
+        balanced_assignment(x, epsilon=real(epsilon), iterations=iterations, world=world)
         for x in scores.detach()[:code_views]
     ]
     predicted = (scale * scores).log_softmax(2)

@@ -58,6 +58,34 @@ def test_they_do_go_another_way(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     close(found[1], 2 * expected[1])
 
 
+@pytest.mark.parametrize("bound", [1.0, 1 - 1e-6, 0.6, 0.45, 0.2, 0.101], ids="{} of the bound".format)
+@pytest.mark.parametrize("rows", ["gaussian", "with a zero", "all alike"])
+@pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
+def test_32_bits_hold_the_exponentials_of_few(
+    name: str, rows: str, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exp(1 / t) is finite down to t = 1/88 only: at 1/40 one exponential does, below it the engine has to."""
+    monkeypatch.setattr(evaluation, "FEW", 2**16)
+    t, found = bound / 40, []
+    for dtype in (torch.float32, torch.float64):
+        a, b = (ROWS[rows](7, seed).to(dtype).requires_grad_() for seed in (1, 2))
+        value = LOSSES[name](a, b, temperature=t)
+        found.append([value.detach().double(), *(x.double() for x in torch.autograd.grad(value, (a, b)))])
+    for x, y in zip(*found, strict=True):
+        assert x.isfinite().all()
+        close(x, y, 1e-5)
+
+
+def test_few_end_at_a_temperature_of_1_40() -> None:
+    below = torch.nextafter(torch.tensor(1 / 40), torch.tensor(0.0))
+    evaluation_few, evaluation.FEW = evaluation.FEW, 2**16
+    try:
+        few = [pairs.are_few_pairs(torch.eye(3), t, "rows", "mean", cz.ALONE) for t in (1 / 40, 0.0249, below)]
+    finally:
+        evaluation.FEW = evaluation_few
+    assert few == [True, False, False]
+
+
 def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "FEW", 2**16)
     a, b = (numbers(6, 4, seed=seed).bfloat16() for seed in (1, 2))
