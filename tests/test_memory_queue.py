@@ -515,11 +515,9 @@ def test_a_state_that_makes_no_sense_is_refused_and_leaves_the_ring(text: str, i
     memory.enqueue(numbers(3, 2, seed=0), torch.arange(3))
     before = copy.deepcopy(memory.state_dict())
     state = spoilt_states()[text]
+    module, prefix = (whole, "memory.") if inside else (memory, "")
     with pytest.raises(RuntimeError, match=text):
-        if inside:
-            whole.load_state_dict({f"memory.{name}": x for name, x in state.items()})
-        else:
-            memory.load_state_dict(state)
+        module.load_state_dict({prefix + name: x for name, x in state.items()})
     for name, x in memory.state_dict().items():
         assert torch.equal(x, before[name]), name
 

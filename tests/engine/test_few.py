@@ -1,6 +1,7 @@
 """Small batches on one process go another way than large ones; the numbers are the same."""
 
 import contextlib
+import math
 from collections.abc import Callable
 
 import pytest
@@ -76,14 +77,11 @@ def test_32_bits_hold_the_exponentials_of_few(
         close(x, y, 1e-5)
 
 
-def test_few_end_at_a_temperature_of_1_40() -> None:
-    below = torch.nextafter(torch.tensor(1 / 40), torch.tensor(0.0))
-    evaluation_few, evaluation.FEW = evaluation.FEW, 2**16
-    try:
-        few = [pairs.are_few_pairs(torch.eye(3), t, "rows", "mean", cz.ALONE) for t in (1 / 40, 0.0249, below)]
-    finally:
-        evaluation.FEW = evaluation_few
-    assert few == [True, False, False]
+def test_few_end_at_a_temperature_of_1_40(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "FEW", 2**16)
+    for t, few in ((1 / 40, True), (math.nextafter(1 / 40, 0), False)):
+        for temperature in (t, torch.tensor(t, dtype=torch.float64)):
+            assert pairs.are_few_pairs(torch.eye(3), temperature, "rows", "mean", cz.ALONE) == few
 
 
 def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,12 +113,9 @@ def dense_spectral_contrastive(a: Tensor, b: Tensor, temperature: Any = None) ->
 def dense_align_uniform(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     """As the authors' code writes it, λ = 1."""
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
-    squares = [(x[i] - x[j]).square().sum() for x in (a, b) for i in range(len(x)) for j in range(i)]  # no pdist: twice
-    uniform = [
-        torch.stack(x).mul(-2).exp().mean().log()
-        for x in (squares[: len(squares) // 2], squares[len(squares) // 2 :])
-        if x
-    ]
+    # by hand: pdist cannot be differentiated twice
+    pairs = [[(x[i] - x[j]).square().sum() for i in range(len(x)) for j in range(i)] for x in (a, b)]
+    uniform = [torch.stack(x).mul(-2).exp().mean().log() for x in pairs if x]
     return (a - b).norm(dim=1).pow(2).mean() + sum(uniform, torch.zeros(())) / 2
 
 
