@@ -14,7 +14,15 @@ from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, rows_problem
+from contrastive_zoo.losses.base import (
+    Loss,
+    begin,
+    instance_problem,
+    is_number,
+    labelled_problem,
+    prepared,
+    rows_problem,
+)
 from contrastive_zoo.losses.panelwise import PanelLoss
 from contrastive_zoo.losses.row_loss import RowLoss
 from contrastive_zoo.masks import labels_problem
@@ -37,7 +45,9 @@ class MemoryQueue(nn.Module):
         dtype: in which rows are kept; None is torch's default. As of any buffer, ``module.double()`` changes it.
 
     Raises:
-        ValueError: a size or width below 1, or a dtype that is not floating.
+        ValueError: a size or width below 1, or a dtype that is not floating. RuntimeError, as of any module: a
+            ``state_dict`` that does not fit or makes no sense (more rows than fit, a pointer outside of the ring, NaN or
+            infinite rows); the memory then stays as it was.
 
     Example:
         >>> memory = MemoryQueue(3, embedding_size=1)
@@ -55,7 +65,8 @@ class MemoryQueue(nn.Module):
     def __init__(self, size: int, embedding_size: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         dtype = dtype or torch.get_default_dtype()
-        if size < 1 or embedding_size < 1 or not dtype.is_floating_point:
+        sizes_fit = is_number(size, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)
+        if not sizes_fit or not dtype.is_floating_point:
             raise ValueError(
                 "MemoryQueue: size and embedding_size are at least 1 and dtype is a floating one, got "
                 f"size={size}, embedding_size={embedding_size}, dtype={dtype}."
@@ -64,6 +75,46 @@ class MemoryQueue(nn.Module):
         self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """All of the ring or nothing: rows under another's pointer would be overwritten out of turn."""
+        names = [prefix + name for name in ("embeddings", "ids", "pointer", "filled")]
+        if missing := [name for name in names if name not in state_dict]:
+            missing_keys.extend(missing)
+        elif problem := self._state_problem(*(state_dict[name] for name in names)):
+            error_msgs.append(f"MemoryQueue: {problem} The memory stays as it was.")
+        else:
+            rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _state_problem(self, embeddings: Tensor, ids: Tensor, pointer: Tensor, filled: Tensor) -> str | None:
+        """What is wrong with a saved ring, in words; None if nothing is, or if it holds no numbers yet (meta)."""
+        for name, saved in (("embeddings", embeddings), ("ids", ids), ("pointer", pointer), ("filled", filled)):
+            own = getattr(self, name)
+            if saved.shape != own.shape or saved.is_floating_point() != own.is_floating_point():
+                return f"{name} are {kind(own)} here, the state dict holds {kind(saved)}. Build it with the same sizes."
+        if any(x.is_meta for x in (embeddings, pointer, filled)):
+            return None
+        if not 0 <= int(filled) <= self.size:
+            return f"filled is 0 … {self.size}, the number of rows that fit, got {int(filled)}."
+        if not 0 <= int(pointer) < self.size or (filled < self.size and pointer != filled):
+            return (
+                f"the pointer is the slot of the next row, 0 … {self.size - 1}, and that after the last row until all "
+                f"slots are filled, got {int(pointer)} with filled={int(filled)}."
+            )
+        if not embeddings.isfinite().all():
+            bad = (~embeddings.isfinite()).any(1).nonzero().flatten().tolist()
+            return f"embeddings hold NaN or infinite values in {len(bad)} of {self.size} rows (row {bad[0]} first)."
+        return None
 
     @property
     def size(self) -> int:
@@ -198,7 +249,8 @@ class CrossBatchMemory(Loss):
         check_finite: whether rows with NaN or infinite values are refused.
 
     Raises:
-        ValueError: a loss that takes neither, a miner with a loss that takes none, or a size or width below 1. At the
+        ValueError: a loss that takes neither, a class in place of its instance, a miner with a loss that takes none, or a
+            size or width below 1. At the
             call, on every rank alike: rows of another width, labels or a mask that are not one per row, NaN or infinite
             rows, no rows at all, or ranks whose memories do not stand at the same place.
 
@@ -292,8 +344,8 @@ class CrossBatchMemory(Loss):
             own = {"reduction": self.loss.reduction, "normalize": self.loss.normalize}
         elif isinstance(self.loss, Loss):
             own = dict(self.loss.settings())
-        if isinstance(self.loss, PanelLoss):
-            problem = problem or _complaint(self.loss, rows)
+        if isinstance(self.loss, Loss) and (of_loss := self.loss.settings_problem()):
+            problem = problem or f"{_name(self.loss)}: {of_loss}"
         return begin("CrossBatchMemory", named, problem=problem, world=world, **own, **self.memory.place())[0]
 
     def _enqueue(
@@ -426,6 +478,8 @@ Takes = Literal["panels", "own negatives", "references", "negatives"]
 
 def _takes(loss: Any) -> Takes:
     """What a loss compares rows with besides the batch."""
+    if problem := instance_problem(loss):
+        raise ValueError(f"CrossBatchMemory: {problem}")
     if not callable(loss):
         raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
     if isinstance(loss, PanelLoss) or (isinstance(loss, RowLoss) and type(loss).forward is RowLoss.forward):
@@ -449,16 +503,6 @@ def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(function or (loss.forward if isinstance(loss, nn.Module) else loss)).parameters
     except ValueError:  # a built-in
         return {}
-
-
-@torch.no_grad()
-def _complaint(loss: PanelLoss, rows: Tensor) -> str | None:
-    """What the loss says of its settings, tried on one row of zeros; None if nothing."""
-    try:
-        type(loss).function(rows.new_zeros(1, rows.shape[1]), torch.zeros(1).to(rows.device).long(), **loss.settings())
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _name(loss: Any) -> str:

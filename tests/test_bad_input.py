@@ -49,6 +49,13 @@ def lenient(embeddings: Tensor, labels: Tensor | None = None, indices_tuple: Any
     return embeddings.square().sum()
 
 
+def later(loss: Any, **settings: Any) -> Any:
+    """The loss with settings that were good when it was built."""
+    for name, value in settings.items():
+        setattr(loss, name, value)
+    return loss
+
+
 class MyRows(cz.RowLoss):
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         return (similarity * negative).sum(1), negative.any(1)
@@ -262,7 +269,7 @@ MISTAKES: dict[str, Mistake] = {
         for t in (0.0, -0.1, float("nan"), float("inf"))
         for name, mistake in own(
             f"temperature {t}",
-            lambda guilty, wrap, t=t: wrap(cz.NTXent(temperature=t if guilty else 0.1))(z(), z()),
+            lambda guilty, wrap, t=t: wrap(later(cz.NTXent(), temperature=t if guilty else 0.1))(z(), z()),
             "temperature must be positive and finite",
             f"got {t}",
             "temperature=1/s",
@@ -270,12 +277,12 @@ MISTAKES: dict[str, Mistake] = {
     },
     **own(
         "a negative learnt temperature",
-        lambda guilty, wrap: wrap(cz.SupCon(temperature=torch.tensor(-1.0 if guilty else 1.0)))(z(), y()),
+        lambda guilty, wrap: wrap(later(cz.SupCon(), temperature=torch.tensor(-1.0 if guilty else 1.0)))(z(), y()),
         "temperature must be positive and finite, got -1.0",
     ),
     **own(
         "an unknown reduction",
-        lambda guilty, wrap: wrap(cz.InfoNCE(reduction="average" if guilty else "mean"))(z(), z()),
+        lambda guilty, wrap: wrap(later(cz.InfoNCE(), reduction="average" if guilty else "mean"))(z(), z()),
         "reduction is one of mean, sum, none, got 'average'",
     ),
     "temperatures": between(

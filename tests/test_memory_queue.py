@@ -488,6 +488,48 @@ def test_fifty_steps_of_moco_on_digits_on_two_ranks_are_those_of_one_also_resume
         assert torch.equal(state.loss["loss.memory.embeddings"], together[0][1].loss["loss.memory.embeddings"])
 
 
+def spoilt_states() -> dict[str, dict[str, Tensor]]:
+    filled = {"embeddings": torch.ones(4, 2), "ids": torch.ones(4).long(), "filled": torch.tensor(4)}
+    good = {**filled, "pointer": torch.tensor(1)}
+    rows = torch.ones(4, 2)
+    rows[2, 1] = torch.nan
+    return {
+        "filled is 0 … 4": {**good, "filled": torch.tensor(5)},
+        "got -1.": {**good, "filled": torch.tensor(-1)},
+        "0 … 3, and that after the last": {**good, "pointer": torch.tensor(4)},
+        "got -2 with": {**good, "pointer": torch.tensor(-2)},
+        "got 1 with filled=3": {**good, "filled": torch.tensor(3)},
+        "NaN or infinite values in 1 of 4 rows .row 2": {**good, "embeddings": rows},
+        "filled are int64": {**good, "filled": torch.tensor(4.0)},
+        r"the state dict holds float32 .5, 2.": {**good, "embeddings": torch.ones(5, 2)},
+        r"the state dict holds int64 .5": {**good, "ids": torch.ones(5).long()},
+        "Missing key": {name: x for name, x in good.items() if name != "pointer"},
+    }
+
+
+@pytest.mark.parametrize("text", spoilt_states())
+@pytest.mark.parametrize("inside", [False, True], ids=["queue", "memory"])
+def test_a_state_that_makes_no_sense_is_refused_and_leaves_the_ring(text: str, inside: bool) -> None:
+    whole = CrossBatchMemory(cz.SupCon(), 4, 2)
+    memory = whole.memory
+    memory.enqueue(numbers(3, 2, seed=0), torch.arange(3))
+    before = copy.deepcopy(memory.state_dict())
+    state = spoilt_states()[text]
+    module, prefix = (whole, "memory.") if inside else (memory, "")
+    with pytest.raises(RuntimeError, match=text):
+        module.load_state_dict({prefix + name: x for name, x in state.items()})
+    for name, x in memory.state_dict().items():
+        assert torch.equal(x, before[name]), name
+
+
+def test_states_that_make_sense_are_taken() -> None:
+    for count in (0, 2, 4, 7):
+        memory, other = (MemoryQueue(4, 2, dtype=torch.float64) for _ in range(2))
+        memory.enqueue(numbers(count, 2, seed=0), torch.arange(count))
+        other.load_state_dict(memory.state_dict())
+        assert all(torch.equal(x, other.state_dict()[name]) for name, x in memory.state_dict().items())
+
+
 # --------------------------------------------------------------------------------------------------- momentum encoder
 
 
@@ -567,6 +609,13 @@ def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
         make()
 
 
+def later(loss: Any, **settings: Any) -> Any:
+    """The loss with settings that were good when it was built."""
+    for name, value in settings.items():
+        setattr(loss, name, value)
+    return loss
+
+
 BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
     "holds rows of width 3": (cz.SupCon, lambda rank: (torch.ones(2, 3 + rank), torch.arange(2))),
     "labels are one per row": (cz.SupCon, lambda rank: (ROWS, torch.arange(2 + rank))),
@@ -575,10 +624,24 @@ BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
     "NaN or infinite": (cz.InfoNCE, lambda rank: (ROWS, ROWS / rank)),
     "global batch is empty": (cz.SupCon, lambda rank: (ROWS[:0], torch.arange(0))),
     "enqueue_mask is one bool per row": (cz.SupCon, lambda rank: (ROWS, torch.arange(2), torch.ones(2 + rank).bool())),
-    "temperature must be positive": (lambda: cz.SupCon(temperature=-1.0), lambda rank: (ROWS, torch.arange(2))),
-    "variant is 'out' or 'in'": (lambda: cz.SupCon(variant="on"), lambda rank: (ROWS, torch.arange(2))),
-    "average is 'anchors' or 'pairs'": (lambda: cz.SINCERE(average="all"), lambda rank: (ROWS, torch.arange(2))),
-    "reduction is one of": (lambda: cz.SupCon(reduction="max"), lambda rank: (ROWS, torch.arange(2))),
+    "temperature must be positive": (
+        lambda: later(cz.SupCon(), temperature=-1.0),
+        lambda rank: (ROWS, torch.arange(2)),
+    ),
+    "variant is 'out' or 'in'": (lambda: later(cz.SupCon(), variant="on"), lambda rank: (ROWS, torch.arange(2))),
+    "average is 'anchors' or 'pairs'": (
+        lambda: later(cz.SINCERE(), average="all"),
+        lambda rank: (ROWS, torch.arange(2)),
+    ),
+    "SupSigmoid: logit_bias must be finite": (
+        lambda: later(cz.SupSigmoid(), logit_bias=nn.Parameter(torch.tensor([torch.nan]))),
+        lambda rank: (ROWS, torch.arange(2)),
+    ),
+    "Triplet: margin must be finite": (
+        lambda: later(cz.Triplet(), margin=torch.nan),
+        lambda rank: (ROWS, torch.arange(2)),
+    ),
+    "reduction is one of": (lambda: later(cz.SupCon(), reduction="max"), lambda rank: (ROWS, torch.arange(2))),
 }
 
 

@@ -52,7 +52,9 @@ def few_pairs(
     log_scale = getattr(
         temperature, "log_scale", None
     )  # where t = exp(−θ) itself is learnt, steps of autograd are spared
-    learnt = torch.as_tensor(temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device)
+    learnt = torch.as_tensor(temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device).reshape(
+        ()
+    )
     # 1 / t in the digits of t, as many pairs have it
     t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else temperature
     rate, learns = t**2 if log_scale is None else -t, torch.is_grad_enabled()

@@ -25,7 +25,8 @@ def reduce_anchors(
 
     An anchor that is not valid counts nowhere and gets no gradient; without any the result is a zero that still hangs
     in the graph, so that no rank falls out of the collectives of the backward pass. An anchor whose loss is a sum over
-    pairs says how many: the mean is then one of pairs. Columns are terms of their own: the sum of their means.
+    pairs says how many: the mean is then one of pairs. It may count a vanishing number of times, to add its loss to the
+    sum alone; a mean of such anchors only is 0. Columns are terms of their own: the sum of their means.
 
     Args:
         losses: this rank's anchors.
@@ -51,4 +52,18 @@ def reduce_anchors(
     total = torch.stack([total, count])
     # everybody goes on with the same sum, so everybody's gradient is already the whole one
     total, count = sum_over_ranks(total, gradient="complete", world=world).unbind()
-    return (total if reduction == "sum" else total / count.detach().clamp(min=1)).sum().to(losses.dtype)
+    return (total if reduction == "sum" else total / divisor(count.detach())).sum().to(losses.dtype)
+
+
+def divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """What sums are divided by to be means: the count, at least 1; infinity where nothing counts.
+
+    Example:
+        >>> divisor(torch.tensor([3.0, 0.0, 1e-38]))
+        tensor([3., inf, inf])
+    """
+    return count.clamp(min=1).where(count > _VANISHING, torch.inf)
+
+
+_VANISHING = 2.0**-100
+"""2²⁶ anchors that count 2⁻¹²⁶ times, float32's smallest normal number, count so many times together."""

@@ -23,7 +23,7 @@ from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, inner_graph, i
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.passes import shared_by_panels
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.engine.reduction import Reduction, divisor, reduce_anchors
 from contrastive_zoo.session import Replicate, Session
 from contrastive_zoo.world import Shards, World
 
@@ -212,7 +212,7 @@ class _SumOverAnchors(torch.autograd.Function):
         total, count, *changed = sum_over_ranks(torch.stack(sums), gradient="complete", world=layout.world).unbind()
         if any(bool(x.any()) for x in changed):  # on some rank, as all of them now know
             raise Replicate
-        ctx.count = count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
+        ctx.count = divisor(count) if reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(z.dtype)
 
     @staticmethod

@@ -10,7 +10,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, begin_views
+from contrastive_zoo.losses.base import Loss, begin_views, is_number, number_problem, real
 from contrastive_zoo.world import ALONE, World
 
 
@@ -41,7 +41,8 @@ def align_uniform(
         world: who else holds rows.
 
     Raises:
-        ValueError: an alpha below 1, a t that is not positive, or what any :class:`Loss` refuses.
+        ValueError: an alpha below 1, a t that is not positive, a uniformity that is not finite, or what any
+            :class:`Loss` refuses.
 
     Example:
         >>> align_uniform(torch.eye(2), torch.eye(2))   # log exp(−2 · 2)
@@ -49,16 +50,23 @@ def align_uniform(
 
     Source: Wang & Isola 2020, §4.1, https://arxiv.org/abs/2005.10242
     """
-    problem = None if alpha >= 1 and t > 0 else f"alpha is at least 1 and t positive, got alpha={alpha}, t={t}."
-    weights = (alpha, t, uniformity)
+    problem, weights = _settings_problem(alpha, t, uniformity), (alpha, t, uniformity)
     (a, b), shards = begin_views("AlignUniform", (view1, view2), problem=problem, weights=weights, world=world)
     loss, n = reduce_anchors((a - b).norm(dim=1) ** alpha, world=world), shards.total
-    crowds = [self_log_sum_exp(z, scale=2 * t, unit=True, shards=shards, world=world)[0].logsumexp(0) for z in (a, b)]
+    crowds = [
+        self_log_sum_exp(z, scale=2 * real(t), unit=True, shards=shards, world=world)[0].logsumexp(0) for z in (a, b)
+    ]
     total = log_sum_exp_over_ranks(torch.stack(crowds), gradient="complete", world=world)
     return loss + uniformity / 2 * (total - 2 * t - math.log(n * (n - 1))).sum() if n > 1 else loss
 
 
-class AlignUniform(Loss, function=align_uniform):
+def _settings_problem(alpha: float, t: float, uniformity: float) -> str | None:
+    if not (is_number(alpha, low=1) and is_number(t, above=0)):
+        return f"alpha is at least 1 and t positive, got alpha={alpha}, t={t}."
+    return number_problem(uniformity=uniformity)
+
+
+class AlignUniform(Loss, function=align_uniform, check=_settings_problem):
     """:func:`align_uniform` with its settings kept."""
 
     supports_ring = True

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.losses.base import number_problem
 from contrastive_zoo.losses.distances import MetricLoss, log1p_sum_exp, sum_over_positives
 
 
@@ -37,8 +38,12 @@ class Angular(MetricLoss):
 
     def __init__(self, *, alpha: float = 40.0, **kept: Any) -> None:
         super().__init__(**kept)
-        self.expect(0 < alpha < 90, f"alpha is an angle in degrees, between 0 and 90, got {alpha}.")
         self.alpha = alpha
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        rule = "alpha is an angle in degrees, between 0 and 90"
+        return super().settings_problem() or number_problem(rule, above=0, below=90, alpha=self.alpha)
 
     def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         tan2 = math.tan(math.radians(self.alpha)) ** 2

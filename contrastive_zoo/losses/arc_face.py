@@ -9,6 +9,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.losses.base import number_problem, positive_problem
 from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
@@ -55,7 +56,6 @@ def arc_face(
     Source: Deng et al. 2019, eq. 3, https://arxiv.org/abs/1801.07698; sub-centers: Deng et al. 2020, §3,
     https://www.ecva.net/papers/eccv_2020/papers_ECCV/papers/123560715.pdf
     """
-    problem = None if 0 <= margin <= math.pi else f"margin is an angle 0 … π in radians, got {margin}."
     settings: Any = {"scale": scale, "margin": margin, "sharded": sharded, "reduction": reduction, "world": world}
 
     def moved(cosine: Tensor) -> Tensor:
@@ -65,8 +65,15 @@ def arc_face(
         turned = cosine * math.cos(margin) - sine * math.sin(margin)
         return turned.where(cosine >= -math.cos(margin), cosine - margin * math.sin(margin))
 
-    return softmax_over_classes("ArcFace", embeddings, labels, weights, of_target=moved, problem=problem, **settings)
+    return softmax_over_classes(
+        "ArcFace", embeddings, labels, weights, of_target=moved, problem=_settings_problem(margin, scale), **settings
+    )
 
 
-class ArcFace(ClassLoss, function=arc_face):
+def _settings_problem(margin: float, scale: float) -> str | None:
+    rule = "margin is an angle 0 … π in radians"
+    return number_problem(rule, low=0, high=math.pi, margin=margin) or positive_problem(scale=scale)
+
+
+class ArcFace(ClassLoss, function=arc_face, check=_settings_problem):
     """:func:`arc_face` with its weights and settings kept; ``sub_centers=3`` is sub-center ArcFace."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments, squared_sums
-from contrastive_zoo.losses.base import Loss, begin_views
+from contrastive_zoo.losses.base import Loss, begin_views, number_problem
 from contrastive_zoo.world import ALONE, World
 
 
@@ -36,7 +36,7 @@ def barlow_twins(
         world: who else holds rows.
 
     Raises:
-        ValueError: an eps that is not positive, or what any :class:`Loss` refuses.
+        ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ def barlow_twins(
 
     Source: Zbontar et al. 2021, eqs. 1-2, https://arxiv.org/abs/2103.03230
     """
-    problem, weights = None if eps > 0 else f"eps must be positive, got {eps}.", (lambda_, eps)
+    problem, weights = _settings_problem(lambda_, eps), (lambda_, eps)
     views, shards = begin_views(
         "BarlowTwins", (view1, view2), normalize=False, problem=problem, weights=weights, world=world
     )
@@ -56,5 +56,9 @@ def barlow_twins(
     return (1 - correlation.diagonal()).square().sum() + lambda_ * off_diagonal(correlation).square().sum()
 
 
-class BarlowTwins(Loss, function=barlow_twins):
+def _settings_problem(lambda_: float, eps: float) -> str | None:
+    return number_problem("eps must be positive", above=0, eps=eps) or number_problem(low=0, lambda_=lambda_)
+
+
+class BarlowTwins(Loss, function=barlow_twins, check=_settings_problem):
     """:func:`barlow_twins` with its settings kept."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,10 +35,11 @@ class Loss(nn.Module):
 
     Raises:
         TypeError: a setting that the function does not have.
-        ValueError: at the call, on every rank alike, what any loss refuses: rows, views or labels that do not fit
-            together (labels missing, not integers, not one per row; towers or views of different shape), a temperature
-            that is not positive, an unknown reduction, NaN or infinite rows (unless ``check_finite=False``), ranks that
-            bring different widths, dtypes or settings, or no rows at all.
+        ValueError: a setting that makes no sense, such as a temperature that is not positive or an unknown reduction. At
+            the call, on every rank alike, what any loss refuses: such a setting (attributes may be set later), rows, views
+            or labels that do not fit together (labels missing, not integers, not one per row; towers or views of different
+            shape), NaN or infinite rows (unless ``check_finite=False``), ranks that bring different widths, dtypes or
+            settings, or no rows at all.
 
     Example:
         >>> import contrastive_zoo as cz
@@ -46,6 +48,7 @@ class Loss(nn.Module):
     """
 
     function: ClassVar[Callable[..., Tensor]]
+    check: ClassVar[Callable[..., str | None]] = staticmethod(lambda: None)
     __signature__: ClassVar[inspect.Signature]
     _defaults: ClassVar[dict[str, Any]] = {}
     _told_to_wrap: ClassVar[bool] = False
@@ -54,14 +57,20 @@ class Loss(nn.Module):
     supports_ring: ClassVar[bool] = False
     """Whether candidates can pass from rank to rank, one shard at a time."""
 
-    def __init_subclass__(cls, function: Callable[..., Tensor] | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls,
+        function: Callable[..., Tensor] | None = None,
+        check: Callable[..., str | None] = lambda: None,
+        **kwargs: Any,
+    ) -> None:
+        """``check`` names some settings of ``function`` and returns what is wrong with them in words, or None."""
         super().__init_subclass__(**kwargs)
         if function is not None:
-            cls.function = staticmethod(function)
+            cls.function, cls.check = staticmethod(function), staticmethod(check)
             parameters = inspect.signature(function).parameters.values()
             keep = [x for x in parameters if x.kind is x.KEYWORD_ONLY and x.name != "world"]
-            check = inspect.Parameter("check_finite", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
-            cls.__signature__ = inspect.Signature([*keep, check])  # what help() and an editor show
+            finite = inspect.Parameter("check_finite", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
+            cls.__signature__ = inspect.Signature([*keep, finite])  # what help() and an editor show
             cls._defaults = {x.name: x.default for x in keep}
 
     def __init__(self, *, check_finite: bool = True, **settings: Any) -> None:
@@ -73,11 +82,43 @@ class Loss(nn.Module):
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}. It has: {known}, check_finite.")
         for name, value in (self._defaults | settings).items():
             setattr(self, name, value)
+        if self._defaults:  # other losses are complete at the end of their own constructors
+            self.refuse_bad_settings()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """NumPy's numbers become Python's, which multiply tensors and print alike on every rank."""
+        super().__setattr__(name, value.item() if isinstance(value, np.generic) else value)
 
     def settings(self) -> Mapping[str, Any]:
-        """The settings at this moment: of a learnable one, its present value."""
+        """The settings at this moment: of a learnable one, its present value, [] also where its parameter is [1]."""
         current = {name: getattr(self, name) for name in self._defaults}
-        return {name: value() if isinstance(value, nn.Module) else value for name, value in current.items()}
+        values = {name: value() if isinstance(value, nn.Module) else value for name, value in current.items()}
+        return {name: real(x) if isinstance(self._defaults[name], float) else x for name, x in values.items()}
+
+    def settings_problem(self) -> str | None:
+        """What is wrong with the settings at this moment, in words; None if nothing is. It asks no other rank.
+
+        The value of a setting that is a module is known at the call only, and judged there.
+        """
+        current = {name: getattr(self, name) for name in self._defaults}
+        now = {name: self._defaults[name] if isinstance(x, nn.Module) else x for name, x in current.items()}
+        shared = {name: now[name] for name in ("temperature", "reduction") if name in now}
+        check = type(self).check
+        named = {name: now[name] for name in inspect.signature(check).parameters if name in now}
+        return shared_problem(**shared) or check(**named)
+
+    def refuse_bad_settings(self) -> None:
+        """Say what is wrong with the settings; for the end of a constructor.
+
+        Raises:
+            ValueError: :meth:`settings_problem` says something.
+        """
+        if problem := self.settings_problem():
+            raise ValueError(f"{type(self).__name__}: {problem}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _widen_numbers(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
@@ -164,7 +205,7 @@ class LearnableTemperature(nn.Module):
         max_scale: largest 1/t; CLIP's is 100.
 
     Raises:
-        ValueError: an initial temperature that is not positive, or below 1 / max_scale.
+        ValueError: an initial temperature that is not positive and finite, or below 1 / max_scale.
 
     Example:
         >>> t = LearnableTemperature(0.5)
@@ -176,22 +217,28 @@ class LearnableTemperature(nn.Module):
 
     def __init__(self, initial: float = 0.07, *, max_scale: float = 100.0) -> None:
         super().__init__()
-        if not (initial > 0 and initial * max_scale >= 1):
+        if not (
+            is_number(initial, above=0) and is_number(max_scale, above=0, finite=False) and initial * max_scale >= 1
+        ):
             raise ValueError(
                 f"LearnableTemperature: the initial temperature is positive and at least 1 / max_scale, got {initial} "
                 f"with max_scale={max_scale}."
             )
-        self.log_scale = nn.Parameter(torch.tensor(-math.log(initial)))
+        self.log_scale = nn.Parameter(torch.tensor([-math.log(initial)]))  # FSDP shards no parameter of shape []
         self.max_scale = max_scale
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _widen_numbers(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(self) -> Tensor:
-        """t, a positive number."""
-        log_scale = self.log_scale
+        """t, a positive number, []."""
+        log_scale = real(self.log_scale)
         if log_scale.item() > math.log(self.max_scale):
             # .data: two forward passes before a backward one are fine, the values that autograd keeps are exp's results
             log_scale.data.fill_(math.log(self.max_scale))
         t = (-log_scale).exp()
-        t.log_scale = log_scale  # type: ignore[attr-defined]  # which few pairs differentiate by at once
+        t.log_scale = log_scale  # which few pairs differentiate by at once
         return t
 
 
@@ -202,7 +249,7 @@ class LearntScale(Loss):
         >>> from contrastive_zoo.losses.clip import Clip
         >>> Clip(temperature=0.5).logit_scale
         Parameter containing:
-        tensor(0.6931, requires_grad=True)
+        tensor([0.6931], requires_grad=True)
     """
 
     max_scale: ClassVar[float] = 100.0
@@ -211,12 +258,14 @@ class LearntScale(Loss):
         if temperature is None:
             temperature = self._defaults["temperature"]
         if not isinstance(temperature, nn.Module):
+            if problem := shared_problem(temperature=temperature):
+                raise ValueError(f"{type(self).__name__}: {problem}")
             temperature = LearnableTemperature(temperature, max_scale=self.max_scale)
         super().__init__(temperature=temperature, **settings)
 
     @property
     def logit_scale(self) -> nn.Parameter:
-        """log(1/t)."""
+        """log(1/t), [1]."""
         return self.get_parameter("temperature.log_scale")
 
 
@@ -245,14 +294,7 @@ def begin(
         ...
         ValueError: NTXent: temperature must be positive and finite, got 0.0. For a logit scale s pass temperature=1/s.
     """
-    given = temperature.tolist() if isinstance(temperature, Tensor) else temperature
-    value = given[0] if isinstance(given, list) and len(given) == 1 else given
-    if not (isinstance(value, (int, float)) and 0 < value < math.inf):
-        problem = problem or (
-            f"temperature must be positive and finite, got {given}. For a logit scale s pass temperature=1/s."
-        )
-    if reduction not in REDUCTIONS:
-        problem = problem or f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
+    problem = problem or shared_problem(temperature, reduction)
     given_rows = {name: x for name, x in rows.items() if x is not None}
     settings = {"reduction": reduction, "temperature": temperature, **settings}
     fixed = {name: x for name, x in settings.items() if not isinstance(x, Tensor)}
@@ -283,7 +325,7 @@ def begin_labelled(
     shards, *_ = begin(caller, named, problem=problem, normalize=normalize, world=world, **settings)
     assert embeddings is not None  # begin has refused it
     assert labels is not None
-    return prepared(embeddings, normalize=normalize, world=world), labels, shards
+    return prepared(embeddings, normalize=normalize, world=world), whole_labels(labels, world), shards
 
 
 def meet_views(
@@ -326,29 +368,138 @@ def rows_problem(name: str, rows: Tensor) -> str | None:
     return None
 
 
-def word_problem(name: str, word: object, words: Any) -> str | None:
+def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str | None:
+    """What is wrong with the settings that losses share, in words; None if nothing is.
+
+    Example:
+        >>> shared_problem(reduction="average")
+        "reduction is one of mean, sum, none, got 'average'."
+    """
+    several = isinstance(temperature, Tensor) and temperature.numel() != 1
+    if several or not is_number(temperature, above=0):
+        got = temperature.tolist() if isinstance(temperature, Tensor) else temperature
+        return f"temperature must be positive and finite, got {got}. For a logit scale s pass temperature=1/s."
+    return None if reduction in REDUCTIONS else f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
+
+
+def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
     """What is wrong with a word that should be one of a Literal's, in words; None if nothing is.
 
     Example:
         >>> from typing import Literal
         >>> word_problem("variant", "both", Literal["out", "in"])
         "variant is 'out' or 'in', got 'both'."
+        >>> word_problem("variant", "both", Literal["out", "in"], one_of=True)
+        "variant is one of 'out', 'in', got 'both'."
     """
     known = get_args(words)
-    return None if word in known else f"{name} is {' or '.join(map(repr, known))}, got {word!r}."
+    listed = f"one of {', '.join(map(repr, known))}" if one_of else " or ".join(map(repr, known))
+    return None if word in known else f"{name} is {listed}, got {word!r}."
 
 
-def positive_problem(**settings: float | None) -> str | None:
-    """What is wrong with settings that must be positive numbers, or None, in words; None if nothing is.
+def is_number(
+    x: object,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    finite: bool = True,
+    whole: bool = False,
+) -> bool:
+    """Whether x is a number within bounds: Python's, NumPy's, or one or more in a tensor. NaN never is.
+
+    Args:
+        x: what may be a number. A tensor on the meta device, which holds none yet, is not judged.
+        above: the numbers are larger.
+        below: the numbers are smaller.
+        low: the smallest of them.
+        high: the largest of them.
+        finite: whether infinities are left out.
+        whole: whether they are integers.
+
+    Example:
+        >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
+        (True, False, False)
+    """
+    each = [] if isinstance(x, Tensor) and x.is_meta else _each(x)
+    kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+    return all(
+        isinstance(value, kinds)
+        and not math.isnan(value)
+        and (math.isfinite(value) or not finite)
+        and (above is None or value > above)
+        and (below is None or value < below)
+        and (low is None or value >= low)
+        and (high is None or value <= high)
+        for value in each
+    )
+
+
+def number_problem(rule: str | None = None, fix: str = "", /, **settings: Any) -> str | None:
+    """What is wrong with settings that must be numbers within bounds, in words; None if nothing is.
+
+    Args:
+        rule: what is expected, as a sentence without its end; None says it of each name by the bounds.
+        fix: a sentence that says what to do.
+        settings: numbers by their names, and bounds by the names that :func:`is_number` gives them.
+
+    Example:
+        >>> number_problem(low=0, high=1, weight=2.0)
+        'weight must be from 0 to 1, got 2.0.'
+        >>> number_problem("margin is an angle in degrees", "The paper has 5.73.", low=0, margin=torch.nan)
+        'margin is an angle in degrees, got nan. The paper has 5.73.'
+    """
+    bounds = {name: settings.pop(name) for name in _BOUNDS if name in settings}
+    for name, value in settings.items():
+        if not is_number(value, **bounds):
+            got = value.tolist() if isinstance(value, Tensor) else value
+            return f"{rule or f'{name} must be {_expected(**bounds)}'}, got {got}. {fix}".rstrip()
+    return None
+
+
+def _each(x: object) -> list[object]:
+    return x.detach().flatten().tolist() if isinstance(x, Tensor) else [x]
+
+
+_BOUNDS = ("above", "below", "low", "high", "finite", "whole")
+
+
+def _expected(
+    above: float | None = None,
+    below: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    finite: bool = True,
+    whole: bool = False,
+) -> str:
+    """The most usual bounds in words."""
+    if low is not None and high is not None:
+        return f"from {low} to {high}"
+    size = ["positive"] if above == 0 else [] if low is None else [f"at least {low}"]
+    return " and ".join([*size, "an integer" if whole else "finite" if finite else "a number"])
+
+
+def positive_problem(**settings: object) -> str | None:
+    """What is wrong with settings that must be positive numbers, in words; None if nothing is.
 
     Example:
         >>> positive_problem(scale=-1.0)
         'scale must be positive and finite, got -1.0.'
     """
-    for name, value in settings.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            return f"{name} must be positive and finite, got {value}."
-    return None
+    return number_problem(above=0, **settings)
+
+
+def instance_problem(loss: object) -> str | None:
+    """What is wrong with a loss that may be a class in place of its instance, in words; None if nothing is.
+
+    Example:
+        >>> instance_problem(LearnableTemperature)
+        'pass an instance, LearnableTemperature(...), not the class LearnableTemperature.'
+    """
+    if not isinstance(loss, type):
+        return None
+    return f"pass an instance, {loss.__name__}(...), not the class {loss.__name__}."
 
 
 def towers_problem(rule: str, mend: str = "", **towers: Tensor) -> str | None:
@@ -407,6 +558,16 @@ def prepared(rows: Tensor, *, normalize: bool, world: World) -> Tensor:
     return derived(lambda x: unit(wide(x)) if normalize else wide(x), rows, world=world)
 
 
+def whole_labels(labels: Tensor, world: World) -> Tensor:
+    """Labels as int64: those of another dtype cannot be sorted (bool), or would be taken for masks (uint8).
+
+    Example:
+        >>> whole_labels(torch.tensor([True, False]), World())
+        tensor([1, 0])
+    """
+    return labels if labels.dtype == torch.int64 else derived(lambda x: x.long(), labels, world=world)
+
+
 def narrowed(rows: Tensor, like: Tensor, world: World) -> Tensor:
     """Prepared rows that are numbers of ``like``'s dtype if that has 16 bits, for products of such to take as they are.
 
@@ -438,6 +599,29 @@ def numbered(shards: Shards, like: Tensor, *, views: int = 1) -> Tensor:
     return torch.arange(shards.start, shards.start + shards.size, device=like.device).repeat(views)
 
 
+def real(x: Any) -> Any:
+    """A number as formulas take it: a tensor of shape [1] as [], Python's and NumPy's as float; anything else as it is.
+
+    A parameter of shape [1] would otherwise raise its dtype to the result's, and its shape to the loss's; a number of
+    NumPy's would round what is computed of it to its own few digits.
+
+    Example:
+        >>> real(torch.ones(1)), real(torch.ones(2)), real(1), real("mean")
+        (tensor(1.), tensor([1., 1.]), 1.0, 'mean')
+    """
+    if isinstance(x, (int, np.integer, np.floating)) and not isinstance(x, bool):
+        return float(x)
+    return x.reshape(()) if isinstance(x, Tensor) and x.shape == (1,) else x
+
+
+def _widen_numbers(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Parameters that were saved as [], before they became [1] for FSDP's sake, as [1]."""
+    for name, parameter in module.named_parameters(recurse=False):
+        saved = state_dict.get(prefix + name)
+        if isinstance(saved, Tensor) and saved.ndim == 0 and parameter.shape == (1,):
+            state_dict[prefix + name] = saved.reshape(1)
+
+
 def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:
     """1 / temperature; a learnable one is used by each rank for its own rows and gets the gradient of all.
 
@@ -446,6 +630,7 @@ def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:
         >>> logit_scale(0.5, ALONE)
         2.0
     """
+    temperature = real(temperature)
     if isinstance(temperature, Tensor):
         return 1 / wide(replicated(temperature, process_group=world))
     return 1 / temperature

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.passes import any_in_row
+from contrastive_zoo.losses.base import number_problem, word_problem
 from contrastive_zoo.losses.distances import Average, MetricLoss, log_sum_exp
 
 
@@ -24,7 +25,7 @@ class Circle(MetricLoss):
         kept: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
-        ValueError: a γ that is not positive, an unknown average; at the call as :class:`RowLoss`.
+        ValueError: a γ that is not positive, an m that is not finite, an unknown average; at the call as :class:`RowLoss`.
 
     Example:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -36,8 +37,16 @@ class Circle(MetricLoss):
 
     def __init__(self, *, m: float = 0.4, gamma: float = 80.0, average: Average = "all", **kept: Any) -> None:
         super().__init__(**kept)
-        self.expect(gamma > 0, f"gamma is positive, got {gamma}.")
-        self.m, self.gamma, self.average = m, gamma, self.known("average", average, Average)
+        self.m, self.gamma, self.average = m, gamma, average
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        return (
+            super().settings_problem()
+            or number_problem("gamma is positive", above=0, gamma=self.gamma)
+            or number_problem(m=self.m)
+            or word_problem("average", self.average, Average, one_of=True)
+        )
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         s, fixed = similarity, similarity.detach()

@@ -13,7 +13,16 @@ from contrastive_zoo.engine.classes import Pool, class_shard, drawn_weights, nea
 from contrastive_zoo.engine.precision import wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, logit_scale, positive_problem, prepared
+from contrastive_zoo.losses.base import (
+    Loss,
+    begin,
+    labelled_problem,
+    logit_scale,
+    number_problem,
+    prepared,
+    real,
+    whole_labels,
+)
 from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
@@ -91,8 +100,8 @@ class ClassLoss(Maker):
         sub_centers = self.default_centers if sub_centers is None else sub_centers
         sizes = {"num_classes": num_classes, "embedding_size": embedding_size, "sub_centers": sub_centers}
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{type(self).__name__}: {name} is at least 1, got {value}.")
+            if problem := number_problem(f"{name} is at least 1", whole=True, low=1, **{name: value}):
+                raise ValueError(f"{type(self).__name__}: {problem}")
         for name, given in (("sub_centers", sub_centers != 1), ("shard_over", shard_over is not None)):
             if given and name in self.refused:
                 raise TypeError(f"{type(self).__name__} has no {name}: leave it out.")
@@ -155,14 +164,14 @@ def softmax_over_classes(
         labels,
         weights,
         sharded=sharded,
-        problem=problem or positive_problem(scale=scale),
+        problem=problem,
         temperature=temperature,
         scale=scale,
         reduction=reduction,
         world=world,
         **settings,
     )
-    factor = times * logit_scale(temperature, world) if scale is None else scale
+    factor = times * logit_scale(temperature, world) if scale is None else real(scale)
     target, others = target_and_others(
         z, own, unit, scale=factor, pool=pool, shards=shards, class_shards=class_shards, world=world
     )
@@ -216,6 +225,7 @@ def begin_with_classes(
             raise ValueError(f"{caller}: {problem}")
         if isinstance(world, Session):
             weights = scale_gradient(weights, world.options.sharded_factor)
+    labels = whole_labels(labels, world)
     z = prepared(embeddings, normalize=True, world=world)
     unit = F.normalize(wide(weights), dim=-1).to(z.dtype)
     return z, labels, unit if unit.ndim == 3 else unit[:, None], shards, class_shards

@@ -10,7 +10,15 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, numbered, positive_problem, prepared, towers_problem
+from contrastive_zoo.losses.base import (
+    Loss,
+    begin,
+    number_problem,
+    numbered,
+    positive_problem,
+    prepared,
+    towers_problem,
+)
 from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, World
 
@@ -64,9 +72,7 @@ def clip_distillation(
     Source: Hinton et al. 2015, eq. 1, https://arxiv.org/abs/1503.02531, on CLIP's logits
     """
     problem = _problem(images, texts, teacher_images, teacher_texts)
-    problem = problem or positive_problem(teacher_temperature=teacher_temperature)
-    if not 0 <= weight <= 1:
-        problem = f"weight is the teacher's share, 0 to 1, got {weight}."
+    problem = problem or _settings_problem(teacher_temperature, weight)
     named = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
     settings: dict[str, Any] = {"teacher_temperature": teacher_temperature, "weight": weight}
     shards, *_ = begin(
@@ -88,7 +94,13 @@ def clip_distillation(
     return (there + direction(y, x, (v, u))) / 2 if symmetric else there
 
 
-class ClipDistillation(Loss, function=clip_distillation):
+def _settings_problem(teacher_temperature: float, weight: float) -> str | None:
+    rule = "weight is the teacher's share, 0 to 1"
+    wrong = number_problem(rule, low=0, high=1, weight=weight)
+    return wrong or positive_problem(teacher_temperature=teacher_temperature)
+
+
+class ClipDistillation(Loss, function=clip_distillation, check=_settings_problem):
     """:func:`clip_distillation` with its settings kept."""
 
 

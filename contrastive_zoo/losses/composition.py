@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.losses.base import Loss
-from contrastive_zoo.session import Session
+from contrastive_zoo.losses.base import Loss, instance_problem, is_number
+from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import World
 
 
@@ -25,7 +25,8 @@ class Composition(Loss):
         weights: of them; None is 1 for each.
 
     Raises:
-        ValueError: no losses, one from elsewhere, or another number of weights.
+        ValueError: no losses, one from elsewhere or a class in place of its instance, another number of weights, or
+            weights that are not finite.
 
     Example:
         >>> Composition([Loss()], 2, None).weights
@@ -37,6 +38,8 @@ class Composition(Loss):
 
     def __init__(self, losses: Sequence[Loss], count: int, weights: Sequence[float] | None) -> None:
         name = type(self).__name__
+        if classes := [problem for loss in losses if (problem := instance_problem(loss))]:
+            raise ValueError(f"{name}: {classes[0]}")
         if strangers := [type(loss).__name__ for loss in losses if not isinstance(loss, Loss)]:
             raise ValueError(
                 f"{name}: losses are this library's, got {strangers[0]}. Give a loss from elsewhere its own "
@@ -46,6 +49,11 @@ class Composition(Loss):
             raise ValueError(f"{name}: one weight for each of {count} terms, got {weights}.")
         super().__init__(check_finite=all(loss.check_finite for loss in losses))
         self.weights = tuple([1.0] * count if weights is None else map(float, weights))
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        """What is wrong with the weights, in words; the losses speak for themselves."""
+        return None if all(map(is_number, self.weights)) else f"weights must be finite, got {self.weights}."
 
     def terms(
         self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
@@ -77,6 +85,8 @@ class Composition(Loss):
             named_rows: as the losses take them.
         """
         outer = Session.of(self.local() if world is None else world)
+        if problem := self.settings_problem():
+            refuse(type(self).__name__, problem, world=outer)
         session = outer.with_cache()
         terms = self.terms(rows, named_rows, session)
         session.declare(terms)

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.losses.base import is_number, number_problem, word_problem
 from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, row_sums
 
 
@@ -24,7 +25,8 @@ class Contrastive(FarnessLoss):
         kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
 
     Raises:
-        ValueError: an unknown metric or average, a power below 1; at the call as :class:`RowLoss`.
+        ValueError: an unknown metric or average, a power below 1, a margin that is not finite; at the call as
+            :class:`RowLoss`.
 
     Example:
         >>> import torch
@@ -48,9 +50,22 @@ class Contrastive(FarnessLoss):
         **kept: Any,
     ) -> None:
         super().__init__(metric=metric, **kept)
-        self.expect(power >= 1, f"power is at least 1, got {power}: below, the gradient is infinite at the margin.")
         self.pos_margin, self.neg_margin, self.power = pos_margin, neg_margin, power
-        self.average = self.known("average", average, Average)
+        self.average = average
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        return (
+            super().settings_problem()
+            or self._power_problem()
+            or number_problem(pos_margin=self.pos_margin, neg_margin=self.neg_margin)
+            or word_problem("average", self.average, Average, one_of=True)
+        )
+
+    def _power_problem(self) -> str | None:
+        if is_number(self.power, low=1):
+            return None
+        return f"power is at least 1, got {self.power}: below, the gradient is infinite at the margin."
 
     def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         far = self.similarity(panel.anchors, panel.columns)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.losses.base import number_problem, positive_problem
 from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
@@ -40,7 +41,8 @@ def cos_face(
         world: who else holds rows.
 
     Raises:
-        ValueError: labels that are no classes, weights of another width, a scale <= 0, or what any :class:`Loss` refuses.
+        ValueError: labels that are no classes, weights of another width, a scale <= 0, a margin that is not finite, or
+            what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
@@ -50,8 +52,15 @@ def cos_face(
     Source: Wang et al. 2018, eq. 4, https://arxiv.org/abs/1801.09414
     """
     settings: Any = {"scale": scale, "margin": margin, "sharded": sharded, "reduction": reduction, "world": world}
-    return softmax_over_classes("CosFace", embeddings, labels, weights, of_target=lambda s: s - margin, **settings)
+    return softmax_over_classes(
+        "CosFace", embeddings, labels, weights, of_target=lambda s: s - margin,
+        problem=_settings_problem(margin, scale), **settings,
+    )  # fmt: skip
 
 
-class CosFace(ClassLoss, function=cos_face):
+def _settings_problem(margin: float, scale: float) -> str | None:
+    return positive_problem(scale=scale) or number_problem(margin=margin)
+
+
+class CosFace(ClassLoss, function=cos_face, check=_settings_problem):
     """:func:`cos_face` with its weights and settings kept."""

@@ -10,7 +10,7 @@ from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, numbered, word_problem
+from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, number_problem, numbered, word_problem
 from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
 from contrastive_zoo.world import ALONE, World
 
@@ -60,9 +60,7 @@ def dcl(
 
     Source: Yeh et al. 2021, §3, https://arxiv.org/abs/2110.06848
     """
-    problem = word_problem("denominators", denominators, Denominators)
-    if sigma is not None and not sigma > 0:
-        problem = f"sigma must be positive, got {sigma}. Leave it None for no weights."
+    problem = _settings_problem(sigma, denominators)
     (a, b), shards = begin_views(
         "DCL", (view1, view2), problem=problem, temperature=temperature, sigma=sigma, denominators=denominators,
         normalize=normalize, reduction=reduction, world=world,
@@ -80,7 +78,13 @@ def dcl(
     )  # fmt: skip
 
 
-class DCL(Loss, function=dcl):
+def _settings_problem(sigma: float | None, denominators: str) -> str | None:
+    rule, fix = "sigma must be positive", "Leave it None for no weights."
+    wrong = None if sigma is None else number_problem(rule, fix, above=0, finite=False, sigma=sigma)
+    return wrong or word_problem("denominators", denominators, Denominators)
+
+
+class DCL(Loss, function=dcl, check=_settings_problem):
     """:func:`dcl` with its settings kept."""
 
 

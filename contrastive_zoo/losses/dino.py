@@ -11,8 +11,9 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import product
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import begin, logit_scale, positive_problem, prepared
+from contrastive_zoo.losses.base import begin, is_number, logit_scale, number_problem, positive_problem, prepared
 from contrastive_zoo.losses.class_loss import Maker
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
@@ -55,7 +56,7 @@ def dino(
 
     Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294
     """
-    problem = _problem(student, teacher, centre) or positive_problem(teacher_temperature=teacher_temperature)
+    problem = _problem(student, teacher, centre) or _settings_problem(teacher_temperature)
     begin(
         "DINO",
         {"student": student, "teacher": teacher},
@@ -70,13 +71,17 @@ def dino(
     )
     predicted = (logit_scale(temperature, world) * s).log_softmax(2)
     losses = -product(
-        ((g - centre) / teacher_temperature).softmax(2), predicted.mT
+        ((g - centre.to(g.dtype)) / teacher_temperature).softmax(2), predicted.mT
     )  # of teacher's view u, student's view v
     same_view = torch.eye(*losses.shape[1:], dtype=torch.bool, device=losses.device) & (student.ndim == 3)
     return reduce_anchors(losses[:, ~same_view].mean(1), reduction=reduction, world=world)
 
 
-class DINO(Maker, function=dino):
+def _settings_problem(teacher_temperature: float) -> str | None:
+    return positive_problem(teacher_temperature=teacher_temperature)
+
+
+class DINO(Maker, function=dino, check=_settings_problem):
     """:func:`dino` with its settings and the centre kept.
 
     While training, each call moves the buffer ``centre`` towards the mean of the teacher's rows of all ranks, after it
@@ -92,7 +97,7 @@ class DINO(Maker, function=dino):
     centre: Tensor
 
     def __init__(self, out_dim: int, *, centre_momentum: float = 0.9, **settings: Any) -> None:
-        if not (out_dim >= 1 and 0 <= centre_momentum <= 1):
+        if not (is_number(out_dim, low=1, whole=True) and is_number(centre_momentum, low=0, high=1)):
             raise ValueError(f"DINO: out_dim >= 1 and 0 <= centre_momentum <= 1, got {out_dim} and {centre_momentum}.")
         super().__init__(centre=nn.Buffer(torch.zeros(out_dim)), **settings)
         self.out_dim, self.centre_momentum = out_dim, centre_momentum
@@ -107,6 +112,8 @@ class DINO(Maker, function=dino):
             world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
         """
         world = self.local() if world is None else world
+        if problem := number_problem(low=0, high=1, centre_momentum=self.centre_momentum):
+            refuse("DINO", problem, world=world)
         loss = super().forward(student, teacher, world=world)
         if self.training:
             self.move_centre(teacher, world)

@@ -1,8 +1,9 @@
 """How far rows are apart, and what losses of margins make of it, panel by panel."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, Literal, TypeVar, get_args
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -12,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from contrastive_zoo.engine import passes
 from contrastive_zoo.engine.evaluation import dense, is_dense
 from contrastive_zoo.engine.passes import dot_products, euclidean, marked_columns
+from contrastive_zoo.losses.base import word_problem
 from contrastive_zoo.losses.row_loss import RowLoss
 
 Metric = Literal["distance", "squared distance", "similarity"]
 Average = Literal["nonzero", "all"]
-W = TypeVar("W", bound=str)
 
 
 def squared_distances(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
@@ -100,7 +101,7 @@ def sum_over_positives(
     columns, there = marked_columns(positive)
     if not columns.shape[1]:  # the sum still hangs in the graph
         columns, there = columns.new_zeros(len(columns), 1), there.new_zeros(len(there), 1)
-    way = dense if is_dense() else nullcontext  # the same when computed again, wherever backward is called
+    way = partial(_Anew, dense if is_dense() else nullcontext)  # the same again, wherever backward is called
     total: Tensor | float = 0.0
     for column, counts in zip(columns.split(1, dim=1), there.split(1, dim=1), strict=True):
         value: Tensor = checkpoint(
@@ -111,26 +112,23 @@ def sum_over_positives(
     return total
 
 
+class _Anew(AbstractContextManager[None]):
+    """What ``make`` gives, anew at each entry: each order of derivatives computes a term again in the same context."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make = make
+        self.entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self.entered.append(self.make())
+        self.entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.entered.pop().__exit__(*error)
+
+
 class MetricLoss(RowLoss):
-    """A row loss whose settings are numbers and words: shows them, and refuses those that make no sense.
-
-    Example:
-        >>> loss = MetricLoss()
-        >>> loss.known("metric", "cosine", Metric)
-        Traceback (most recent call last):
-        ...
-        ValueError: MetricLoss: metric is one of 'distance', 'squared distance', 'similarity', got 'cosine'.
-    """
-
-    def expect(self, good: bool, sentence: str) -> None:
-        """Refuse a setting, in this sentence, unless it is good."""
-        if not good:
-            raise ValueError(f"{type(self).__name__}: {sentence}")
-
-    def known(self, name: str, word: W, words: Any) -> W:
-        """The word; refused if it is not one of a Literal's."""
-        self.expect(word in get_args(words), f"{name} is one of {', '.join(map(repr, get_args(words)))}, got {word!r}.")
-        return word
+    """A row loss whose settings are numbers and words, and shown. Its constructor ends with ``refuse_bad_settings()``."""
 
     def extra_repr(self) -> str:
         shown = {
@@ -149,7 +147,10 @@ class FarnessLoss(MetricLoss):
 
     def __init__(self, *, metric: Metric = "distance", **kept: Any) -> None:
         super().__init__(**kept)
-        self.metric = self.known("metric", metric, Metric)
+        self.metric = metric
+
+    def settings_problem(self) -> str | None:
+        return super().settings_problem() or word_problem("metric", self.metric, Metric, one_of=True)
 
     @property
     def sign(self) -> int:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from contrastive_zoo.losses.base import number_problem
 from contrastive_zoo.losses.distances import MetricLoss, squared_distances
 
 
@@ -35,9 +36,14 @@ class FastAP(MetricLoss):
 
     def __init__(self, *, num_bins: int = 10, **kept: Any) -> None:
         super().__init__(**kept)
-        self.expect(num_bins >= 1, f"num_bins is 1 or more, got {num_bins}.")
-        self.expect(self.normalize, "its histogram spans the distances of unit rows. Leave normalize=True.")
         self.num_bins = num_bins
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        if not self.normalize:
+            return "its histogram spans the distances of unit rows. Leave normalize=True."
+        few = number_problem("num_bins is 1 or more", low=1, whole=True, num_bins=self.num_bins)
+        return super().settings_problem() or few
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return squared_distances(anchors, columns)

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from contrastive_zoo.losses.base import number_problem
 from contrastive_zoo.losses.distances import FarnessLoss, Metric, log_sum_exp
 
 
@@ -24,7 +25,7 @@ class GeneralizedLiftedStructure(FarnessLoss):
         kept: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
-        ValueError: an unknown metric; at the call as :class:`RowLoss`.
+        ValueError: an unknown metric, a margin that is not finite; at the call as :class:`RowLoss`.
 
     Example:
         >>> import torch
@@ -40,6 +41,11 @@ class GeneralizedLiftedStructure(FarnessLoss):
     ) -> None:
         super().__init__(metric=metric, **kept)
         self.pos_margin, self.neg_margin = pos_margin, neg_margin
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        margins = {"pos_margin": self.pos_margin, "neg_margin": self.neg_margin}
+        return super().settings_problem() or number_problem(**margins)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         pull = log_sum_exp(similarity - self.sign * self.pos_margin, positive)

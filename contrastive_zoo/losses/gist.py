@@ -10,7 +10,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, numbered, prepared, towers_problem, word_problem
+from contrastive_zoo.losses.base import Loss, begin, number_problem, numbered, prepared, towers_problem, word_problem
 from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
 from contrastive_zoo.world import ALONE, Shards, World
 
@@ -64,7 +64,8 @@ def gist(
         world: who else holds rows.
 
     Raises:
-        ValueError: rows that do not pair or lack their guide's, an unknown strategy, or what any :class:`Loss` refuses.
+        ValueError: rows that do not pair or lack their guide's, an unknown strategy, a margin that is not finite,
+            or what any :class:`Loss` refuses.
 
     Example:
         >>> eye, alike = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -76,7 +77,7 @@ def gist(
     Source: Solatorio 2024, §3, https://arxiv.org/abs/2402.16829
     """
     problem = _problem(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)
-    problem = problem or word_problem("margin_strategy", margin_strategy, Strategy)
+    problem = problem or _settings_problem(margin_strategy, margin)
     x = anchors[:0] if negatives is None else negatives
     guide_x = guide_anchors[:0] if guide_negatives is None else guide_negatives
     named = {"anchors": anchors, "positives": positives, "negatives": x}
@@ -102,7 +103,11 @@ def gist(
     )  # fmt: skip
 
 
-class GIST(Loss, function=gist):
+def _settings_problem(margin_strategy: str, margin: float) -> str | None:
+    return word_problem("margin_strategy", margin_strategy, Strategy) or number_problem(margin=margin)
+
+
+class GIST(Loss, function=gist, check=_settings_problem):
     """:func:`gist` with its settings kept."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, numbered
+from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, number_problem, numbered
 from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
 from contrastive_zoo.world import ALONE, World
 
@@ -92,11 +92,21 @@ def debiased(
     return _contrast("Debiased", view1, view2, temperature, tau_plus, 0.0, reduction, world)
 
 
-class HCL(Loss, function=hcl):
+def _debiased_problem(tau_plus: float) -> str | None:
+    rule, fix = "tau_plus is a probability in [0, 1)", "With C even classes it is 1/C."
+    return number_problem(rule, fix, low=0, below=1, tau_plus=tau_plus)
+
+
+def _settings_problem(tau_plus: float, beta: float) -> str | None:
+    rule, fix = "beta must be non-negative and finite", "0 weighs all negatives evenly."
+    return number_problem(rule, fix, low=0, beta=beta) or _debiased_problem(tau_plus)
+
+
+class HCL(Loss, function=hcl, check=_settings_problem):
     """:func:`hcl` with its settings kept."""
 
 
-class Debiased(Loss, function=debiased):
+class Debiased(Loss, function=debiased, check=_debiased_problem):
     """:func:`debiased` with its settings kept."""
 
 
@@ -110,11 +120,7 @@ def _contrast(
     reduction: Reduction,
     world: World,
 ) -> Tensor:
-    problem = None
-    if not 0 <= tau_plus < 1:
-        problem = f"tau_plus is a probability in [0, 1), got {tau_plus}. With C even classes it is 1/C."
-    if not 0 <= beta < math.inf:
-        problem = f"beta must be non-negative and finite, got {beta}. 0 weighs all negatives evenly."
+    problem = _settings_problem(tau_plus, beta)
     settings: dict[str, Any] = {"temperature": temperature, "tau_plus": tau_plus, "beta": beta}
     views, shards = begin_views(caller, (view1, view2), problem=problem, reduction=reduction, world=world, **settings)
     z, samples = in_a_row(views, world), numbered(shards, view1, views=2)

@@ -11,7 +11,7 @@ from contrastive_zoo.engine.pairs import Who, are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, towers_problem
+from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, real, towers_problem
 from contrastive_zoo.world import ALONE, World
 
 
@@ -63,11 +63,10 @@ def info_nce(
     https://arxiv.org/abs/2103.00020; without negatives in the batch: He et al. 2020, eq. 1,
     https://arxiv.org/abs/1911.05722
     """
-    problem = _problem(queries, keys, negatives)
-    if not in_batch_negatives and (negatives is None or symmetric):
-        problem = (
-            "in_batch_negatives=False leaves a query its own key and the negatives: pass negatives, and not symmetric."
-        )
+    temperature, problem = real(temperature), _problem(queries, keys, negatives)
+    if not in_batch_negatives and negatives is None:
+        problem = _OWN_KEY_ONLY
+    problem = _settings_problem(symmetric, in_batch_negatives) or problem
     shards, *_, last = begin(
         "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
@@ -102,7 +101,16 @@ def info_nce(
     return reduce_anchors(losses, reduction=reduction, world=world)
 
 
-class InfoNCE(Loss, function=info_nce):
+_OWN_KEY_ONLY = (
+    "in_batch_negatives=False leaves a query its own key and the negatives: pass negatives, and not symmetric."
+)
+
+
+def _settings_problem(symmetric: bool, in_batch_negatives: bool) -> str | None:
+    return _OWN_KEY_ONLY if symmetric and not in_batch_negatives else None
+
+
+class InfoNCE(Loss, function=info_nce, check=_settings_problem):
     """:func:`info_nce` with its settings kept."""
 
     supports_ring = True

@@ -7,7 +7,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_labelled
+from contrastive_zoo.losses.base import Loss, begin_labelled, number_problem
 from contrastive_zoo.losses.distances import distances, log_sum_exp
 from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, World
@@ -42,7 +42,7 @@ def lifted_structure(
         world: who else holds rows.
 
     Raises:
-        ValueError: what any :class:`Loss` refuses.
+        ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
 
     Example:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
@@ -53,7 +53,7 @@ def lifted_structure(
     """
     z, ids, shards = begin_labelled(
         "LiftedStructure", embeddings, labels, normalize=normalize, reduction=reduction, world=world,
-        margins=(pos_margin, neg_margin),
+        problem=_settings_problem(pos_margin, neg_margin), margins=(pos_margin, neg_margin),
     )  # fmt: skip
     loss = Panelwise(_crowding, margin=neg_margin)
     crowding = sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction="none")
@@ -61,7 +61,11 @@ def lifted_structure(
     return sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction=reduction)
 
 
-class LiftedStructure(Loss, function=lifted_structure):
+def _settings_problem(pos_margin: float, neg_margin: float) -> str | None:
+    return number_problem(pos_margin=pos_margin, neg_margin=neg_margin)
+
+
+class LiftedStructure(Loss, function=lifted_structure, check=_settings_problem):
     """:func:`lifted_structure` with its settings kept."""
 
 

@@ -7,9 +7,12 @@ from torch import Tensor, nn
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.losses.base import number_problem, real
 from contrastive_zoo.losses.distances import MetricLoss, distances
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
+
+_SIZE = "num_classes is 1 or more"
 
 
 class Margin(MetricLoss):
@@ -21,7 +24,8 @@ class Margin(MetricLoss):
                      + ν |P(i)| |N(i)| β_i ]  /  Σ_i [ |N(i)| · active positives + |P(i)| · active negatives ]
 
     which is every triplet's two pairs over the number of active ones, as pytorch-metric-learning has it. The last term
-    keeps β small; with one β for all classes it is ν β alone.
+    keeps β small; with one β for all classes it is ν β alone, and without any if β is not learnt. The mean is 0 if no pair
+    is active.
 
     Args:
         margin: distance α between β and either side.
@@ -32,7 +36,8 @@ class Margin(MetricLoss):
         kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives an anchor's sum, without ν β.
 
     Raises:
-        ValueError: a negative ν, num_classes below 1; at the call labels outside of the classes, or as :class:`RowLoss`.
+        ValueError: a negative ν, num_classes below 1, a margin or β that is not finite; at the call labels
+            outside of the classes, or as :class:`RowLoss`.
 
     Example:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
@@ -53,26 +58,37 @@ class Margin(MetricLoss):
         **kept: Any,
     ) -> None:
         super().__init__(**kept)
-        self.expect(nu >= 0, f"nu is 0 or more, got {nu}.")
-        self.expect(num_classes is None or num_classes > 0, f"num_classes is 1 or more, got {num_classes}.")
-        self.margin, self.nu, self.num_classes = margin, nu, num_classes
-        start = torch.full(() if num_classes is None else (num_classes,), float(beta))
-        self.beta = nn.Parameter(start, requires_grad=learn_beta)
+        self.margin, self.nu, self.num_classes, self.learn_beta = margin, nu, num_classes, learn_beta
+        problem = None if num_classes is None else number_problem(_SIZE, low=1, whole=True, num_classes=num_classes)
+        if problem := problem or number_problem(beta=beta):
+            raise ValueError(f"{type(self).__name__}: {problem}")
+        # one number as [1]: FSDP shards no parameter of shape []
+        self.beta = nn.Parameter(torch.full((num_classes or 1,), float(beta)), requires_grad=learn_beta)
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        return (
+            super().settings_problem()
+            or number_problem("nu is 0 or more", low=0, nu=self.nu)
+            or number_problem(margin=self.margin, beta=self.beta)
+        )
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return distances(anchors, columns)
 
     def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         far = self.similarity(panel.anchors, panel.columns)
-        beta = self.beta.to(far.dtype) if self.num_classes is None else self.beta.to(far.dtype)[panel.ids, None]
+        beta = (
+            self.beta.to(far.dtype)[:, None] if self.num_classes is None else self.beta.to(far.dtype)[panel.ids, None]
+        )
         pull = (far - beta + self.margin).relu().where(panel.positive, 0)
         push = (beta - far + self.margin).relu().where(panel.negative, 0)
         positives, negatives = panel.positive.sum(1), panel.negative.sum(1)
         losses = negatives * pull.sum(1) + positives * push.sum(1)
-        if self.num_classes is not None:
+        if self.num_classes is not None and self.learn_beta:
             losses = losses + self.nu * beta[:, 0] * positives * negatives
         active = negatives * (pull > 0).sum(1) + positives * (push > 0).sum(1)
-        # an anchor with triplets of which no pair is active counts for nothing in the divisor, but its ν β does count
+        # an anchor with triplets of which no pair is active is not counted by the divisor, but its ν β is in the sum
         has_triplets = (positives * negatives > 0).to(far.dtype)
         return losses, active.to(far.dtype) + torch.finfo(far.dtype).tiny * has_triplets
 
@@ -90,9 +106,9 @@ class Margin(MetricLoss):
         if self.num_classes is not None and (problem := _classes_problem(labels, self.num_classes)):
             refuse(type(self).__name__, problem, world=world)
         value = super().forward(*rows, world=world, **named_rows)
-        if self.num_classes is not None or self.reduction == "none":
+        if self.num_classes is not None or self.reduction == "none" or not self.learn_beta:
             return value
-        return value + self.nu * self.beta.to(value.dtype)
+        return value + self.nu * real(self.beta).to(value.dtype)
 
 
 def _classes_problem(labels: Tensor | None, num_classes: int) -> str | None:

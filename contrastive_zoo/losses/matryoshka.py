@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import derived
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.losses.base import Loss, is_number
 from contrastive_zoo.losses.composition import Composition
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
@@ -26,7 +26,8 @@ class Matryoshka(Composition):
         weights: c_m; None is 1 for each, as in the paper and in sentence-transformers' MatryoshkaLoss.
 
     Raises:
-        ValueError: a loss from elsewhere, dims below 1, other than a weight for each; at the call narrower embeddings.
+        ValueError: a loss from elsewhere or a class in place of its instance, dims below 1, other than a finite weight for
+            each; at the call narrower embeddings.
 
     Example:
         >>> import torch
@@ -40,7 +41,7 @@ class Matryoshka(Composition):
     shown = ("dims", "weights")
 
     def __init__(self, loss: Loss, dims: Sequence[int], *, weights: Sequence[float] | None = None) -> None:
-        if not dims or min(dims) < 1:
+        if not dims or not all(is_number(m, low=1, whole=True) for m in dims):
             raise ValueError(f"Matryoshka: dims are one or more widths of at least 1, got {list(dims)}.")
         super().__init__([loss], len(dims), weights)
         self.loss, self.dims = loss, tuple(dims)

@@ -60,7 +60,7 @@ def mil_nce(
     fits = texts.ndim == 3 and len(texts) == len(videos) and texts.shape[1] >= 1
     if not fits or texts.shape[-1] != videos.shape[-1] or texts.dtype != videos.dtype:
         problem = f"texts are k >= 1 candidates per video, [n, k, d], got {kind(texts)} for videos {kind(videos)}."
-    problem = problem or word_problem("denominator", denominator, Denominator)
+    problem = problem or _settings_problem(denominator)
     settings: dict[str, Any] = {"temperature": temperature, "denominator": denominator}
     named = {"videos": videos, "texts": texts}
     shards, *_ = begin(
@@ -89,7 +89,11 @@ def mil_nce(
     return reduce_anchors(every - positive, reduction=reduction, world=world)
 
 
-class MILNCE(Loss, function=mil_nce):
+def _settings_problem(denominator: str) -> str | None:
+    return word_problem("denominator", denominator, Denominator)
+
+
+class MILNCE(Loss, function=mil_nce, check=_settings_problem):
     """:func:`mil_nce` with its settings kept."""
 
     supports_ring = True

@@ -11,7 +11,16 @@ from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp, self_log_sum_exp
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, numbered, prepared, towers_problem
+from contrastive_zoo.losses.base import (
+    Loss,
+    begin,
+    logit_scale,
+    narrowed,
+    number_problem,
+    numbered,
+    prepared,
+    towers_problem,
+)
 from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.world import ALONE, Shards, World
@@ -120,15 +129,6 @@ def mnrl(
     )  # fmt: skip
 
 
-class MNRL(Loss, function=mnrl):
-    """:func:`mnrl` with its settings kept."""
-
-    rank_local = frozenset({"owners"})
-
-    def can_ring(self) -> bool:
-        return self.hardness_mode is None and "doc_to_doc" not in self.directions
-
-
 def _sums(
     q: Tensor, d: Tensor, x: Tensor, directions: tuple[Direction, ...], shards: Shards, mined: Shards, **rows: Any
 ) -> tuple[list[Tensor], Tensor]:
@@ -207,4 +207,13 @@ def _settings_problem(
         return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
     if hardness_mode not in (None, *_HARDNESS):
         return f"hardness_mode is None or one of {', '.join(_HARDNESS)}, got {hardness_mode!r}."
-    return None if hardness_strength >= 0 else f"hardness_strength is non-negative, got {hardness_strength}."
+    return number_problem("hardness_strength is non-negative", low=0, hardness_strength=hardness_strength)
+
+
+class MNRL(Loss, function=mnrl, check=_settings_problem):
+    """:func:`mnrl` with its settings kept."""
+
+    rank_local = frozenset({"owners"})
+
+    def can_ring(self) -> bool:
+        return self.hardness_mode is None and "doc_to_doc" not in self.directions

@@ -75,7 +75,7 @@ def multi_positive(
     Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748, with the targets of Yang et al. 2022
     (UniCL), https://arxiv.org/abs/2204.03610
     """
-    problem = _problem(queries, keys, ids, key_ids, weights, duplicates, symmetric)
+    problem = _problem(queries, keys, ids, key_ids, weights, duplicates, symmetric) or _settings_problem(duplicates)
     paired = key_ids is None
     named = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
     settings: dict[str, Any] = {"temperature": temperature, "duplicates": duplicates, "symmetric": symmetric}
@@ -98,7 +98,12 @@ def multi_positive(
     return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
 
 
-class MultiPositive(Loss, function=multi_positive):
+def _settings_problem(duplicates: str) -> str | None:
+    known = f"duplicates are one of {', '.join(_MODES)}"
+    return None if duplicates in _MODES else f"{known}, got {duplicates!r}."
+
+
+class MultiPositive(Loss, function=multi_positive, check=_settings_problem):
     """:func:`multi_positive` with its settings kept."""
 
 
@@ -131,8 +136,6 @@ def _problem(
         return f"queries and keys are of one width and dtype, got queries {kind(queries)} and keys {kind(keys)}."
     if ids.is_floating_point() or ids.ndim not in (1, 2) or len(ids) != len(queries):
         return f"ids are integers, one or k per query, got {kind(ids)} for queries {kind(queries)}."
-    if duplicates not in _MODES:
-        return f"duplicates are one of {', '.join(_MODES)}, got {duplicates!r}."
     if key_ids is None and (len(queries) != len(keys) or ids.ndim != 1):
         return f"key_ids are missing: queries {kind(queries)} with ids {kind(ids)} do not pair with keys {kind(keys)}."
     if (key_ids is not None or weights is not None) and (symmetric or duplicates != "positive"):

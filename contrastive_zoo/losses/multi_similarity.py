@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_zoo.engine.passes import any_in_row, largest, smallest
+from contrastive_zoo.losses.base import is_number, number_problem
 from contrastive_zoo.losses.distances import MetricLoss, log1p_sum_exp
 
 
@@ -24,7 +25,7 @@ class MultiSimilarity(MetricLoss):
         kept: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
-        ValueError: α or β that is not positive; at the call as :class:`RowLoss`.
+        ValueError: α or β that is not positive, a base or ε that is not finite; at the call as :class:`RowLoss`.
 
     Example:
         >>> import torch
@@ -39,8 +40,14 @@ class MultiSimilarity(MetricLoss):
         self, *, alpha: float = 2.0, beta: float = 50.0, base: float = 0.5, epsilon: float | None = None, **kept: Any
     ) -> None:
         super().__init__(**kept)
-        self.expect(alpha > 0 and beta > 0, f"alpha and beta are positive, got {alpha} and {beta}.")
         self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        if not (is_number(self.alpha, above=0) and is_number(self.beta, above=0)):
+            return f"alpha and beta are positive, got {self.alpha} and {self.beta}."
+        given = {} if self.epsilon is None else {"epsilon": self.epsilon}
+        return super().settings_problem() or number_problem(base=self.base, **given)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         any_pair = any_in_row(positive) | any_in_row(negative)

@@ -8,7 +8,7 @@ from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_labelled
+from contrastive_zoo.losses.base import Loss, begin_labelled, number_problem
 from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, Shards, World
 
@@ -53,9 +53,8 @@ def n_pairs(
 
     Source: Sohn 2016, §3.2, https://papers.nips.cc/paper/6200-improved-deep-metric-learning-with-multi-class
     """
-    problem = None if l2 >= 0 else f"l2 is a non-negative weight, got {l2}."
     z, ids, shards = begin_labelled(
-        "NPairs", embeddings, labels, problem=problem, temperature=temperature, l2=l2, normalize=normalize,
+        "NPairs", embeddings, labels, problem=_settings_problem(l2), temperature=temperature, l2=l2, normalize=normalize,
         reduction=reduction, world=world,
     )  # fmt: skip
     every = gather_rows(ids, shards, world)
@@ -79,7 +78,11 @@ def n_pairs(
     return total if reduction == "sum" else total / first.sum().clamp(min=1)
 
 
-class NPairs(Loss, function=n_pairs):
+def _settings_problem(l2: float) -> str | None:
+    return number_problem("l2 is a non-negative weight", low=0, l2=l2)
+
+
+class NPairs(Loss, function=n_pairs, check=_settings_problem):
     """:func:`n_pairs` with its settings kept."""
 
 

@@ -11,7 +11,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.pairs import are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, in_a_row, logit_scale, meet_views, narrowed, prepared
+from contrastive_zoo.losses.base import Loss, in_a_row, logit_scale, meet_views, narrowed, prepared, real
 from contrastive_zoo.world import ALONE, World
 
 
@@ -47,6 +47,7 @@ def nt_xent(
 
     Source: Chen et al. 2020, eq. 1, https://arxiv.org/abs/2002.05709
     """
+    temperature = real(temperature)
     settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction, "world": world}
     shards, count = meet_views("NTXent", views, **settings), len(views)
     if count == 2 and normalize and are_few_pairs(views[0], temperature, "views", reduction, world):

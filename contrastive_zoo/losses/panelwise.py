@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_labelled
+from contrastive_zoo.losses.base import Loss, begin_labelled, real
 from contrastive_zoo.world import World
 
 Average = Literal["anchors", "pairs"]
@@ -33,6 +33,7 @@ class Panelwise(nn.Module):
 
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor]], **settings: Any) -> None:
         super().__init__()
+        settings = {name: real(x) for name, x in settings.items()}
         self.learnt = [name for name, x in settings.items() if isinstance(x, Tensor)]
         self.function = functools.partial(function, **{k: x for k, x in settings.items() if k not in self.learnt})
         for name in self.learnt:

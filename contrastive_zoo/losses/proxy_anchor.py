@@ -5,7 +5,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import log1p_sum_exp_by_class
-from contrastive_zoo.losses.base import positive_problem
+from contrastive_zoo.losses.base import number_problem, positive_problem, real
 from contrastive_zoo.losses.class_loss import ClassLoss, begin_with_classes
 from contrastive_zoo.world import ALONE, World
 
@@ -47,15 +47,19 @@ def proxy_anchor(
     Source: Kim et al. 2020, eq. 4, https://arxiv.org/abs/2003.13911
     """
     several = f"there is one proxy a class, got weights {list(weights.shape)}. Leave sub_centers at 1."
-    problem = positive_problem(alpha=alpha) if weights.ndim == 2 else several
+    problem = _settings_problem(margin, alpha) if weights.ndim == 2 else several
     z, own, proxies, *_ = begin_with_classes(
         "ProxyAnchor", embeddings, labels, weights, margin=margin, alpha=alpha, problem=problem, world=world
     )
-    pull, push, members = log1p_sum_exp_by_class(z, own, proxies, shift=margin, scale=alpha, world=world)
+    pull, push, members = log1p_sum_exp_by_class(z, own, proxies, shift=real(margin), scale=real(alpha), world=world)
     return pull.sum() / (members > 0).sum() + push.mean()  # 0 for a proxy without such rows
 
 
-class ProxyAnchor(ClassLoss, function=proxy_anchor):
+def _settings_problem(margin: float, alpha: float) -> str | None:
+    return positive_problem(alpha=alpha) or number_problem(margin=margin)
+
+
+class ProxyAnchor(ClassLoss, function=proxy_anchor, check=_settings_problem):
     """:func:`proxy_anchor` with its proxies and settings kept."""
 
     refused = ("sub_centers", "shard_over")

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from contrastive_zoo.losses.base import is_number, number_problem
 from contrastive_zoo.losses.distances import MetricLoss, distances
 
 
@@ -27,7 +28,8 @@ class RankedList(MetricLoss):
         kept: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
-        ValueError: a λ outside of 0 … 1, a negative T or epsilon; at the call as :class:`RowLoss`.
+        ValueError: a λ outside of 0 … 1, a negative T or epsilon, a margin or α that is not finite; at the call
+            as :class:`RowLoss`.
 
     Example:
         >>> import torch
@@ -50,10 +52,19 @@ class RankedList(MetricLoss):
         **kept: Any,
     ) -> None:
         super().__init__(**kept)
-        self.expect(0 <= imbalance <= 1, f"imbalance is a share, 0 … 1, got {imbalance}.")
-        self.expect(min(t_p, t_n, epsilon) >= 0, f"t_p, t_n and epsilon are 0 or more, got {t_p}, {t_n} and {epsilon}.")
         self.margin, self.alpha, self.t_p, self.t_n = margin, alpha, t_p, t_n
         self.imbalance, self.epsilon = imbalance, epsilon
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        not_negative = self.t_p, self.t_n, self.epsilon
+        if not all(is_number(x, low=0) for x in not_negative):
+            return "t_p, t_n and epsilon are 0 or more, got {}, {} and {}.".format(*not_negative)
+        return (
+            super().settings_problem()
+            or number_problem("imbalance is a share, 0 … 1", low=0, high=1, imbalance=self.imbalance)
+            or number_problem(margin=self.margin, alpha=self.alpha)
+        )
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return distances(anchors, columns)

@@ -9,7 +9,15 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.passes import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_labelled, begin_views, in_a_row, labelled_problem, numbered
+from contrastive_zoo.losses.base import (
+    Loss,
+    begin_labelled,
+    begin_views,
+    in_a_row,
+    labelled_problem,
+    numbered,
+    shared_problem,
+)
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 
@@ -26,8 +34,8 @@ class RowLoss(Loss):
         check_finite: whether rows with NaN or infinite values are refused.
 
     Raises:
-        ValueError: at the call: labels that are missing, not integers or not one per row, views that do not pair, NaN
-            or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+        ValueError: an unknown reduction; at the call: labels that are missing, not integers or not one per row, views
+            that do not pair, NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
 
     Example:
         >>> import torch
@@ -45,6 +53,12 @@ class RowLoss(Loss):
     def __init__(self, *, normalize: bool = True, reduction: Reduction = "mean", check_finite: bool = True) -> None:
         super().__init__(check_finite=check_finite)
         self.normalize, self.reduction = normalize, reduction
+        if problem := RowLoss.settings_problem(self):  # a subclass has no settings of its own yet
+            raise ValueError(f"{type(self).__name__}: {problem}")
+
+    def settings_problem(self) -> str | None:
+        """What is wrong with the settings at this moment, in words; a loss with settings of its own adds them."""
+        return shared_problem(reduction=self.reduction)
 
     def similarity(self, anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
         """How alike anchors and columns are: their dot products. A loss of distances puts its distance here."""
@@ -88,6 +102,7 @@ class RowLoss(Loss):
             refuse(type(self).__name__, unknown, world=world)
         self.refuse_other_than_tensors(rows, {}, world)
         settings: Any = {"normalize": self.normalize, "reduction": self.reduction, "world": world}
+        settings["problem"] = self.settings_problem()
         if len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows):
             views, shards = begin_views(type(self).__name__, rows, **settings)
             z, ids, shards = (
@@ -97,8 +112,8 @@ class RowLoss(Loss):
             )
         else:
             embeddings, labels, *_ = *rows, None, None
-            problem = labelled_problem(*rows)
-            z, ids, shards = begin_labelled(type(self).__name__, embeddings, labels, problem=problem, **settings)
+            settings["problem"] = labelled_problem(*rows) or settings["problem"]
+            z, ids, shards = begin_labelled(type(self).__name__, embeddings, labels, **settings)
         return sum_over_anchors(self, z, ids, reduction=self.reduction, shards=shards, world=world)
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import LearntScale, begin, numbered, prepared, towers_problem
+from contrastive_zoo.losses.base import LearntScale, begin, number_problem, numbered, prepared, real, towers_problem
 from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.world import ALONE, World
 
@@ -65,7 +65,12 @@ def siglip(
     return sum_over_anchors(loss, x, ids, columns=y, column_ids=ids, shards=shards, reduction=reduction, world=world)
 
 
-class SigLIP(LearntScale, function=siglip):
+def bias_problem(logit_bias: float | Tensor) -> str | None:
+    """What is wrong with a bias, in words; None if nothing is."""
+    return number_problem(None, "SigLIP starts at -10.", logit_bias=real(logit_bias))
+
+
+class SigLIP(LearntScale, function=siglip, check=bias_problem):
     """:func:`siglip` with its settings kept; temperature and bias are learnt from the given ones on.
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
@@ -74,8 +79,11 @@ class SigLIP(LearntScale, function=siglip):
     max_scale = math.inf
 
     def __init__(self, *, logit_bias: float | Tensor = -10.0, **settings: Any) -> None:
-        bias = logit_bias if isinstance(logit_bias, nn.Parameter) else nn.Parameter(torch.as_tensor(float(logit_bias)))
-        super().__init__(logit_bias=bias, **settings)
+        if problem := bias_problem(logit_bias):
+            raise ValueError(f"{type(self).__name__}: {problem}")
+        if not isinstance(logit_bias, nn.Parameter):  # FSDP shards no parameter of shape []
+            logit_bias = nn.Parameter(torch.tensor([float(logit_bias)]))
+        super().__init__(logit_bias=logit_bias, **settings)
 
 
 def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,10 +91,3 @@ def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Te
     logits = panel.anchors @ panel.columns.T / temperature + logit_bias
     pairs = -F.logsigmoid(logits.where(panel.positive, -logits)).where(panel.positive | panel.negative, 0)
     return pairs.sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
-
-
-def bias_problem(logit_bias: float | Tensor) -> str | None:
-    """What is wrong with a bias, in words; None if nothing is."""
-    if torch.as_tensor(logit_bias).detach().isfinite().all():
-        return None
-    return f"logit_bias must be finite, got {float(logit_bias)}. SigLIP starts at -10."

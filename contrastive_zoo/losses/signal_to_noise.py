@@ -25,7 +25,7 @@ class SignalToNoise(Contrastive):
         kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
 
     Raises:
-        ValueError: an unknown average, a power below 1; at the call as :class:`RowLoss`.
+        ValueError: an unknown average, a power below 1, a margin that is not finite; at the call as :class:`RowLoss`.
 
     Example:
         >>> z = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-1.0, 1.0]])

@@ -49,7 +49,7 @@ def sincere(
     Source: Feeney and Hughes 2023, https://arxiv.org/abs/2309.14277
     """
     return over_anchors(
-        "SINCERE", _revisited, embeddings, labels, problem=word_problem("average", average, Average), average=average,
+        "SINCERE", _revisited, embeddings, labels, problem=_settings_problem(average), average=average,
         temperature=temperature, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
 
@@ -58,5 +58,9 @@ def _revisited(panel: Panel, temperature: Tensor, average: Average) -> tuple[Ten
     return each_positive(panel.anchors @ panel.columns.T / temperature, panel, average)
 
 
-class SINCERE(PanelLoss, function=sincere, panel=_revisited):
+def _settings_problem(average: str) -> str | None:
+    return word_problem("average", average, Average)
+
+
+class SINCERE(PanelLoss, function=sincere, panel=_revisited, check=_settings_problem):
     """:func:`sincere` with its settings kept."""

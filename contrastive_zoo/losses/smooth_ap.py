@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_zoo.losses.base import number_problem
 from contrastive_zoo.losses.distances import MetricLoss, sum_over_positives
 
 
@@ -37,8 +38,12 @@ class SmoothAP(MetricLoss):
 
     def __init__(self, *, temperature: float = 0.01, with_self: bool = False, **kept: Any) -> None:
         super().__init__(**kept)
-        self.expect(temperature > 0, f"temperature is positive, got {temperature}.")
         self.temperature, self.with_self = temperature, with_self
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        cold = number_problem("temperature is positive", above=0, temperature=self.temperature)
+        return super().settings_problem() or cold
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive

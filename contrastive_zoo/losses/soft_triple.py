@@ -9,7 +9,7 @@ from contrastive_zoo.collectives import replicated
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import product, wide
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.losses.base import positive_problem
+from contrastive_zoo.losses.base import number_problem, positive_problem
 from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
@@ -48,8 +48,8 @@ def soft_triple(
         world: who else holds rows.
 
     Raises:
-        ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, or what
-            any :class:`Loss` refuses.
+        ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, a
+            negative tau, or what any :class:`Loss` refuses.
 
     Example:
         >>> eye = torch.eye(2)
@@ -67,12 +67,16 @@ def soft_triple(
 
     return softmax_over_classes(
         "SoftTriple", embeddings, labels, weights, of_target=lambda s: s - margin, scale=la, pool=soft_center,
-        penalty=penalty if tau and weights.ndim == 3 else None, problem=positive_problem(la=la, gamma=gamma),
+        penalty=penalty if tau and weights.ndim == 3 else None, problem=_settings_problem(la, gamma, margin, tau),
         gamma=gamma, margin=margin, tau=tau, reduction=reduction, world=world,
     )  # fmt: skip
 
 
-class SoftTriple(ClassLoss, function=soft_triple):
+def _settings_problem(la: float, gamma: float, margin: float, tau: float) -> str | None:
+    return positive_problem(la=la, gamma=gamma) or number_problem(low=0, tau=tau) or number_problem(margin=margin)
+
+
+class SoftTriple(ClassLoss, function=soft_triple, check=_settings_problem):
     """:func:`soft_triple` with its centres and settings kept."""
 
     refused = ("shard_over",)

@@ -7,7 +7,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.losses.base import Loss, begin_views
+from contrastive_zoo.losses.base import Loss, begin_views, number_problem, real
 from contrastive_zoo.world import ALONE, World
 
 
@@ -40,18 +40,21 @@ def spectral_contrastive(
 
     Source: HaoChen et al. 2021, §3, https://arxiv.org/abs/2106.04156
     """
-    problem = None if mu > 0 else f"mu must be positive, got {mu}."
     views, shards = begin_views(
-        "SpectralContrastive", (view1, view2), normalize=False, problem=problem, mu=mu, world=world
+        "SpectralContrastive", (view1, view2), normalize=False, problem=_settings_problem(mu), mu=mu, world=world
     )
-    a, b = (_shortened(z, mu**0.5) for z in views)
+    a, b = (_shortened(z, real(mu) ** 0.5) for z in views)
     own, n = (a * b).sum(1), shards.total
     everybody = (second_moments(a, a, world=world) * second_moments(b, b, world=world)).sum()
     others = everybody - reduce_anchors(own.square(), reduction="sum", world=world)
     return -2 * reduce_anchors(own, world=world) + others / max(1, n * (n - 1))
 
 
-class SpectralContrastive(Loss, function=spectral_contrastive):
+def _settings_problem(mu: float) -> str | None:
+    return number_problem("mu must be positive", above=0, finite=False, mu=mu)
+
+
+class SpectralContrastive(Loss, function=spectral_contrastive, check=_settings_problem):
     """:func:`spectral_contrastive` with its settings kept."""
 
 

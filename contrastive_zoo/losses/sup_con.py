@@ -62,7 +62,7 @@ def sup_con(
     """
     settings: Any = {"temperature": temperature, "variant": variant}
     z, ids, shards = begin_labelled(
-        "SupCon", embeddings, labels, problem=word_problem("variant", variant, Variant), reduction=reduction,
+        "SupCon", embeddings, labels, problem=_settings_problem(variant), reduction=reduction,
         normalize=normalize, world=world, **settings,
     )  # fmt: skip
     if variant == "in":
@@ -94,7 +94,11 @@ def _attraction(panel: Panel, temperature: Tensor, variant: Variant) -> tuple[Te
     return log_sum_exp_where(logits, panel.positive | panel.negative) - pull, count > 0
 
 
-class SupCon(PanelLoss, function=sup_con, panel=_attraction):
+def _settings_problem(variant: str) -> str | None:
+    return word_problem("variant", variant, Variant)
+
+
+class SupCon(PanelLoss, function=sup_con, panel=_attraction, check=_settings_problem):
     """:func:`sup_con` with its settings kept."""
 
     def can_ring(self) -> bool:

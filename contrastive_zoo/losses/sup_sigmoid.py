@@ -56,5 +56,5 @@ def sup_sigmoid(
     )
 
 
-class SupSigmoid(SigLIP, PanelLoss, function=sup_sigmoid, panel=yes_or_no):
+class SupSigmoid(SigLIP, PanelLoss, function=sup_sigmoid, panel=yes_or_no, check=bias_problem):
     """:func:`sup_sigmoid` with its settings kept; temperature and bias are learnt from the given ones on."""

@@ -13,7 +13,7 @@ from contrastive_zoo.engine.classes import drawn_weights
 from contrastive_zoo.engine.precision import product, wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
-from contrastive_zoo.losses.base import begin, logit_scale, positive_problem, prepared, views_problem
+from contrastive_zoo.losses.base import begin, is_number, logit_scale, positive_problem, prepared, real, views_problem
 from contrastive_zoo.losses.class_loss import Maker
 from contrastive_zoo.world import ALONE, World
 
@@ -73,7 +73,7 @@ def swav(
     unit = F.normalize(wide(replicated(prototypes, process_group=world)), dim=1).to(z.dtype)
     scores = product(z, unit.T).unflatten(0, (len(views), -1))  # view, row, cluster
     codes = [
-        balanced_assignment(x, epsilon=epsilon, iterations=iterations, world=world)
+        balanced_assignment(x, epsilon=real(epsilon), iterations=iterations, world=world)
         for x in scores.detach()[:code_views]
     ]
     predicted = (scale * scores).log_softmax(2)
@@ -81,7 +81,14 @@ def swav(
     return reduce_anchors(torch.stack(losses).mean(0), reduction=reduction, world=world)
 
 
-class SwAV(Maker, function=swav):
+def _settings_problem(epsilon: float, iterations: int, code_views: int, views: int | None = None) -> str | None:
+    if not (is_number(iterations, low=0, whole=True) and is_number(code_views, low=1, high=views, whole=True)):
+        most = "" if views is None else f" <= {views}"
+        return f"iterations >= 0 and 1 <= code_views{most}, got {iterations} and {code_views}."
+    return positive_problem(epsilon=epsilon)
+
+
+class SwAV(Maker, function=swav, check=_settings_problem):
     """:func:`swav` with its prototypes, drawn standard normal, and its settings kept.
 
     Args:
@@ -93,7 +100,7 @@ class SwAV(Maker, function=swav):
     made = ("prototypes",)
 
     def __init__(self, num_prototypes: int, embedding_size: int, **settings: Any) -> None:
-        if num_prototypes < 1 or embedding_size < 1:
+        if not (is_number(num_prototypes, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)):
             raise ValueError(f"SwAV: there are prototypes and features, got {num_prototypes} and {embedding_size}.")
         drawn = drawn_weights(num_prototypes, embedding_size, keep=slice(0, num_prototypes))
         super().__init__(prototypes=nn.Parameter(drawn), **settings)
@@ -105,6 +112,4 @@ def _problem(
 ) -> str | None:
     if prototypes.ndim != 2 or prototypes.shape[1] != views[0].shape[1]:
         return f"prototypes are [clusters, d] with d={views[0].shape[1]} as views, got {list(prototypes.shape)}."
-    if not (iterations >= 0 and 1 <= code_views <= len(views)):
-        return f"iterations >= 0 and 1 <= code_views <= {len(views)}, got {iterations} and {code_views}."
-    return positive_problem(epsilon=epsilon)
+    return _settings_problem(epsilon, iterations, code_views, views=len(views))

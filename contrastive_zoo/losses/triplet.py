@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.engine.passes import largest, marked_columns, smallest
+from contrastive_zoo.losses.base import number_problem, word_problem
 from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, sum_over_positives
 
 Mining = Literal["all", "hard", "semi-hard"]
@@ -34,7 +35,7 @@ class Triplet(FarnessLoss):
         kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's triplets.
 
     Raises:
-        ValueError: an unknown mining, metric or average; at the call as :class:`RowLoss`.
+        ValueError: an unknown mining, metric or average, a margin that is not finite; at the call as :class:`RowLoss`.
 
     Example:
         >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
@@ -56,11 +57,19 @@ class Triplet(FarnessLoss):
         **kept: Any,
     ) -> None:
         super().__init__(metric=metric, **kept)
-        self.mining, self.average = self.known("mining", mining, Mining), self.known("average", average, Average)
-        self.expect(
-            mining != "semi-hard" or margin > 0, f"semi-hard negatives lie within a positive margin, got {margin}."
+        self.margin, self.mining, self.soft, self.average = margin, mining, soft, average
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        least, rule = (
+            (0, "semi-hard negatives lie within a positive margin") if self.mining == "semi-hard" else (None, None)
         )
-        self.margin, self.soft = margin, soft
+        return (
+            super().settings_problem()
+            or word_problem("mining", self.mining, Mining, one_of=True)
+            or word_problem("average", self.average, Average, one_of=True)
+            or number_problem(rule, above=least, margin=self.margin)
+        )
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         far = similarity

@@ -10,7 +10,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import word_problem
+from contrastive_zoo.losses.base import number_problem, word_problem
 from contrastive_zoo.losses.panelwise import Average, PanelLoss, each_positive, over_anchors
 from contrastive_zoo.world import ALONE, World
 
@@ -55,9 +55,7 @@ def tuplet_margin(
     Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/
     Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
     """
-    problem = word_problem("average", average, Average)
-    if not 0 <= margin <= 180:
-        problem = f"margin is an angle of 0 to 180 degrees, got {margin}. The paper's 0.1 rad is 5.73."
+    problem = _settings_problem(margin, average)
     settings: Any = {"temperature": temperature, "margin": margin, "average": average, "reduction": reduction}
     return over_anchors("TupletMargin", _tuples, embeddings, labels, problem=problem, world=world, **settings)
 
@@ -70,5 +68,11 @@ def _tuples(panel: Panel, temperature: Tensor, margin: float, average: Average) 
     return each_positive(cos / temperature, panel, average, of_positives=slack / temperature)
 
 
-class TupletMargin(PanelLoss, function=tuplet_margin, panel=_tuples):
+def _settings_problem(margin: float, average: str) -> str | None:
+    rule, fix = "margin is an angle of 0 to 180 degrees", "The paper's 0.1 rad is 5.73."
+    wrong = number_problem(rule, fix, low=0, high=180, margin=margin)
+    return wrong or word_problem("average", average, Average)
+
+
+class TupletMargin(PanelLoss, function=tuplet_margin, panel=_tuples, check=_settings_problem):
     """:func:`tuplet_margin` with its settings kept."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.losses.base import Loss, begin_views
+from contrastive_zoo.losses.base import Loss, begin_views, number_problem
 from contrastive_zoo.world import ALONE, World
 
 
@@ -44,7 +44,7 @@ def vicreg(
         world: who else holds rows.
 
     Raises:
-        ValueError: an eps that is not positive, or what any :class:`Loss` refuses.
+        ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
@@ -54,8 +54,8 @@ def vicreg(
 
     Source: Bardes et al. 2022, eqs. 1-6, https://arxiv.org/abs/2105.04906
     """
-    problem = None if eps > 0 else f"eps must be positive, got {eps}."
     weights = (invariance, variance, covariance, gamma, eps)
+    problem = _settings_problem(*weights)
     (a, b), shards = begin_views(
         "VICReg", (view1, view2), normalize=False, problem=problem, weights=weights, world=world
     )
@@ -69,5 +69,10 @@ def vicreg(
     return loss
 
 
-class VICReg(Loss, function=vicreg):
+def _settings_problem(invariance: float, variance: float, covariance: float, gamma: float, eps: float) -> str | None:
+    weights = {"invariance": invariance, "variance": variance, "covariance": covariance}
+    return number_problem("eps must be positive", above=0, eps=eps) or number_problem(gamma=gamma, **weights)
+
+
+class VICReg(Loss, function=vicreg, check=_settings_problem):
     """:func:`vicreg` with its settings kept."""

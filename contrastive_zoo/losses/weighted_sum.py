@@ -23,8 +23,8 @@ class WeightedSum(Composition):
         weights: w_k; None is 1 for each, as in pytorch-metric-learning's MultipleLosses.
 
     Raises:
-        ValueError: no losses, a loss from elsewhere, or not as many weights as losses. At the call, on every rank alike:
-            whatever a loss refuses.
+        ValueError: no losses, a loss from elsewhere or a class in place of its instance, or not as many finite weights as
+            losses. At the call, on every rank alike: whatever a loss refuses.
 
     Example:
         >>> import torch

@@ -1,5 +1,6 @@
 """A small training: one loss object, called at every step with other shard sizes, and what each rank measures there."""
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -193,7 +194,7 @@ def _setting(made: Any) -> tuple[nn.Module, str] | None:
     """The first number that a wrapped loss was made with: in whose attribute, and its name."""
     for module in made.loss.modules() if _is_wrapper(made) and isinstance(made.loss, nn.Module) else ():
         for name, x in vars(module).items():
-            if isinstance(x, float) and x != 0 and not name.startswith("_"):
+            if isinstance(x, float) and x != 0 and math.isfinite(x) and not name.startswith("_"):
                 return module, name
     return None
 

@@ -1,6 +1,7 @@
 """Small batches on one process go another way than large ones; the numbers are the same."""
 
 import contextlib
+import math
 from collections.abc import Callable
 
 import pytest
@@ -56,6 +57,31 @@ def test_they_do_go_another_way(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(evaluation, "FEW", -1)
     expected = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
     close(found[1], 2 * expected[1])
+
+
+@pytest.mark.parametrize("bound", [1.0, 1 - 1e-6, 0.6, 0.45, 0.2, 0.101], ids="{} of the bound".format)
+@pytest.mark.parametrize("rows", ["gaussian", "with a zero", "all alike"])
+@pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
+def test_32_bits_hold_the_exponentials_of_few(
+    name: str, rows: str, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exp(1 / t) is finite down to t = 1/88 only: at 1/40 one exponential does, below it the engine has to."""
+    monkeypatch.setattr(evaluation, "FEW", 2**16)
+    t, found = bound / 40, []
+    for dtype in (torch.float32, torch.float64):
+        a, b = (ROWS[rows](7, seed).to(dtype).requires_grad_() for seed in (1, 2))
+        value = LOSSES[name](a, b, temperature=t)
+        found.append([value.detach().double(), *(x.double() for x in torch.autograd.grad(value, (a, b)))])
+    for x, y in zip(*found, strict=True):
+        assert x.isfinite().all()
+        close(x, y, 1e-5)
+
+
+def test_few_end_at_a_temperature_of_1_40(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "FEW", 2**16)
+    for t, few in ((1 / 40, True), (math.nextafter(1 / 40, 0), False)):
+        for temperature in (t, torch.tensor(t, dtype=torch.float64)):
+            assert pairs.are_few_pairs(torch.eye(3), temperature, "rows", "mean", cz.ALONE) == few
 
 
 def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Losses of margins: against their definitions, against pytorch-metric-learning, by hand, over ranks."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -343,12 +344,42 @@ def test_labels_outside_of_the_classes_are_refused(labels: Tensor) -> None:
         Margin(num_classes=3)(torch.eye(2), torch.eye(2))
 
 
+@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+@pytest.mark.parametrize("learnt", [True, False], ids=["learnt", "fixed"])
+@pytest.mark.parametrize("active", ["none", "one anchor's", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_margin_of_classes_counts_beta_where_no_pair_is_active(dtype: torch.dtype) -> None:
-    """Two anchors of one triplet each, ν β = 0.125 of either, and nothing to divide by."""
-    z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], dtype=dtype)
-    loss = Margin(beta=1.25, nu=0.1, num_classes=2)
-    torch.testing.assert_close(loss(z, torch.tensor([0, 0, 1])), torch.tensor(0.25, dtype=dtype))
+def test_margin_of_classes_is_pytorch_metric_learnings(
+    dtype: torch.dtype, active: str, learnt: bool, dense: bool
+) -> None:
+    """With no active pair the mean is 0; with one, all anchors' ν β are over it."""
+    angles = {
+        "none": [0.0, 0.0, math.pi, math.pi],
+        "one anchor's": [0.0, 0.0, 1.4, math.pi],
+        "all": [0.0, 2.0, 0.5, 1.5],
+    }
+    angle = torch.tensor(angles[active], dtype=torch.float64)
+    z = torch.stack([angle.cos(), angle.sin()], 1).to(dtype).requires_grad_()
+    y = torch.tensor([0, 0, 1, 1]) if active != "one anchor's" else torch.tensor([0, 0, 1, 2])
+    settings = {"beta": 1.25, "nu": 0.1, "num_classes": 3, "learn_beta": learnt}
+    ours, theirs = Margin(**settings).to(dtype), losses.MarginLoss(**settings).to(dtype)
+    with cz.dense() if dense else contextlib.nullcontext():
+        found = ours(z, y)
+    expected = theirs(z, y)
+    assert (expected.item() == 0) == (active == "none")
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0, "atol": 1e-10}
+    torch.testing.assert_close(found, expected, **close)
+    gradients = [torch.autograd.grad(x, z, retain_graph=True)[0] for x in (found, expected)]
+    torch.testing.assert_close(*gradients, **close)
+    if learnt:
+        of_beta = torch.autograd.grad(found, ours.beta)[0]
+        wanted = torch.autograd.grad(expected, theirs.beta, allow_unused=True)[0]
+        torch.testing.assert_close(of_beta, torch.zeros_like(of_beta) if wanted is None else wanted, **close)
+
+
+def test_margin_of_classes_does_not_grow_with_the_batch() -> None:
+    """N anchors with N² triplets of which none is active."""
+    z = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat_interleave(20, 0)
+    assert Margin(nu=0.1, num_classes=2)(z, torch.arange(2).repeat_interleave(20)).item() == 0
 
 
 def test_settings_are_shown() -> None:

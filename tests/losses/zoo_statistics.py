@@ -113,8 +113,10 @@ def dense_spectral_contrastive(a: Tensor, b: Tensor, temperature: Any = None) ->
 def dense_align_uniform(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     """As the authors' code writes it, λ = 1."""
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
-    uniform = [torch.pdist(x).pow(2).mul(-2).exp().mean().log() if len(x) > 1 else 0 for x in (a, b)]
-    return (a - b).norm(dim=1).pow(2).mean() + sum(uniform) / 2
+    # by hand: pdist cannot be differentiated twice
+    pairs = [[(x[i] - x[j]).square().sum() for i in range(len(x)) for j in range(i)] for x in (a, b)]
+    uniform = [torch.stack(x).mul(-2).exp().mean().log() for x in pairs if x]
+    return (a - b).norm(dim=1).pow(2).mean() + sum(uniform, torch.zeros(())) / 2
 
 
 def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor:

@@ -1,0 +1,365 @@
+"""Settings: refused when a loss is built and at the call, by every loss, for every number that it takes."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.losses.base import Loss, is_number, number_problem
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, complaint, numbers
+
+N, D = 8, 4
+LABELS = torch.arange(N) % 3
+NAN = math.nan
+
+
+def z(seed: int = 0, *, k: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (numbers(N, k, D, seed=seed) if k else numbers(N, D, seed=seed)).to(dtype)
+
+
+VIEWS = (z(1), z(2))
+LABELLED = (z(1), LABELS)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loss, what it is called with, and of each number that it takes some that it refuses (NaN is among them)."""
+
+    make: Callable[..., Loss]
+    rows: tuple[Tensor, ...]
+    refused: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+    """Settings that others need."""
+
+    def __call__(self, **settings: Any) -> Loss:
+        return self.make(**{**self.given, **settings})
+
+
+def classes(cls: Callable[..., Loss]) -> Callable[..., Loss]:
+    return lambda **settings: cls(3, D, **settings)
+
+
+COLD = (0, 0.0, -0.1, math.inf, -math.inf, "0.1", None, torch.ones(2), torch.tensor(-1.0), np.float32(0))
+ANY = (math.inf, -math.inf, None, "1")
+POSITIVE = (0.0, -1.0, *ANY)
+NOT_NEGATIVE = (-1.0, *ANY)
+T = {"temperature": COLD}
+LEARNT = {"temperature": tuple(x for x in COLD if x is not None)}
+CLASS_SIZES = {"num_classes": (0, 1.5), "embedding_size": (0, 1.5)}
+
+SUBJECTS: dict[str, Subject] = {
+    "AlignUniform": Subject(
+        cz.AlignUniform, VIEWS, {"alpha": (0.5, *ANY), "t": POSITIVE, "uniformity": ANY}
+    ),
+    "Angular": Subject(cz.Angular, LABELLED, {"alpha": (0.0, 90.0, *ANY)}),
+    "ArcFace": Subject(classes(cz.ArcFace), LABELLED, {"margin": (-0.1, 3.2, *ANY), "scale": POSITIVE}),
+    "BarlowTwins": Subject(cz.BarlowTwins, VIEWS, {"lambda_": NOT_NEGATIVE, "eps": POSITIVE}),
+    "Circle": Subject(cz.Circle, LABELLED, {"m": ANY, "gamma": POSITIVE}),
+    "Clip": Subject(cz.Clip, VIEWS, LEARNT),
+    "ClipDistillation": Subject(
+        cz.ClipDistillation, (*VIEWS, z(3), z(4)), {**T, "teacher_temperature": POSITIVE, "weight": (-0.1, 1.1, *ANY)}
+    ),
+    "Contrastive": Subject(
+        cz.Contrastive, LABELLED, {"pos_margin": ANY, "neg_margin": ANY, "power": (0.5, *ANY)}
+    ),
+    "CosFace": Subject(classes(cz.CosFace), LABELLED, {"margin": ANY, "scale": POSITIVE}),
+    "DCL": Subject(cz.DCL, VIEWS, {**T, "sigma": (0.0, -1.0, "1")}),
+    "DCLW": Subject(cz.DCLW, VIEWS, {**T, "sigma": (0.0, -1.0, "1")}),
+    "DINO": Subject(
+        lambda **settings: cz.DINO(D, **settings), (z(1), z(2)),
+        {**T, "teacher_temperature": POSITIVE, "centre_momentum": (-0.1, 1.1, *ANY)},
+    ),
+    "Debiased": Subject(cz.Debiased, VIEWS, {**T, "tau_plus": (-0.1, 1.0, *ANY)}),
+    "FastAP": Subject(cz.FastAP, LABELLED, {"num_bins": (0, 2.5, *ANY)}),
+    "GIST": Subject(cz.GIST, (*VIEWS, z(3), z(4)), {**T, "margin": ANY}),
+    "GeneralizedLiftedStructure": Subject(
+        cz.GeneralizedLiftedStructure, LABELLED, {"pos_margin": ANY, "neg_margin": ANY}
+    ),
+    "HCL": Subject(cz.HCL, VIEWS, {**T, "tau_plus": (-0.1, 1.0, *ANY), "beta": NOT_NEGATIVE}),
+    "InfoNCE": Subject(cz.InfoNCE, VIEWS, T),
+    "LiftedStructure": Subject(cz.LiftedStructure, LABELLED, {"pos_margin": ANY, "neg_margin": ANY}),
+    "MILNCE": Subject(cz.MILNCE, (z(1), z(2, k=2)), T),
+    "MNRL": Subject(cz.MNRL, VIEWS, {**T, "hardness_strength": NOT_NEGATIVE}),
+    "Margin": Subject(cz.Margin, LABELLED, {"margin": ANY, "nu": NOT_NEGATIVE, "beta": (math.inf, -math.inf)}),
+    "Margin, by class": Subject(
+        cz.Margin, LABELLED, {"margin": ANY, "nu": NOT_NEGATIVE, "beta": (math.inf, -math.inf)}, {"num_classes": 3}
+    ),
+    "MultiPositive": Subject(cz.MultiPositive, (*VIEWS, LABELS), T),
+    "MultiSimilarity": Subject(
+        cz.MultiSimilarity, LABELLED,
+        {"alpha": POSITIVE, "beta": POSITIVE, "base": ANY, "epsilon": (math.inf, -math.inf, "1")},
+    ),
+    "NCA": Subject(cz.NCA, LABELLED, T),
+    "NPairs": Subject(cz.NPairs, LABELLED, {**T, "l2": NOT_NEGATIVE}),
+    "NTXent": Subject(cz.NTXent, VIEWS, T),
+    "NormalizedSoftmax": Subject(classes(cz.NormalizedSoftmax), LABELLED, T),
+    "ProxyAnchor": Subject(classes(cz.ProxyAnchor), LABELLED, {"margin": ANY, "alpha": POSITIVE}),
+    "ProxyNCA": Subject(classes(cz.ProxyNCA), LABELLED, T),
+    "RankedList": Subject(
+        cz.RankedList, LABELLED,
+        {
+            "margin": ANY, "alpha": ANY, "t_p": NOT_NEGATIVE, "t_n": NOT_NEGATIVE,
+            "imbalance": (-0.1, 1.1, *ANY), "epsilon": NOT_NEGATIVE,
+        },
+    ),
+    "SINCERE": Subject(cz.SINCERE, LABELLED, T),
+    "SigLIP": Subject(cz.SigLIP, VIEWS, {**LEARNT, "logit_bias": (math.inf, "1")}),
+    "SignalToNoise": Subject(
+        cz.SignalToNoise, LABELLED, {"pos_margin": ANY, "neg_margin": ANY, "power": (0.5, *ANY)}
+    ),
+    "SmoothAP": Subject(cz.SmoothAP, LABELLED, {"temperature": POSITIVE}),
+    "SoftTriple": Subject(
+        classes(cz.SoftTriple), LABELLED, {"la": POSITIVE, "gamma": POSITIVE, "tau": NOT_NEGATIVE, "margin": ANY}
+    ),
+    "SpectralContrastive": Subject(cz.SpectralContrastive, VIEWS, {"mu": (0.0, -1.0, None, "1")}),
+    "SupCon": Subject(cz.SupCon, LABELLED, T),
+    "SupSigmoid": Subject(cz.SupSigmoid, LABELLED, {**LEARNT, "logit_bias": (math.inf, "1")}),
+    "SwAV": Subject(
+        lambda **settings: cz.SwAV(5, D, **settings), VIEWS,
+        {**T, "epsilon": POSITIVE, "iterations": (-1, 1.5, *ANY), "code_views": (0, 1.5, *ANY)},
+    ),
+    "Triplet": Subject(cz.Triplet, LABELLED, {"margin": ANY}),
+    "Triplet, semi-hard": Subject(cz.Triplet, LABELLED, {"margin": POSITIVE}, {"mining": "semi-hard"}),
+    "TupletMargin": Subject(cz.TupletMargin, LABELLED, {**T, "margin": (-1.0, 181.0, *ANY)}),
+    "VICReg": Subject(
+        cz.VICReg, VIEWS, {"invariance": ANY, "variance": ANY, "covariance": ANY, "gamma": ANY, "eps": POSITIVE}
+    ),
+}  # fmt: skip
+CASES = [(name, setting) for name, subject in SUBJECTS.items() for setting in subject.refused]
+SPEAKS_AS = {"Clip": "InfoNCE", "DCLW": "DCL"}
+"""Whose function is called."""
+MADE_ONCE = {"SwAV": ("num_prototypes", "embedding_size"), "DINO": ("out_dim",)}
+"""Sizes, which are no attributes of consequence afterwards."""
+
+
+def said_by(make: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError, match=r"^\w+: .*\w") as raised:
+        make()
+    return str(raised.value)
+
+
+def kind_of(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def set_later(loss: Loss, setting: str, value: Any) -> None:
+    """As a schedule would, or a training that has diverged."""
+    held = getattr(loss, setting)
+    if isinstance(held, nn.Parameter):
+        held.data.fill_(value)
+    elif isinstance(held, nn.Module):
+        held.log_scale.data.fill_(value)
+    else:
+        setattr(loss, setting, value)
+
+
+def test_all_numbers_of_all_losses_are_in_the_table() -> None:
+    losses = {name: x for name in cz.__all__ if inspect.isclass(x := getattr(cz, name)) and issubclass(x, Loss)}
+    bases = {"RowLoss", "ClassLoss", "CrossBatchMemory", "Matryoshka", "WeightedSum"}
+    assert losses.keys() - bases == {kind_of(name) for name in SUBJECTS}
+    for name, cls in losses.items():
+        parameters = inspect.signature(cls).parameters.values()
+        of_numbers = {x.name for x in parameters if isinstance(x.default, float) or type(x.default) is int}
+        tested = {
+            setting for other, subject in SUBJECTS.items() if kind_of(other) == name for setting in subject.refused
+        }
+        if name not in bases:
+            assert of_numbers - tested <= {"sub_centers"}, name
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_what_makes_no_sense_is_refused_when_built(name: str, setting: str) -> None:
+    subject = SUBJECTS[name]
+    for value in (NAN, np.float64(NAN), *subject.refused[setting]):
+        said = said_by(lambda value=value: subject(**{setting: value}))  # type: ignore[misc]
+        assert said.startswith(f"{kind_of(name)}: "), said
+        assert "got" in said, said
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_what_makes_no_sense_is_refused_at_the_call(name: str, setting: str) -> None:
+    subject = SUBJECTS[name]
+    for value in (NAN, *(x for x in subject.refused[setting] if isinstance(x, float))):
+        loss = subject().double()
+        if isinstance(getattr(loss, setting), nn.Module) and not math.isnan(value):
+            continue  # a learnt temperature is an exponential, which is positive
+        set_later(loss, setting, value)
+        said = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]
+        assert said.startswith(f"{SPEAKS_AS.get(name, kind_of(name))}: "), said
+        assert loss.settings_problem() is not None or isinstance(getattr(loss, setting), nn.Module) or name == "DINO"
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_words_are_refused_when_built_and_at_the_call(name: str) -> None:
+    subject = SUBJECTS[name]
+    words = [x for x, held in vars(subject()).items() if isinstance(held, str) and x[0] != "_"]
+    for word in words:
+        said = said_by(lambda word=word: subject(**{word: "other"}))  # type: ignore[misc]
+        assert said.startswith(f"{kind_of(name)}: {word} "), said
+        loss = subject().double()
+        setattr(loss, word, "other")
+        at_call = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]
+        assert at_call.partition(":")[2] == said.partition(":")[2]
+
+
+def test_sizes_are_refused_when_built() -> None:
+    for name, sizes in {**MADE_ONCE, "CosFace": ("num_classes", "embedding_size", "sub_centers")}.items():
+        good = dict.fromkeys(sizes, 2)
+        for size in sizes:
+            for value in (0, 1.5, NAN, "2"):
+                assert said_by(lambda: getattr(cz, name)(**{**good, size: value})).startswith(f"{name}: ")  # noqa: B023
+    for value in (0, 2.5, NAN, "2"):
+        assert "num_classes is 1 or more" in said_by(lambda: cz.Margin(num_classes=value))  # noqa: B023
+        assert "at least 1" in said_by(lambda: cz.MemoryQueue(value, 3))  # noqa: B023
+        assert "at least 1" in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))  # noqa: B023
+    assert "not symmetric" in said_by(lambda: cz.InfoNCE(in_batch_negatives=False, symmetric=True))
+    assert "initial temperature" in said_by(lambda: cz.LearnableTemperature(math.inf))
+    assert "max_scale=nan" in said_by(lambda: cz.LearnableTemperature(0.1, max_scale=NAN))
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf])
+def test_weights_of_compositions_are_finite(value: float) -> None:
+    pair = [cz.NTXent(), cz.InfoNCE()]
+    assert "weights must be finite" in said_by(lambda: cz.WeightedSum(pair, weights=[1.0, value]))
+    assert "weights must be finite" in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, 2), weights=[1.0, value]))
+    loss = cz.WeightedSum(pair)
+    loss.weights = (1.0, value)
+    assert said_by(lambda: loss(*VIEWS)).startswith("WeightedSum: weights must be finite")
+
+
+def test_what_a_setting_may_be_is_left() -> None:
+    assert cz.SpectralContrastive(mu=math.inf)(*VIEWS).isfinite()
+    assert cz.DCL(sigma=math.inf)(*VIEWS).isfinite()
+    assert cz.Triplet(margin=-0.5)(*LABELLED).isfinite()
+    assert cz.MultiSimilarity(epsilon=0.1)(*LABELLED).isfinite()
+    close(cz.NTXent(temperature=1)(*VIEWS), cz.NTXent(temperature=1.0)(*VIEWS))
+
+
+def test_bounds_in_words() -> None:
+    assert number_problem(margin=NAN) == "margin must be finite, got nan."
+    assert number_problem(low=0, tau=-1) == "tau must be at least 0 and finite, got -1."
+    assert number_problem(low=1, whole=True, k=1.5) == "k must be at least 1 and an integer, got 1.5."
+    assert number_problem(beta=torch.tensor([1.0, NAN])) == "beta must be finite, got [1.0, nan]."
+    assert number_problem(finite=False, mu=math.inf) is None
+    assert is_number(torch.empty(3, device="meta"))
+    assert not is_number(1, above=1)
+    assert not is_number(1, below=1)
+
+
+def test_losses_are_built_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        assert all(x.is_meta for make in (cz.SigLIP, cz.Margin, cz.Clip) for x in make().parameters())
+
+
+# --------------------------------------------------------------------------------------------------- kinds of numbers
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, np.int64, int], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    ("name", "setting"), [x for x in CASES if x[1] not in ("iterations", "code_views", "num_bins")]
+)
+def test_numbers_of_numpy_and_integers_are_numbers(name: str, setting: str, kind: Any) -> None:
+    """Also where they are set later, and where the function is called by itself."""
+    subject = SUBJECTS[name]
+    whole = 0 if setting == "tau_plus" else 1
+    number = kind(whole) if kind in (np.int64, int) or setting in ("alpha", "power") else kind(0.3)
+    plain = float(number)
+
+    def value(**settings: Any) -> Tensor:
+        torch.manual_seed(0)
+        return subject(**settings).double().eval()(*subject.rows)
+
+    expected = value(**{setting: plain}).detach()
+    close(value(**{setting: number}).detach(), expected)
+    torch.manual_seed(0)
+    loss = subject().double().eval()
+    if not isinstance(getattr(loss, setting), (nn.Module, nn.Parameter)):
+        setattr(loss, setting, number)
+        close(loss(*subject.rows).detach(), expected)
+        assert not isinstance(getattr(loss, setting), np.generic)
+    if "function" in vars(type(loss)) and setting in loss.settings():
+        rest = {k: x for k, x in loss.settings().items() if k != setting}
+        close(type(loss).function(*subject.rows, **rest, **{setting: number}).detach(), expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, subject in SUBJECTS.items() if subject.refused.get("temperature") == COLD]
+)
+@pytest.mark.parametrize("few", [-1, 2**16], ids=["engine", "few"])
+def test_a_learnt_temperature_may_have_one_dimension(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP shards no other. In float32 rows, a parameter of 64 bits raises nothing."""
+    monkeypatch.setattr("contrastive_zoo.engine.evaluation.FEW", few)
+    subject, found = SUBJECTS[name], []
+    for shape in ((), (1,)):
+        t = torch.full(shape, 0.3, dtype=torch.float64, requires_grad=True)
+        torch.manual_seed(0)
+        value = subject(temperature=t)(*(x.float() if x.is_floating_point() else x for x in subject.rows))
+        assert (value.shape, value.dtype) == ((), torch.float32)
+        found.append([value.detach(), torch.autograd.grad(value, t)[0].reshape(())])
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+# ------------------------------------------------------------------------------------------------------ kinds of rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("name", [name for name, x in SUBJECTS.items() if any(y is LABELS for y in x.rows)])
+def test_labels_of_any_integer_dtype(name: str, dtype: torch.dtype) -> None:
+    subject = SUBJECTS[name]
+    labels = LABELS % 2
+    loss = subject().double()
+    *rows, _ = subject.rows
+    close(loss(*rows, labels.to(dtype)).detach(), loss(*rows, labels).detach())
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_loss_in_64_bits_takes_rows_of_32(name: str) -> None:
+    subject = SUBJECTS[name]
+    rows = [x.float() if x.is_floating_point() else x for x in subject.rows]
+    torch.manual_seed(0)
+    loss = subject().double()
+    value = loss(*rows)
+    assert value.dtype == torch.float32
+    torch.manual_seed(0)
+    assert value.item() == pytest.approx(subject()(*rows).item(), rel=1e-4, abs=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------- ranks
+
+
+def test_a_setting_spoilt_on_one_rank_is_said_on_all(worlds: Worlds) -> None:
+    def bad() -> None:
+        loss = cz.Triplet()
+        loss.margin = NAN if dist.get_rank() else 0.1
+        cz.DistributedLoss(loss)(*LABELLED)
+
+    said, _ = complaint(
+        worlds, 2, bad, lambda: cz.DistributedLoss(cz.Triplet(), check_distinct=False)(*LABELLED).item()
+    )
+    assert said == "Triplet: rank 1: margin must be finite, got nan."
+
+
+# -------------------------------------------------------------------------------------- classes in place of instances
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cz.WeightedSum([cz.NTXent(), cz.SupCon]),
+        lambda: cz.Matryoshka(cz.SupCon, (1, 2)),
+        lambda: cz.CrossBatchMemory(cz.SupCon, 8, D),
+    ],
+    ids=["WeightedSum", "Matryoshka", "CrossBatchMemory"],
+)
+def test_a_class_is_no_loss(make: Callable[[], Any]) -> None:
+    assert said_by(make).endswith(": pass an instance, SupCon(...), not the class SupCon.")
