@@ -70,7 +70,8 @@ class DistributedLoss(nn.Module):
         mode: how a foreign loss is computed: ``"replicated"``, by every rank on all rows, or ``"sharded"``, by each
             rank for its own anchors, which pytorch-metric-learning's losses of pairs and triplets allow.
         prefer_native: take this library's loss in place of a foreign one (and its miner) that it expresses exactly; where
-            there is none, ``loss`` itself.
+            there is none, ``loss`` itself. It is called as the foreign one is. A call with ``indices_tuple`` or reference
+            rows, which this library's losses do not take, is computed by the foreign one, with the weights learnt here.
         process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
             the call.
         grad_reduction: what the trainer does with the ranks' gradients. ``"mean"``: DDP, FSDP, Lightning, Accelerate,
@@ -130,10 +131,9 @@ class DistributedLoss(nn.Module):
             raise ValueError("DistributedLoss: this loss is distributed already; wrap the bare one, once.")
         if (problem := _towers_problem(_bare(loss))) is not None:
             raise ValueError(f"DistributedLoss: {problem}")
-        self._asked_as: inspect.Signature | None = None
+        self._asked: Any = None  # the foreign loss and its miner in whose place this library's stands
         if prefer_native:
-            asked, (loss, miner) = loss, _native(loss, miner)
-            self._asked_as = None if loss is asked else signature(_bare(asked))
+            loss, miner, self._asked = _native(loss, miner)
         if miner is not None and isinstance(_bare(loss), Loss):
             raise ValueError(
                 f"DistributedLoss: {type(_bare(loss)).__name__} weighs all pairs itself and takes no miner's indices. "
@@ -173,22 +173,31 @@ class DistributedLoss(nn.Module):
         bare = _bare(self.loss)
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
         world = World.of(self.process_group, check_finite=check_finite, ring=self.ring)
+        loss, miner, room, settings = self.loss, self.miner, self._room, {}
         try:
-            if self._asked_as is not None:
-                rows, named_rows = self._labelled(self._asked_as.bind(*rows, **named_rows).arguments, world), {}
-            takes = signature(bare)
+            if self._asked is not None:
+                asked = signature(self._asked.loss).bind(*rows, **named_rows).arguments
+                native = self._asked.native_arguments(asked)
+                # whether a rank falls back is compared, so that all compute the same function
+                settings["arguments"] = ", ".join(name for name, x in asked.items() if x is not None)
+                if native is None or (world.size == 1 and 0 in map(_count, native)):
+                    loss, miner = self._asked.with_weights_of(bare), self._asked.miner
+                    room = self._room if self._few_rows and bare.can_be_replicated({}) else 0  # as a native call has it
+                else:
+                    rows, named_rows = native, {}
+            takes = signature(bare if loss is self.loss else self._asked.loss)
             # a miner's indices come later, also where the loss insists on them
-            bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
+            bound = (takes.bind if miner is None else takes.bind_partial)(*rows, **named_rows)
         except TypeError as error:
             if world.size == 1:
-                return self.loss(*rows, **named_rows)  # says so in its own words
+                return (self.loss if self._asked is None else self._asked.loss)(*rows, **named_rows)  # in its own words
             # this rank alone may have forgotten an argument; the others would wait for it
             refuse(_name(bare), f"{error}.", world=world)
         if getattr(bare, "sharded", False) and self.grad_reduction == "sum":
             bare.shard_gradient_scale = world.size  # no trainer adds up what each rank holds for itself
-        with agreeing(self._known, grad_reduction=self.grad_reduction, mode=self.mode) as agreement:
-            if not isinstance(bare, Loss):
-                value = self._foreign(bound, world)
+        with agreeing(self._known, grad_reduction=self.grad_reduction, mode=self.mode, **settings) as agreement:
+            if not isinstance(bare, Loss) or loss is not self.loss:
+                value = self._foreign(bound, world, loss, miner, room)
             elif world.size > 1 and self._few_rows and bare.can_be_replicated(bound.arguments):
                 value = self._on_every_rank(bound, world)
             else:
@@ -199,37 +208,29 @@ class DistributedLoss(nn.Module):
             value = tree_map(lambda x: scale_gradient(x, 1 / world.size), value)
         return value
 
-    def _labelled(self, arguments: Mapping[str, Any], world: World) -> tuple[Any, ...]:
-        """What the loss in another's place takes of the other's arguments."""
-        further = {name: x for name, x in arguments.items() if name in _FURTHER}
-        if given := [name for name, x in further.items() if x is not None]:
-            name = _name(_bare(self.loss))
-            refuse(name, f"takes no {' or '.join(given)}. Leave them out, or prefer_native=True.", world=world)
-        return tuple(x for name, x in arguments.items() if name not in further)
-
     def _on_every_rank(self, bound: inspect.BoundArguments, world: World) -> Any:
         """An own loss on all rows by every rank alike: one message or two, which few rows are sooner done with."""
         name = _name(_bare(self.loss))
         bound.arguments = self._gathered(Brought.meet(name, bound.arguments, world=world, room=self._room), world)
         return self.loss(*bound.args, **bound.kwargs, world=World(check_finite=False))
 
-    def _foreign(self, bound: inspect.BoundArguments, world: World) -> Any:
+    def _foreign(self, bound: inspect.BoundArguments, world: World, loss: Any, miner: Any, room: int) -> Any:
         """A loss from elsewhere; on one process with its arguments as they are."""
         name, last = _name(_bare(self.loss)), self._last_value()
-        problem = self._indices_problem(bound.arguments, world)
+        problem = _indices_problem(bound.arguments, miner, world)
         if world.size == 1:
             if problem is not None:
                 refuse(name, problem, world=world)
-            return self._computed(bound)
+            return _computed(loss, miner, bound)
         problem = problem or unequal_problem(bound.arguments)
-        brought = Brought.meet(name, bound.arguments, world=world, problem=problem, last_value=last, room=self._room)
-        if self.mode == "sharded":
+        brought = Brought.meet(name, bound.arguments, world=world, problem=problem, last_value=last, room=room)
+        if self.mode == "sharded" and self._asked is None:
             sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
-            return sharded(self.loss, self.miner, _scaled(bound.arguments, world), brought.shards, world)
+            return sharded(loss, miner, _scaled(bound.arguments, world), brought.shards, world)
         # computed on all rows by every rank alike, so that each holds the complete gradient
         bound.arguments = self._gathered(brought, world)
         with one_stream(world, brought.device):
-            value = self._computed(bound)
+            value = _computed(loss, miner, bound)
         self._remember(value)
         return value
 
@@ -237,23 +238,6 @@ class DistributedLoss(nn.Module):
         """Everybody's arguments; next time as many rows may come along with the sizes."""
         self._room = brought.room
         return brought.gathered(world)
-
-    def _computed(self, bound: inspect.BoundArguments) -> Any:
-        if self.miner is not None:
-            bound.arguments["indices_tuple"] = self.miner(*mined(bound.arguments))
-        return self.loss(*bound.args, **bound.kwargs)
-
-    def _indices_problem(self, arguments: Mapping[str, Any], world: World) -> str | None:
-        indices = arguments.get("indices_tuple")
-        if indices is not None and self.miner is not None:
-            return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
-        if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
-            return (
-                "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
-                "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner); or mine by "
-                "DistributedMiner(miner), and pass on what it returns as it is."
-            )
-        return None
 
     def _remember(self, value: Any) -> None:
         """Keep the value for the next meeting, if its turn has come."""
@@ -288,6 +272,29 @@ class DistributedLoss(nn.Module):
         """The bare loss if this is one of its public attributes."""
         bare = _bare(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
         return None if name.startswith("_") or not hasattr(bare, name) else bare
+
+
+def _computed(loss: Any, miner: Any, bound: inspect.BoundArguments) -> Any:
+    if miner is not None:
+        bound.arguments["indices_tuple"] = miner(*mined(bound.arguments))
+    return loss(*bound.args, **bound.kwargs)
+
+
+def _indices_problem(arguments: Mapping[str, Any], miner: Any, world: World) -> str | None:
+    indices = arguments.get("indices_tuple")
+    if indices is not None and miner is not None:
+        return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
+    if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
+        return (
+            "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
+            "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner); or mine by "
+            "DistributedMiner(miner), and pass on what it returns as it is."
+        )
+    return None
+
+
+def _count(rows: Any) -> int | None:
+    return len(rows) if isinstance(rows, Tensor) and rows.ndim else None
 
 
 _LITTLE, _BESIDES = 2**28, 64
@@ -450,15 +457,16 @@ def _towers_problem(loss: Any) -> str | None:
     return None
 
 
-def _native(loss: Any, miner: Any) -> tuple[Any, Any]:
-    """This library's loss in place of a foreign one with its miner, where it is the same function."""
+def _native(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
+    """This library's loss in place of a foreign one with its miner, where it is the same function; and the two."""
     if isinstance(_bare(loss), Loss):
-        return loss, miner
+        return loss, miner, None
     # by name: the core does not know the adapters, and imports them only where they are asked for
     try:
-        return importlib.import_module("contrastive_zoo.adapters.pml_native").to_native(loss, miner), None
+        native, asked = importlib.import_module("contrastive_zoo.adapters.pml_native").asked(loss, miner)
     except ValueError:  # says why there is none
-        return loss, miner
+        return loss, miner, None
+    return native, None, asked
 
 
 def _bare(loss: Any) -> Any:
