@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from contrastive_zoo.collectives import gather_together, packed, room_for
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import Function, uncompiled
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import Known, Luggage, agreeing, meet, refuse, refuse_empty
@@ -483,7 +483,7 @@ def _path(path: Any) -> str:
     return keystr(path)[2:].replace("']", "", 1)
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _ScaleGradient(Function):
     """y = x;  dx = factor · dy."""
 
     @staticmethod

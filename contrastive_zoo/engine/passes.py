@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.evaluation import is_dense
 from contrastive_zoo.engine.precision import without_autocast
 
@@ -50,7 +51,7 @@ def dot_products(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -
     return anchors @ columns.T if is_dense() else _mark(_DotProducts.apply(anchors, columns), columns)
 
 
-class _DotProducts(torch.autograd.Function):
+class _DotProducts(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, columns: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def euclidean(
 _ROUNDING = 8
 
 
-class _Euclidean(torch.autograd.Function):
+class _Euclidean(Function):
     """da_i = Σ_j w_ij (a_i − b_j), db_j = Σ_i w_ij (b_j − a_i);  w = dD / D, or 2 dD of the square, 0 where D is."""
 
     @staticmethod
@@ -177,7 +178,7 @@ def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Te
     return x.masked_fill(~where & some[:, None], -torch.inf).logsumexp(1).where(some, -torch.inf)
 
 
-class _LogSumExp(torch.autograd.Function):
+class _LogSumExp(Function):
     """dx = softmax(x) dy, made already in the forward pass: the largest softmax is exp(largest x − y)."""
 
     @staticmethod
@@ -230,7 +231,7 @@ def _extreme(x: Tensor, where: Tensor, sign: int, first: bool) -> Tensor:
     return (marked.amax(1) if sign < 0 else marked.amin(1)).where(some, nothing)
 
 
-class _Extreme(torch.autograd.Function):
+class _Extreme(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, where: Tensor, sign: int, first: bool, pairs: bool) -> Tensor:
         marked = _others_beyond(x, where, sign * _beyond(x))

@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from contrastive_zoo.compiling import Function
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -41,7 +43,7 @@ def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return _Rounded.apply(x, dtype) if is_narrow(dtype) else x
 
 
-class _Rounded(torch.autograd.Function):
+class _Rounded(Function):
     """dx = dy, which is not rounded."""
 
     @staticmethod
@@ -101,7 +103,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return found
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

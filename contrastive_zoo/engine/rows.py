@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine import evaluation
 from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, is_dense, once
 from contrastive_zoo.engine.malloc import keep_freed_memory
@@ -176,7 +177,7 @@ class _OnPanel(nn.Module):
         return on_panel(panel)
 
 
-class _SumOverAnchors(torch.autograd.Function):
+class _SumOverAnchors(Function):
     @staticmethod
     @without_autocast
     def forward(
