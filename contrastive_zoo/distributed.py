@@ -19,6 +19,7 @@ from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.meeting import Known, Luggage, agreeing, meet, refuse, refuse_empty
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.world import Processes, Shards, World
+from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
@@ -30,6 +31,7 @@ FIRST_VALUES, EVERY_NTH_VALUE = 8, 64
 """Which of a foreign loss's values are compared between ranks: the first ones, and then now and again."""
 
 
+_SELF = "DistributedLoss"
 _FURTHER = ("indices_tuple", "ref_emb", "ref_labels")
 
 
@@ -87,8 +89,9 @@ class DistributedLoss(nn.Module):
             memory does not grow with the number of ranks, and columns travel twice.
 
     Raises:
-        ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, or is distributed already; a
-            miner for a loss that takes no ``indices_tuple``. At the call, if there are several ranks, on every rank alike:
+        ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
+            already, or holds a loss or miner that is (pytorch-metric-learning's own wrapper is taken off where it is
+            outermost, and a DistributedMiner that is given as the miner); a miner for a loss that takes no ``indices_tuple``. At the call, if there are several ranks, on every rank alike:
             ranks that bring different arguments, widths, dtypes or ``grad_reduction``, arguments that the loss does not
             take, labels that are not one per row, NaN or infinite rows, no rows at all, indices mined on one rank's rows
             only or given although there is a miner, or a last value that came out differently on some rank.
@@ -125,6 +128,7 @@ class DistributedLoss(nn.Module):
             )
         if mode not in ("replicated", "sharded"):
             raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
+        loss, miner = unwrapped_loss(_SELF, loss), unwrapped_miner(_SELF, miner, process_group=process_group)
         if not callable(loss):
             raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
         if isinstance(_bare(loss), DistributedLoss):
