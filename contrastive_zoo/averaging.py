@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.collectives import mean_over_ranks, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.session import meet
+from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, World
 
 BUCKET_BYTES = 25 * 2**20
@@ -28,7 +28,9 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         process_group: whose ranks; None is the default group at the time of the call.
 
     Raises:
-        ValueError: ranks whose modules differ in the names, shapes or dtypes of their parameters.
+        ValueError: on every rank alike: ranks whose modules differ in the names, shapes or dtypes of their parameters,
+            something else than a module, such as ``model.parameters()``, or parameters that are DTensors (FSDP's), whose
+            own trainer reduces them.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -38,6 +40,8 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         tensor([[1., 1.]])
     """
     world = World.of(process_group)
+    if (problem := _module_problem(module)) is not None:
+        refuse("average_gradients", problem, world=world)
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = list(named.values())
     kinds = {name: kind(parameter) for name, parameter in named.items()}
@@ -51,12 +55,25 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         for bucket in _buckets(touched):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([gradient.flatten() for gradient in gradients])
-            flat = sum_over_ranks(flat, gradient="complete", world=world) / world.size
-            parts = flat.split([p.numel() for p in bucket])
+            parts = mean_over_ranks(flat, world).split([p.numel() for p in bucket])
             for parameter, mean in zip(bucket, parts, strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(mean.view_as(parameter))
+
+
+def _module_problem(module: object) -> str | None:
+    """What is wrong with what is to be averaged, in words; None if nothing is."""
+    if not isinstance(module, nn.Module):
+        return f"a module is averaged, got {type(module).__name__}. Pass the model itself, average_gradients(model)."
+    names = [name for name, x in module.named_parameters() if x.requires_grad and hasattr(x, "device_mesh")]
+    if names:
+        return (
+            f"{len(names)} parameters are DTensors ({names[0]}), of which this rank holds a part. FSDP reduces their "
+            "gradients itself during backward(): leave average_gradients out. For parameters that are parallel "
+            "otherwise, average x.grad.to_local() over the ranks that hold the same part."
+        )
+    return None
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[Tensor]]:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo._compat import reduce_scatter_single
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import Function, uncompiled
 from contrastive_zoo.session import Session, meet
 from contrastive_zoo.world import Processes, Shards, World
 
@@ -112,8 +112,8 @@ def scatters_sums(shards: Shards, world: World) -> bool:
     return world.on_accelerators and len(set(shards.sizes)) == 1
 
 
-def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """My slice of the sum of everybody's [N, …].
+def add_up_rows(rows: Tensor, shards: Shards, world: World, *, over: int = 1) -> Tensor:
+    """My slice of the sum of everybody's [N, …], divided by ``over`` in at least 32 bits: a mean fits where a sum does not.
 
     A reduce-scatter where the backend has one of its own and slices are even, as NCCL does: it needs no room for what
     every rank sends. Otherwise an all-to-all and a local sum in rank order: the same bytes, for uneven slices too, and
@@ -126,10 +126,11 @@ def add_up_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
         everybody = rows.to(wide).contiguous()
         mine = everybody.new_empty(shards.size, *rows.shape[1:])
         reduce_scatter_single(mine, everybody, group=world.group)
-        return mine.to(rows.dtype)
+        return (mine if over == 1 else mine / over).to(rows.dtype)
     parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
     parts = parts.view(world.size, shards.size, *rows.shape[1:])
-    return parts.sum(0, dtype=wide).to(rows.dtype)
+    total = parts.sum(0, dtype=wide)
+    return (total if over == 1 else total / over).to(rows.dtype)
 
 
 def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Tensor:
@@ -170,7 +171,7 @@ def _reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
 # ------------------------------------------------------------------------------------------- forward and its adjoint
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(Function):
     """y_r = Σ_s x_s on every rank r;  dx_s = Σ_r dy_r."""
 
     @staticmethod
@@ -190,7 +191,7 @@ class _AllReduce(torch.autograd.Function):
         return _to_sources(dy, ctx), None, None, None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(Function):
     """y_dst = Σ_s x_s, zero elsewhere;  dx_s = dy_dst."""
 
     @staticmethod
@@ -209,7 +210,7 @@ class _Reduce(torch.autograd.Function):
         return _to_sources(_Broadcast.apply(dy, ctx.dst, ctx.world), ctx), None, None, None
 
 
-class _Broadcast(torch.autograd.Function):
+class _Broadcast(Function):
     """y_r = x_src on every rank r;  dx_src = Σ_r dy_r, zero elsewhere."""
 
     @staticmethod
@@ -224,7 +225,7 @@ class _Broadcast(torch.autograd.Function):
         return _Reduce.apply(dy, ctx.src, "sum", ctx.world), None, None
 
 
-class _AllGather(torch.autograd.Function):
+class _AllGather(Function):
     """Y_r = [x_0; …; x_{W−1}] on every rank r;  dx_s = Σ_r (slice s of dY_r)."""
 
     @staticmethod
@@ -239,7 +240,7 @@ class _AllGather(torch.autograd.Function):
         return _ReduceScatter.apply(dy, ctx.shards, ctx.world), None, None, None
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(Function):
     """y = the gathered x of all ranks, from which every rank computes the same;  dx = factor · this rank's slice of dy."""
 
     @staticmethod
@@ -309,7 +310,7 @@ def _unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards])
     return [_from_bytes(torch.cat(parts), x) for parts, x in zip(found, rows, strict=True)]
 
 
-class _OwnSlice(torch.autograd.Function):
+class _OwnSlice(Function):
     """y_r = slice r of X, which every rank holds;  dX = [dy_0; …; dy_{W−1}] on every rank."""
 
     @staticmethod
@@ -322,20 +323,21 @@ class _OwnSlice(torch.autograd.Function):
         return _AllGather.apply(dy, ctx.shards, "complete", ctx.world), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    """y_r = Σ_s (slice r of X_s);  dX_s = [dy_0; …; dy_{W−1}]."""
+class _ReduceScatter(Function):
+    """y_r = Σ_s (slice r of X_s) / over;  dX_s = [dy_0; …; dy_{W−1}] / over."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, shards: Shards, world: World) -> Tensor:
-        ctx.shards, ctx.world = shards, world
-        return add_up_rows(rows.detach(), shards, world)
+    def forward(ctx: Any, rows: Tensor, shards: Shards, world: World, over: int = 1) -> Tensor:
+        ctx.shards, ctx.world, ctx.over = shards, world, over
+        return add_up_rows(rows.detach(), shards, world, over=over)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllGather.apply(dy, ctx.shards, "partial", ctx.world), None, None
+        dx = _AllGather.apply(dy, ctx.shards, "partial", ctx.world)
+        return dx if ctx.over == 1 else dx / ctx.over, None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     """Y_dst = [x_0; …; x_{W−1}], no rows elsewhere;  dx_s = slice s of dY_dst."""
 
     @staticmethod
@@ -350,7 +352,7 @@ class _Gather(torch.autograd.Function):
         return _Scatter.apply(dy, ctx.dst, ctx.shards, ctx.world), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(Function):
     """y_r = slice r of X_src;  dX_src = [dy_0; …; dy_{W−1}], zero elsewhere."""
 
     @staticmethod
@@ -368,7 +370,7 @@ class _Scatter(torch.autograd.Function):
         return dx, None, None, None
 
 
-class _Replicated(torch.autograd.Function):
+class _Replicated(Function):
     """y_r = x, which every rank holds already;  dx = Σ_r dy_r on every rank."""
 
     @staticmethod
@@ -393,7 +395,7 @@ def _to_sources(dy: Tensor, ctx: Any) -> Tensor:
     return dy * ctx.saved_tensors[0] if ctx.op in ("max", "min") else dy
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _ScaleGradient(Function):
     """y = x;  dx = factor · dy."""
 
     @staticmethod
@@ -421,6 +423,16 @@ def scale_gradient(x: Any, factor: float) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------- public names
+
+
+def mean_over_ranks(x: Tensor, world: World) -> Tensor:
+    """The mean of all ranks' x, without gradient, for those who have met already; divided in at least 32 bits.
+
+    Example:
+        >>> mean_over_ranks(torch.tensor(2.0), World())
+        tensor(2.)
+    """
+    return x if world.size == 1 else _reduced_everywhere(x, "mean", world)
 
 
 def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
@@ -577,8 +589,7 @@ def reduce_scatter(
         problem = _NO_ROWS
     _agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
     rows = _averageable(rows, op)
-    mine = rows if world.size == 1 else _ReduceScatter.apply(rows, shards, world)
-    return mine / world.size if op == "mean" else mine
+    return rows if world.size == 1 else _ReduceScatter.apply(rows, shards, world, world.size if op == "mean" else 1)
 
 
 @uncompiled

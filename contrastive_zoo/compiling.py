@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -31,3 +31,26 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return run
+
+
+class Function(torch.autograd.Function):
+    """A function with a backward pass of its own, at which a graph that is being compiled breaks off, too.
+
+    A step that calls ``backward()`` inside of what is compiled is traced through it, wherever the forward pass ran.
+
+    Example:
+        >>> class Doubled(Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x
+        ...     @staticmethod
+        ...     def backward(ctx, dy):
+        ...         return 2 * dy
+        >>> Doubled.apply(torch.ones(1))
+        tensor([2.])
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "backward" in vars(cls):
+            cls.backward = staticmethod(uncompiled(cls.backward))  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from contrastive_zoo.session import (
     tolerance,
 )
 from contrastive_zoo.world import Processes, Shards, World
+from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
@@ -71,7 +72,8 @@ class DistributedLoss(nn.Module):
         mode: how a foreign loss is computed: ``"replicated"``, by every rank on all rows, or ``"sharded"``, by each
             rank for its own anchors, which pytorch-metric-learning's losses of pairs and triplets allow.
         prefer_native: take this library's loss in place of a foreign one (and its miner) that it expresses exactly; where
-            there is none, ``loss`` itself.
+            there is none, ``loss`` itself. It is called as the foreign one is. A call with ``indices_tuple`` or reference
+            rows, which this library's losses do not take, is computed by the foreign one, with the weights learnt here.
         process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
             the call.
         grad_reduction: what the trainer does with the ranks' gradients. ``"mean"``: DDP, FSDP, Lightning, Accelerate,
@@ -89,10 +91,13 @@ class DistributedLoss(nn.Module):
             memory does not grow with the number of ranks, and columns travel twice.
 
     Raises:
-        ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, or is distributed already; a
-            miner for a loss that takes no ``indices_tuple``. At the call, if there are several ranks, on every rank alike:
-            ranks that bring different arguments, widths, dtypes or ``grad_reduction``, arguments that the loss does not
-            take, labels that are not one per row, NaN or infinite rows, no rows at all, indices mined on one rank's rows
+        ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
+            already, or holds a loss or miner that is (pytorch-metric-learning's own wrapper is taken off where it is
+            outermost, and a DistributedMiner that is given as the miner); a miner for a loss that takes no
+            ``indices_tuple``; ``ring`` for a loss that gathers all candidates. At the call, if there are several ranks, on
+            every rank alike: ranks that differ in the class of the loss, in any of its settings, in this wrapper's options,
+            in their arguments, widths, dtypes or parameters; arguments that the loss does not take, labels that are not one
+            per row, NaN or infinite rows, no rows at all, the same rows on every rank, indices mined on one rank's rows
             only or given although there is a miner, or a last value that came out differently on some rank.
 
     Example:
@@ -129,16 +134,17 @@ class DistributedLoss(nn.Module):
             )
         if mode not in ("replicated", "sharded"):
             raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
+        loss = unwrapped_loss("DistributedLoss", loss)
+        miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
         if not callable(loss):
             raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
         if isinstance(_bare(loss), DistributedLoss):
             raise ValueError("DistributedLoss: this loss is distributed already; wrap the bare one, once.")
         if (problem := _towers_problem(_bare(loss))) is not None:
             raise ValueError(f"DistributedLoss: {problem}")
-        self._asked_as: inspect.Signature | None = None
+        self._asked: Any = None  # the foreign loss and its miner in whose place this library's stands
         if prefer_native:
-            asked, (loss, miner) = loss, _native(loss, miner)
-            self._asked_as = None if loss is asked else signature(_bare(asked))
+            loss, miner, self._asked = _native(loss, miner)
         if miner is not None and isinstance(_bare(loss), Loss):
             raise ValueError(
                 f"DistributedLoss: {type(_bare(loss)).__name__} weighs all pairs itself and takes no miner's indices. "
@@ -190,33 +196,45 @@ class DistributedLoss(nn.Module):
         bare = _bare(self.loss)
         session = self._session(bare)
         try:
-            if self._asked_as is not None:
-                rows, named_rows = self._labelled(self._asked_as.bind(*rows, **named_rows).arguments, session), {}
-            takes = signature(bare)
-            # a miner's indices come later, also where the loss insists on them
-            bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
+            call = self._call(rows, named_rows, session)
         except TypeError as error:
             if session.size == 1:
-                return self.loss(*rows, **named_rows)  # the error is the loss's own
+                return (self.loss if self._asked is None else self._asked.loss)(*rows, **named_rows)  # its own error
             # this rank alone may have forgotten an argument; the others would wait for it
             refuse(_name(bare), f"{error}.", world=session)
         if session.size == 1:
-            return self._alone(bound, session)
+            return self._alone(call, session)
         if self.broadcast_parameters and not self._in_step:
             self._start_from_rank_0(session)
-        arguments = Arguments.of(bound.arguments)
+        arguments = Arguments.of(call.bound.arguments)
         if arguments.on_accelerator:  # looked for a step later
             session = replace(session, options=replace(session.options, check_finite=False))
-        session.progress.opening = Opening(self._statement(bare, bound, arguments, session))
+        session.progress.opening = Opening(self._statement(call, arguments, session))
         if self._keeps_state and _in_backward():
             raise ValueError(f"{_name(bare)}: {_COMPUTED_AGAIN}")
         before = _buffer_versions(bare)
-        value = self._computed(bound, arguments, session)
+        value = self._computed(call, arguments, session)
         self._keeps_state = _buffer_versions(bare) != before
         self._calls += 1
         if self.grad_reduction == "sum":
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
+
+    def _call(self, rows: tuple[Any, ...], named_rows: dict[str, Any], session: Session) -> "_Call":
+        """These arguments as the loss takes them, or the one in whose place it stands where only that one takes them."""
+        bare, present = _bare(self.loss), {}
+        if self._asked is not None:
+            asked = signature(self._asked.loss).bind(*rows, **named_rows)
+            native = self._asked.native_arguments(asked.arguments)
+            # whether a rank falls back is compared, so that all compute the same function
+            present["arguments"] = ", ".join(name for name, x in asked.arguments.items() if x is not None)
+            if native is None or (session.size == 1 and 0 in map(_count, native)):
+                return _Call(self._asked.with_weights_of(bare), self._asked.miner, asked, present)
+            rows, named_rows = native, {}
+        # a miner's indices come later, also where the loss insists on them
+        takes = signature(bare)
+        bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
+        return _Call(self.loss, self.miner, bound, present)
 
     def _session(self, bare: Any) -> Session:
         world = World.of(self.process_group)
@@ -225,37 +243,38 @@ class DistributedLoss(nn.Module):
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
         return Session(world.rank, world.size, world.group, Options(check_finite, self.ring, factor))
 
-    def _alone(self, bound: inspect.BoundArguments, session: Session) -> Any:
+    def _alone(self, call: "_Call", session: Session) -> Any:
         """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
-        bare = _bare(self.loss)
-        if isinstance(bare, Loss):
-            return self.loss(*bound.args, **bound.kwargs, world=session)
-        if (problem := self._indices_problem(bound.arguments, session)) is not None:
-            refuse(_name(bare), problem, world=session)
-        return self._mined_loss(bound)
+        if call.own:
+            return call.loss(*call.bound.args, **call.bound.kwargs, world=session)
+        if (problem := _indices_problem(call.bound.arguments, call.miner, session)) is not None:
+            refuse(_name(_bare(self.loss)), problem, world=session)
+        return call.mined()
 
-    def _statement(self, bare: Any, bound: inspect.BoundArguments, arguments: Arguments, session: Session) -> Statement:
+    def _statement(self, call: "_Call", arguments: Arguments, session: Session) -> Statement:
         """What this rank brings to the step's first handshake, besides what a loss of this library declares."""
-        own = isinstance(bare, Loss)
-        replicable = bare.can_be_replicated(*bound.args, **bound.kwargs) if own else self.mode == "replicated"
+        bare, bound = _bare(self.loss), call.bound
+        replicable = bare.can_be_replicated(*bound.args, **bound.kwargs) if call.own else not self._is_sharded
         problem = self._finite_problem(arguments) or arguments.problem
-        if not own:
-            problem = problem or self._indices_problem(bound.arguments, session) or unequal_problem(bound.arguments)
+        if not call.own:
+            problem = problem or _indices_problem(bound.arguments, call.miner, session)
+            problem = problem or unequal_problem(bound.arguments)
             if problem is None and session.options.check_finite:
                 problem = first_non_finite(arguments.rows)
         if self.static_shapes:
             problem = problem or self._shapes_problem(arguments)
+        settings = isinstance(bare, Loss) or self.check_equal
         statement = Statement(
             _name(bare),
-            {**described(bare, settings=own or self.check_equal), **self._options(), **arguments.compared},
+            {**described(bare, settings=settings), **self._options(), **call.present, **arguments.compared},
             arguments.sizes,
             problem,
             last_value=self._last_value(),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
-            replicable=replicable and not (own and is_dense()),
+            replicable=replicable and not (call.own and is_dense()),
             draws=self._draws,
-            small=(lambda shards: self._is_small(arguments, shards)) if own else (lambda shards: True),
+            small=(lambda shards: self._is_small(arguments, shards)) if call.own else (lambda shards: True),
             payload=arguments.payload(session) if replicable else None,
         )
         if (sums := self._state_sums(bare)) is not None:
@@ -263,6 +282,10 @@ class DistributedLoss(nn.Module):
         if self.check_distinct and self._calls == 0:
             statement.fingerprint = arguments.fingerprint
         return statement
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.mode == "sharded" and self._asked is None
 
     def _options(self) -> dict[str, str]:
         """This wrapper's settings, as ranks compare them."""
@@ -289,25 +312,25 @@ class DistributedLoss(nn.Module):
     def _is_small(arguments: Arguments, shards: Sequence[Shards]) -> bool:
         return is_small(arguments.total(shards), arguments.width)
 
-    def _computed(self, bound: inspect.BoundArguments, arguments: Arguments, session: Session) -> Any:
+    def _computed(self, call: "_Call", arguments: Arguments, session: Session) -> Any:
         """The loss, each rank's part of it or all of it on every rank, as the handshake decides."""
         bare, name, opening = _bare(self.loss), _name(_bare(self.loss)), session.progress.opening
+        assert opening is not None
         watch = None
         try:
-            if isinstance(bare, Loss):
+            if call.own:
                 if runs_foreign_code(bare):
                     watch = Watch(bare, arguments.device)
                     session.progress.changes = watch.has_changed
-                scaled = inspect.BoundArguments(bound.signature, _scaled(bound.arguments, session))
-                return self.loss(*scaled.args, **scaled.kwargs, world=session)
+                scaled = inspect.BoundArguments(call.bound.signature, _scaled(call.bound.arguments, session))
+                return call.loss(*scaled.args, **scaled.kwargs, world=session)
             session.open(name)
-            assert opening is not None
             assert opening.agreed is not None
             shards = dict(zip(arguments.rows, opening.agreed.shards, strict=True))
             if shards:
                 refuse_empty(name, next(iter(shards.values())))
             sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
-            return sharded(self.loss, self.miner, _scaled(bound.arguments, session), shards, session)
+            return sharded(call.loss, call.miner, _scaled(call.bound.arguments, session), shards, session)
         except Replicate:
             if watch is not None and watch.has_changed():
                 self._draws = True
@@ -316,31 +339,24 @@ class DistributedLoss(nn.Module):
             if not session.opened:  # the other ranks wait in the handshake
                 refuse(name, f"{type(error).__name__}: {error}", world=session)
             raise
-        return self._replicated(bound, arguments, session, opening)
+        return self._replicated(call, arguments, session, opening)
 
-    def _replicated(
-        self, bound: inspect.BoundArguments, arguments: Arguments, session: Session, opening: Opening | None
-    ) -> Any:
+    def _replicated(self, call: "_Call", arguments: Arguments, session: Session, opening: Opening) -> Any:
         """The loss on the rows of all ranks, computed by every rank alike, so that each holds the complete gradient."""
-        assert opening is not None
         assert opening.agreed is not None
         bare = _bare(self.loss)
         if opening.agreed.shards:
             refuse_empty(_name(bare), opening.agreed.shards[0])
+        bound = call.bound
         bound.arguments = arguments.gathered(opening.agreed, session)
-        draws = not isinstance(bare, Loss) or runs_foreign_code(bare)
+        draws = not call.own or runs_foreign_code(bare)
         with one_stream(session, arguments.device) if draws else nullcontext():
-            if isinstance(bare, Loss):
-                value = self.loss(*bound.args, **bound.kwargs, world=Session.of(World(), check_finite=False))
+            if call.own:
+                value = call.loss(*bound.args, **bound.kwargs, world=Session.of(World(), check_finite=False))
             else:
-                value = self._mined_loss(bound)
+                value = call.mined()
         self._remember(value)
         return value
-
-    def _mined_loss(self, bound: inspect.BoundArguments) -> Any:
-        if self.miner is not None:
-            bound.arguments["indices_tuple"] = self.miner(*mined(bound.arguments))
-        return self.loss(*bound.args, **bound.kwargs)
 
     def _start_from_rank_0(self, session: Session) -> None:
         """Rank 0's parameters and buffers on every rank: ranks that were seeded differently drew different ones."""
@@ -350,26 +366,6 @@ class DistributedLoss(nn.Module):
         for x in state.values():
             x.data.copy_(broadcast(x.detach(), process_group=session))
         self._in_step = True
-
-    def _labelled(self, arguments: Mapping[str, Any], world: World) -> tuple[Any, ...]:
-        """What the loss in another's place takes of the other's arguments."""
-        further = {name: x for name, x in arguments.items() if name in _FURTHER}
-        if given := [name for name, x in further.items() if x is not None]:
-            name = _name(_bare(self.loss))
-            refuse(name, f"takes no {' or '.join(given)}. Leave them out, or prefer_native=True.", world=world)
-        return tuple(x for name, x in arguments.items() if name not in further)
-
-    def _indices_problem(self, arguments: Mapping[str, Any], world: World) -> str | None:
-        indices = arguments.get("indices_tuple")
-        if indices is not None and self.miner is not None:
-            return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
-        if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
-            return (
-                "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
-                "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner); or mine by "
-                "DistributedMiner(miner), and pass on what it returns as it is."
-            )
-        return None
 
     def _remember(self, value: Any) -> None:
         """Keep the value for the next handshake, if its turn has come."""
@@ -429,6 +425,43 @@ class DistributedLoss(nn.Module):
         """The bare loss if this is one of its public attributes."""
         bare = _bare(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
         return None if name.startswith("_") or not hasattr(bare, name) else bare
+
+
+class _Call(NamedTuple):
+    """One call: the loss that computes it, its miner, their arguments, and which of them are present."""
+
+    loss: Any
+    miner: Any
+    bound: inspect.BoundArguments
+    present: dict[str, str]
+
+    @property
+    def own(self) -> bool:
+        """Whether a loss of this library computes it."""
+        return isinstance(_bare(self.loss), Loss)
+
+    def mined(self) -> Any:
+        """What a third-party loss returns, given what the miner finds among its rows."""
+        if self.miner is not None:
+            self.bound.arguments["indices_tuple"] = self.miner(*mined(self.bound.arguments))
+        return self.loss(*self.bound.args, **self.bound.kwargs)
+
+
+def _indices_problem(arguments: Mapping[str, Any], miner: Any, world: World) -> str | None:
+    indices = arguments.get("indices_tuple")
+    if indices is not None and miner is not None:
+        return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
+    if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
+        return (
+            "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
+            "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner); or mine by "
+            "DistributedMiner(miner), and pass on what it returns as it is."
+        )
+    return None
+
+
+def _count(rows: Any) -> int | None:
+    return len(rows) if isinstance(rows, Tensor) and rows.ndim else None
 
 
 _COMPUTED_AGAIN = (
@@ -522,15 +555,16 @@ def _towers_problem(loss: Any) -> str | None:
     return None
 
 
-def _native(loss: Any, miner: Any) -> tuple[Any, Any]:
-    """This library's loss in place of a foreign one with its miner, where it is the same function."""
+def _native(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
+    """This library's loss in place of a foreign one with its miner, where it is the same function; and the two."""
     if isinstance(_bare(loss), Loss):
-        return loss, miner
+        return loss, miner, None
     # by name: the core does not know the adapters, and imports them only where they are asked for
     try:
-        return importlib.import_module("contrastive_zoo.adapters.pml_native").to_native(loss, miner), None
+        native, asked = importlib.import_module("contrastive_zoo.adapters.pml_native").asked(loss, miner)
     except ValueError:  # says why there is none
-        return loss, miner
+        return loss, miner, None
+    return native, None, asked
 
 
 def _bare(loss: Any) -> Any:

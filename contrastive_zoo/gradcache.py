@@ -32,6 +32,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.handshake import refuse_empty
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
@@ -218,7 +219,7 @@ def _cached(caller: str, towers: list["_Tower"], problem: str | None, process_gr
     return [tree_unflatten(part, tower.outputs.tree) for part, tower in zip(parts, towers, strict=True)]
 
 
-class _Encode(torch.autograd.Function):
+class _Encode(Function):
     """Rows of all towers. ``anchor`` makes them need a gradient even where all parameters get theirs on the side."""
 
     @staticmethod

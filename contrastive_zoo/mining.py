@@ -14,6 +14,7 @@ from contrastive_zoo.loss_summary import described
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.session import Session, first_non_finite, refuse, tolerance
 from contrastive_zoo.world import Processes, World
+from contrastive_zoo.wrapped import unwrapped_miner
 
 
 class DistributedMiner(nn.Module):
@@ -51,6 +52,7 @@ class DistributedMiner(nn.Module):
         self, miner: Callable[..., Any], *, process_group: Processes = None, check_finite: bool = True
     ) -> None:
         super().__init__()
+        miner = unwrapped_miner("DistributedMiner", miner) if not isinstance(miner, DistributedMiner) else miner
         if not callable(miner) or isinstance(miner, DistributedMiner):
             raise ValueError(f"DistributedMiner: a bare miner can be called, got {type(miner).__name__}.")
         self.process_group = process_group

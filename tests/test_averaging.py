@@ -148,3 +148,55 @@ def test_modules_that_differ_are_refused_on_every_rank(what: str, worlds: Worlds
     assert text.startswith("average_gradients: ranks disagree on")
     assert all(word in text for word in ("rank 0", "rank 1", *words)), text
     assert after == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_mean_fits_where_the_sum_does_not(dtype: torch.dtype, worlds: Worlds) -> None:
+    def job() -> tuple[Tensor, Tensor, Tensor]:
+        model = nn.Linear(2, 1, bias=False).to(dtype)
+        model.weight.grad = torch.full((1, 2), 40_000.0, dtype=dtype)
+        cz.average_gradients(model)
+        rows = torch.full((3, 2), 40_000.0, dtype=dtype, requires_grad=True)
+        mean = cz.reduce_scatter(rows, op="mean")
+        (gradient,) = torch.autograd.grad(mean, rows, torch.full_like(mean, 40_000.0))
+        return model.weight.grad, mean.detach(), gradient
+
+    for world_size in (2, 3):
+        for found in worlds.run(world_size, job):
+            for x, scale in zip(found, (1, 1, world_size), strict=True):
+                torch.testing.assert_close(x, torch.full_like(x, 40_000.0 / scale))
+
+
+NOT_MODULES: dict[str, tuple[Callable[[], object], str]] = {
+    "generator": (lambda: nn.Linear(2, 2).parameters(), "got generator. Pass the model itself"),
+    "list": (lambda: list(nn.Linear(2, 2).parameters()), "got list"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_MODULES)
+@pytest.mark.parametrize("which", ["every rank", "one rank"])
+def test_what_is_no_module_is_refused_on_every_rank(what: str, which: str, worlds: Worlds) -> None:
+    make, words = NOT_MODULES[what]
+
+    def bad() -> None:
+        cz.average_gradients(make() if which == "every rank" or dist.get_rank() == 1 else nn.Linear(2, 2))
+
+    text, after = complaint(worlds, 2, bad, good)
+    assert words in text
+    assert after == [0.5, 0.5]
+    with pytest.raises(ValueError, match=words.split(".")[0]):
+        cz.average_gradients(make())
+
+
+def test_distributed_tensors_are_refused_on_every_rank(worlds: Worlds) -> None:
+    def bad() -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        model = nn.Linear(2, 4)
+        fully_shard(model)
+        cz.average_gradients(model)
+
+    text, after = complaint(worlds, 2, bad, good)
+    assert "are DTensors (weight)" in text
+    assert "leave average_gradients out" in text
+    assert after == [0.5, 0.5]

@@ -1,17 +1,24 @@
 """A step that is compiled whole is the step: the graph breaks off at losses and messages, and goes on after them."""
 
 import gc
+import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
-from torch import nn
+from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import Function, uncompiled
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
+from tests.test_contract import WHOLE_ZOO
+from tests.zoo import Entry
 
 ENTRANCES = [getattr(cz, name) for name in cz.__all__ if name[:1].islower()] + [
     kind.forward for name in cz.__all__ if isinstance(kind := getattr(cz, name), type) and issubclass(kind, nn.Module)
@@ -107,3 +114,75 @@ def plain_and_compiled(make) -> list[list[list[float]]]:
     torch._dynamo.reset()
     gc.collect()
     return results
+
+
+# ------------------------------------------------------------------------------- with the backward pass inside the step
+
+
+PACKAGE = Path(cz.__file__).parent
+
+
+def three_steps(entry: Entry, rows: list[Tensor], backend: Any) -> list[Tensor]:
+    """Values, gradients of the encoder and of the loss, of a step that ends with backward()."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    encoder, loss = nn.Linear(3, 4), entry.case(temperature=cz.LearnableTemperature(0.3)).make()
+
+    def step(*rows):
+        value = 2 * loss(*(encoder(x) if x.is_floating_point() else x for x in rows))
+        value.backward()
+        return value.detach()
+
+    run = step if backend is None else torch.compile(step, backend=backend)
+    found = []
+    for _ in range(3):
+        encoder.zero_grad()
+        loss.zero_grad()
+        found.append(run(*rows))
+        learnt = [*encoder.parameters(), *loss.parameters()]
+        found += [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in learnt]
+    torch._dynamo.reset()
+    return found
+
+
+def samples(entry: Entry, shards: tuple[int, ...] = (7,)) -> list[Tensor]:
+    return [x.float() if x.is_floating_point() else x for x in whole_batch(entry.case(), GlobalBatch(shards, d=3))]
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
+def test_a_compiled_step_with_its_backward_pass(entry: Entry, backend: str) -> None:
+    rows, traced = samples(entry), set()
+
+    def looked_at(graph: Any, inputs: Any) -> Any:
+        stacks = [node.meta.get("stack_trace") or "" for node in graph.graph.nodes]
+        traced.update(line for stack in stacks for line in stack.splitlines() if f"{PACKAGE}/" in line)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    expected, found = three_steps(entry, rows, None), three_steps(entry, rows, looked_at)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not traced
+
+
+@pytest.mark.parametrize("entry", WHOLE_ZOO[::4], ids=str)
+def test_a_compiled_step_with_its_backward_pass_on_two_ranks(entry: Entry, worlds: Worlds) -> None:
+    def job(*rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return three_steps(entry, list(rows), None), three_steps(entry, list(rows), "eager")
+
+    parts = zip(*(x.split([5, 2]) for x in samples(entry, (5, 2))), strict=True)
+    for expected, found in worlds.run(2, job, each=list(parts), timeout=60):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_backward_passes_are_left_alone() -> None:
+    """Every hand-written one of the library, also those of modules that are imported when they are asked for."""
+    written = torch.autograd.Function.__subclasses__() + Function.__subclasses__()
+    own = [kind for kind in written if kind.__module__.startswith("contrastive_zoo.")]
+    theirs = ("contrastive_zoo.testing.", "contrastive_zoo.demo.")  # mistakes to be found, as people write them
+    own = [kind for kind in own if not kind.__module__.startswith(theirs) and kind is not Function]
+    assert len(own) > 20
+    for kind in own:
+        assert kind.backward.__code__ is uncompiled(len).__code__, kind

@@ -1,21 +1,27 @@
 """pytorch-metric-learning's losses as this library's own: the same number, in memory linear in the batch.
 
-A translation is exact or refused. It is exact as formulas go: where the other library's arithmetic gives up (a
-probability that underflows, a loss that rounds to 0 and is then left out of a mean), this one's does not.
+A translation is exact or refused, on degenerate batches too: one class, all classes distinct, one or two rows,
+duplicates. Where the other library's value is NaN (a mean of no anchors, the variance of one row), so is this one's. It
+is exact as formulas go: where the other library's arithmetic gives up (a probability that underflows, a loss that rounds
+to 0 and is then left out of a mean, the derivative of arccos at 1), this one's does not.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from pytorch_metric_learning import distances, losses, miners, reducers
 from torch import Tensor, nn
 
 from contrastive_zoo.adapters import pml_sharded
+from contrastive_zoo.collectives import extreme_over_ranks, gather_rows, sum_over_ranks
+from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.losses.arc_face import ArcFace
-from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.losses.base import Loss, begin_labelled
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.class_loss import ClassLoss
 from contrastive_zoo.losses.contrastive import Contrastive
@@ -29,19 +35,23 @@ from contrastive_zoo.losses.n_pairs import NPairs
 from contrastive_zoo.losses.nca import NCA
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
 from contrastive_zoo.losses.nt_xent import NTXent
+from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA
 from contrastive_zoo.losses.ranked_list import RankedList
+from contrastive_zoo.losses.row_loss import RowLoss
 from contrastive_zoo.losses.signal_to_noise import SignalToNoise
 from contrastive_zoo.losses.sincere import SINCERE
 from contrastive_zoo.losses.soft_triple import SoftTriple
-from contrastive_zoo.losses.sup_con import SupCon
+from contrastive_zoo.losses.sup_con import SupCon, sup_con
 from contrastive_zoo.losses.triplet import Mining, Triplet
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
-from contrastive_zoo.losses.vicreg import VICReg
+from contrastive_zoo.losses.vicreg import VICReg, vicreg_over
 from contrastive_zoo.losses.weighted_sum import WeightedSum
+from contrastive_zoo.world import ALONE, World
 
 C = TypeVar("C", bound=ClassLoss)
+K = TypeVar("K", bound=type[Loss])
 Settings = dict[str, Any]
 
 
@@ -79,6 +89,71 @@ class _Inexact(Exception):  # noqa: N818
     """Why a loss has no exact translation."""
 
 
+class Asked(NamedTuple):
+    """The loss and the miner that were asked for, where a native one stands in for them.
+
+    The native loss takes embeddings with labels, or two views. What else the original takes (``indices_tuple``,
+    ``ref_emb``), the original computes, with the native loss's weights.
+    """
+
+    loss: nn.Module
+    miner: Callable[..., Any] | None
+
+    def native_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """What the native loss is called with; None if only the original takes these arguments.
+
+        Args:
+            arguments: of the original's ``forward``, by name.
+
+        Example:
+            >>> Asked(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": None})
+            (1, 2)
+            >>> Asked(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": 3})
+        """
+        names = ("embeddings", "ref_emb" if type(self.loss) in _OF_VIEWS else "labels")
+        given = {name for name, x in arguments.items() if x is not None}
+        return tuple(arguments[name] for name in names) if given == set(names) else None
+
+    def with_weights_of(self, native: Loss) -> Callable[..., Any]:
+        """The original, computed with the weights that the native loss has learnt, which get the gradient."""
+        lent = _lent(self.loss, native)
+        return lambda *args, **kwargs: torch.func.functional_call(self.loss, lent, args, kwargs)
+
+
+def asked(loss: nn.Module, miner: Callable[..., Any] | None = None) -> tuple[Loss, Asked]:
+    """:func:`to_native`, and what was asked for.
+
+    Raises:
+        ValueError: there is no exact translation.
+
+    Example:
+        >>> asked(losses.NTXentLoss())[0].temperature
+        0.07
+    """
+    return to_native(loss, miner), Asked(loss, miner)
+
+
+def _lent(loss: Any, native: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The native loss's weights as the parameters of the original."""
+    if isinstance(loss, losses.MultipleLosses):
+        keys = loss.losses if loss.is_dict else range(len(loss.losses))
+        inside = zip(keys, (x for x, *_ in pml_sharded.members(loss)), native.losses, strict=True)
+        return {
+            name: x for key, theirs, own in inside for name, x in _lent(theirs, own, f"{prefix}losses.{key}.").items()
+        }
+    lent: dict[str, Tensor] = {}
+    for name in ("W", "fc", "proxies"):
+        if isinstance(getattr(loss, name, None), nn.Parameter):
+            weights: Tensor = native.weights
+            lent[prefix + name] = weights if name == "proxies" else weights.reshape(-1, weights.shape[-1]).T
+    if isinstance(loss, losses.MarginLoss):
+        if loss.learn_beta:
+            lent[f"{prefix}beta"] = native.beta.reshape(loss.beta.shape)
+        else:
+            loss.beta = native.beta.detach().reshape(loss.beta.shape)
+    return lent
+
+
 def _translation(loss: Any, miner: Any) -> Loss:
     kind = type(loss)
     if kind not in TRANSLATED:
@@ -89,6 +164,12 @@ def _translation(loss: Any, miner: Any) -> Loss:
     if miner is not None and kind not in _TAKE_MINERS:
         raise _Inexact(f"{type(miner).__name__} has no option here.")
     return TRANSLATED[kind](loss, miner) if kind in _TAKE_MINERS else TRANSLATED[kind](loss)
+
+
+def _named_as_its_base(kind: K) -> K:
+    """A class whose name, in errors and where it is printed, is that of the loss that it is a variant of."""
+    kind.__name__ = next(x.__name__ for x in kind.__mro__ if x.__name__[0] != "_")
+    return kind
 
 
 # ----------------------------------------------------------------------------------------- distances, reducers, numbers
@@ -204,7 +285,14 @@ def _triplet(loss: Any, miner: Any) -> Triplet:
     reduction = _reduction(loss, **_AVERAGES)
     if loss.smooth_loss and reduction.get("average") == "nonzero":
         reduction = {"average": "all"}  # none of its losses is 0
-    return Triplet(**settings, **reduction, mining=_mining(loss, miner, reduction))
+    return _TripletOfFirst(**settings, **reduction, mining=_mining(loss, miner, reduction))
+
+
+@_named_as_its_base
+class _TripletOfFirst(Triplet):
+    """:class:`Triplet` that mines the first of equally hard rows, as BatchHardMiner does."""
+
+    first_of_equals = True
 
 
 def _mining(loss: Any, miner: Any, reduction: Settings) -> Mining:
@@ -239,13 +327,47 @@ def _multi_similarity(loss: Any, miner: Any) -> MultiSimilarity:
     elif miner is not None:
         raise _Inexact(f"{type(miner).__name__} has no option here.")
     settings = _numbers(loss, alpha="alpha", beta="beta", base="base") | epsilon
-    return MultiSimilarity(**settings, **_similarity(loss), **_reduction(loss, **_MEAN_OR_SUM))
+    kind = _MultiSimilarityOfSome if epsilon else MultiSimilarity
+    return kind(**settings, **_similarity(loss), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+class _ZeroOfFew(RowLoss):
+    """A row loss that is 0, and without gradient, where too little of all ranks' rows counts."""
+
+    @uncompiled
+    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
+        world = self.local() if world is None else world
+        self._noted: list[Tensor] = []
+        value = super().forward(*rows, world=world, **named_rows)
+        noted, self._noted = torch.stack([value.new_zeros(2, dtype=torch.long), *self._noted]).sum(0), []
+        return value * ~self.is_zero(sum_over_ranks(noted, gradient="complete", world=world))
+
+    def note(self, *counts: Tensor) -> None:
+        """Two numbers of a panel, which are added up."""
+        self._noted.append(torch.stack(counts))
+
+    def is_zero(self, noted: Tensor) -> Tensor:
+        """Whether the sums of what was noted are too little."""
+        raise NotImplementedError
+
+
+@_named_as_its_base
+class _MultiSimilarityOfSome(_ZeroOfFew, MultiSimilarity):
+    """:class:`MultiSimilarity`, but 0 where at most one positive and one negative pair are mined of all rows."""
+
+    def of_mined(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        self.note(positive.sum(), negative.sum())
+        return super().of_mined(similarity, positive, negative)
+
+    def is_zero(self, noted: Tensor) -> Tensor:
+        return (noted <= 1).all()
 
 
 _LINEAR_FROM = 20
 """Where torch's softplus becomes the identity."""
 
 
+@_named_as_its_base
 class _CircleAsInTorch(Circle):
     """:class:`Circle` whose outer softplus is linear above 20, as torch's is."""
 
@@ -269,7 +391,29 @@ def _nt_xent(loss: Any) -> SINCERE:
 def _sup_con(loss: Any) -> SupCon:
     temperature = _numbers(loss, temperature="temperature")
     reduction = _reduction(loss, nonzero={}, sum={"reduction": "sum"})
-    return SupCon(**temperature, **_similarity(loss), **reduction)
+    return _SupConOfClasses(**temperature, **_similarity(loss), **reduction)
+
+
+def _sup_con_of_classes(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float = 0.1,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Tensor:
+    """:func:`sup_con`, but 0 and without gradient where all rows are of one class: there is no negative pair."""
+    value = sup_con(embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world)
+    assert labels is not None  # sup_con has refused it
+    edges = [labels.max(), ~labels.min()] if len(labels) else [labels.new_tensor(torch.iinfo(labels.dtype).min)] * 2
+    highest, inverted_lowest = extreme_over_ranks(torch.stack(edges), "max", world).unbind()
+    return value * (highest != ~inverted_lowest)
+
+
+@_named_as_its_base
+class _SupConOfClasses(SupCon, function=_sup_con_of_classes, panel=SupCon.panel):
+    """:func:`_sup_con_of_classes` with its settings kept."""
 
 
 def _lifted_structure(loss: Any) -> LiftedStructure:
@@ -293,16 +437,56 @@ def _margin(loss: Any) -> Margin:
     _reduction(loss, divisor={})
     nu = float(loss.nu) if loss.learn_beta else 0.0
     classes = len(loss.beta) if len(loss.beta) > 1 else None
-    native = Margin(
+    native = _MarginOfTriplets(
         **_numbers(loss, margin="margin"), num_classes=classes, learn_beta=loss.learn_beta, nu=nu, **_euclidean(loss)
     )
     native.beta.data = loss.beta.detach().clone().reshape(native.beta.shape)
     return native
 
 
+@_named_as_its_base
+class _MarginOfTriplets(_ZeroOfFew, Margin):
+    """:class:`Margin` without ν β where there is no triplet; with a β of each class, where no pair is active."""
+
+    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
+        losses, counts = super().on_panel(panel)
+        self.note((counts > 0).sum(), (counts >= 1).sum())
+        return losses, counts
+
+    def is_zero(self, noted: Tensor) -> Tensor:
+        triplets, active = noted
+        return (triplets if self.num_classes is None else active) == 0
+
+
 def _nca(loss: Any) -> NCA:
     scale = _positive(float(loss.softmax_scale), "softmax_scale")
-    return NCA(temperature=1 / scale, **_euclidean(loss, power=2), **_reduction(loss, **_MEAN_OR_SUM))
+    return _NCAOfSome(temperature=1 / scale, **_euclidean(loss, power=2), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+def _nca_of_some(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Tensor:
+    """:func:`contrastive_zoo.nca`, but NaN, the mean of nothing, where two or more rows have no positive."""
+    z, ids, shards = begin_labelled(
+        "NCA", embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world
+    )
+    pick = Panelwise(NCA.panel, temperature=temperature)
+    value = sum_over_anchors(pick, z, ids, shards=shards, reduction=reduction, world=world)
+    if reduction != "mean" or shards.total == 1:
+        return value
+    everybody = gather_rows(ids, shards, world)
+    return value if len(everybody.unique()) < len(everybody) else value + torch.nan
+
+
+@_named_as_its_base
+class _NCAOfSome(NCA, function=_nca_of_some, panel=NCA.panel):
+    """:func:`_nca_of_some` with its settings kept."""
 
 
 def _fast_ap(loss: Any) -> FastAP:
@@ -316,7 +500,17 @@ def _n_pairs(loss: Any) -> NPairs:
 
 def _ranked_list(loss: Any) -> RankedList:
     settings = _numbers(loss, margin="margin", alpha="alpha", t_p="Tp", t_n="Tn", imbalance="imbalance")
-    return RankedList(**settings, epsilon=1e-5, **_euclidean(loss), **_reduction(loss, **_MEAN_OR_SUM))
+    return _RankedListOfDistinct(**settings, epsilon=1e-5, **_euclidean(loss), **_reduction(loss, **_MEAN_OR_SUM))
+
+
+@_named_as_its_base
+class _RankedListOfDistinct(RankedList):
+    """:class:`RankedList` that takes no pair of equal rows, at distance 0, for a violation."""
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        distinct = similarity > 0
+        found, _ = super().rows(similarity, positive & distinct, negative & distinct)
+        return found, positive.any(1) | negative.any(1)
 
 
 # --------------------------------------------------------------------------------------------- weights of classes, views
@@ -384,7 +578,27 @@ def _soft_triple(loss: Any) -> SoftTriple:
 def _vicreg(loss: Any) -> VICReg:
     _reduction(loss, mean={})
     names = {"invariance": "invariance_lambda", "variance": "variance_mu", "covariance": "covariance_v", "eps": "eps"}
-    return VICReg(**_numbers(loss, **names))
+    return _VICRegOfTwo(**_numbers(loss, **names))
+
+
+def _vicreg_of_two(
+    view1: Tensor,
+    view2: Tensor,
+    *,
+    invariance: float = 25.0,
+    variance: float = 25.0,
+    covariance: float = 1.0,
+    eps: float = 1e-4,
+    world: World = ALONE,
+) -> Tensor:
+    """:func:`contrastive_zoo.vicreg`, but NaN for a single sample, which has no variance."""
+    weights: Settings = {"invariance": invariance, "variance": variance, "covariance": covariance, "eps": eps}
+    return vicreg_over(view1, view2, degrees=lambda count: count - 1, gamma=1.0, **weights, world=world)
+
+
+@_named_as_its_base
+class _VICRegOfTwo(VICReg, function=_vicreg_of_two):
+    """:func:`_vicreg_of_two` with its settings kept."""
 
 
 def _self_supervised(loss: Any, miner: Any) -> Loss:
@@ -413,6 +627,7 @@ _TAKE_MINERS = (
     losses.TripletMarginLoss, losses.MultiSimilarityLoss, losses.SelfSupervisedLoss, losses.MultipleLosses
 )  # fmt: skip
 _OF_OTHERS = (losses.MultipleLosses, losses.SelfSupervisedLoss)
+_OF_VIEWS = (losses.SelfSupervisedLoss, losses.VICRegLoss)
 _TAKE_VIEWS = (
     losses.ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss, losses.TripletMarginLoss,
     losses.MultiSimilarityLoss, losses.CircleLoss,

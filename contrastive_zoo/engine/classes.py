@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows, replicated, sum_over_ranks
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.evaluation import inner_graph, is_dense, once, panels
 from contrastive_zoo.engine.precision import product, without_autocast
 from contrastive_zoo.world import Shards, World
@@ -196,7 +197,7 @@ def _panels(z: Tensor, weights: Tensor) -> Iterator[slice]:
     return panels(len(z), 4 * weights.shape[0] * weights.shape[1], z.dtype)  # a panel makes several matrices
 
 
-class _ByRow(torch.autograd.Function):
+class _ByRow(Function):
     """Results are one number a row each."""
 
     @staticmethod
@@ -214,7 +215,7 @@ class _ByRow(torch.autograd.Function):
         return _pull(ctx, ctx.saved_tensors, lambda rows, _: [x[rows] for x in g])
 
 
-class _ByClass(torch.autograd.Function):
+class _ByClass(Function):
     """Results are one log-sum-exp over rows a class each, which add up from panel to panel."""
 
     @staticmethod

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.precision import without_autocast
 
 PANEL_BYTES = 32 * 2**20
@@ -184,7 +185,7 @@ def unit(x: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x, dim=-1) if is_dense() or few(x.numel()) else _Unit.apply(x)
 
 
-class _Unit(torch.autograd.Function):
+class _Unit(Function):
     """y = x / |x|;  dx = (dy − y ⟨y, dy⟩) / |x|, a few rows at a time, which stay in the cache from step to step."""
 
     @staticmethod
@@ -238,7 +239,7 @@ def inner_graph() -> Iterator[None]:
         yield
 
 
-class _Once(torch.autograd.Function):
+class _Once(Function):
     """Identity on a hand-written gradient, whose own derivative is refused."""
 
     @staticmethod

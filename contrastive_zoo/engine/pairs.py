@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.evaluation import few, is_dense, once, shortest
 from contrastive_zoo.engine.precision import rounded, wide, without_autocast
 from contrastive_zoo.engine.reduction import Reduction
@@ -61,7 +62,7 @@ def few_pairs(
     return _FewPairs.apply(a, b, learnt, t, rate, who, reduction, dtype, learns)
 
 
-class _FewPairs(torch.autograd.Function):
+class _FewPairs(Function):
     @staticmethod
     @without_autocast
     def forward(

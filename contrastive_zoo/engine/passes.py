@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.evaluation import is_dense
 from contrastive_zoo.engine.precision import without_autocast
 
@@ -50,7 +51,7 @@ def dot_products(anchors: Float[Tensor, "c d"], columns: Float[Tensor, "N d"]) -
     return anchors @ columns.T if is_dense() else _mark(_DotProducts.apply(anchors, columns), columns)
 
 
-class _DotProducts(torch.autograd.Function):
+class _DotProducts(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, columns: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def euclidean(
 _ROUNDING = 8
 
 
-class _Euclidean(torch.autograd.Function):
+class _Euclidean(Function):
     """da_i = Σ_j w_ij (a_i − b_j), db_j = Σ_i w_ij (b_j − a_i);  w = dD / D, or 2 dD of the square, 0 where D is."""
 
     @staticmethod
@@ -177,7 +178,7 @@ def log_sum_exp(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Te
     return x.masked_fill(~where & some[:, None], -torch.inf).logsumexp(1).where(some, -torch.inf)
 
 
-class _LogSumExp(torch.autograd.Function):
+class _LogSumExp(Function):
     """dx = softmax(x) dy, made already in the forward pass: the largest softmax is exp(largest x − y)."""
 
     @staticmethod
@@ -197,58 +198,64 @@ class _LogSumExp(torch.autograd.Function):
         return softmax * gradient.masked_fill(none, 0)[:, None], None
 
 
-def largest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
+def largest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"], *, first: bool = False) -> Float[Tensor, " c"]:
     """The largest of the marked columns of each row; −inf, without gradient, where none is marked. All x are finite.
 
-    Equally large ones share the gradient, so that it does not depend on their order.
+    Equally large ones share the gradient, so that it does not depend on their order; with ``first`` the first of them
+    gets all of it, as from ``x.max(1)``.
 
     Example:
         >>> largest(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, False], [False, False]]))
         tensor([1., -inf])
     """
-    return _extreme(x, where, -1)
+    return _extreme(x, where, -1, first)
 
 
-def smallest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
+def smallest(x: Float[Tensor, "c N"], where: Bool[Tensor, "c N"], *, first: bool = False) -> Float[Tensor, " c"]:
     """The smallest of them; +inf where none is marked.
 
     Example:
         >>> smallest(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, True], [False, False]]))
         tensor([1., inf])
     """
-    return _extreme(x, where, 1)
+    return _extreme(x, where, 1, first)
 
 
-def _extreme(x: Tensor, where: Tensor, sign: int) -> Tensor:
+def _extreme(x: Tensor, where: Tensor, sign: int, first: bool) -> Tensor:
     if not is_dense():
-        return _Extreme.apply(x, where, sign, x.grad_fn is getattr(x, "takes_pairs", False))
+        return _Extreme.apply(x, where, sign, first, x.grad_fn is getattr(x, "takes_pairs", False))
     some, nothing = where.any(1), sign * torch.inf
     marked = x.where(where | ~some[:, None], nothing)
+    if first:
+        return (marked.max(1) if sign < 0 else marked.min(1)).values.where(some, nothing)
     return (marked.amax(1) if sign < 0 else marked.amin(1)).where(some, nothing)
 
 
-class _Extreme(torch.autograd.Function):
+class _Extreme(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Tensor, sign: int, pairs: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, where: Tensor, sign: int, first: bool, pairs: bool) -> Tensor:
         marked = _others_beyond(x, where, sign * _beyond(x))
         found = marked.amax(1) if sign < 0 else marked.amin(1)
         none = sign * found > _beyond(x) / 2
         hit = torch.eq(marked, found[:, None], out=marked)
         equals = hit.sum(1)
+        if first and int(equals.amax()) > 1:
+            hit = torch.zeros_like(hit).scatter_(1, hit.argmax(1, keepdim=True), 1)
+            equals = hit.sum(1)
         ctx.save_for_backward(none, equals, *(_places(hit, equals, none) if pairs else [hit]))
         ctx.shape = x.shape
         return found.masked_fill_(none, sign * torch.inf)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         none, equals, *places = ctx.saved_tensors
         share = (gradient / equals).masked_fill(none, 0)
         if len(places) == 1:
-            return places[0] * share[:, None], None, None, None
+            return places[0] * share[:, None], None, None, None, None
         i, j = places
         w = torch.sparse_coo_tensor(torch.stack([i, j]), share[i], ctx.shape, check_invariants=False)
-        return w, None, None, None
+        return w, None, None, None, None
 
 
 def _places(hit: Tensor, equals: Tensor, none: Tensor) -> list[Tensor]:

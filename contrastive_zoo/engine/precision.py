@@ -1,12 +1,15 @@
 """Numbers wide enough: statistics in 32 bits at least, and products of 16-bit rows at their own speed."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from contrastive_zoo.compiling import Function
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +44,7 @@ def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return _Rounded.apply(x, dtype) if is_narrow(dtype) else x
 
 
-class _Rounded(torch.autograd.Function):
+class _Rounded(Function):
     """dx = dy, which is not rounded."""
 
     @staticmethod
@@ -64,7 +67,8 @@ def products_of(dtype: torch.dtype | None, device: str) -> Iterator[None]:
 
     That is done where the device is quicker so: a processor that multiplies bfloat16 (AVX512, AMX), and a GPU, whose
     TF32 holds the digits of either 16-bit type. Elsewhere products are those of 32 bits. The setting is the process's:
-    another thread's products in these moments are rounded, too.
+    another thread's products in these moments are rounded, too. The last thread that leaves restores what the first one
+    found; a setting that somebody else made in between stays.
 
     Example:
         >>> with products_of(torch.float32, "cpu"):   # nothing to round
@@ -81,12 +85,25 @@ def products_of(dtype: torch.dtype | None, device: str) -> Iterator[None]:
     if not hasattr(products, "fp32_precision"):  # torch before 2.9
         yield
         return
-    before = products.fp32_precision
-    products.fp32_precision = rounding
+    with _lock:
+        inside, before = _inside.get(device, (0, None))
+        before = before if inside else products.fp32_precision
+        _inside[device] = inside + 1, before
+        if not inside:
+            products.fp32_precision = rounding
     try:
         yield
     finally:
-        products.fp32_precision = before
+        with _lock:
+            inside, before = _inside[device]
+            _inside[device] = inside - 1, before
+            if inside == 1 and products.fp32_precision == rounding:
+                products.fp32_precision = before
+
+
+_lock = threading.Lock()
+_inside: dict[str, tuple[int, Any]] = {}
+"""By device, how many threads are within :func:`products_of`, and the setting that the first of them found."""
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -101,7 +118,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return found
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine import evaluation
 from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, inner_graph, is_dense, once
 from contrastive_zoo.engine.malloc import keep_freed_memory
@@ -177,7 +178,7 @@ class _OnPanel(nn.Module):
         return on_panel(panel)
 
 
-class _SumOverAnchors(torch.autograd.Function):
+class _SumOverAnchors(Function):
     @staticmethod
     @without_autocast
     def forward(
@@ -194,8 +195,10 @@ class _SumOverAnchors(torch.autograd.Function):
         """``learns``: whether anybody may ask for gradients; a leaf says that it needs one under ``no_grad``, too."""
         everybody = gather_rows(z if columns is None else columns, layout.column_shards, layout.world)
         sweep = _Sweep(on_panel, terms, layout, z, everybody, parameters)
-        ctx.sweep, ctx.reduction, ctx.one_tower, ctx.gradients = sweep, reduction, columns is None, None
-        ctx.save_for_backward(z, *([] if columns is None else [columns]), *parameters)
+        ctx.sweep_of, ctx.reduction, ctx.one_tower = (on_panel, terms, layout), reduction, columns is None
+        inputs = [z, *([] if columns is None else [columns]), *parameters]
+        ctx.count_inputs, ctx.has_gradients = len(inputs), False
+        ctx.save_for_backward(*inputs, everybody)  # saved tensors, unlike attributes, go with the graph
         watched = layout.world.progress.changes if isinstance(layout.world, Session) else None
         if reduction == "none":  # each anchor's weight is known in the backward pass only
             of_anchors = sweep.losses()[0].sum(1)
@@ -203,7 +206,9 @@ class _SumOverAnchors(torch.autograd.Function):
                 raise ValueError(_DRAWS)
             return of_anchors
         if learns and any(ctx.needs_input_grad) and (terms == 1 or reduction == "sum"):
-            losses, counts, *ctx.gradients = sweep.gradients()
+            losses, counts, *gradients = sweep.gradients()
+            ctx.has_gradients = True
+            ctx.save_for_backward(*inputs, *gradients)
         else:  # each term has its own weight, which is known after the whole sweep
             losses, counts = sweep.losses()
         sums = [x.sum(0, dtype=torch.float64) for x in (losses, counts)]
@@ -217,14 +222,17 @@ class _SumOverAnchors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        if ctx.gradients is None:
+        inputs, rest = ctx.saved_tensors[: ctx.count_inputs], ctx.saved_tensors[ctx.count_inputs :]
+        if not ctx.has_gradients:
+            on_panel, terms, layout = ctx.sweep_of
+            parameters = inputs[1 if ctx.one_tower else 2 :]
+            sweep = _Sweep(on_panel, terms, layout, inputs[0], rest[0], parameters)
             weights = grad_output[:, None] if ctx.reduction == "none" else grad_output / ctx.count
             with torch.no_grad():
-                gradients = ctx.sweep.gradients(weights=weights.expand(len(inputs[0]), ctx.sweep.terms))[2:]
+                gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), terms))[2:]
         else:
             weight = (grad_output / ctx.count[0]).to(grad_output.dtype)
-            gradients = [weight * gradient for gradient in ctx.gradients]
+            gradients = [weight * gradient for gradient in rest]
         dz, dcolumns, *dparameters = gradients
         of_rows = [dz + dcolumns, None] if ctx.one_tower else [dz, dcolumns]
         return None, None, None, None, None, *(once(gradient, *inputs) for gradient in [*of_rows, *dparameters])

@@ -33,6 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
 from contrastive_zoo.engine.evaluation import Kept, few, is_dense, once, tile_shape, tiles
 from contrastive_zoo.engine.malloc import keep_freed_memory
@@ -155,7 +156,7 @@ def _diagonals(s: Tensor, partners: Sequence[int], pace: int = 1) -> list[Tensor
     return [s[:, step::pace].diagonal() for step in partners]
 
 
-class _LogSumExp(torch.autograd.Function):
+class _LogSumExp(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, sweep: "_Sweep", rows: Tensor, columns: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from contrastive_zoo.engine.passes import any_in_row, largest, smallest
@@ -56,6 +57,12 @@ class MultiSimilarity(MetricLoss):
             least, most = smallest(fixed, positive), largest(fixed, negative)
             positive = positive & (fixed < most[:, None] + self.epsilon)
             negative = negative & (fixed > least[:, None] - self.epsilon)
+        return self.of_mined(similarity, positive, negative), any_pair
+
+    def of_mined(
+        self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]
+    ) -> Float[Tensor, " c"]:
+        """What each anchor loses by the pairs that are left."""
         pull = log1p_sum_exp(-self.alpha * (similarity - self.base), where=positive) / self.alpha
         push = log1p_sum_exp(self.beta * (similarity - self.base), where=negative) / self.beta
-        return pull + push, any_pair
+        return pull + push

@@ -1,7 +1,7 @@
 """Triplet: an anchor's positives nearer than its negatives, by a margin; all triplets, or hard or semi-hard ones."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,9 @@ class Triplet(FarnessLoss):
     eq. 5 and 6, https://arxiv.org/abs/1703.07737
     """
 
+    first_of_equals: ClassVar[bool] = False
+    """Whether the first of equally hard rows gets all of their gradient; otherwise they share it."""
+
     def __init__(
         self,
         *,
@@ -74,7 +77,8 @@ class Triplet(FarnessLoss):
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         far = similarity
         if self.mining == "hard":
-            violation = largest(far, positive) - smallest(far, negative)
+            first = self.first_of_equals
+            violation = largest(far, positive, first=first) - smallest(far, negative, first=first)
             both = violation != -torch.inf
             losses = self._of(violation.masked_fill(~both, 0))
             return losses, both & (losses > 0) if self.average == "nonzero" else both

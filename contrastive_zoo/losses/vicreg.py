@@ -1,5 +1,7 @@
 """VICReg: two views of a sample agree, every feature keeps its variance, no two features tell the same."""
 
+from collections.abc import Callable
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -54,6 +56,30 @@ def vicreg(
 
     Source: Bardes et al. 2022, eqs. 1-6, https://arxiv.org/abs/2105.04906
     """
+    weights = {"invariance": invariance, "variance": variance, "covariance": covariance, "gamma": gamma, "eps": eps}
+    return vicreg_over(view1, view2, degrees=lambda count: max(1, count - 1), **weights, world=world)
+
+
+def vicreg_over(
+    view1: Float[Tensor, "n d"],
+    view2: Float[Tensor, "n d"],
+    *,
+    degrees: Callable[[int], int],
+    invariance: float,
+    variance: float,
+    covariance: float,
+    gamma: float,
+    eps: float,
+    world: World,
+) -> Float[Tensor, ""]:
+    """:func:`vicreg` whose covariances are sums over ``degrees(N)``, of N rows.
+
+    Example:
+        >>> import torch
+        >>> weights = {"invariance": 1.0, "variance": 1.0, "covariance": 1.0, "gamma": 1.0, "eps": 1e-4}
+        >>> vicreg_over(torch.ones(1, 2), torch.ones(1, 2), degrees=lambda count: count - 1, **weights, world=ALONE)
+        tensor(nan)
+    """
     weights = (invariance, variance, covariance, gamma, eps)
     problem = _settings_problem(*weights)
     (a, b), shards = begin_views(
@@ -62,7 +88,7 @@ def vicreg(
     loss = invariance * reduce_anchors((a - b).square().mean(1), world=world)
     for z in (a, b):
         x = centered(z, shards=shards, world=world)
-        cov = second_moments(x, x, world=world) / max(1, shards.total - 1)
+        cov = second_moments(x, x, world=world) / degrees(shards.total)
         spread = (cov.diagonal() + eps).sqrt()
         loss = loss + variance / 2 * (gamma - spread).relu().mean()
         loss = loss + covariance * off_diagonal(cov).square().sum() / len(cov)

@@ -1,5 +1,6 @@
 """pytorch-metric-learning's losses as this library's own: the same number and gradients, or a reason why not."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.adapters.pml_native import REFUSED, TRANSLATED, as_markdown, to_native
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, distance, split
+from tests.helpers import EXACT, complaint, distance, split
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
 
@@ -289,3 +290,242 @@ def test_distributed_loss_prefers_it(name: str, worlds: Worlds) -> None:
 def test_distributed_loss_keeps_what_has_no_translation() -> None:
     loss = L.AngularLoss()
     assert cz.DistributedLoss(loss, prefer_native=True).loss is loss
+
+
+# ------------------------------------------------------------------------------------------------- degenerate batches
+
+
+def normal(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+TWINS = normal(3)[[0, 0, 1, 1, 2, 2, 0, 1]]
+
+DEGENERATE: dict[str, tuple[Tensor, list[int]]] = {
+    "one class": (normal(6), [0] * 6),
+    "all classes distinct": (normal(5), [*range(5)]),
+    "one row": (normal(1), [0]),
+    "two rows of a class": (normal(2), [1, 1]),
+    "two rows of two classes": (normal(2), [0, 1]),
+    "one positive pair": (normal(4), [0, 0, 1, 2]),
+    "one negative": (normal(4), [0, 0, 0, 1]),
+    "equal rows of a class": (TWINS, [0, 0, 1, 1, 2, 2, 0, 1]),
+    "equal rows of two classes": (TWINS, [0, 0, 1, 1, 2, 2, 1, 2]),
+    "all rows equal": (normal(1).expand(6, -1).clone(), [0, 0, 1, 1, 2, 2]),
+}
+DEGENERATE_VIEWS: dict[str, tuple[Tensor, Tensor]] = {
+    "one row": (normal(1), normal(1, 1)),
+    "two rows": (normal(2), normal(2, 1)),
+    "equal views": (TWINS, TWINS.clone()),
+    "equal rows": (TWINS, TWINS.flip(0)),
+}
+BATCHES = [
+    (name, batch)
+    for name, case in CASES.items()
+    for batch in (DEGENERATE_VIEWS if case.call == "views" else DEGENERATE)
+]
+
+
+def degenerate(name: str, batch: str) -> list[Tensor]:
+    if CASES[name].call == "views":
+        return list(DEGENERATE_VIEWS[batch])
+    z, labels = DEGENERATE[batch]
+    return [z, torch.tensor(labels)]
+
+
+def gradients(loss: Any, value: Tensor, leaves: list[Tensor]) -> Result:
+    learnt = [x for x in loss.parameters() if x.requires_grad]
+    found = torch.autograd.grad(value, [*leaves, *learnt], allow_unused=True, materialize_grads=True)
+    return Result(value.detach(), list(found[: len(leaves)]), list(found[len(leaves) :]))
+
+
+def called(name: str, given: list[Tensor], native: bool = True) -> Result:
+    """As that library's users call it: views to SelfSupervisedLoss, a reference to VICRegLoss, mined indices."""
+    loss, miner = made(CASES[name])
+    if native:
+        loss = cz.DistributedLoss(loss, miner=miner, prefer_native=True)
+        assert isinstance(loss.loss, Loss)
+    leaves = [x.clone().requires_grad_() for x in given if x.is_floating_point()]
+    arguments = dict(zip(("embeddings", "ref_emb") if len(leaves) > 1 else ("embeddings",), leaves, strict=True))
+    arguments |= {} if len(leaves) > 1 else {"labels": given[1]}
+    if miner and not native:
+        arguments["indices_tuple"] = miner(*given)
+    return gradients(loss, loss(**arguments), leaves)
+
+
+def same(ours: Result, theirs: Result, tolerance: float = EXACT) -> bool:
+    """Also in what is NaN, if they are to be exact."""
+    pairs = [(ours.value, theirs.value), *zip(ours.rows, theirs.rows, strict=True)]
+    pairs += [(x, as_ours(y, x)) for x, y in zip(ours.parameters, theirs.parameters, strict=True)]
+    for x, y in pairs:
+        if tolerance == EXACT and not torch.equal(x.isnan(), y.isnan()):
+            return False
+        finite = y.isfinite()
+        if distance(x[finite], y[finite]) > tolerance:
+            return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:var:UserWarning")
+@pytest.mark.parametrize(("name", "batch"), BATCHES)
+def test_degenerate_batches_are_theirs(name: str, batch: str) -> None:
+    given = degenerate(name, batch)
+    # their arccos of a cosine near 1 loses half of the digits, and its derivative at 1 is NaN; ours is the limit
+    arccos = name == "TupletMargin" and "equal" in batch
+    assert same(called(name, given), called(name, given, native=False), tolerance=1e-6 if arccos else EXACT)
+
+
+OVER_RANKS = ["SupCon", "NCA", "MultiSimilarity, mined", "Margin, learnt", "Margin, of each class", "RankedList",
+              "TripletMargin, hardest"]  # fmt: skip
+
+
+@pytest.mark.parametrize("shards", [(1, 0), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_degenerate_batches_over_ranks(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
+    for batch in ("one class", "all rows equal", "equal rows of two classes"):
+        given = degenerate(name, batch)
+        expected = called(name, given, native=False)
+        shards = (len(given[0]) * shards[0] // sum(shards), -(-len(given[0]) * shards[1] // sum(shards)))
+        for x in over_ranks(lambda *mine: called(name, list(mine)), given, shards, worlds):
+            assert same(x, expected)
+
+
+def over_ranks(
+    job: Callable[..., Result], given: list[Tensor], shards: tuple[int, ...], worlds: Worlds
+) -> list[Result]:
+    """What each rank found, with the gradient that the encoder gets in place of its rows'."""
+    found = worlds.run(len(shards), job, each=list(zip(*(split(x, shards) for x in given), strict=True)))
+    rows = [torch.cat([x.rows[i] for x in found]) / len(shards) for i in range(len(found[0].rows))]
+    return [Result(x.value, rows, x.parameters) for x in found]
+
+
+def test_distinct_classes_over_ranks_are_nan_everywhere(worlds: Worlds) -> None:
+    given = degenerate("NCA", "all classes distinct")
+    for x in over_ranks(lambda *mine: called("NCA", list(mine)), given, (0, 2, 3), worlds):
+        assert same(x, called("NCA", given, native=False))
+        assert x.value.isnan()
+
+
+def test_no_rows_on_one_process_are_theirs() -> None:
+    given = [normal(0), torch.zeros(0, dtype=torch.long)]
+    assert same(called("SupCon", given), called("SupCon", given, native=False))
+
+
+def test_a_variant_bears_the_name_of_its_loss() -> None:
+    for case in CASES.values():
+        native = to_native(*made(case))
+        assert not type(native).__name__.startswith("_")
+        assert not repr(native).startswith("_")
+
+
+# ------------------------------------------------------------------------------- called as that library's losses are
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.call == "views"])
+def test_two_views_are_called_their_way(name: str, worlds: Worlds) -> None:
+    given = rows("views", 0)
+    expected = called(name, given, native=False)
+    assert same(called(name, given), expected)
+    for x in over_ranks(lambda *mine: called(name, list(mine)), given, (5, 0, 9), worlds):
+        assert same(x, expected)
+    if not name.startswith("VICReg"):
+        loss_fn = cz.DistributedLoss(made(CASES[name])[0], prefer_native=True)
+        assert distance(loss_fn(*given), expected.value) <= EXACT
+
+
+WITH_WEIGHTS = ["ArcFace", "SubCenterArcFace", "SoftTriple", "ProxyAnchor", "Margin, by class"]
+MORE = ["SupCon", "NTXent", "TripletMargin, smooth", "MultipleLosses, named", *WITH_WEIGHTS]
+
+
+def trained(name: str, *given: Tensor, more: str, native: bool, grad_reduction: str = "mean") -> list[Result]:
+    """Three steps: what this library's loss takes, then what only the original takes, then again; weights learn."""
+    loss, _ = made(CASES[name])
+    size = torch.distributed.get_world_size() if native and torch.distributed.is_initialized() else 1
+    if native:
+        loss = cz.DistributedLoss(loss, prefer_native=True, grad_reduction=grad_reduction)
+        assert isinstance(loss.loss, Loss)
+    mine = cz.DistributedMiner(M.PairMarginMiner(0.5, 0.9)) if native else M.PairMarginMiner(0.5, 0.9)
+    found = []
+    for step in range(3):
+        z, other = (x.clone().requires_grad_() for x in (given[0], given[2]))
+        arguments: dict[str, Any] = {}
+        if step == 1 and more == "references":
+            arguments = {"ref_emb": other, "ref_labels": given[3]}
+        elif step == 1:
+            arguments = {"indices_tuple": mine(z, given[1])}
+        result = gradients(loss, loss(z, given[1], **arguments), [z, other])
+        learnt = [x for x in loss.parameters() if x.requires_grad]
+        with torch.no_grad():
+            for x, gradient in zip(learnt, result.parameters, strict=True):
+                x -= 0.1 * gradient * (size if grad_reduction == "sum" else 1)
+        found.append(result)
+    return found
+
+
+@pytest.mark.parametrize("grad_reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [(name, "indices") for name in MORE] + [("SupCon", "references"), ("Margin, by class", "references")],
+)
+def test_what_only_the_original_takes_it_computes(name: str, more: str, grad_reduction: str, worlds: Worlds) -> None:
+    z, other = rows("views", 0)
+    given = [z, LABELS, other, LABELS.flip(0)]
+    expected = trained(name, *given, more=more, native=False)
+    for shards in [(14,), (5, 9), (0, 11, 3)]:
+        parts = list(zip(*(split(x, shards) for x in given), strict=True))
+        found = worlds.run(
+            len(shards),
+            lambda *mine: trained(name, *mine, more=more, native=True, grad_reduction=grad_reduction),
+            each=parts,
+        )
+        scale = 1 / len(shards) if grad_reduction == "mean" else 1
+        for step in range(3):
+            encoder = [torch.cat([x[step].rows[i] for x in found]) * scale for i in range(2)]
+            for x in found:
+                own = [y * (len(shards) if grad_reduction == "sum" else 1) for y in x[step].parameters]
+                assert same(Result(x[step].value, encoder, own), expected[step]), (shards, step)
+
+
+def test_one_miner_is_enough_for_the_original_too() -> None:
+    z, labels = rows("labels", 0)
+    loss_fn = cz.DistributedLoss(L.TripletMarginLoss(), miner=M.BatchHardMiner(), prefer_native=True)
+    with pytest.raises(ValueError, match="has a miner of its own"):
+        loss_fn(z, labels, M.BatchHardMiner()(z, labels))
+    expected = L.TripletMarginLoss()(z, labels, M.BatchHardMiner()(z, labels, z.flip(0), labels), z.flip(0), labels)
+    assert distance(loss_fn(z, labels, ref_emb=z.flip(0), ref_labels=labels), expected) <= EXACT
+
+
+def test_ranks_that_call_it_differently_are_refused(worlds: Worlds) -> None:
+    z, labels = rows("labels", 0)
+    for first in (0, 1):
+
+        def bad(first: int = first) -> Any:
+            more = {"ref_emb": z, "ref_labels": labels} if torch.distributed.get_rank() == first else {}
+            return cz.DistributedLoss(L.SupConLoss(), prefer_native=True)(z, labels, **more)
+
+        def settled(first: int = first) -> Any:
+            """The same after three steps, when rows travel with sizes."""
+            loss_fn = cz.DistributedLoss(L.SupConLoss(), prefer_native=True)
+            for _ in range(3):
+                loss_fn(z, labels)
+            more = {"ref_emb": z, "ref_labels": labels} if torch.distributed.get_rank() == first else {}
+            return loss_fn(z, labels, **more)
+
+        def good() -> float:
+            return cz.DistributedLoss(L.SupConLoss(), prefer_native=True)(z, labels).item()
+
+        for job in (bad, settled):
+            text, after = complaint(worlds, 2, job, good)
+            assert "ref_emb" in text, text
+            assert after[0] == after[1]
+
+
+def test_the_original_is_no_part_of_the_state() -> None:
+    loss_fn = cz.DistributedLoss(L.ArcFaceLoss(CLASSES, WIDTH), prefer_native=True)
+    assert [*loss_fn.state_dict()] == ["loss.weights"]
+    assert len([*loss_fn.parameters()]) == 1
+    twin = copy.deepcopy(loss_fn)
+    twin.loss.weights.data.mul_(torch.tensor([[-1.0], [1.0], [2.0], [-2.0], [1.0]]))
+    z, labels = (x[:4] for x in rows("labels", 0))
+    indices = M.BatchHardMiner()(z, labels)
+    assert distance(twin(z.float(), labels, indices), loss_fn(z.float(), labels, indices)) > 1e-3

@@ -1,10 +1,13 @@
 """Products of 16-bit rows: what is rounded, and that the process's settings are left as they were."""
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+import contrastive_zoo as cz
 from contrastive_zoo.engine.precision import products_of, rounded
 from tests.helpers import numbers
 
@@ -49,3 +52,53 @@ def test_only_the_value_is_rounded() -> None:
     weight = numbers(3, 4, seed=1)
     assert torch.equal(torch.autograd.grad((y * weight).sum(), x)[0], weight)
     assert rounded(x, torch.float32) is x
+
+
+def test_threads_leave_the_setting_as_the_first_found_it() -> None:
+    """Those that overlap: the one that came first goes first."""
+    matmul = MATMUL["cpu"]
+    at_first = matmul.fp32_precision
+    both, first_has_left = threading.Barrier(2), threading.Event()
+
+    def first() -> None:
+        with products_of(torch.bfloat16, "cpu"):
+            both.wait(10)
+        first_has_left.set()
+
+    def second() -> str:
+        with products_of(torch.bfloat16, "cpu"):
+            both.wait(10)
+            first_has_left.wait(10)
+            return matmul.fp32_precision
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.submit(first), pool.submit(second)
+        one.result(20)
+        assert other.result(20) == "bf16"  # still rounded, while one is within
+    assert matmul.fp32_precision == at_first
+
+
+def test_many_threads_restore_the_setting() -> None:
+    before = MATMUL["cpu"].fp32_precision
+
+    def work(_: int) -> None:
+        for _ in range(200):
+            with products_of(torch.bfloat16, "cpu"):
+                pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert MATMUL["cpu"].fp32_precision == before
+    assert matmul_is_left_alone_by_a_loss()
+
+
+def matmul_is_left_alone_by_a_loss() -> bool:
+    before = MATMUL["cpu"].fp32_precision
+    views = [numbers(300, 8, seed=seed).bfloat16().requires_grad_() for seed in range(2)]
+
+    def step(_: int) -> None:
+        torch.autograd.grad(cz.nt_xent(*views), views)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(step, range(16)))
+    return MATMUL["cpu"].fp32_precision == before

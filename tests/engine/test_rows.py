@@ -1,5 +1,7 @@
 """What a panel's loss is made of: in few passes, from few pairs, in panels of any height, it is the plain formula."""
 
+import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -309,3 +311,43 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
     with cz.dense(), Listener():
         outcome(loss, z, labels)
     assert max(largest) >= n * n  # the listener hears it
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("make", [lambda: cz.Triplet(mining="hard"), cz.Contrastive], ids=["at once", "afterwards"])
+def test_nothing_is_held_once_the_backward_pass_is_done(make) -> None:
+    """Gradients, gathered rows and inputs go with the graph, whoever still holds the value; not if it is retained."""
+    z = numbers(64, 8, seed=0).requires_grad_()
+    value = make()(z * 1, torch.arange(64) % 8)
+    (expected,) = torch.autograd.grad(value, z, retain_graph=True)
+    held = held_rows(value)
+    assert held
+    (again,) = torch.autograd.grad(value, z, retain_graph=True)
+    close(again, expected)
+    assert len(held_rows(value)) == len(held)
+    (last,) = torch.autograd.grad(value, z)
+    close(last, expected)
+    del held, again, last, expected
+    gc.collect()
+    assert not held_rows(value)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(value, z)
+
+
+def held_rows(value: Tensor) -> list[Tensor]:
+    """Tensors as large as the rows that the graph's nodes hold, as attributes or saved."""
+    found, nodes = [], [value.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        nodes += [x for x, _ in node.next_functions]
+        held = [*getattr(node, "__dict__", {}).values()]
+        with contextlib.suppress(RuntimeError):
+            held += getattr(node, "saved_tensors", ())
+        inside = [y for x in held for y in ([*vars(x).values()] if type(x).__name__ == "_Sweep" else [x])]
+        flat = [y for x in inside for y in (x if isinstance(x, (list, tuple)) else [x])]
+        found += [x for x in flat if isinstance(x, Tensor) and x.numel() >= 64 * 8]
+    return found

@@ -1,0 +1,134 @@
+"""Wrappers inside of wrappers: found where a loss is made distributed, since gathering twice is wrong without an error."""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+F = TypeVar("F", bound=Callable[..., Any] | None)
+
+_LIBRARY = "pytorch_metric_learning"
+_LOSSES = {("contrastive_zoo", "DistributedLoss"), (_LIBRARY, "DistributedLossWrapper")}
+_MINERS = {("contrastive_zoo", "DistributedMiner"), (_LIBRARY, "DistributedMinerWrapper")}
+_ATTRIBUTES = {"loss": {(_LIBRARY, "DistributedLossWrapper")}, "miner": _MINERS}
+"""What is unwrapped where it is outermost, by the name of the attribute that holds what is inside."""
+
+
+def unwrapped_loss(caller: str, loss: F) -> F:
+    """The loss inside of pytorch-metric-learning's DistributedLossWrapper; any other loss as it is.
+
+    Args:
+        caller: first word of a complaint.
+        loss: to be made distributed.
+
+    Raises:
+        ValueError: a class in place of an instance; a wrapper somewhere inside of the loss.
+
+    Example:
+        >>> unwrapped_loss("DistributedLoss", nn.MSELoss)
+        Traceback (most recent call last):
+        ...
+        ValueError: DistributedLoss: a loss is an instance, got the class MSELoss. Pass an instance, MSELoss(...).
+    """
+    return _unwrapped(caller, "loss", loss)
+
+
+def unwrapped_miner(caller: str, miner: F, *, process_group: Any = None) -> F:
+    """The miner inside of a DistributedMiner, or of pytorch-metric-learning's wrapper; any other miner as it is.
+
+    Args:
+        caller: first word of a complaint.
+        miner: that is to see all ranks' rows, or None.
+        process_group: of ``caller``, among whose rows is mined.
+
+    Raises:
+        ValueError: a class in place of an instance; a wrapper somewhere inside of the miner; a DistributedMiner of another
+            process group.
+
+    Example:
+        >>> unwrapped_miner("DistributedLoss", None)
+    """
+    own_group = getattr(miner, "process_group", None) if _kind(miner) in _MINERS else None
+    if own_group is not None and own_group is not process_group:
+        raise ValueError(
+            f"{caller}: the DistributedMiner has a process group of its own, whose rows are not those of this loss. Pass "
+            "the bare miner, or give both the same process_group."
+        )
+    return _unwrapped(caller, "miner", miner)
+
+
+def _unwrapped(caller: str, role: str, x: Any) -> Any:
+    if isinstance(x, type):
+        raise ValueError(
+            f"{caller}: a {role} is an instance, got the class {x.__name__}. Pass an instance, {x.__name__}(...)."
+        )
+    if _kind(x) in _ATTRIBUTES[role]:
+        x = getattr(x, role)
+    for place, found in _inside(x, role, set()):
+        kind = _kind(found)
+        if kind not in _LOSSES | _MINERS or (found is x and kind[0] == "contrastive_zoo"):  # which its caller refuses
+            continue
+        whose = "" if kind[0] == "contrastive_zoo" else "pytorch-metric-learning's "
+        raise ValueError(
+            f"{caller}: {place} is {whose}{kind[1]}, which gathers all ranks' rows by itself. {caller} gathers them, too: "
+            "each row would count once for every rank, and the value would be wrong. Pass the bare "
+            f"{'loss' if kind in _LOSSES else 'miner'} there; {caller}, outermost, is enough."
+        )
+    return x
+
+
+def _inside(x: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """An object and what it is made of, with the place of each as code spells it."""
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    yield place, x
+    for name, part in _parts(x):
+        yield from _inside(part, f"{place}{name}", seen)
+
+
+def _parts(x: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(x, nn.Module):
+        inside = {**vars(x).get("_modules", {}), **vars(x)}
+        hidden = ("_parameters", "_buffers", "_modules")
+        index = isinstance(x, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        for name, part in inside.items():
+            if name not in hidden and isinstance(part, (nn.Module, list, tuple, Mapping, functools.partial)):
+                yield f"[{name if name.isdigit() else repr(name)}]" if index else f".{name}", part
+    elif isinstance(x, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in x.items())
+    elif isinstance(x, (list, tuple)):
+        yield from ((f"[{index}]", part) for index, part in enumerate(x))
+    elif isinstance(x, functools.partial):
+        yield ".func", x.func
+        yield ".args", x.args
+        yield ".keywords", x.keywords
+    elif isinstance(x, types.MethodType):
+        yield from _wrappers((".__self__", x.__self__))
+    elif isinstance(
+        x, types.FunctionType
+    ):  # of a function nothing but what it calls by itself: others may be a trainer
+        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+        yield from _wrappers(*((f"'s {name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)))
+
+
+def _wrappers(*found: tuple[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, x) for name, x in found if _kind(x) in _LOSSES | _MINERS)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a variable that is bound later
+        return False
+
+
+def _kind(x: Any) -> tuple[str, str]:
+    """Package and name of the wrapper class that x is of, or that its class is derived from."""
+    for kind in type(x).__mro__:
+        found = kind.__module__.partition(".")[0], kind.__name__
+        if found in _LOSSES | _MINERS:
+            return found
+    return "", ""

@@ -1,0 +1,200 @@
+"""Wrappers inside of wrappers: taken off where that is exact, refused in words where it is not."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import losses, miners
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import EXACT, close, distance, numbers, split
+
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+SHARDS = ((8,), (3, 5), (0, 6, 2))
+
+
+def arc_face() -> Any:
+    torch.manual_seed(0)
+    return losses.ArcFaceLoss(3, 4).double()
+
+
+def triplets() -> Any:
+    return losses.TripletMarginLoss(0.5)
+
+
+Wrap = Callable[[], Callable[..., Any]]
+
+TAKEN_OFF: dict[str, tuple[Wrap, Wrap]] = {
+    "their loss": (lambda: arc_face(), lambda: cz.DistributedLoss(DistributedLossWrapper(arc_face()))),
+    "their efficient loss": (
+        lambda: triplets(),
+        lambda: cz.DistributedLoss(DistributedLossWrapper(triplets(), efficient=True)),
+    ),
+    "their loss and our miner": (
+        lambda: triplets(),
+        lambda: cz.DistributedLoss(
+            DistributedLossWrapper(triplets()), miner=cz.DistributedMiner(miners.BatchHardMiner())
+        ),
+    ),
+    "their miner": (
+        lambda: triplets(),
+        lambda: cz.DistributedLoss(triplets(), miner=DistributedMinerWrapper(miners.BatchHardMiner())),
+    ),
+}
+
+
+def one_process(name: str, bare: Callable[..., Any], z: Tensor) -> Any:
+    return bare(z, LABELS, miners.BatchHardMiner()(z, LABELS)) if "miner" in name else bare(z, LABELS)
+
+
+@pytest.mark.parametrize("name", TAKEN_OFF)
+def test_what_can_be_taken_off_is_taken_off(name: str, worlds: Worlds) -> None:
+    make, wrap = TAKEN_OFF[name]
+
+    def job(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        z, loss_fn = z.clone().requires_grad_(), wrap()
+        value = loss_fn(z, labels)
+        gradient, *of_loss = torch.autograd.grad(value, [z, *loss_fn.parameters()])
+        return value.detach(), gradient, of_loss
+
+    z, bare = numbers(8, 4, seed=0).requires_grad_(), make()
+    expected = one_process(name, bare, z)
+    gradient, *of_loss = torch.autograd.grad(expected, [z, *bare.parameters()])
+    for shards in SHARDS:
+        found = worlds.run(
+            len(shards), job, each=list(zip(split(z.detach(), shards), split(LABELS, shards), strict=True))
+        )
+        assert distance(torch.cat([x[1] for x in found]) / len(shards), gradient) <= EXACT
+        for value, _, own in found:
+            close(value, expected.detach())
+            for x, y in zip(own, of_loss, strict=True):
+                close(x, y)
+
+
+@pytest.mark.parametrize("inner", [DistributedMinerWrapper, lambda x: x], ids=["theirs", "bare"])
+def test_a_miner_in_their_wrapper_mines_once(inner: Callable[..., Any], worlds: Worlds) -> None:
+    def job(z: Tensor, labels: Tensor) -> list[Tensor]:
+        return list(cz.DistributedMiner(inner(miners.BatchHardMiner()))(z, labels))
+
+    z = numbers(8, 4, seed=0)
+    expected = miners.BatchHardMiner()(z, LABELS)
+    for found in worlds.run(2, job, each=list(zip(split(z, (3, 5)), split(LABELS, (3, 5)), strict=True))):
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+
+
+class Holder(nn.Module):
+    """A user's loss that keeps others where torch does not see them."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__()
+        self.held = [held]
+
+    def forward(self, z: Tensor, labels: Tensor) -> Tensor:
+        return z.sum()
+
+
+def distributed() -> Any:
+    return cz.DistributedLoss(losses.ContrastiveLoss())
+
+
+REFUSED: dict[str, tuple[Wrap, str]] = {
+    "ours in MultipleLosses": (
+        lambda: cz.DistributedLoss(losses.MultipleLosses([triplets(), distributed()])),
+        r"loss\.losses\[1\] is DistributedLoss",
+    ),
+    "theirs in MultipleLosses": (
+        lambda: cz.DistributedLoss(losses.MultipleLosses({"a": DistributedLossWrapper(triplets())})),
+        r"loss\.losses\['a'\] is pytorch-metric-learning's DistributedLossWrapper",
+    ),
+    "a miner in MultipleLosses": (
+        lambda: cz.DistributedLoss(losses.MultipleLosses([triplets()], [cz.DistributedMiner(miners.BatchHardMiner())])),
+        r"loss\.miners\[0\] is DistributedMiner.*the bare miner",
+    ),
+    "ours in SelfSupervisedLoss": (
+        lambda: cz.DistributedLoss(Holder(a=distributed())),
+        r"loss\.held\[0\]\['a'\] is DistributedLoss",
+    ),
+    "ours in a queue": (
+        lambda: cz.DistributedLoss(_queue(distributed())),
+        r"loss\.loss is DistributedLoss",
+    ),
+    "ours in theirs": (
+        lambda: cz.DistributedLoss(_theirs(distributed())),
+        "loss is DistributedLoss|distributed already",
+    ),
+    "theirs twice": (
+        lambda: cz.DistributedLoss(_theirs(DistributedLossWrapper(triplets()))),
+        "loss is pytorch-metric-learning's DistributedLossWrapper",
+    ),
+    "ours in a lambda": (lambda: cz.DistributedLoss(_closure(distributed())), "loss's inner is DistributedLoss"),
+    "ours in a partial": (
+        lambda: cz.DistributedLoss(functools.partial(distributed(), indices_tuple=None)),
+        r"loss\.func is DistributedLoss",
+    ),
+    "a wrapper in a miner": (
+        lambda: cz.DistributedLoss(triplets(), miner=Holder(a=DistributedMinerWrapper(miners.BatchHardMiner()))),
+        r"miner\.held\[0\]\['a'\] is pytorch-metric-learning's DistributedMinerWrapper",
+    ),
+    "a wrapper in a miner by itself": (
+        lambda: cz.DistributedMiner(Holder(a=DistributedMinerWrapper(miners.BatchHardMiner()))),
+        r"DistributedMiner: miner\.held\[0\]\['a'\] is pytorch-metric-learning's DistributedMinerWrapper",
+    ),
+    "a class": (lambda: cz.DistributedLoss(cz.SupCon), r"Pass an instance, SupCon\(\.\.\.\)"),
+    "their class": (lambda: cz.DistributedLoss(losses.NTXentLoss), r"Pass an instance, NTXentLoss\(\.\.\.\)"),
+    "a class as miner": (
+        lambda: cz.DistributedLoss(triplets(), miner=miners.BatchHardMiner),
+        r"a miner is an instance, got the class BatchHardMiner",
+    ),
+    "a class as miner by itself": (lambda: cz.DistributedMiner(miners.BatchHardMiner), "a miner is an instance"),
+}
+
+
+def _queue(inner: Any) -> Any:
+    queue = losses.CrossBatchMemory(losses.ContrastiveLoss(), 4)
+    queue.loss = inner
+    return queue
+
+
+def _theirs(inner: Any) -> Any:
+    wrapper = DistributedLossWrapper(triplets())
+    wrapper.loss = inner
+    return wrapper
+
+
+def _closure(inner: Any) -> Any:
+    return lambda z, labels: inner(z, labels)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_is_refused_with_its_place(name: str) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_miner_of_another_group_is_refused() -> None:
+    miner = cz.DistributedMiner(miners.BatchHardMiner(), process_group="another")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="process group of its own"):
+        cz.DistributedLoss(triplets(), miner=miner)
+
+
+def test_a_trainer_that_holds_a_loss_may_lend_it_a_method() -> None:
+    """A bound method of what holds other distributed losses is no wrapper inside of a wrapper."""
+
+    class Trainer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = cz.DistributedLoss(triplets())
+            self.second = cz.DistributedLoss(self.of_rows)
+            self.third = cz.DistributedLoss(lambda z, labels: self.of_rows(z, labels))
+
+        def of_rows(self, z: Tensor, labels: Tensor) -> Tensor:
+            return z.square().sum()
+
+    assert Trainer().third(torch.eye(2), torch.arange(2)) == 2
