@@ -16,6 +16,7 @@ test: .venv/.installed lint types
 	$(BIN)/python -m pytest -n 2
 
 search: .venv/.installed
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_stateful_training.py
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 tests/test_contract.py tests/testing/test_check.py
 
 lint: .venv/.installed

@@ -136,6 +136,8 @@ class Training(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not getattr(self, "program", None):
             return
+        if self.loss.third_party:  # seconds in a fresh process, which are no hang
+            self.worlds.run(self.world_size, self.loss.make, timeout=120)
         try:
             refusals = self.worlds.run(self.world_size, play, self.name, self.thresholds, self.program, timeout=TIMEOUT)
         except RankError as error:
@@ -167,7 +169,7 @@ def quietly(**more: Any) -> settings:
 
 def test_a_random_training_is_that_of_one_process(training: type[Training], capsys: pytest.CaptureFixture[str]) -> None:
     if os.environ.get("HYPOTHESIS_PROFILE") != "long":
-        run_state_machine_as_test(training, settings=quietly(max_examples=60, stateful_step_count=8))
+        run_state_machine_as_test(training, settings=quietly(max_examples=40, stateful_step_count=8))
         return
     while Training.steps < STEPS:
         run_state_machine_as_test(training, settings=quietly(max_examples=50, stateful_step_count=20, database=None))
@@ -185,4 +187,5 @@ def test_every_threshold_is_there(name: str) -> None:
 def test_a_first_step_of_every_loss_is_that_of_one_process(name: str, worlds: Worlds) -> None:
     """What the search begins with, so that what it finds is a matter of several actions."""
     step = ("step", {"batches": [((3, 2), 1)]})
+    worlds.run(2, LOSSES[name].make)
     assert worlds.run(2, play, name, {}, [step], timeout=TIMEOUT) == [[], []]
