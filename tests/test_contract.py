@@ -13,12 +13,21 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import evaluation
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.gallery import GALLERY
-from contrastive_zoo.testing.laws import CONTRACT, LAWS, TOLERANCE, Broken, Law, finite_at_extremes
+from contrastive_zoo.testing.laws import (
+    CONTRACT,
+    LAWS,
+    TOLERANCE,
+    Broken,
+    Law,
+    draws_are_shared,
+    finite_at_extremes,
+    same_sharded_gradient,
+)
 from contrastive_zoo.testing.strategies import dtypes, global_batches, temperatures, views
 from contrastive_zoo.testing.trial import Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.losses import zoo_compositions, zoo_margins, zoo_softmax, zoo_statistics, zoo_weights
-from tests.zoo import ZOO, Entry, dense_nt_xent
+from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
 
 LEARNABLE = [entry for entry in ZOO if not entry.name.startswith("RowLoss")]
 FAMILIES = (zoo_softmax, zoo_margins, zoo_weights, zoo_statistics, zoo_compositions)
@@ -117,6 +126,31 @@ def test_every_law_holds(entry: Entry, shards: tuple[int, ...], trainer, worlds:
     trial = Trial(entry.case(trainer, temperature=0.2), GlobalBatch(shards, d=3, seed=5), worlds)
     for law in LAWS:
         law(trial)
+
+
+class NoisyHard(BatchHard):
+    """A row loss that draws random numbers."""
+
+    def rows(self, similarity, positive, negative):
+        losses, valid = super().rows(similarity, positive, negative)
+        return losses * torch.rand(()), valid
+
+
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+@pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
+def test_an_own_loss_that_draws_draws_the_same_everywhere(shards, trainer, worlds: Worlds) -> None:
+    entry = Entry("NoisyHard", NoisyHard, dense_batch_hard, call="labels")
+    assert draws_are_shared(Trial(entry.case(trainer), GlobalBatch(shards, d=3, seed=5), worlds))
+
+
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+@pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
+def test_sharded_weights_inside_a_composition(shards, trainer, worlds: Worlds) -> None:
+    def make(**_):
+        return cz.WeightedSum([cz.ArcFace(16, 3, scale=4.0, shard_over=cz.World.of())])
+
+    case = Entry("WeightedSum of ArcFace", make, dense_batch_hard, call="labels").case(trainer)
+    assert same_sharded_gradient(Trial(case, GlobalBatch(shards, d=3, seed=5), worlds))
 
 
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
