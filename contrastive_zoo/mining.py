@@ -7,11 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.distributed import Brought, GlobalIndices, unequal_problem
+from contrastive_zoo.distributed import Brought, GlobalIndices, paired_problem, unequal_problem
 from contrastive_zoo.meeting import refuse
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.world import Processes, World
 from contrastive_zoo.wrapped import unwrapped_miner
+
+_RECORDED = ("_record_these", "_record_these_stats")
+"""Private attributes in which pytorch-metric-learning's miners name what record-keeper writes down."""
 
 
 class DistributedMiner(nn.Module):
@@ -76,7 +79,7 @@ class DistributedMiner(nn.Module):
             rows |= {"ref_emb": ref_emb, "ref_labels": ref_labels}
         device = None
         if world.size > 1:
-            brought = Brought.meet(name, rows, world=world, problem=unequal_problem(rows))
+            brought = Brought.meet(name, rows, world=world, problem=unequal_problem(rows) or paired_problem(rows))
             rows, device = brought.gathered(world), brought.device
         with one_stream(world, device):
             found = self.miner(*rows.values())
@@ -94,6 +97,6 @@ class DistributedMiner(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             miner = vars(self).get("miner", vars(self).get("_modules", {}).get("miner"))
-            if name.startswith("_") or not hasattr(miner, name):
+            if (name.startswith("_") and name not in _RECORDED) or not hasattr(miner, name):
                 raise
             return getattr(miner, name)

@@ -20,7 +20,7 @@ LAYERS = [
     {"world"},
     {"meeting"},
     {"collectives"},
-    {"masks", "randomness", "averaging", "evaluation"},
+    {"masks", "randomness", "averaging", "evaluation", "wrapped"},
     {"engine"},
     {"losses"},
     {"distributed"},
