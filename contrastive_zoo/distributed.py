@@ -258,7 +258,7 @@ class DistributedLoss(nn.Module):
         problem = self._finite_problem(arguments) or arguments.problem
         if not call.own:
             problem = problem or _indices_problem(bound.arguments, call.miner, session)
-            problem = problem or unequal_problem(bound.arguments)
+            problem = problem or unequal_problem(bound.arguments) or paired_problem(bound.arguments)
             if problem is None and session.options.check_finite:
                 problem = first_non_finite(arguments.rows)
         if self.static_shapes:
@@ -541,6 +541,35 @@ def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
     rows, labels = arguments.get("embeddings"), arguments.get("labels")
     if isinstance(rows, Tensor) and isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) != len(rows):
         return labels_problem("labels", labels.long(), len(rows))
+    return None
+
+
+def paired_problem(arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with this rank's arguments that belong together row by row, in words; None if nothing is.
+
+    Totals over ranks may agree where one rank's rows do not: then every row that follows would be paired with another's.
+
+    Example:
+        >>> paired_problem({"ref_emb": torch.eye(3), "ref_labels": torch.tensor([0, 1])})
+        "ref_labels are one per row of ref_emb, got 2 for 3 rows. Pass this rank's own ref_labels with its own ref_emb."
+        >>> paired_problem({"queries": torch.eye(3), "keys": torch.eye(2)})   # two towers may differ
+    """
+    counts = {name: len(x) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
+    given = {name for name, x in arguments.items() if x is not None}
+    pairs = [("ref_labels", "ref_emb", "are one per row of ref_emb")]
+    if not given & {"labels", "indices_tuple", "ref_labels"}:
+        pairs.append(("ref_emb", "embeddings", "holds another view of each row of embeddings"))
+    first_view = next((name for name in arguments if name.startswith("view")), "")
+    pairs += [
+        (name, first_view, f"is another view of each row of {first_view}") for name in given if name[:4] == "view"
+    ]
+    pairs += [(name, "embeddings", "is one per row of embeddings") for name in given if name.endswith("mask")]
+    for name, other, rule in sorted(pairs):
+        if name in counts and other in counts and counts[name] != counts[other]:
+            return (
+                f"{name} {rule}, got {counts[name]} for {counts[other]} rows. Pass this rank's own {name} with its own "
+                f"{other}."
+            )
     return None
 
 

@@ -8,13 +8,16 @@ from torch import Tensor, nn
 
 from contrastive_zoo.arguments import Arguments, GlobalIndices
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.distributed import unequal_problem
+from contrastive_zoo.distributed import paired_problem, unequal_problem
 from contrastive_zoo.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.loss_summary import described
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.session import Session, first_non_finite, refuse, tolerance
 from contrastive_zoo.world import Processes, World
 from contrastive_zoo.wrapped import unwrapped_miner
+
+_RECORDED = ("_record_these", "_record_these_stats")
+"""Private attributes in which pytorch-metric-learning's miners name what record-keeper writes down."""
 
 
 class DistributedMiner(nn.Module):
@@ -96,7 +99,7 @@ class DistributedMiner(nn.Module):
 
     def _agreed(self, name: str, arguments: Arguments, session: Session) -> Agreed:
         """What all ranks have agreed on before they gather these."""
-        problem = arguments.problem or unequal_problem(arguments.leaves)
+        problem = arguments.problem or unequal_problem(arguments.leaves) or paired_problem(arguments.leaves)
         if problem is None and self.check_finite:
             problem = first_non_finite(arguments.rows)
         statement = Statement(
@@ -119,6 +122,6 @@ class DistributedMiner(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             miner = vars(self).get("miner", vars(self).get("_modules", {}).get("miner"))
-            if name.startswith("_") or not hasattr(miner, name):
+            if (name.startswith("_") and name not in _RECORDED) or not hasattr(miner, name):
                 raise
             return getattr(miner, name)

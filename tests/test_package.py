@@ -21,7 +21,7 @@ LAYERS = [
     {"handshake", "gather_cache"},
     {"session"},
     {"collectives"},
-    {"masks", "randomness", "averaging", "evaluation", "arguments", "loss_summary"},
+    {"masks", "randomness", "averaging", "evaluation", "arguments", "loss_summary", "wrapped"},
     {"engine"},
     {"losses"},
     {"distributed"},

@@ -11,9 +11,10 @@ Three things do not come by themselves:
 - a loss whose anchors need more than columns (a mean over all pairs, another anchor's negatives) gets it by a message.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from contrastive_zoo.world import Shards, World
 
 Indices = tuple[Tensor, ...]
 """(anchors, positives, negatives) or (anchors, positives, anchors, negatives): rows of mine and columns of everybody."""
+R = TypeVar("R")
 Info = dict[str, Any]
 """What the library says of one sub-loss: ``losses``, ``indices``, ``reduction_type``, perhaps a ``divisor``."""
 
@@ -83,7 +85,7 @@ def _value(loss: Any, miner: Any, arguments: Mapping[str, Any], shards: Mapping[
     if hasattr(loss, "cast_types"):  # before the weights are lent: it replaces their data
         loss.cast_types(part.rows.dtype, part.rows.device)
     elif type(loss) is losses.P2SGradLoss:
-        loss.weight.data = loss.weight.data.to(part.rows).renorm(2, 1, 1e-5).mul(1e5)
+        loss.weight.data = loss.weight.data.renorm(2, 1, 1e-5).mul(1e5).to(part.rows)  # in their order: norms round
     loss.reset_stats()
     indices = _part_of(arguments.get("indices_tuple"), part) if miner is None else _mined(miner, part)
     shared = {f"loss.{name}": replicated(x, process_group=world) for name, x in loss.named_parameters()}
@@ -162,10 +164,17 @@ def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
 
 
 def _arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> str | None:
+    if type(loss) is losses.MultipleLosses and loss.miners and arguments.get("indices_tuple") is not None:
+        return "it has miners of its own, and takes no indices_tuple. Leave one of them out."
+    for name, of, dimensions in (("embeddings", "[n, d]", 2), ("ref_emb", "[n, d]", 2), ("labels", "[n]", 1)):
+        x = arguments.get(name)
+        if isinstance(x, Tensor) and x.ndim != dimensions:  # the same on every rank, which have met on it
+            return f"{name} are {of}, got {x.ndim} dimensions."
     if type(loss) in (losses.MultipleLosses, losses.SelfSupervisedLoss):
         return None
     if arguments.get("labels") is None:
-        return "labels are missing: call loss(embeddings, labels)."
+        mined = ", also with indices_tuple" if arguments.get("indices_tuple") is not None else ""
+        return f"labels are missing: call loss(embeddings, labels){mined}."
     if arguments.get("ref_emb") is not None and type(loss) not in _TAKE_REFERENCES:
         return "it takes no ref_emb."
     if type(loss) in _TAKE_NO_INDICES and not (miner is None and arguments.get("indices_tuple") is None):
@@ -244,6 +253,25 @@ class _Part:
         labels = torch.cat([self.labels, self.column_labels[:1].expand(count)])
         return replace(self, rows=torch.cat([self.rows, stranger.expand(count, -1)]), labels=labels)
 
+    def jointly(self, caller: nn.Module, function: Callable[[], R]) -> R:
+        """What ``function`` of this rank's rows returns, if no rank's raises: the others would wait in the next message.
+
+        Raises:
+            ValueError: on every rank alike, what any of them raised, by rank; on one process the exception itself.
+        """
+        if self.world.size == 1:
+            return function()
+        found, error = None, None
+        try:
+            found = function()
+        except Exception as raised:
+            error = raised
+        if any(failed for (failed,) in self.world.exchange([error is not None])):
+            texts = self.world.exchange_text("" if error is None else f"{type(error).__name__}: {error}")
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+            raise ValueError(f"{type(caller).__name__}: it raised {said}") from error
+        return cast("R", found)
+
     def totals(self, *mine: int) -> list[int]:
         """Sums over ranks."""
         return [sum(counts) for counts in zip(*self.world.exchange(mine), strict=True)]
@@ -271,12 +299,13 @@ def _mined(miner: Any, part: _Part) -> Indices | None:
     """What the miner chooses of all rows, as far as my anchors are concerned."""
     with torch.no_grad():
         if type(miner) in _MINERS and type(miner.distance) in _DISTANCES:
-            chosen = _MINERS[type(miner)](miner, part)
+            chosen = part.jointly(miner, lambda: _MINERS[type(miner)](miner, part))
             miner.output_assertion(chosen)  # which counts them, for those who log it
             return chosen
         everybody = part.everybody()
         with one_stream(part.world, part.rows.device):
-            found = miner(*everybody, *((part.columns, part.column_labels) if part.references else ()))
+            references = (part.columns, part.column_labels) if part.references else ()
+            found = part.jointly(miner, lambda: miner(*everybody, *references))
     return _part_of(found, part)
 
 
@@ -374,7 +403,8 @@ def _by_the_library(loss: Any, part: _Part, groups: Sequence[Indices], *, enough
         for group, some in zip(groups, strangers, strict=True)
         for nth, x in enumerate(group)
     ]
-    found = loss.compute_loss(both.rows, both.labels, tuple(indices), part.columns, part.column_labels)
+    evaluate = functools.partial(loss.compute_loss, both.rows, both.labels, tuple(indices))
+    found = part.jointly(loss, lambda: evaluate(part.columns, part.column_labels))
     return {name: _own(info, len(part.rows), any(mine)) for name, info in found.items()}
 
 
@@ -397,7 +427,7 @@ def _of_rows(loss: Any, part: _Part, indices: Indices | None) -> dict[str, Info]
     """A classifier's: each row against the weights of classes."""
     weights = _weights(part, indices, anchors_only=type(loss) is losses.ProxyNCALoss)
     both = part.with_strangers(int(len(part.rows) == 0))
-    found = loss.compute_loss(both.rows, both.labels, None, both.rows, both.labels)
+    found = part.jointly(loss, lambda: loss.compute_loss(both.rows, both.labels, None, both.rows, both.labels))
     found["loss"] = own = _own(found["loss"], len(part.rows), True)
     own["losses"] = own["losses"] * weights[own["indices"]]
     return found
@@ -543,9 +573,14 @@ def _ranked_list(loss: Any, part: _Part, indices: Indices | None) -> dict[str, I
 
 
 def _p2s_grad(loss: Any, part: _Part, indices: Indices | None) -> dict[str, Info]:
-    both = part.with_strangers(int(len(part.rows) == 0))
-    found = loss.compute_loss(both.rows, both.labels, None, both.rows, both.labels)
-    return {"loss": _averaged(found["loss"]["losses"] * len(part.rows), len(part.rows))}
+    """The mean over classes of (cos − [own class])², with weights that are unit columns already."""
+
+    def squared_errors() -> Tensor:
+        cosines = (part.rows @ loss.weight / part.rows.square().sum(1).sqrt()[:, None]).clamp(-1, 1)
+        own = torch.zeros_like(cosines).scatter_(1, part.labels[:, None], 1)
+        return (cosines - own).square().mean(1)
+
+    return {"loss": _averaged(part.jointly(loss, squared_errors), len(part.rows))}
 
 
 def _averaged(values: Tensor, count: int) -> Info:
@@ -666,7 +701,7 @@ def _by_class(reducer: Any, info: Info, part: _Part) -> tuple[Tensor, Any]:
     values, anchors = info["losses"], info["indices"]
     of_class = reducer.weights.to(values)
     anchors = anchors if isinstance(anchors, Tensor) else anchors[0]
-    return values * of_class[part.labels[anchors]], len(values)
+    return part.jointly(reducer, lambda: values * of_class[part.labels[anchors]]), len(values)
 
 
 def _by_divisor(reducer: Any, info: Info, part: _Part) -> tuple[Tensor, Any]:

@@ -177,6 +177,19 @@ def test_records_are_of_the_global_batch(worlds: Worlds) -> None:
             assert found == pytest.approx(wanted, rel=1e-12)
 
 
+def test_record_keeper_finds_what_a_wrapped_miner_records() -> None:
+    """It asks for these two attributes, and names the table after the class."""
+    miner = miners.TripletMarginMiner(margin=0.5, collect_stats=True)
+    wrapped = DistributedMiner(miner)
+    rows, labels = numbers(BATCH, D, seed=1), torch.arange(BATCH) % CLASSES
+    wrapped(rows, labels)
+    for kept in ("_record_these", "_record_these_stats"):
+        names = getattr(wrapped, kept)
+        assert names == getattr(miner, kept) != []
+        assert [getattr(wrapped, name) for name in names] == [getattr(miner, name) for name in names]
+    assert not hasattr(wrapped, "_private")
+
+
 # ------------------------------------------------------------------------------------------------------ a queue's mask
 
 

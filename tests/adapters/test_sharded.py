@@ -1,7 +1,7 @@
 """pytorch-metric-learning's losses in shards: the number and the gradients of one process, from 1/W of the work."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.adapters import pml_sharded
 from contrastive_zoo.adapters.pml_sharded import EVALUATED, REFUSED, refusal, sharded
+from contrastive_zoo.distributed import paired_problem
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import EXACT, complaint, distance, split
+from tests.helpers import EXACT, complaint, distance, said, split
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
 
@@ -415,3 +416,184 @@ def test_indices_of_all_rows_are_shared_out(worlds: Worlds) -> None:
 
         expected = L.ContrastiveLoss()(rows.z, rows.labels, indices)
         assert max(distance(x, expected) for x in worlds.run(2, job, each=rows.dealt((5, 7)))) <= EXACT
+
+
+# ------------------------------------------------------------------------------------- what one rank alone has wrong
+
+
+def good() -> float:
+    return cz.DistributedLoss(L.ContrastiveLoss(), mode="sharded")(torch.eye(3), torch.tensor([0, 0, 1])).item()
+
+
+def rows_of_rank(counts: Sequence[int], seed: int = 0) -> Tensor:
+    rank = World.of().rank
+    generator = torch.Generator().manual_seed(seed + rank)
+    return torch.randn(counts[rank], WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+MODES = ("sharded", "replicated")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("counts", [(3, 5), (2, 4)], ids=str)
+def test_views_of_unequal_length_are_refused_on_every_rank(mode: Any, counts: tuple[int, int], worlds: Worlds) -> None:
+    """(3, 5) against (5, 3) are as many in all; each row would be paired with another sample's."""
+    for symmetric in (True, False):
+
+        def bad(symmetric: bool = symmetric) -> Any:
+            loss = L.SelfSupervisedLoss(L.NTXentLoss(), symmetric=symmetric)
+            return cz.DistributedLoss(loss, mode=mode)(rows_of_rank(counts), rows_of_rank((5, 3), seed=7))
+
+        text, after = complaint(worlds, 2, bad, good)
+        assert "ref_emb holds another view of each row of embeddings" in text
+        assert after[0] == after[1]
+
+
+def shifted(name: str) -> Any:
+    z, labels = rows_of_rank((3, 5)), torch.arange(8)[: (3, 5)[World.of().rank]] % 3
+    n = (5, 3)[World.of().rank]
+    if name == "reference labels":
+        return cz.DistributedLoss(L.ContrastiveLoss())(z, labels, None, rows_of_rank((4, 4)), torch.arange(n) % 3)
+    if name == "mask":
+        memory = L.CrossBatchMemory(L.ContrastiveLoss(), WIDTH, memory_size=9).double()
+        return cz.DistributedLoss(memory)(z, labels, enqueue_mask=torch.arange(n) % 2 == 0)
+    if name == "miner":
+        return cz.DistributedMiner(M.BatchHardMiner())(z, labels, rows_of_rank((4, 4)), torch.arange(n) % 3)
+    if name == "views":
+        return cz.DistributedLoss(lambda view1, view2: (view1.sum(0) * view2.sum(0)).sum())(z, rows_of_rank((5, 3)))
+    return cz.DistributedLoss(L.VICRegLoss())(z, ref_emb=rows_of_rank((5, 3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("reference labels", "ref_labels are one per row of ref_emb"),
+        ("miner", "ref_labels are one per row of ref_emb"),
+        ("mask", "enqueue_mask is one per row of embeddings"),
+        ("views", "view2 is another view of each row of view1"),
+        ("VICReg", "ref_emb holds another view of each row of embeddings"),
+    ],
+)
+def test_rows_that_are_shifted_between_ranks_are_refused(name: str, words: str, worlds: Worlds) -> None:
+    text, after = complaint(worlds, 2, lambda: shifted(name), good)
+    assert words in text
+    assert after[0] == after[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"embeddings": torch.eye(3), "labels": torch.arange(3), "ref_emb": torch.eye(2), "ref_labels": torch.arange(2)},
+        {"embeddings": torch.eye(3), "indices_tuple": (), "ref_emb": torch.eye(2)},
+        {"embeddings": torch.eye(3), "labels": torch.arange(3), "enqueue_mask": torch.ones(3).bool()},
+        {"queries": torch.eye(2), "keys": torch.eye(4)},
+        {"embeddings": torch.eye(3), "labels": None, "temperature": torch.tensor(1.0), "ref_emb": None},
+    ],
+)
+def test_what_fits_together_is_no_problem(arguments: dict[str, Any]) -> None:
+    assert paired_problem(arguments) is None
+
+
+def test_three_dimensions_and_a_rank_without_rows(worlds: Worlds) -> None:
+    for loss in (L.ContrastiveLoss, L.InstanceLoss, L.NPairsLoss):
+
+        def bad(loss: Any = loss) -> Any:
+            n = 3 * World.of().rank
+            return cz.DistributedLoss(loss(), mode="sharded")(torch.ones(n, 2, WIDTH), torch.arange(n))
+
+        text, after = complaint(worlds, 2, bad, good)
+        assert "embeddings are [n, d], got 3 dimensions" in text
+        assert after[0] == after[1]
+
+
+def beyond(name: str) -> Any:
+    """What the library raises where there are rows, or labels, that only rank 1 has."""
+    rank = World.of().rank
+    z, labels = rows_of_rank((0, 4) if name.endswith("no rows") else (3, 4)), torch.tensor([0, 1, 2, 0])
+    labels = labels[: len(z)] + (0 if rank == 0 else 40)
+    miner = None
+    if name.startswith("ArcFace"):
+        loss: Any = L.ArcFaceLoss(CLASSES, WIDTH).double()
+    elif name.startswith("Margin"):
+        loss = L.MarginLoss(num_classes=CLASSES, learn_beta=True).double()
+    elif name.startswith("P2SGrad"):
+        loss = L.P2SGradLoss(WIDTH, CLASSES).double()
+    elif name.startswith("weights"):
+        loss = L.ContrastiveLoss(reducer=R.ClassWeightedReducer(torch.ones(CLASSES)))
+    else:
+        loss, miner = L.TripletMarginLoss(), RaisesOnOneRank()
+    if name.startswith(("Margin", "weights")):
+        labels[-1:] = labels[:1]  # a positive
+    return cz.DistributedLoss(loss, miner=miner, mode="sharded")(z, labels)
+
+
+class RaisesOnOneRank(M.BaseMiner):
+    def mine(self, *rows: Tensor) -> Any:
+        if World.of().rank == 1:
+            raise RuntimeError("out of luck")
+        return (torch.tensor([], dtype=torch.long),) * 3
+
+
+@pytest.mark.parametrize(
+    "name", ["ArcFace", "ArcFace, no rows", "Margin", "P2SGrad", "P2SGrad, no rows", "weights of classes", "miner"]
+)
+def test_what_one_rank_raises_all_raise(name: str, worlds: Worlds) -> None:
+    text, after = complaint(worlds, 2, lambda: beyond(name), good)
+    assert "rank 1: " in text
+    # a rank without rows evaluates one of the batch's labels, which is wrong there, too
+    assert ("rank 0: " in text) == (name == "ArcFace, no rows")
+    assert "Error: " in text
+    assert after[0] == after[1]
+
+
+def test_weights_are_normalised_before_they_are_cast(worlds: Worlds) -> None:
+    """As the library does, whose weights stay in 32 bits until the first rows in 64 come."""
+
+    def steps(wrap: Callable[[Any], Any], z: Tensor, labels: Tensor) -> list[Tensor]:
+        torch.manual_seed(0)
+        loss = L.P2SGradLoss(WIDTH, 6)
+        loss_fn, found = wrap(loss), []
+        for _ in range(2):
+            x = z.clone().requires_grad_()
+            value = loss_fn(x, labels)
+            loss.weight.grad = None
+            value.backward()
+            found += [value.detach(), loss.weight.grad.clone()]
+            loss.weight.data -= 0.3 * loss.weight.grad
+        return found
+
+    rows = Rows.of((5, 7), references=False)
+    expected = steps(lambda x: x, rows.z, rows.labels)
+    sharded_loss = lambda x: cz.DistributedLoss(x, mode="sharded")  # noqa: E731
+    for shards in [(5, 7), (0, 9, 3)]:
+        each = list(zip(split(rows.z, shards), split(rows.labels, shards), strict=True))
+        for found in worlds.run(len(shards), lambda z, y: steps(sharded_loss, z, y), each=each):
+            for x, y in zip(found, expected, strict=True):
+                assert distance(x, y) <= EXACT
+
+
+def test_losses_with_miners_take_no_indices(worlds: Worlds) -> None:
+    def bad() -> Any:
+        z, labels = rows_of_rank((4, 4)), torch.arange(4) % 2
+        indices = cz.DistributedMiner(M.BatchHardMiner())(z, labels)
+        loss = L.MultipleLosses([L.TripletMarginLoss()], [M.BatchHardMiner()])
+        return cz.DistributedLoss(loss, mode="sharded")(z, labels, indices)
+
+    text, after = complaint(worlds, 2, bad, good)
+    assert "has miners of its own, and takes no indices_tuple" in text
+    assert after[0] == after[1]
+
+
+def test_indices_without_labels(worlds: Worlds) -> None:
+    rows = Rows.of((5, 7), references=False)
+    expected = L.TripletMarginLoss()(rows.z, indices_tuple=M.BatchHardMiner()(rows.z, rows.labels))
+
+    def job(z: Tensor, labels: Tensor) -> tuple[Tensor, str | None]:
+        indices = cz.DistributedMiner(M.BatchHardMiner())(z, labels)
+        loss = L.TripletMarginLoss()
+        text = said(lambda: cz.DistributedLoss(loss, mode="sharded")(z, indices_tuple=indices))
+        return cz.DistributedLoss(loss)(z, indices_tuple=indices), text
+
+    for value, text in worlds.run(2, job, each=rows.dealt((5, 7))):
+        assert distance(value, expected) <= EXACT
+        assert "call loss(embeddings, labels), also with indices_tuple" in (text or "")
