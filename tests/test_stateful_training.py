@@ -23,8 +23,8 @@ THRESHOLDS = {
     "contrastive_zoo.engine.evaluation:FEW": (2**16, -1, 12),
     "contrastive_zoo.engine.evaluation:PANEL_BYTES": (32 * 2**20, 64, 300),
     "contrastive_zoo.engine.evaluation:TILE_BYTES": (4 * 2**20, 64, 300),
-    "contrastive_zoo.distributed:_LITTLE": (2**28, 0, 2**12),
-    "contrastive_zoo.distributed:_MOST_LUGGAGE": (2**20, 0, 200),
+    "contrastive_zoo.session:SMALL_BATCH": (2**28, -1, 2**12),
+    "contrastive_zoo.handshake:PAYLOAD_LIMIT": (2**20, 0, 200),
     "contrastive_zoo.world:_SMALL": (2**18, 0, 300),
 }
 """Every constant at which an engine or a message takes another path: as it is, and so small that tiny batches meet it."""
