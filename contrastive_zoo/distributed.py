@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -322,6 +323,9 @@ class DistributedLoss(nn.Module):
                 if runs_foreign_code(bare):
                     watch = Watch(bare, arguments.device)
                     session.progress.changes = watch.has_changed
+                session.declare(name, [partial(call.loss, *call.bound.args, **call.bound.kwargs, world=session)])
+                if watch is not None and watch.has_changed():  # before it declared anything
+                    watch.undo()
                 scaled = inspect.BoundArguments(call.bound.signature, _scaled(call.bound.arguments, session))
                 return call.loss(*scaled.args, **scaled.kwargs, world=session)
             session.open(name)

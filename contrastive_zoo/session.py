@@ -171,11 +171,12 @@ class Session(World):
         self._shake([declaration])
         return declaration.shards
 
-    def declare(self, losses: Iterable[Callable[[], object]]) -> None:
+    def declare(self, caller: str, losses: Iterable[Callable[[], object]]) -> None:
         """Ask losses that will be computed one after the other for their declarations, and agree on all at once.
 
         Raises:
             ValueError: what :func:`meet` raises for any of them.
+            Replicate: every rank computes the losses from the rows of all ranks.
         """
         progress, outer = self.progress, self.progress.declaring
         if self.size == 1 or progress.agreed:
@@ -190,7 +191,7 @@ class Session(World):
             progress.declaring = outer
         if outer is not None:
             raise Declared
-        self._shake(declarations)
+        self._shake(declarations or [Declaration(caller, {}, [], {}, None, 0.0)])
         progress.agreed = list(declarations)
 
     def open(self, caller: str, problem: str | None = None) -> None:

@@ -222,7 +222,8 @@ class _SumOverAnchors(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, rest = ctx.saved_tensors[: ctx.count_inputs], ctx.saved_tensors[ctx.count_inputs :]
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again at the first look, and refuses a second
+        inputs, rest = saved[: ctx.count_inputs], saved[ctx.count_inputs :]
         if not ctx.has_gradients:
             on_panel, terms, layout = ctx.sweep_of
             parameters = inputs[1 if ctx.one_tower else 2 :]

@@ -89,7 +89,7 @@ class Composition(Loss):
             refuse(type(self).__name__, problem, world=outer)
         session = outer.with_cache()
         terms = self.terms(rows, named_rows, session)
-        session.declare(terms)
+        session.declare(type(self).__name__, terms)
         values = [term() for term in terms]
         if session is not outer and session.cache is not None:
             session.cache.clear()
