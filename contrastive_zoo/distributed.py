@@ -409,6 +409,10 @@ class DistributedLoss(nn.Module):
             )
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what the next handshake of this object would have read off a device."""
+        return {**self.__dict__, "_last": None, "_sums": None, "_finite": {}}
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
