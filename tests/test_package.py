@@ -29,7 +29,7 @@ LAYERS = [
 ]
 """Arrows point from later ones to earlier ones."""
 
-ABOUT_LOSSES = {"testing.gallery", "testing.gallery_page", "testing.gallery_steps", "testing.peers", "testing.recipe"}
+ABOUT_LOSSES = {"testing.gallery", "testing.gallery_steps", "testing.recipe"}
 """The rooms of testing whose subject is particular losses: the exhibits."""
 
 
@@ -136,6 +136,16 @@ def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- arrows
+
+
+@pytest.mark.parametrize("module", modules())
+def test_the_package_imports_nothing_from_outside_the_wheel(module: str) -> None:
+    assert not {name.partition(".")[0] for name in imported(tree(module))} & {"tools", "tests", "benchmarks"}
+
+
+@pytest.mark.parametrize("module", modules("adapters"))
+def test_adapters_do_not_import_what_tests_them(module: str) -> None:
+    assert not {other for other in ours(module) if other.partition(".")[0] in ("testing", "cli", "demo")}
 
 
 @pytest.mark.parametrize("module", [module for module in modules() if layer(module) is not None])
