@@ -21,7 +21,7 @@ _HOMES = {
     "ClipDistillation": "losses.clip_distillation",
     "Contrastive": "losses.contrastive",
     "CosFace": "losses.cos_face",
-    "CrossBatchMemory": "memory",
+    "CrossBatchMemory": "memory.cross_batch",
     "DCL": "losses.dcl",
     "DCLW": "losses.dcl",
     "DINO": "losses.dino",
@@ -40,8 +40,8 @@ _HOMES = {
     "MNRL": "losses.mnrl",
     "Margin": "losses.margin",
     "Matryoshka": "losses.matryoshka",
-    "MemoryQueue": "memory",
-    "MomentumEncoder": "memory",
+    "MemoryQueue": "memory.queue",
+    "MomentumEncoder": "memory.momentum",
     "MultiPositive": "losses.multi_positive",
     "MultiSimilarity": "losses.multi_similarity",
     "NCA": "losses.nca",
@@ -215,9 +215,9 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.weighted_sum import WeightedSum as WeightedSum
     from contrastive_zoo.masks import pair_masks as pair_masks
     from contrastive_zoo.masks import sample_ids as sample_ids
-    from contrastive_zoo.memory import CrossBatchMemory as CrossBatchMemory
-    from contrastive_zoo.memory import MemoryQueue as MemoryQueue
-    from contrastive_zoo.memory import MomentumEncoder as MomentumEncoder
+    from contrastive_zoo.memory.cross_batch import CrossBatchMemory as CrossBatchMemory
+    from contrastive_zoo.memory.momentum import MomentumEncoder as MomentumEncoder
+    from contrastive_zoo.memory.queue import MemoryQueue as MemoryQueue
     from contrastive_zoo.mining import DistributedMiner as DistributedMiner
     from contrastive_zoo.world import ALONE as ALONE
     from contrastive_zoo.world import World as World
