@@ -1,12 +1,13 @@
 """What is in the zoo: one row per loss."""
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
+
+import contrastive_zoo
 
 _INPUTS = {"views": "view1, view2", "labels": "embeddings, labels"}
 
@@ -37,11 +38,11 @@ class Species:
 
     def make(self) -> Any:
         """The loss with these settings."""
-        return getattr(importlib.import_module("contrastive_zoo"), self.cls)(**dict(self.settings))
+        return getattr(contrastive_zoo, self.cls)(**dict(self.settings))
 
     @cached_property
     def _doc(self) -> str:
-        cls = getattr(importlib.import_module("contrastive_zoo"), self.cls)
+        cls = getattr(contrastive_zoo, self.cls)
         function: Callable[..., Any] = getattr(cls, "function", cls)
         return inspect.getdoc(function) or ""
 
@@ -58,7 +59,7 @@ class Species:
     @property
     def parameters(self) -> str:
         """What its class is made with, and the values that they have if not given."""
-        found = inspect.signature(getattr(importlib.import_module("contrastive_zoo"), self.cls)).parameters.values()
+        found = inspect.signature(getattr(contrastive_zoo, self.cls)).parameters.values()
         given = [x for x in found if x.name != "check_finite" and x.kind is not x.VAR_KEYWORD]
         return ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in given)
 
