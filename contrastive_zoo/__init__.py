@@ -21,7 +21,7 @@ _HOMES = {
     "ClipDistillation": "losses.clip_distillation",
     "Contrastive": "losses.contrastive",
     "CosFace": "losses.cos_face",
-    "CrossBatchMemory": "memory",
+    "CrossBatchMemory": "memory.cross_batch",
     "DCL": "losses.dcl",
     "DCLW": "losses.dcl",
     "DINO": "losses.dino",
@@ -40,8 +40,8 @@ _HOMES = {
     "MNRL": "losses.mnrl",
     "Margin": "losses.margin",
     "Matryoshka": "losses.matryoshka",
-    "MemoryQueue": "memory",
-    "MomentumEncoder": "memory",
+    "MemoryQueue": "memory.queue",
+    "MomentumEncoder": "memory.momentum",
     "MultiPositive": "losses.multi_positive",
     "MultiSimilarity": "losses.multi_similarity",
     "NCA": "losses.nca",
@@ -67,12 +67,12 @@ _HOMES = {
     "WeightedSum": "losses.weighted_sum",
     "World": "world",
     "align_uniform": "losses.align_uniform",
-    "all_gather": "collectives",
-    "all_reduce": "collectives",
+    "all_gather": "collectives.functions",
+    "all_reduce": "collectives.functions",
     "arc_face": "losses.arc_face",
     "average_gradients": "averaging",
     "barlow_twins": "losses.barlow_twins",
-    "broadcast": "collectives",
+    "broadcast": "collectives.functions",
     "cached_step": "gradcache",
     "clip": "losses.clip",
     "clip_distillation": "losses.clip_distillation",
@@ -81,7 +81,7 @@ _HOMES = {
     "debiased": "losses.hcl",
     "dense": "engine.evaluation",
     "dino": "losses.dino",
-    "gather": "collectives",
+    "gather": "collectives.functions",
     "gist": "losses.gist",
     "hcl": "losses.hcl",
     "info_nce": "losses.info_nce",
@@ -98,11 +98,11 @@ _HOMES = {
     "proxy_anchor": "losses.proxy_anchor",
     "proxy_nca": "losses.proxy_nca",
     "recall_at_k": "evaluation",
-    "reduce": "collectives",
-    "reduce_scatter": "collectives",
-    "replicated": "collectives",
+    "reduce": "collectives.functions",
+    "reduce_scatter": "collectives.functions",
+    "replicated": "collectives.functions",
     "sample_ids": "masks",
-    "scatter": "collectives",
+    "scatter": "collectives.functions",
     "siglip": "losses.siglip",
     "sincere": "losses.sincere",
     "soft_triple": "losses.soft_triple",
@@ -118,14 +118,14 @@ __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
     from contrastive_zoo.averaging import average_gradients as average_gradients
-    from contrastive_zoo.collectives import all_gather as all_gather
-    from contrastive_zoo.collectives import all_reduce as all_reduce
-    from contrastive_zoo.collectives import broadcast as broadcast
-    from contrastive_zoo.collectives import gather as gather
-    from contrastive_zoo.collectives import reduce as reduce
-    from contrastive_zoo.collectives import reduce_scatter as reduce_scatter
-    from contrastive_zoo.collectives import replicated as replicated
-    from contrastive_zoo.collectives import scatter as scatter
+    from contrastive_zoo.collectives.functions import all_gather as all_gather
+    from contrastive_zoo.collectives.functions import all_reduce as all_reduce
+    from contrastive_zoo.collectives.functions import broadcast as broadcast
+    from contrastive_zoo.collectives.functions import gather as gather
+    from contrastive_zoo.collectives.functions import reduce as reduce
+    from contrastive_zoo.collectives.functions import reduce_scatter as reduce_scatter
+    from contrastive_zoo.collectives.functions import replicated as replicated
+    from contrastive_zoo.collectives.functions import scatter as scatter
     from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
     from contrastive_zoo.engine.evaluation import dense as dense
     from contrastive_zoo.engine.evaluation import memory_budget as memory_budget
@@ -215,9 +215,9 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.weighted_sum import WeightedSum as WeightedSum
     from contrastive_zoo.masks import pair_masks as pair_masks
     from contrastive_zoo.masks import sample_ids as sample_ids
-    from contrastive_zoo.memory import CrossBatchMemory as CrossBatchMemory
-    from contrastive_zoo.memory import MemoryQueue as MemoryQueue
-    from contrastive_zoo.memory import MomentumEncoder as MomentumEncoder
+    from contrastive_zoo.memory.cross_batch import CrossBatchMemory as CrossBatchMemory
+    from contrastive_zoo.memory.momentum import MomentumEncoder as MomentumEncoder
+    from contrastive_zoo.memory.queue import MemoryQueue as MemoryQueue
     from contrastive_zoo.mining import DistributedMiner as DistributedMiner
     from contrastive_zoo.world import ALONE as ALONE
     from contrastive_zoo.world import World as World

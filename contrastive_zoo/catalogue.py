@@ -1,12 +1,13 @@
 """What is in the zoo: one row per loss."""
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
+
+import contrastive_zoo
 
 _INPUTS = {"views": "view1, view2", "labels": "embeddings, labels"}
 
@@ -37,11 +38,11 @@ class Species:
 
     def make(self) -> Any:
         """The loss with these settings."""
-        return getattr(importlib.import_module("contrastive_zoo"), self.cls)(**dict(self.settings))
+        return getattr(contrastive_zoo, self.cls)(**dict(self.settings))
 
     @cached_property
     def _doc(self) -> str:
-        cls = getattr(importlib.import_module("contrastive_zoo"), self.cls)
+        cls = getattr(contrastive_zoo, self.cls)
         function: Callable[..., Any] = getattr(cls, "function", cls)
         return inspect.getdoc(function) or ""
 
@@ -58,7 +59,7 @@ class Species:
     @property
     def parameters(self) -> str:
         """What its class is made with, and the values that they have if not given."""
-        found = inspect.signature(getattr(importlib.import_module("contrastive_zoo"), self.cls)).parameters.values()
+        found = inspect.signature(getattr(contrastive_zoo, self.cls)).parameters.values()
         given = [x for x in found if x.name != "check_finite" and x.kind is not x.VAR_KEYWORD]
         return ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in given)
 
@@ -323,39 +324,3 @@ CATALOGUE = {
     )
 }
 """All losses by name."""
-
-_HEAD = """# The zoo
-
-Every loss of the library, generated from the code by `contrastive-zoo list --markdown`. All of them are the same function
-on any number of processes under `DistributedLoss`, and none holds the N × N matrix. GEMM counts are forward + backward, in
-units of one N × d × N product. [Coming from another library](coming-from.md) has the line-by-line changes.
-"""
-
-
-def as_markdown() -> str:
-    """The zoo as a page, a section per family.
-
-    Example:
-        >>> as_markdown().splitlines()[0]
-        '# The zoo'
-    """
-    lines = [_HEAD]
-    for family in dict.fromkeys(species.family for species in CATALOGUE.values()):
-        lines += [
-            f"## {family.capitalize()}\n",
-            "| name | loss | called with | engine | elsewhere |",
-            "|---|---|---|---|---|",
-        ]
-        mine = [species for species in CATALOGUE.values() if species.family == family]
-        for species in mine:
-            made = f"`{species.cls}({', '.join(f'{name}={value!r}' for name, value in species.settings)})`"
-            row = (f"`{species.name}`", made, f"`{species.called_with}`", species.engine, species.peers or "–")
-            lines.append(f"| {' | '.join(row)} |")
-        lines.append("")
-        for cls in dict.fromkeys(species.cls for species in mine):
-            species = next(x for x in mine if x.cls == cls)
-            lines.append(f"**{cls}.** {species.summary} {species.source}\n")
-            lines.append(f"Parameters: `{species.parameters}`\n")
-            if species.formula:
-                lines.append(f"```text\n{species.formula}\n```\n")
-    return "\n".join(lines).rstrip() + "\n"

@@ -98,17 +98,12 @@ def check(
 
 
 @app.command("list")
-def list_losses(
-    markdown: Annotated[bool, typer.Option("--markdown", help="With formulas, as a page of the docs.")] = False,
-) -> None:
+def list_losses() -> None:
     """Show the losses of the zoo."""
     _need("cli", "rich")
     from contrastive_zoo import reports
-    from contrastive_zoo.catalogue import CATALOGUE, as_markdown
+    from contrastive_zoo.catalogue import CATALOGUE
 
-    if markdown:
-        typer.echo(as_markdown(), nl=False)
-        return
     reports.show_catalogue(CATALOGUE.values())
 
 

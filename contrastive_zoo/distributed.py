@@ -1,7 +1,6 @@
 """DistributedLoss: the one gesture that makes any loss a function of the global batch."""
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -163,9 +162,10 @@ class DistributedLoss(nn.Module):
                 "ring out."
             )
         if mode == "sharded" and not isinstance(_bare(loss), Loss):
-            refusal = importlib.import_module("contrastive_zoo.adapters.pml_sharded").refusal(loss, miner)
-            if refusal is not None:
-                raise ValueError(f"DistributedLoss: {_name(_bare(loss))} cannot be computed in shards: {refusal}")
+            from contrastive_zoo.adapters.pml_sharded import refusal
+
+            if (reason := refusal(loss, miner)) is not None:  # type: ignore[arg-type]  # a function is refused
+                raise ValueError(f"DistributedLoss: {_name(_bare(loss))} cannot be computed in shards: {reason}")
         self.miner = miner
         self.mode = mode
         self.process_group = process_group
@@ -333,7 +333,8 @@ class DistributedLoss(nn.Module):
             shards = dict(zip(arguments.rows, opening.agreed.shards, strict=True))
             if shards:
                 refuse_empty(name, next(iter(shards.values())))
-            sharded = importlib.import_module("contrastive_zoo.adapters.pml_sharded").sharded
+            from contrastive_zoo.adapters.pml_sharded import sharded
+
             return sharded(call.loss, call.miner, _scaled(call.bound.arguments, session), shards, session)
         except Replicate:
             if watch is not None and watch.has_changed():
@@ -596,12 +597,14 @@ def _native(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
     """This library's loss in place of a foreign one with its miner, where it is the same function; and the two."""
     if isinstance(_bare(loss), Loss):
         return loss, miner, None
-    # by name: the core does not know the adapters, and imports them only where they are asked for
+    # here: the library that it adapts is installed only where somebody uses it
+    from contrastive_zoo.adapters.pml_native import asked
+
     try:
-        native, asked = importlib.import_module("contrastive_zoo.adapters.pml_native").asked(loss, miner)
+        native, foreign = asked(loss, miner)
     except ValueError:  # says why there is none
         return loss, miner, None
-    return native, None, asked
+    return native, None, foreign
 
 
 def _bare(loss: Any) -> Any:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from contrastive_zoo.catalogue import CATALOGUE, Species, as_markdown
+from contrastive_zoo.catalogue import CATALOGUE, Species
 from contrastive_zoo.losses.base import Loss
+from tools.zoo_page import as_markdown
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "zoo.md"
 COMPOSED = {"Matryoshka", "WeightedSum", "CrossBatchMemory", "RowLoss", "ClassLoss", "DistributedLoss"}
@@ -33,7 +34,7 @@ def test_every_loss_has_a_row() -> None:
 
 
 def test_the_page_is_of_this_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == as_markdown(), "contrastive-zoo list --markdown > docs/pages/zoo.md"
+    assert PAGE.read_text(encoding="utf-8") == as_markdown(), "python -m tools.zoo_page > docs/pages/zoo.md"
 
 
 def test_there_are_thirty() -> None:

@@ -25,11 +25,14 @@ LAYERS = [
     {"engine"},
     {"losses"},
     {"distributed"},
-    {"mining"},
+    {"mining", "memory", "gradcache"},
 ]
 """Arrows point from later ones to earlier ones."""
 
-ABOUT_LOSSES = {"testing.gallery", "testing.gallery_page", "testing.gallery_steps", "testing.peers", "testing.recipe"}
+WHERE_ASKED_FOR = {"distributed": {"adapters.pml_native", "adapters.pml_sharded"}}
+"""What a module of the core imports inside a function only: it needs a library that few have installed."""
+
+ABOUT_LOSSES = {"testing.gallery", "testing.gallery_steps", "testing.recipe"}
 """The rooms of testing whose subject is particular losses: the exhibits."""
 
 
@@ -138,14 +141,41 @@ def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- arrows
 
 
+@pytest.mark.parametrize("module", modules())
+def test_the_package_imports_nothing_from_outside_the_wheel(module: str) -> None:
+    assert not {name.partition(".")[0] for name in imported(tree(module))} & {"tools", "tests", "benchmarks"}
+
+
+@pytest.mark.parametrize("module", modules("adapters"))
+def test_adapters_do_not_import_what_tests_them(module: str) -> None:
+    assert not {other for other in ours(module) if other.partition(".")[0] in ("testing", "cli", "demo")}
+
+
 @pytest.mark.parametrize("module", [module for module in modules() if layer(module) is not None])
 def test_arrows_point_one_way(module: str) -> None:
     here = layer(module)
-    for other in ours(module):
+    for other in ours(module) - WHERE_ASKED_FOR.get(module, set()):
         there = layer(other)
         assert there is not None, f"{module} imports {other}, which stands outside the core"
         same_room = module.partition(".")[0] == other.partition(".")[0]
         assert there < here or same_room, f"{module} imports {other}, which stands above or beside it"
+
+
+@pytest.mark.parametrize("module", WHERE_ASKED_FOR)
+def test_adapters_are_imported_where_they_are_asked_for(module: str) -> None:
+    assert not [
+        name
+        for statement in tree(module).body
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        for name in imported(statement)
+        if ".adapters" in name
+    ]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_no_module_of_ours_is_imported_by_a_string(module: str) -> None:
+    calls = [x for x in ast.walk(tree(module)) if isinstance(x, ast.Call) and "import_module" in ast.unparse(x.func)]
+    assert not [ast.unparse(x) for x in calls if NAME in ast.unparse(x.args[0])]
 
 
 def test_the_arrows_are_really_read() -> None:

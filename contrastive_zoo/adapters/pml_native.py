@@ -9,7 +9,7 @@ to 0 and is then left out of a mean, the derivative of arccos at 1), this one's 
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from pytorch_metric_learning import distances, losses, miners, reducers
@@ -686,27 +686,3 @@ REFUSED: dict[type, str] = {
     losses.WeightRegularizerMixin: _NO_LOSS,
 }
 """Losses that this library does not have, or not quite, and why."""
-
-
-def as_markdown() -> str:
-    """Every export of ``pytorch_metric_learning.losses``: what it translates to and whether it can be sharded, or why not.
-
-    Example:
-        >>> print("\\n".join(as_markdown().splitlines()[:3]))
-        | pytorch-metric-learning | native | sharded |
-        |---|---|---|
-        | `AngularLoss` | it compares unit rows with negatives that are not normalised, this library's all unit rows. | yes |
-    """
-    lines = ["| pytorch-metric-learning | native | sharded |", "|---|---|---|"]
-    no_losses = {kind for kind, why in REFUSED.items() if why == _NO_LOSS}
-    for kind in sorted({*TRANSLATED, *REFUSED} - no_losses, key=lambda x: x.__name__):
-        native = f"`{get_type_hints(TRANSLATED[kind])['return'].__name__}`" if kind in TRANSLATED else REFUSED[kind]
-        if kind is losses.SelfSupervisedLoss:
-            native = "`NTXent`, `InfoNCE`, or what its loss is, called with views"
-        sharded = "as its losses" if kind in _OF_OTHERS else pml_sharded.REFUSED.get(kind, "yes")
-        lines.append(f"| `{kind.__name__}` | {native} | {sharded} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(as_markdown(), end="")

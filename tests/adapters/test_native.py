@@ -16,10 +16,11 @@ from pytorch_metric_learning import regularizers as G
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.adapters.pml_native import REFUSED, TRANSLATED, as_markdown, to_native
+from contrastive_zoo.adapters.pml_native import REFUSED, TRANSLATED, to_native
 from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, complaint, distance, split
+from tools.pml_native_page import as_markdown
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
 

@@ -19,9 +19,9 @@ pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import losses
 
-from contrastive_zoo.adapters.pml_matrix import CLASSES, LABELS, SAMPLES, WIDTH, WITHOUT_LABELS, Case, parts
 from contrastive_zoo.mining import DistributedMiner
 from tests.helpers import numbers
+from tools.pml_matrix import CLASSES, LABELS, SAMPLES, WIDTH, WITHOUT_LABELS, Case, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
 

@@ -17,8 +17,8 @@ pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 
-from contrastive_zoo.adapters import pml_matrix
-from contrastive_zoo.adapters.pml_matrix import BASES, Case, Row, all_splits, cases, measure, page, parts, some_splits
+from tools import pml_matrix
+from tools.pml_matrix import BASES, Case, Row, all_splits, cases, measure, page, parts, some_splits
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "pytorch-metric-learning.md"
 MODULES = (losses, miners, reducers, distances, regularizers)

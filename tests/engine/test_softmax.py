@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo import collectives
-from contrastive_zoo.collectives import scatters_sums
+from contrastive_zoo.collectives import scatters_sums, transport
 from contrastive_zoo.engine import blocks, evaluation, softmax
 from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.session import Session
@@ -158,15 +157,15 @@ def test_where_the_backend_scatters_sums_itself(sizes: tuple[int, ...], worlds: 
         return len(set(shards.sizes)) == 1
 
     def jobs() -> list[list[Tensor]]:
-        made, original = [], collectives.reduce_scatter_single
-        collectives.reduce_scatter_single = lambda *args, **named: (made.append(args), original(*args, **named))[1]
-        collectives.scatters_sums, blocks.scatters_sums = evenly, evenly
+        made, original = [], transport.reduce_scatter_single
+        transport.reduce_scatter_single = lambda *args, **named: (made.append(args), original(*args, **named))[1]
+        transport.scatters_sums, blocks.scatters_sums = evenly, evenly
         try:
             results = [job(way, kind, sizes, sizes) for way, kind in every]
             return [*results, [torch.tensor(len(made))]]
         finally:
-            collectives.reduce_scatter_single = original
-            collectives.scatters_sums = blocks.scatters_sums = scatters_sums
+            transport.reduce_scatter_single = original
+            transport.scatters_sums = blocks.scatters_sums = scatters_sums
 
     *found, calls = zip(*worlds.run(len(sizes), jobs), strict=True)
     for (way, kind), of_ranks in zip(every, found, strict=True):

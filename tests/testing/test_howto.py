@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from contrastive_zoo.testing import gallery_page
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report
 from contrastive_zoo.testing.gallery import GALLERY
 from contrastive_zoo.testing.laws import LAWS
-from contrastive_zoo.testing.peers import PEERS
 from contrastive_zoo.testing.worlds import Worlds
 from tests.testing.test_pytest_plugin import run  # noqa: F401
+from tools import gallery_page
+from tools.peers import PEERS
 
 pytest_plugins = ["pytester"]
 

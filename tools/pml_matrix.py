@@ -1,6 +1,6 @@
 """Every loss of pytorch-metric-learning under DistributedLoss, beside the same loss on one process, as a table.
 
-``python -m contrastive_zoo.adapters.pml_matrix --docs docs/pages/pytorch-metric-learning.md`` measures and writes it.
+``python -m tools.pml_matrix --docs docs/pages/pytorch-metric-learning.md`` measures and writes it.
 
 Nothing is chosen by hand: losses, miners, reducers, distances and regularizers are whatever the library exports. What a
 loss needs to be built stands in ``BUILT``, what is no loss in ``BASES``; an export that is in neither and does not build

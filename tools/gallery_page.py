@@ -1,4 +1,4 @@
-"""The gallery measured and written down: ``python -m contrastive_zoo.testing.gallery_page``.
+"""The gallery measured and written down: ``python -m tools.gallery_page``.
 
 Writes docs/pages/gallery.md and docs/pages/laws.md, and the truth table wherever README.md or docs/pages/index.md hold
 ``<!-- truth table: begin -->`` and ``<!-- truth table: end -->``.
@@ -22,9 +22,9 @@ from contrastive_zoo.testing.check import Report, examine
 from contrastive_zoo.testing.diagnosis import CLOSE, compare
 from contrastive_zoo.testing.gallery import GALLERY, Recipe
 from contrastive_zoo.testing.laws import LAWS
-from contrastive_zoo.testing.peers import PEERS
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
+from tools.peers import PEERS
 
 EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
 UNEVEN = GlobalBatch((3, 9), d=4)
@@ -302,7 +302,7 @@ Run for this page: {", ".join(f"{_distribution(name)} {_version(name)}" for name
 
 {_table(["diagnosis", "what the loss does", "mend"], [[x.mistake, x.why, x.mend] for x in diagnoses.values()])}
 
-This page is written by `python -m contrastive_zoo.testing.gallery_page`.
+This page is written by `python -m tools.gallery_page`.
 """
 
 
@@ -327,9 +327,7 @@ The first six are the global-batch contract. The next ones follow from it, or ar
 last seven speak of a training of five steps with other shard sizes at each; a law that says nothing of a loss (draws of a
 loss that draws nothing) is reported as not tried.
 """
-    return (
-        "\n".join([head, *sections]) + "\nThis page is written by `python -m contrastive_zoo.testing.gallery_page`.\n"
-    )
+    return "\n".join([head, *sections]) + "\nThis page is written by `python -m tools.gallery_page`.\n"
 
 
 def _wide(rows: Sequence[Row]) -> str:
@@ -380,7 +378,7 @@ def _version(library: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the pages."""
-    parser = argparse.ArgumentParser(prog="python -m contrastive_zoo.testing.gallery_page", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.gallery_page", description=__doc__)
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the documentation")
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     given = parser.parse_args(arguments)

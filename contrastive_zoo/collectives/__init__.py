@@ -1,0 +1,74 @@
+"""The collectives of torch.distributed as differentiable functions, each with its adjoint beside it.
+
+What "gradient" means here. The ranks together compute one number L. A tensor that lives on several ranks is several
+variables, one per rank, and each rank's gradient is the derivative of L by *its* variable. The adjoint of a collective
+then follows from its matrix: where the forward pass copies, the backward pass sums, and where it sums, it copies.
+
+| forward                  | backward (``gradient="partial"``) | backward (``gradient="complete"``) |
+|--------------------------|-----------------------------------|------------------------------------|
+| all_reduce(sum)          | all_reduce(sum)                   | the gradient itself                |
+| all_reduce(mean)         | all_reduce(sum) / W               | the gradient itself / W            |
+| all_reduce(max)          | all_reduce(sum), to the winners   | the gradient itself, to the winners|
+| all_gather               | reduce_scatter(sum)               | my own slice                       |
+| reduce(sum) to dst       | broadcast from dst                |                                    |
+| broadcast from src       | reduce(sum) to src                |                                    |
+| scatter from src         | gather to src                     |                                    |
+| gather to dst            | scatter from dst                  |                                    |
+| reduce_scatter(sum)      | all_gather                        |                                    |
+| replicated (no movement) | all_reduce(sum)                   |                                    |
+
+``gradient="complete"`` is for results from which every rank computes the *same* thing: each then holds the whole
+derivative already, and summing W equal copies would count it W times.
+
+Every rank must call the backward pass through what it got, in the same order, as it must the forward pass.
+"""
+
+from contrastive_zoo.collectives.adjoints import Gradient, gather_together, scale_gradient
+from contrastive_zoo.collectives.functions import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    gather,
+    mean_over_ranks,
+    reduce,
+    reduce_scatter,
+    replicated,
+    scatter,
+    sum_over_ranks,
+)
+from contrastive_zoo.collectives.transport import (
+    Reduction,
+    add_up_rows,
+    derived,
+    exchange_rows,
+    extreme_over_ranks,
+    gather_rows,
+    packed,
+    scatters_sums,
+    start_gather,
+)
+
+__all__ = [
+    "Gradient",
+    "Reduction",
+    "add_up_rows",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "derived",
+    "exchange_rows",
+    "extreme_over_ranks",
+    "gather",
+    "gather_rows",
+    "gather_together",
+    "mean_over_ranks",
+    "packed",
+    "reduce",
+    "reduce_scatter",
+    "replicated",
+    "scale_gradient",
+    "scatter",
+    "scatters_sums",
+    "start_gather",
+    "sum_over_ranks",
+]

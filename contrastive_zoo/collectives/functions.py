@@ -1,0 +1,292 @@
+"""The collectives that users call, with their checks, and the sums of those whose ranks have met already."""
+
+from collections.abc import Sequence
+
+import torch  # noqa: F401 - the examples use it
+from torch import Tensor
+
+from contrastive_zoo.collectives.adjoints import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Gather,
+    Gradient,
+    Reduce,
+    ReduceScatter,
+    Replicated,
+    Scatter,
+)
+from contrastive_zoo.collectives.transport import OPS, Reduction, reduced_everywhere
+from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.session import Session, meet
+from contrastive_zoo.world import Processes, Shards, World
+
+
+def mean_over_ranks(x: Tensor, world: World) -> Tensor:
+    """The mean of all ranks' x, without gradient, for those who have met already; divided in at least 32 bits.
+
+    Example:
+        >>> mean_over_ranks(torch.tensor(2.0), World())
+        tensor(2.)
+    """
+    return x if world.size == 1 else reduced_everywhere(x, "mean", world)
+
+
+def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
+    """:func:`all_reduce` for those who have met already: no checks, no message but its own.
+
+    Example:
+        >>> sum_over_ranks(torch.tensor(2.0), gradient="complete", world=World())
+        tensor(2.)
+    """
+    return x if world.size == 1 else AllReduce.apply(x, "sum", gradient, world)
+
+
+@uncompiled
+def all_reduce(
+    x: Tensor, op: Reduction = "sum", *, gradient: Gradient = "partial", process_group: Processes = None
+) -> Tensor:
+    """Reduce x elementwise over all ranks; every rank gets the result.
+
+    Args:
+        x: the same shape and dtype on every rank. 16-bit numbers are summed in 32 bits.
+        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; of equal extremes each gets an equal share of the gradient.
+        gradient: ``"partial"`` if each rank goes on to compute its own part of L from the result (gradients are
+            summed), ``"complete"`` if all compute the same from it (they are not).
+        process_group: whose ranks; None is the default group at the time of the call.
+
+    Raises:
+        ValueError: unknown ``op`` or ``gradient``, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> all_reduce(torch.tensor([1.0, 2.0]))   # one process: nothing to add
+        tensor([1., 2.])
+    """
+    world = World.of(process_group)
+    _agree("all_reduce", x, world, op=op, gradient=gradient)
+    x = _averageable(x, op)
+    return x if world.size == 1 else AllReduce.apply(x, op, gradient, world)
+
+
+@uncompiled
+def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Processes = None) -> Tensor:
+    """Reduce x elementwise over all ranks to rank ``dst``; the others get zeros.
+
+    The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on ``dst`` and
+    ``result.sum()``, which is zero, elsewhere. The gradients of those zeros are not read.
+
+    Args:
+        x: the same shape and dtype on every rank.
+        dst: rank within the group.
+        op: as for :func:`all_reduce`.
+        process_group: whose ranks.
+
+    Raises:
+        ValueError: unknown ``op``, a ``dst`` outside the group, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> reduce(torch.tensor([1.0, 2.0]), op="mean")
+        tensor([1., 2.])
+    """
+    world = World.of(process_group)
+    _agree("reduce", x, world, op=op, dst=dst)
+    x = _averageable(x, op)
+    return x if world.size == 1 else Reduce.apply(x, dst, op, world)
+
+
+def _averageable(x: Tensor, op: Reduction) -> Tensor:
+    """x, as fractions if they are whole numbers (or truths) to be averaged."""
+    return x / 1 if op == "mean" and not x.is_floating_point() else x
+
+
+@uncompiled
+def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Tensor:
+    """Everybody gets rank ``src``'s x; its gradient is the sum of everybody's, the other ranks' x get zeros.
+
+    Args:
+        x: the same shape and dtype on every rank; values count on ``src`` alone. Any dtype.
+        src: rank within the group.
+        process_group: whose ranks.
+
+    Raises:
+        ValueError: a ``src`` outside the group, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> broadcast(torch.tensor(7))
+        tensor(7)
+    """
+    world = World.of(process_group)
+    _agree("broadcast", x, world, src=src)
+    return x if world.size == 1 else Broadcast.apply(x, src, world)
+
+
+@uncompiled
+def all_gather(
+    rows: Tensor, *, gradient: Gradient = "partial", shards: Shards | None = None, process_group: Processes = None
+) -> Tensor:
+    """All ranks' rows, in rank order; each rank may bring another number of them, also none.
+
+    The adjoint is a reduce-scatter: my rows' gradient is the sum over ranks of what each of them sent back.
+
+    Args:
+        rows: [n, …], same trailing shape and dtype on every rank. Any dtype.
+        gradient: ``"partial"`` if each rank goes on to compute its own part of L from the rows (gradients are summed),
+            ``"complete"`` if every rank computes the same L from them (each keeps its own slice, nothing travels).
+        shards: everybody's sizes if already known; spares their exchange, and the checks.
+        process_group: whose ranks.
+
+    Returns:
+        [Σ n, …].
+
+    Raises:
+        ValueError: unknown ``gradient``, or ranks that disagree on trailing shape or dtype.
+
+    Example:
+        >>> all_gather(torch.tensor([[True], [False]])).tolist()
+        [[True], [False]]
+    """
+    world = World.of(process_group)
+    if shards is None:
+        shards = _agree_on_rows("all_gather", rows, world, gradient=gradient)
+    return rows if world.size == 1 else AllGather.apply(rows, shards, gradient, world)
+
+
+@uncompiled
+def reduce_scatter(
+    rows: Tensor, *, shards: Shards | None = None, op: Reduction = "sum", process_group: Processes = None
+) -> Tensor:
+    """Sum everybody's [N, …] and keep my slice of it. The adjoint is an all-gather.
+
+    Args:
+        rows: [N, …], the same shape and dtype on every rank.
+        shards: which rows belong to whom; None splits them as evenly as ``torch.tensor_split``.
+        op: ``"sum"`` or ``"mean"``.
+        process_group: whose ranks.
+
+    Returns:
+        [n, …], this rank's slice.
+
+    Raises:
+        ValueError: another ``op``, shards that do not add up to N, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> reduce_scatter(torch.ones(2, 1)).tolist()
+        [[1.0], [1.0]]
+    """
+    world = World.of(process_group)
+    total = len(rows) if rows.ndim else 0
+    if shards is None:
+        shards = Shards(_even(total, world.size), world.rank)
+    problem = None
+    if op not in ("sum", "mean"):
+        problem = f"op is 'sum' or 'mean', got {op!r}."
+    elif shards.total != total:
+        problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
+    if rows.ndim == 0:
+        problem = _NO_ROWS
+    _agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
+    rows = _averageable(rows, op)
+    return rows if world.size == 1 else ReduceScatter.apply(rows, shards, world, world.size if op == "mean" else 1)
+
+
+@uncompiled
+def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Tensor:
+    """All ranks' rows, in rank order, on rank ``dst``; the others get [0, …]. The adjoint is a scatter from ``dst``.
+
+    Every rank must run backward through its result: ``result.sum()``, a sum of nothing, where it is empty.
+
+    Args:
+        rows: [n, …], same trailing shape and dtype on every rank; n may differ.
+        dst: rank within the group.
+        process_group: whose ranks.
+
+    Raises:
+        ValueError: a ``dst`` outside the group, or ranks that disagree on trailing shape or dtype.
+
+    Example:
+        >>> gather(torch.tensor([1, 2]))
+        tensor([1, 2])
+    """
+    world = World.of(process_group)
+    shards = _agree_on_rows("gather", rows, world, dst=dst)
+    return rows if world.size == 1 else Gather.apply(rows, dst, shards, world)
+
+
+@uncompiled
+def scatter(
+    rows: Tensor, sizes: Sequence[int] | None = None, *, src: int = 0, process_group: Processes = None
+) -> Tensor:
+    """Rank ``src`` deals out its rows, the first ``sizes[0]`` to rank 0 and so on. The adjoint is a gather to ``src``.
+
+    Args:
+        rows: on ``src`` [Σ sizes, …]; elsewhere any number of rows, none will do, of the same trailing shape and dtype.
+        sizes: one number a rank, read on ``src``; None splits the rows as evenly as ``torch.tensor_split``.
+        src: rank within the group.
+        process_group: whose ranks.
+
+    Returns:
+        [sizes[rank], …].
+
+    Raises:
+        ValueError: a ``src`` outside the group, sizes that do not fit, or ranks that disagree on shape or dtype.
+
+    Example:
+        >>> scatter(torch.tensor([1, 2, 3])).tolist()
+        [1, 2, 3]
+    """
+    world = World.of(process_group)
+    total = len(rows) if rows.ndim else 0
+    deal = list(_even(total, world.size)) if sizes is None else list(sizes)
+    problem = None
+    if world.rank == src and (len(deal) != world.size or sum(deal) != total or min(deal) < 0):
+        problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {deal}."
+    _agree_on_rows("scatter", rows, world, problem=problem, src=src)
+    padded = (deal + [0] * world.size)[: world.size]
+    shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
+    return rows if world.size == 1 else Scatter.apply(rows, src, shards, world)
+
+
+@uncompiled
+def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
+    """x, a parameter of which every rank holds the same copy; its gradient is the sum of what all ranks find.
+
+    With it each rank may use the parameter for its own rows only, and still gets the complete gradient.
+
+    Args:
+        x: equal on every rank.
+        process_group: whose ranks.
+
+    Example:
+        >>> t = torch.tensor(0.1, requires_grad=True)
+        >>> replicated(t).backward(); t.grad
+        tensor(1.)
+    """
+    world = World.of(process_group)
+    return x if world.size == 1 else Replicated.apply(x, world)
+
+
+_NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
+
+
+def _agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
+    """Every rank brings the same shape, dtype and settings, and the settings are known ones."""
+    _agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
+
+
+def _agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None = None, **settings: object) -> Shards:
+    if "op" in settings and settings["op"] not in OPS:
+        problem = f"op is one of {', '.join(OPS)}, got {settings['op']!r}."
+    if "gradient" in settings and settings["gradient"] not in ("partial", "complete"):
+        problem = f"gradient is 'partial' or 'complete', got {settings['gradient']!r}."
+    root = settings.get("src", settings.get("dst", 0))
+    if not (isinstance(root, int) and 0 <= root < world.size):
+        problem = f"rank {root} is not one of the group's ranks 0 … {world.size - 1}."
+    if rows.ndim == 0:
+        problem = _NO_ROWS
+    tolerant = Session.of(world, check_finite=False)
+    return meet(name, {"x": rows}, world=tolerant, problem=problem, settings=settings)[0]
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    """As ``torch.tensor_split`` splits."""
+    return tuple(total // parts + (rank < total % parts) for rank in range(parts))

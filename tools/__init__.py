@@ -1,0 +1,1 @@
+"""Programs that write pages of the documentation, and what only they and the tests use. Not installed."""
