@@ -16,7 +16,7 @@ PACKAGE = Path(cz.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = [
-    {"_compat", "compiling", "later"},
+    {"_compat", "class_docstring", "compiling", "later"},
     {"world"},
     {"handshake", "gather_cache"},
     {"session"},
