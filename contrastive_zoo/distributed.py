@@ -264,10 +264,9 @@ class DistributedLoss(nn.Module):
                 problem = first_non_finite(arguments.rows)
         if self.static_shapes:
             problem = problem or self._shapes_problem(arguments)
-        settings = isinstance(bare, Loss) or self.check_equal
         statement = Statement(
             _name(bare),
-            {**described(bare, settings=settings), **self._options(), **call.present, **arguments.compared},
+            {**described(bare), **self._options(), **call.present, **arguments.compared},
             arguments.sizes,
             problem,
             last_value=self._last_value(),
@@ -292,7 +291,7 @@ class DistributedLoss(nn.Module):
         """This wrapper's settings, as ranks compare them."""
         names = ("grad_reduction", "mode", "ring", "static_shapes", "training")
         modes = {"dense()": is_dense(), "torch.is_grad_enabled()": torch.is_grad_enabled()}
-        of_miner = {} if self.miner is None else described(self.miner, settings=self.check_equal)
+        of_miner = {} if self.miner is None else described(self.miner)
         return {
             **{name: str(getattr(self, name)) for name in names},
             **{name: str(value) for name, value in modes.items()},
