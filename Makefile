@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test search lint types docs bench bench-full clean
+.PHONY: demo test stubs search lint types docs bench bench-full clean
 
 .venv/.installed: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv
@@ -25,6 +25,9 @@ lint: .venv/.installed
 
 types: .venv/.installed
 	$(BIN)/mypy
+
+stubs: .venv/.installed
+	$(BIN)/python tools/stubs.py
 
 .venv/.docs-installed: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[docs]'

@@ -58,7 +58,7 @@ def class_docstring(
     arguments = [documented[x.lstrip("*")] for x in compared if x.lstrip("*") in documented]
     if arguments:
         call = ", ".join(x.lstrip("*") if x[0] != "*" else f"{x[1:-1]}1, {x[1:-1]}2, …" for x in compared)
-        bullets = "\n".join("- " + "\n".join(line[2:] for line in x.split("\n"))[2:] for x in arguments)
+        bullets = "\n".join("- " + x[4:].replace("\n      ", "\n") for x in arguments)
         paragraphs.append(f"Called as ``loss({call})``:\n\n{bullets}")
     args = "\n".join(documented[x] for x in settings if x in documented)
     paragraphs.append(f"Args:\n{args}" if args else "")

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import TypeVar
 
 from contrastive_zoo.arguments import Arguments, GlobalIndices
 from contrastive_zoo.collectives import broadcast, scale_gradient
@@ -38,6 +39,8 @@ from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
+R = TypeVar("R", default=Any)
+"""What the loss returns."""
 
 FIRST_VALUES, EVERY_NTH_CALL = 8, 64
 """Which calls' values and parameters are compared between ranks: values of the first ones, then both now and again."""
@@ -45,7 +48,7 @@ FIRST_VALUES, EVERY_NTH_CALL = 8, 64
 _FURTHER = ("indices_tuple", "ref_emb", "ref_labels")
 
 
-class DistributedLoss(nn.Module):
+class DistributedLoss(nn.Module, Generic[R]):
     """``loss`` on the rows of all ranks: its value, its encoder gradient and its own parameters' gradient.
 
     For z₁ … z_N the rows of all ranks in rank order and L what one process computes from them, on every rank and for
@@ -110,9 +113,11 @@ class DistributedLoss(nn.Module):
         tensor(1.)
     """
 
+    __call__: Callable[..., R]
+
     def __init__(
         self,
-        loss: Callable[..., Any],
+        loss: Callable[..., R],
         *,
         miner: Callable[..., Any] | None = None,
         mode: Mode = "replicated",

@@ -48,6 +48,7 @@ class Loss(nn.Module):
         NTXent(temperature=0.2, normalize=True, reduction='mean')
     """
 
+    __call__: Callable[..., Tensor]
     function: ClassVar[Callable[..., Tensor]]
     check: ClassVar[Callable[..., str | None]] = staticmethod(lambda: None)
     __signature__: ClassVar[inspect.Signature]

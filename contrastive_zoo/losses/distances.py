@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
 from contrastive_zoo.engine import passes
 from contrastive_zoo.engine.evaluation import dense, is_dense
 from contrastive_zoo.engine.passes import dot_products, euclidean, marked_columns
 from contrastive_zoo.losses.base import word_problem
-from contrastive_zoo.losses.row_loss import RowLoss
+from contrastive_zoo.losses.row_loss import RowLoss, RowSettings
 
 Metric = Literal["distance", "squared distance", "similarity"]
 Average = Literal["nonzero", "all"]
@@ -145,7 +146,7 @@ class FarnessLoss(MetricLoss):
         -1
     """
 
-    def __init__(self, *, metric: Metric = "distance", **kept: Any) -> None:
+    def __init__(self, *, metric: Metric = "distance", **kept: Unpack[RowSettings]) -> None:
         super().__init__(**kept)
         self.metric = metric
 

@@ -1,6 +1,6 @@
 """Your own loss in five lines: say what an anchor loses, the rest is done."""
 
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -20,6 +20,14 @@ from contrastive_zoo.losses.base import (
 )
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
+
+
+class RowSettings(TypedDict, total=False):
+    """Settings of every row loss, as :class:`RowLoss` documents them: ``**kept: Unpack[RowSettings]`` passes them on."""
+
+    normalize: bool
+    reduction: Reduction
+    check_finite: bool
 
 
 class RowLoss(Loss):
