@@ -79,14 +79,14 @@ _HOMES = {
     "cos_face": "losses.cos_face",
     "dcl": "losses.dcl",
     "debiased": "losses.hcl",
-    "dense": "engine.evaluation",
+    "dense": "engine.dense_mode",
     "dino": "losses.dino",
     "gather": "collectives.functions",
     "gist": "losses.gist",
     "hcl": "losses.hcl",
     "info_nce": "losses.info_nce",
     "lifted_structure": "losses.lifted_structure",
-    "memory_budget": "engine.evaluation",
+    "memory_budget": "engine.similarity_budget",
     "mil_nce": "losses.mil_nce",
     "mnrl": "losses.mnrl",
     "multi_positive": "losses.multi_positive",
@@ -127,8 +127,8 @@ if TYPE_CHECKING:
     from contrastive_zoo.collectives.functions import replicated as replicated
     from contrastive_zoo.collectives.functions import scatter as scatter
     from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
-    from contrastive_zoo.engine.evaluation import dense as dense
-    from contrastive_zoo.engine.evaluation import memory_budget as memory_budget
+    from contrastive_zoo.engine.dense_mode import dense as dense
+    from contrastive_zoo.engine.similarity_budget import memory_budget as memory_budget
     from contrastive_zoo.evaluation import recall_at_k as recall_at_k
     from contrastive_zoo.gradcache import GradCache as GradCache
     from contrastive_zoo.gradcache import cached_step as cached_step
