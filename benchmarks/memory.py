@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.catalogue import CATALOGUE, Species
-from contrastive_zoo.engine.evaluation import PANEL_BYTES, budget
+from contrastive_zoo.engine.similarity_budget import budget
+from contrastive_zoo.engine.tiling import PANEL_BYTES
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
 LIMIT = 400

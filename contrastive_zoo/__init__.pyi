@@ -10,8 +10,8 @@ from contrastive_zoo.collectives.functions import reduce_scatter as reduce_scatt
 from contrastive_zoo.collectives.functions import replicated as replicated
 from contrastive_zoo.collectives.functions import scatter as scatter
 from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
-from contrastive_zoo.engine.evaluation import dense as dense
-from contrastive_zoo.engine.evaluation import memory_budget as memory_budget
+from contrastive_zoo.engine.dense_mode import dense as dense
+from contrastive_zoo.engine.similarity_budget import memory_budget as memory_budget
 from contrastive_zoo.evaluation import recall_at_k as recall_at_k
 from contrastive_zoo.gradcache import GradCache as GradCache
 from contrastive_zoo.gradcache import cached_step as cached_step

@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 from contrastive_zoo.arguments import Arguments, GlobalIndices
 from contrastive_zoo.collectives import broadcast, scale_gradient
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.evaluation import is_dense
+from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.handshake import Statement, kind, refuse_empty
 from contrastive_zoo.later import read_later
 from contrastive_zoo.loss_summary import StateSums, described, runs_foreign_code, shared_state

@@ -20,9 +20,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 @pytest.fixture(scope="session", autouse=True)
 def engines() -> None:
     """Engines also where plain autograd would be sooner done: in this process, not in the ranks."""
-    from contrastive_zoo.engine import evaluation
+    from contrastive_zoo.engine import dense_mode
 
-    evaluation.FEW = -1
+    dense_mode.FEW = -1
 
 
 @pytest.fixture(scope="session")

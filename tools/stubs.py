@@ -84,7 +84,8 @@ def _class(node: ast.ClassDef, cls: Any, functions: dict[str, ast.FunctionDef]) 
         body += _attributes(node)
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef) and not x.name.startswith("_")]
     body += [_declared(x) for x in methods if x.name != "forward"]
-    return ast.ClassDef(node.name, node.bases, [], body or [_dots()], [], type_params=[])
+    empty: dict[str, Any] = {"type_params": []} if sys.version_info >= (3, 12) else {}
+    return ast.ClassDef(node.name, node.bases, [], body or [_dots()], [], **empty)
 
 
 def _attributes(node: ast.ClassDef) -> list[Any]:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.catalogue import CATALOGUE
-from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, memory_budget, tile_shape, tiles
+from contrastive_zoo.engine.similarity_budget import budget, memory_budget
+from contrastive_zoo.engine.tiling import TILE_BYTES, tile_shape, tiles
 from suite.harness import Absent
 
 AMPLE = 2**32

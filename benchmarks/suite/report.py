@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from contrastive_zoo.engine.evaluation import budget
+from contrastive_zoo.engine.similarity_budget import budget
 from suite.cases import ASKS, CASES, OF_A_CLASS, Ask, Case
 from suite.harness import DOUBTFUL, quartiles, ratio, relative_spread
 

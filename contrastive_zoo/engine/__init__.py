@@ -1,6 +1,6 @@
 """How losses are computed without ever holding the N × N matrix. An engine knows no loss, a loss no engine's tiling."""
 
-from contrastive_zoo.engine.evaluation import dense
+from contrastive_zoo.engine.dense_mode import dense
 from contrastive_zoo.engine.reduction import reduce_anchors
 
 __all__ = ["dense", "reduce_anchors"]

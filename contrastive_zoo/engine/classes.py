@@ -17,8 +17,10 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.evaluation import inner_graph, is_dense, once, panels
+from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.derivatives import inner_graph, once
 from contrastive_zoo.engine.precision import product, without_autocast
+from contrastive_zoo.engine.tiling import panels
 from contrastive_zoo.world import Shards, World
 
 Pool = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]

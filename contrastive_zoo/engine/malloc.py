@@ -6,7 +6,8 @@ import platform
 
 from torch import Tensor
 
-from contrastive_zoo.engine.evaluation import PANEL_BYTES, TILE_BYTES, budget
+from contrastive_zoo.engine.similarity_budget import budget
+from contrastive_zoo.engine.tiling import PANEL_BYTES, TILE_BYTES
 
 _FROM_HEAP = TILE_BYTES + 2**20
 """Bytes of the largest block that is kept: larger ones are few, and holes where they were would add to the peak."""

@@ -11,9 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.evaluation import few, is_dense, once, shortest
+from contrastive_zoo.engine.dense_mode import few, is_dense
+from contrastive_zoo.engine.derivatives import once
 from contrastive_zoo.engine.precision import rounded, wide, without_autocast
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.unit_rows import shortest
 from contrastive_zoo.world import World
 
 Who = Literal["rows", "rows and columns", "views"]

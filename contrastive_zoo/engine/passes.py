@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.evaluation import is_dense
+from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.precision import without_autocast
 
 

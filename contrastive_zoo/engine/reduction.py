@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.evaluation import few
+from contrastive_zoo.engine.dense_mode import few
 from contrastive_zoo.world import World
 
 Reduction = Literal["mean", "sum", "none"]

@@ -19,12 +19,15 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine import evaluation
-from contrastive_zoo.engine.evaluation import TILE_BYTES, budget, inner_graph, is_dense, once
+from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.derivatives import inner_graph, once
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.passes import shared_by_panels
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, divisor, reduce_anchors
+from contrastive_zoo.engine.similarity_budget import budget
+from contrastive_zoo.engine.tiling import TILE_BYTES
 from contrastive_zoo.session import Replicate, Session
 from contrastive_zoo.world import Shards, World
 
@@ -270,7 +273,7 @@ class _Sweep:
         row = max(1, len(self.everybody)) * self.z.dtype.itemsize
         room = max(TILE_BYTES, budget())
         if self.z.device.type == "cpu":  # beyond its cache every pass takes longer
-            room = min(room, evaluation.PANEL_BYTES)
+            room = min(room, tiling.PANEL_BYTES)
         # a low one may have more than its share
         height = max(1, room // (_MATRICES * row), min(_LOW, room // (_AT_LEAST * row)))
         return (slice(top, min(top + height, len(self.z))) for top in range(0, len(self.z), height))

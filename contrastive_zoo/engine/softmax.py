@@ -35,9 +35,12 @@ from torch import Tensor
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
-from contrastive_zoo.engine.evaluation import Kept, few, is_dense, once, saved_tensors_are_hooked, tile_shape, tiles
+from contrastive_zoo.engine.dense_mode import few, is_dense
+from contrastive_zoo.engine.derivatives import once, saved_tensors_are_hooked
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.precision import products_of, without_autocast
+from contrastive_zoo.engine.similarity_budget import Kept
+from contrastive_zoo.engine.tiling import tile_shape, tiles
 from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from contrastive_zoo.class_docstring import class_docstring
 from contrastive_zoo.collectives import derived, replicated
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.evaluation import is_dense, unit
+from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.precision import rounded, wide
 from contrastive_zoo.engine.reduction import REDUCTIONS
+from contrastive_zoo.engine.unit_rows import unit
 from contrastive_zoo.handshake import kind, refuse_empty
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.session import Session, meet, refuse

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from contrastive_zoo.engine import passes
-from contrastive_zoo.engine.evaluation import dense, is_dense
+from contrastive_zoo.engine.dense_mode import dense, is_dense
 from contrastive_zoo.engine.passes import dot_products, euclidean, marked_columns
 from contrastive_zoo.losses.base import word_problem
 from contrastive_zoo.losses.row_loss import RowLoss, RowSettings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import evaluation, passes, rows
+from contrastive_zoo.engine import dense_mode, passes, rows, tiling
 from contrastive_zoo.losses import triplet
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
@@ -78,7 +78,7 @@ def test_mutants_of_a_pass_are_caught(name: str) -> None:
     }
     function = OF_A_MATRIX[name]
     with pytest.raises(AssertionError):
-        assert_plain(lambda *of: (function if evaluation.is_dense() else mutants[name])(*of), *matrix())
+        assert_plain(lambda *of: (function if dense_mode.is_dense() else mutants[name])(*of), *matrix())
 
 
 def alike() -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def test_products_and_distances_are_their_plain_formula(
 def test_a_distance_that_is_rounding_alone_is_caught() -> None:
     def mutant(a: Tensor, b: Tensor) -> Tensor:
         both = a.square().sum(1)[:, None] + b.square().sum(1)
-        return passes.euclidean(a, b) if evaluation.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
+        return passes.euclidean(a, b) if dense_mode.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
 
     with pytest.raises(AssertionError):
         assert_plain(mutant, *alike(), weights=few(20))
@@ -187,7 +187,7 @@ def test_pairs_and_all_others_together(name: str) -> None:
     function = OF_ROWS[name]
 
     def of(a: Tensor, b: Tensor) -> Tensor:
-        far = function(a, b if evaluation.is_dense() else passes.shared_by_panels(b))
+        far = function(a, b if dense_mode.is_dense() else passes.shared_by_panels(b))
         found = passes.largest(far, far.detach() < 9) + far.sum(1)
         if name == "dot_products":  # distances are needed as they are
             far.clamp_(max=2)
@@ -267,9 +267,9 @@ def test_a_panel_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch
     found, z, labels = heights(monkeypatch), numbers(2048, 2, seed=0).float().requires_grad_(), torch.arange(2048) % 99
     MultiSimilarity()(z, labels)
     usual = found[0]
-    assert usual * 2048 * 4 * rows._MATRICES == evaluation.PANEL_BYTES
+    assert usual * 2048 * 4 * rows._MATRICES == tiling.PANEL_BYTES
     found.clear()
-    with cz.memory_budget(evaluation.PANEL_BYTES // 4):
+    with cz.memory_budget(tiling.PANEL_BYTES // 4):
         MultiSimilarity()(z, labels)
     assert found[0] == usual // 4
     found.clear()
@@ -284,7 +284,7 @@ def test_no_height_changes_anything(loss: Any, monkeypatch: pytest.MonkeyPatch) 
     whole = outcome(loss, z, labels)
     found = heights(monkeypatch)
     for height in (1, 3, 39):
-        monkeypatch.setattr(evaluation, "PANEL_BYTES", height * 40 * 8 * rows._AT_LEAST)
+        monkeypatch.setattr(tiling, "PANEL_BYTES", height * 40 * 8 * rows._AT_LEAST)
         found.clear()
         for x, y in zip(outcome(loss, z, labels), whole, strict=True):
             close(x, y)
@@ -302,7 +302,7 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
             return out
 
     n = 96
-    monkeypatch.setattr(evaluation, "PANEL_BYTES", n * 8 * rows._AT_LEAST * 8)
+    monkeypatch.setattr(tiling, "PANEL_BYTES", n * 8 * rows._AT_LEAST * 8)
     z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
     with Listener():
         outcome(loss, z, labels)

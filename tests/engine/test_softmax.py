@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.collectives import scatters_sums, transport
-from contrastive_zoo.engine import blocks, evaluation, softmax
+from contrastive_zoo.engine import blocks, similarity_budget, softmax, tiling
 from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
@@ -71,11 +71,11 @@ WAYS = [
 
 @contextmanager
 def tiled(size: int) -> Iterator[None]:
-    before, evaluation.TILE_BYTES = evaluation.TILE_BYTES, size
+    before, tiling.TILE_BYTES = tiling.TILE_BYTES, size
     try:
         yield
     finally:
-        evaluation.TILE_BYTES = before
+        tiling.TILE_BYTES = before
 
 
 def weighed(positives: Iterable[Tensor]) -> Tensor:
@@ -113,7 +113,7 @@ def job(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -
     w, v = mine(numbers(sum(sizes), seed=3), sizes), mine(numbers(sum(columns), seed=4), columns)
     scale = torch.tensor(way.scale, dtype=torch.float64, requires_grad=True)
     rows, cols = Shards(sizes, rank), Shards(columns, rank)
-    with tiled(way.tile_bytes), evaluation.memory_budget(way.keep):
+    with tiled(way.tile_bytes), similarity_budget.memory_budget(way.keep):
         if kind == "one tower":
             r, p = softmax.self_log_sum_exp(
                 a, scale=scale, unit=way.unit, dtype=way.dtype, partners=way.ahead, shards=rows, world=world
@@ -260,7 +260,7 @@ def test_mutants_of_the_schedule_are_caught(worlds: Worlds) -> None:
 @pytest.fixture
 def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of other tests whose backward pass never came, and which Python has not collected yet."""
-    monkeypatch.setattr(evaluation.Kept, "_all", weakref.WeakSet())
+    monkeypatch.setattr(similarity_budget.Kept, "_all", weakref.WeakSet())
 
 
 @pytest.mark.usefixtures("nobody_waits")
@@ -269,7 +269,7 @@ def test_similarities_are_kept_where_they_fit() -> None:
     args = {"scale": 1.0, "shards": Shards((8,)), "world": World()}
 
     def kept(size: int) -> int:
-        with evaluation.memory_budget(size):
+        with similarity_budget.memory_budget(size):
             r, _ = softmax.self_log_sum_exp(z, **args)
         return sum(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
 
@@ -304,7 +304,7 @@ def test_losses_that_wait_for_their_backward_passes_share_the_budget() -> None:
     def keeps(r: Tensor) -> bool:
         return any(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
 
-    with evaluation.memory_budget(8 * 8 * 8):
+    with similarity_budget.memory_budget(8 * 8 * 8):
         first, second = forward(), forward()
         assert (keeps(first), keeps(second)) == (True, False)
         first.sum().backward()
@@ -323,7 +323,7 @@ def test_backward_twice() -> None:
 
 
 def test_the_budget_is_a_number_of_bytes() -> None:
-    with pytest.raises(ValueError, match="0 or more, got -1"), evaluation.memory_budget(-1):
+    with pytest.raises(ValueError, match="0 or more, got -1"), similarity_budget.memory_budget(-1):
         pass
 
 
