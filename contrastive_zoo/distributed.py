@@ -173,6 +173,7 @@ class DistributedLoss(nn.Module, Generic[R]):
                 raise ValueError(f"DistributedLoss: {_name(_bare(loss))} cannot be computed in shards: {reason}")
         self.miner = miner
         self.mode = mode
+        self.prefer_native = prefer_native
         self.process_group = process_group
         self.grad_reduction = grad_reduction
         self.check_finite = check_finite
@@ -418,6 +419,15 @@ class DistributedLoss(nn.Module, Generic[R]):
         """Without what the next handshake of this object would have read off a device."""
         return {**self.__dict__, "_last": None, "_sums": None, "_finite": {}}
 
+    def extra_repr(self) -> str:
+        """Every option that is not its default; modules stand below."""
+        shown = []
+        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
+            value = None if name == "self" else getattr(self, name)
+            if value is not parameter.default and value != parameter.default and name not in {"self", *self._modules}:
+                shown.append(f"{name}={_shown(value)}")
+        return ", ".join(shown)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -618,6 +628,13 @@ def _bare(loss: Any) -> Any:
 
 def _name(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _shown(option: Any) -> str:
+    """An option in a repr: a function by its name, a process group by its ranks, which are all one wants to know."""
+    if isinstance(option, torch.distributed.ProcessGroup):
+        return f"<ranks {torch.distributed.get_process_group_ranks(option)}>"
+    return _name(option) if callable(option) else repr(option)
 
 
 def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:

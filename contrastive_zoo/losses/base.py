@@ -210,6 +210,7 @@ class Loss(nn.Module):
 
     def extra_repr(self) -> str:
         own = {x: getattr(self, x) for x in self._defaults if x not in self._modules and x not in self._parameters}
+        own |= {} if self.check_finite else {"check_finite": False}
         return ", ".join(f"{name}={value!r}" for name, value in own.items())
 
 
@@ -267,6 +268,13 @@ class LearnableTemperature(nn.Module):
         t = (-log_scale).exp()
         t.log_scale = log_scale  # which few pairs differentiate by at once
         return t
+
+    def extra_repr(self) -> str:
+        """The temperature at this moment, where this process holds it: a shard of it, or none yet, has no value."""
+        theta = self.log_scale
+        here = type(theta) is nn.Parameter and theta.numel() == 1 and not theta.is_meta
+        value = [f"{math.exp(-min(theta.item(), math.log(self.max_scale))):.4g}"] if here else []
+        return ", ".join([*value, *([] if self.max_scale == 100 else [f"max_scale={self.max_scale:g}"])])
 
 
 class LearntScale(Loss):

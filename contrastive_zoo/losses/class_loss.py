@@ -36,7 +36,8 @@ class Maker(Loss):
     """
 
     def extra_repr(self) -> str:
-        names = [x for x in self.__signature__.parameters if x not in ("check_finite", *self._modules)]
+        hidden = {*self._modules, *(("check_finite",) if self.check_finite else ())}
+        names = [x for x in self.__signature__.parameters if x not in hidden]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name))
 
 

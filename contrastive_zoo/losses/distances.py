@@ -132,9 +132,8 @@ class MetricLoss(RowLoss):
     """A row loss whose settings are numbers and words, and shown. Its constructor ends with ``refuse_bad_settings()``."""
 
     def extra_repr(self) -> str:
-        shown = {
-            name: x for name, x in vars(self).items() if name[0] != "_" and name not in ("training", "check_finite")
-        }
+        hidden = ("training", "check_finite") if self.check_finite else ("training",)
+        shown = {name: x for name, x in vars(self).items() if name[0] != "_" and name not in hidden}
         return ", ".join(f"{name}={x!r}" for name, x in shown.items())
 
 

@@ -125,4 +125,5 @@ class RowLoss(Loss):
         return sum_over_anchors(self, z, ids, reduction=self.reduction, shards=shards, world=world)
 
     def extra_repr(self) -> str:
-        return f"normalize={self.normalize}, reduction={self.reduction!r}"
+        unchecked = "" if self.check_finite else ", check_finite=False"
+        return f"normalize={self.normalize}, reduction={self.reduction!r}{unchecked}"
