@@ -9,10 +9,24 @@ from torch.autograd.function import once_differentiable
 from triton import cdiv
 
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.kernels import blocks as _blocks
-from contrastive_zoo.kernels.blocks import Operand, add_product, blocks, chunk, weight_side
-from contrastive_zoo.kernels.checks import as_scalar, checked, precision_of, tiles_for
+from contrastive_zoo.kernels.blocks import (
+    Operand,
+    Weights,
+    add_product,
+    as_scalar,
+    blocks,
+    checked,
+    chunk,
+    launches,
+    precision_of,
+    scaled,
+    tiles_for,
+)
 from contrastive_zoo.kernels.sigmoid_tiles import sigmoid_pairs
+
+
+WIDEST = 2**16
+"""Height and width of a block of which no weights are asked for."""
 
 
 def siglip(
@@ -33,54 +47,51 @@ def siglip(
         ValueError: another shape or dtype, or rows on different devices.
     """
     checked("siglip", a, b)
-    learns = torch.is_grad_enabled()
-    return _Sigmoid.apply(a, b, as_scalar(scale, a), as_scalar(bias, a), learns)
+    return _Sigmoid.apply(a, b, as_scalar(scale, a), as_scalar(bias, a), torch.is_grad_enabled())
 
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, learns: bool) -> Tensor:
-        left, right, precision = Operand.of(a), Operand.of(b), precision_of(a)
-        gradient = learns and any(ctx.needs_input_grad)
-        # weights are 1 for pairs that are all wrong, and may be 1e-9: float16 needs them larger
-        side, unit = weight_side(a.dtype), 14 if a.dtype == torch.float16 else 0
-        step = 16 // a.element_size()
-        room = a.new_empty(min(side, len(a)), cdiv(min(side, len(b)), step) * step) if gradient else a
-        da, db = (torch.empty(x.shape, device=x.device) if gradient else None for x in (a, b))
-        loss, dbias = torch.zeros((2,), device=a.device, dtype=torch.float32).unbind()
-        for_all, for_edges = tiles_for(a, precision)
-        for i, j in blocks(len(a), len(b), side):
+        """``learns``: whether anybody may ask for gradients; a leaf says that it needs one under ``no_grad``, too."""
+        ctx.learns = learns and any(ctx.needs_input_grad)
+        precision = precision_of(a)
+        left, right = (Operand.of(x, precision) for x in (a, b))
+        plain, edges = tiles_for(a, precision)
+        weights = Weights.of(left, right) if ctx.learns else Weights(a, WIDEST, 0)
+        of_a, of_b = (torch.empty(x.shape if ctx.learns else 0, dtype=torch.float32, device=x.device) for x in (a, b))
+        totals = torch.zeros(2, dtype=torch.float32, device=a.device)
+        for i, j in blocks(len(a), len(b), weights.side):
             n, m = i.stop - i.start, j.stop - j.start
-            rows = chunk(n, m, for_all)
-            programs = cdiv(n, rows) * cdiv(m, for_all.columns)
-            sums = loss.new_empty(2, programs)
-            w = room[:n, :m]
-            launches = [(2, for_edges)] if n <= rows or for_all == for_edges else [(0, for_all), (1, for_edges)]
-            for edge, tile in launches:
+            rows = chunk(n, m, plain)
+            programs = cdiv(n, rows) * cdiv(m, plain.columns)
+            sums = totals.new_empty(2, programs)
+            w = weights.block(i, j)
+            for edge, tile in launches(n, m, plain, edges):
                 sigmoid_pairs[(programs,)](
                     left.tiles(i, tile.rows, tile.depth), right.tiles(j, tile.columns, tile.depth),
-                    Operand(w).tiles(slice(None), tile.rows, tile.columns), scale, bias, sums, n, m, a.shape[1],
+                    Operand(w).tiles(slice(None), tile.rows, tile.columns), scale, bias, sums, n, m, left.width,
                     j.start - i.start, rows,
-                    EDGE=edge, GRADIENT=gradient, PRECISION=precision, UNIT=unit, **tile.options,
+                    EDGE=edge, GRADIENT=ctx.learns, PRECISION=precision, UNIT=weights.bits, **tile.options,
                 )  # fmt: skip
-            loss += sums[0].sum()
-            if gradient:
-                dbias += sums[1].sum()
-                add_product(da[i], w, right.rows[j], first=j.start == 0)
-                add_product(db[j], w.T, left.rows[i], first=i.start == 0)
-        if gradient:
-            ctx.save_for_backward(a, b, scale, da, db, dbias)
-            ctx.unit = 2.0**-unit
-        return loss / len(a)
+            totals += sums.sum(1)
+            if ctx.learns:
+                add_product(of_a[i], w, right.rows[j], first=j.start == 0)
+                add_product(of_b[j], w.T, left.rows[i], first=i.start == 0)
+        loss, dbias = (totals / len(a)).unbind()
+        ctx.save_for_backward(a, b, scale, of_a, of_b, dbias)
+        ctx.unit = weights.unit / len(a)
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, scale, da, db, dbias = ctx.saved_tensors
-        g = g / len(a)
-        factor = g * scale * ctx.unit
-        dscale = sum(torch.linalg.vecdot(x, y.float()).sum() for x, y in zip(da.split(2**14), a.split(2**14), strict=True))
-        of_a, of_b = (torch.mul(x, factor, out=torch.empty_like(y)) for x, y in ((da, a), (db, b)))
-        return of_a, of_b, dscale * g * ctx.unit, dbias * g, None
+        a, b, scale, of_a, of_b, dbias = ctx.saved_tensors
+        factor = g * ctx.unit
+        da, db = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a, b))
+        dots = torch.empty(max(len(a), len(b)), dtype=torch.float32, device=a.device)
+        scaled(of_b, Operand.of(b, "ieee"), scale, factor, db, dots, slice(None))
+        scaled(of_a, Operand.of(a, "ieee"), scale, factor, da, dots, slice(None))
+        return da, db, dots[: len(a)].sum(), g * dbias, None

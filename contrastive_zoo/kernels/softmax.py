@@ -1,9 +1,9 @@
 """Softmax losses in Triton: InfoNCE, CLIP and NT-Xent in two kernels and two library products.
 
-With S = scale · A Bᵀ, P_i the logit of the positive pair of row i, and R_i, C_i the log-sum-exps of the other logits of
-row and column i, a row's loss is log(1 + exp(R_i − P_i)): the positive is no summand, so that a small loss keeps its digits.
+With S = scale · A Bᵀ, P_i the logit of the positive pair of row i, and R_i the log-sum-exp of the row's other logits, a
+row's loss is log(1 + exp(R_i − P_i)): the positive is no summand, so that a small loss keeps its digits. Columns likewise.
 Weights w_ij = exp(S_ij − log-sum-exp of row i) + the same of column j; that of a positive pair is minus the sum of the
-others in its row and column. With them dA = scale · W B, dB = scale · Wᵀ A.
+others in its row and column. With them dA = scale · W B and dB = scale · Wᵀ A, but for the mean's and the incoming factor.
 """
 
 import math
@@ -11,19 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import cdiv
 
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.kernels import blocks as _blocks
-from contrastive_zoo.kernels.blocks import Operand, Tile, add_product, blocks, chunk, weight_side
-from contrastive_zoo.kernels.checks import as_scalar, checked, precision_of, tiles_for
-from contrastive_zoo.kernels.softmax_tiles import LOG2E, log_sum_exps, merge, softmax_weights
-
-_LOG2E = LOG2E.value
+from contrastive_zoo.kernels.blocks import (
+    MOST_TILES,
+    PARTIAL_BYTES,
+    Operand,
+    Weights,
+    add_product,
+    as_scalar,
+    blocks,
+    checked,
+    chunk,
+    launches,
+    precision_of,
+    scaled,
+    tiles_for,
+)
+from contrastive_zoo.kernels.softmax_tiles import NOTHING, finish, log_sum_exps, merge, softmax_weights
 
 
 def clip(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Tensor) -> Float[Tensor, ""]:
@@ -86,146 +95,139 @@ def nt_xent(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Ten
 class _Softmax(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, columns: bool, one_tower: bool) -> Tensor:
-        pairs = _Pairs(Operand.of(a), Operand.of(b), scale, precision_of(a), columns, one_tower)
-        r, c, positives = pairs.log_sum_exps()
-        positives = positives * scale * _LOG2E
-        # in bits so far; a loss is in nats
-        losses = F.softplus((r - positives) / _LOG2E)
-        pulls, loss = torch.sigmoid((r - positives) / _LOG2E), losses.mean()
-        if one_tower:
-            half = pulls.view(2, -1)
-            pulls = half.sum(0).repeat(2)
-        elif columns:
-            loss = (loss + F.softplus((c - positives) / _LOG2E).mean()) / 2
-            pulls = pulls + torch.sigmoid((c - positives) / _LOG2E)
-        # with the positive from here on
-        r = torch.logaddexp2(r, positives)
-        c = r if one_tower else torch.logaddexp2(c, positives) if columns else c
-        ctx.save_for_backward(a, b, scale, r, c, pulls)
-        ctx.settings = pairs.precision, columns, one_tower
-        return loss
+    def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, symmetric: bool, one_tower: bool) -> Tensor:
+        precision = precision_of(a)
+        ctx.pairs = _Pairs(precision, symmetric, one_tower)
+        loss, *statistics = ctx.pairs.losses(Operand.of(a, precision), Operand.of(b, precision), scale)
+        ctx.save_for_backward(a, b, scale, *statistics)
+        return loss.mean()
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, scale, r, c, pulls = ctx.saved_tensors
-        precision, columns, one_tower = ctx.settings
-        pairs = _Pairs(Operand.of(a), Operand.of(b), scale, precision, columns, one_tower)
-        g = g / (len(a) * (2 if columns and not one_tower else 1))
-        da, db, dscale = pairs.gradients(r, c, pulls, g)
-        return da, db, dscale.to(scale.dtype), None, None
+        a, b, scale, *statistics = ctx.saved_tensors
+        left, right = (Operand.of(x, ctx.pairs.precision) for x in (a, b))
+        return *ctx.pairs.gradients(left, right, scale, *statistics, g), None, None
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """All pairs of a row of a and a row of b, in blocks; statistics are float32, in bits."""
+    """All pairs of rows a and b, block by block. A sum of exponentials is a column of two numbers, see ``softmax_tiles``."""
 
-    a: Operand
-    b: Operand
-    scale: Tensor
     precision: str
-    columns: bool
+    symmetric: bool
     """Whether columns look for their rows, too."""
     one_tower: bool
     """Whether b is a, in which row i and row i + n/2 belong together."""
 
-    @property
-    def partner(self) -> int:
-        return len(self.a.rows) // 2 if self.one_tower else 0
+    def partner(self, a: Operand) -> int:
+        """How much further the partner of a row is."""
+        return len(a) // 2 if self.one_tower else 0
 
-    def log_sum_exps(self) -> tuple[Tensor, Tensor, Tensor]:
-        """R, C and products of positive pairs."""
-        a, b = self.a.rows, self.b.rows
-        r, c, again = (a.new_full((k,), -torch.inf, dtype=torch.float32) for k in (len(a), len(b), len(b)))
-        positives = a.new_empty(len(a), dtype=torch.float32)
-        lost = a.new_zeros((), dtype=torch.int32)
-        tile, _ = tiles_for(a, self.precision)
-        side = tile.rows * math.isqrt(_blocks.PARTIAL_BYTES * tile.columns // 4) // tile.rows
-        for i, j in blocks(len(a), len(b), side, upper=self.one_tower):
-            self._block_sums(i, j, r, c if not self.one_tower else r, positives, lost, False)
+    def losses(self, a: Operand, b: Operand, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of each pair; then sums of rows and of columns, and pulls of pairs."""
+        partner = self.partner(a)
+        count = partner or len(a)
+        room = a.rows.new_full((2, len(a) + 2 * len(b)), NOTHING.value, dtype=torch.float32)
+        of_rows, of_columns, again = room.split([len(a), len(b), len(b)], 1)
         if self.one_tower:
-            positives[self.partner :] = positives[: self.partner]
-        if self.columns:
-            # a column's sum that lost terms is made again as a row's, which has a maximum of its own; else this does nothing
-            swapped = _Pairs(self.b, self.a, self.scale, self.precision, False, self.one_tower)
-            for j, i in blocks(len(b), len(a), side):
-                swapped._block_sums(j, i, again, again, torch.empty_like(positives), lost, True)
-            c = torch.where(lost > 0, again, r if self.one_tower else c)
-        return (c if self.one_tower else r), c, positives
+            of_columns = of_rows
+        losses, positives, pulls = (a.rows.new_empty(k, dtype=torch.float32) for k in (count, len(a), len(a)))
+        lost = a.rows.new_zeros((), dtype=torch.int32)
+        self._add_sums(a, b, scale, of_rows, of_columns, positives, lost)
+        if self.symmetric:
+            # A column's sum that lost terms is made again as a row's, with a maximum of its own; else this does nothing.
+            swapped = _Pairs(self.precision, False, self.one_tower)
+            swapped._add_sums(b, a, scale, again, again, torch.empty_like(positives), lost, if_lost=True)
+        finish[(cdiv(count, 128),)](
+            of_rows, of_columns[:, partner:], again[:, partner:], again, lost, positives, scale, losses, pulls, count,
+            room.stride(0), room.stride(0), room.stride(0), partner,
+            SIDES=2 if self.symmetric else 1, ONE_TOWER=self.one_tower, BLOCK=128,
+        )  # fmt: skip
+        return losses, of_rows, of_columns, pulls
 
-    def _block_sums(
-        self, i: slice, j: slice, r: Tensor, c: Tensor, positives: Tensor, lost: Tensor, if_lost: bool
+    def _add_sums(
+        self,
+        a: Operand,
+        b: Operand,
+        scale: Tensor,
+        of_rows: Tensor,
+        of_columns: Tensor,
+        positives: Tensor,
+        lost: Tensor,
+        if_lost: bool = False,
     ) -> None:
-        n, m = i.stop - i.start, j.stop - j.start
-        upper = self.one_tower and i == j and not if_lost
-        for_all, for_edges = tiles_for(self.a.rows, self.precision)
-        rows = chunk(n, m, for_all)
-        by_row = r.new_full((cdiv(m, for_all.columns), n), -torch.inf) if upper else r.new_empty(
-            (cdiv(m, for_all.columns), n)
-        )
-        by_column = r.new_empty((cdiv(n, rows), m)) if self.columns else by_row
-        for edge, tile in self._launches(n, m, rows, for_all, for_edges):
-            log_sum_exps[(cdiv(n, rows) * cdiv(m, tile.columns),)](
-                self.a.tiles(i, tile.rows, tile.depth), self.b.tiles(j, tile.columns, tile.depth), self.scale,
-                by_row, by_column, positives[i], lost, n, m, self.a.rows.shape[1], j.start - i.start, self.partner, rows,
-                EDGE=edge, ONE_TOWER=self.one_tower, UPPER=upper, COLUMNS=self.columns, IF_LOST=if_lost,
-                PRECISION=self.precision, WARPS=min(tile.warps, tile.rows // 16), **tile.options,
-            )  # fmt: skip
-        for parts, out in [(by_row, r[i]), (by_column, c[j])][: 2 if self.columns else 1]:
-            merge[(cdiv(len(out), 128),)](
-                parts, out, lost, len(parts), len(out), IF_LOST=if_lost, BLOCK_N=128, BLOCK_P=32, num_warps=4
-            )
+        plain, edges = tiles_for(a.rows, self.precision)
+        side = math.isqrt(PARTIAL_BYTES * plain.columns // 8) // plain.rows * plain.rows
+        # of one tower only what is above the diagonal; a sum that is made again is that of a whole row
+        upper = self.one_tower and not if_lost
+        for i, j in blocks(len(a), len(b), side, upper=upper):
+            n, m = i.stop - i.start, j.stop - j.start
+            rows = chunk(n, m, plain)
+            shape = (2, cdiv(m, plain.columns), n)
+            by_row = of_rows.new_full(shape, NOTHING.value) if upper and i == j else of_rows.new_empty(shape)
+            by_column = of_rows.new_empty(2, cdiv(n, rows), m) if self.symmetric else by_row
+            for edge, tile in launches(n, m, plain, edges):
+                log_sum_exps[(cdiv(n, rows) * cdiv(m, tile.columns),)](
+                    a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth), scale,
+                    by_row, by_column, positives[i], lost, n, m, a.width, j.start - i.start, self.partner(a), rows,
+                    EDGE=edge, ONE_TOWER=self.one_tower, UPPER=upper and i == j, COLUMNS=self.symmetric,
+                    IF_LOST=if_lost, PRECISION=self.precision, WARPS=min(tile.warps, tile.rows // 16), **tile.options,
+                )  # fmt: skip
+            merged = [(by_row, of_rows[:, i]), (by_column, of_columns[:, j])]
+            for parts, out in merged[: 2 if self.symmetric else 1]:
+                merge[(cdiv(out.shape[1], 32),)](
+                    parts, out, lost, parts.shape[1], out.shape[1], out.stride(0),
+                    IF_LOST=if_lost, BLOCK_N=32, BLOCK_P=64, num_warps=4,
+                )  # fmt: skip
 
-    def _launches(self, n: int, m: int, rows: int, for_all: Tile, for_edges: Tile) -> list[tuple[int, Tile]]:
-        """One launch without masks and one for the edges; for few pairs one with masks for all."""
-        if n <= rows or for_all == for_edges:
-            return [(2, for_edges)]
-        return [(0, for_all), (1, for_edges)]
+    def gradients(
+        self, a: Operand, b: Operand, scale: Tensor, of_rows: Tensor, of_columns: Tensor, pulls: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Of a, of b unless it is a, and of scale."""
+        weights = Weights.of(a, b)
+        factor = g * weights.unit / (len(a) * (2 if self.symmetric and not self.one_tower else 1))
+        da, db = (torch.empty(x.rows.shape, dtype=x.rows.dtype, device=x.rows.device) for x in (a, b))
+        dots = torch.empty(max(len(a), len(b)), dtype=torch.float32, device=da.device)
+        of_b = torch.empty(b.rows.shape, dtype=torch.float32, device=da.device)
+        of_a = of_b if self.one_tower else of_b.new_empty(min(weights.side, len(a)), a.width)
+        for i, j in blocks(len(a), len(b), weights.side, upper=self.one_tower):
+            w = weights.block(i, j)
+            self._fill(w, i, j, a, b, scale, of_rows, of_columns, pulls, weights.bits)
+            some = of_a[i] if self.one_tower else of_a[: len(w)]
+            add_product(some, w, b.rows[j], first=j.start == 0)
+            if i != j or not self.one_tower:
+                add_product(of_b[j], w.T, a.rows[i], first=i.start == 0)
+            if j.stop == len(b):  # nothing is added to these rows any more
+                scaled(some, a, scale, factor, da, dots, i)
+        dscale = dots[: len(a)].sum()
+        if self.one_tower:  # a pair stands in two rows
+            return da, None, dscale / 2
+        scaled(of_b, b, scale, factor, db, dots, slice(None))
+        return da, db, dscale
 
-    def gradients(self, r: Tensor, c: Tensor, pulls: Tensor, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Of a, of b unless it is a, and of scale, for weights that count g each."""
-        a, b = self.a.rows, self.b.rows
-        side, unit = weight_side(a.dtype), 14 if a.dtype == torch.float16 else 0
-        step = 16 // a.element_size()
-        room = a.new_empty(min(side, len(a)), cdiv(min(side, len(b)), step) * step)
-        factor = g * self.scale * 2.0**-unit
-        da = torch.empty_like(a, memory_format=torch.contiguous_format)
-        db32 = torch.empty_like(b, dtype=torch.float32, memory_format=torch.contiguous_format)
-        dscale = torch.zeros((), device=a.device)
-        da32 = db32 if self.one_tower else db32.new_empty(min(side, len(a)), a.shape[1])
-        for i, j in blocks(len(a), len(b), side, upper=self.one_tower):
-            w = room[: i.stop - i.start, : j.stop - j.start]
-            self._block_weights(i, j, w, r, c, pulls, unit)
-            if self.one_tower:
-                add_product(db32[i], w, a[j], first=i.start == j.start == 0)
-                if i != j:
-                    add_product(db32[j], w.T, a[i], first=i.start == 0)
-                continue
-            add_product(da32[: len(w)], w, b[j], first=j.start == 0)
-            add_product(db32[j], w.T, a[i], first=i.start == 0)
-            if j.stop == len(b):
-                dscale += torch.linalg.vecdot(da32[: len(w)], a[i].float()).sum()
-                torch.mul(da32[: len(w)], factor, out=da[i])
-        if self.one_tower:
-            for i in range(0, len(a), side):
-                dscale += torch.linalg.vecdot(db32[i : i + side], a[i : i + side].float()).sum() / 2
-            return torch.mul(db32, factor, out=da), None, dscale * g * 2.0**-unit
-        db = torch.mul(db32, factor, out=torch.empty_like(b, memory_format=torch.contiguous_format))
-        return da, db, dscale * g * 2.0**-unit
-
-    def _block_weights(
-        self, i: slice, j: slice, w: Tensor, r: Tensor, c: Tensor, pulls: Tensor, unit: int
+    def _fill(
+        self,
+        w: Tensor,
+        i: slice,
+        j: slice,
+        a: Operand,
+        b: Operand,
+        scale: Tensor,
+        of_rows: Tensor,
+        of_columns: Tensor,
+        pulls: Tensor,
+        bits: int,
     ) -> None:
         n, m = w.shape
-        for_all, for_edges = tiles_for(self.a.rows, self.precision)
-        rows = chunk(n, m, for_all)
-        for edge, tile in self._launches(n, m, rows, for_all, for_edges):
+        plain, edges = tiles_for(a.rows, self.precision)
+        rows = chunk(n, m, plain)
+        for edge, tile in launches(n, m, plain, edges):
             softmax_weights[(cdiv(n, rows) * cdiv(m, tile.columns),)](
-                self.a.tiles(i, tile.rows, tile.depth), self.b.tiles(j, tile.columns, tile.depth),
-                Operand(w).tiles(slice(None), tile.rows, tile.columns), self.scale, r[i], c[j], pulls[i], n, m,
-                self.a.rows.shape[1], j.start - i.start, self.partner, rows,
-                EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.columns, PRECISION=self.precision, UNIT=unit,
-                MOST=_blocks.MOST_TILES * for_all.rows, **tile.options,
+                a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth),
+                Operand(w).tiles(slice(None), tile.rows, tile.columns), scale, of_rows[:, i], of_columns[:, j], pulls[i],
+                n, m, a.width, of_rows.stride(0), of_columns.stride(0), j.start - i.start, self.partner(a), rows,
+                EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, PRECISION=self.precision, UNIT=bits,
+                MOST=MOST_TILES * plain.rows, **tile.options,
             )  # fmt: skip
