@@ -69,7 +69,7 @@ def tiles(dtype: torch.dtype, precision: str, capability: int) -> tuple[Tile, Ti
     if capability < 90:  # correct there, but measured on nothing: tiles are read without copies ahead
         return Tile(64, 64, depth, 8, 3), Tile(64, 64, depth, 8, 3)
     edges = Tile(64, 128, depth, 8, 3)
-    return Tile(256 if dtype.itemsize == 2 else 128, 128, depth, 8, 3), edges
+    return Tile(256 if dtype.itemsize == 2 else 128, 128, depth, 8, 4), edges
 
 
 @dataclass(frozen=True)

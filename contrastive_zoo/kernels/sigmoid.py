@@ -71,7 +71,7 @@ class _Sigmoid(torch.autograd.Function):
             for edge, tile in launches(n, m, plain, edges):
                 sigmoid_pairs[(programs,)](
                     left.tiles(i, tile.rows, tile.depth), right.tiles(j, tile.columns, tile.depth),
-                    Operand(w).tiles(slice(None), tile.rows, tile.columns), scale, bias, sums, n, m, left.width,
+                    Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), scale, bias, sums, n, m, left.width,
                     j.start - i.start, rows,
                     EDGE=edge, GRADIENT=ctx.learns, PRECISION=precision, UNIT=weights.bits, **tile.options,
                 )  # fmt: skip

@@ -8,7 +8,7 @@ With x = scale · a_i·b_j + bias, y = 1 for the pair i = j and −1 for others:
 import triton
 import triton.language as tl
 
-from contrastive_zoo.kernels.walk import LOG2E, on_diagonal, own_tiles
+from contrastive_zoo.kernels.walk import LOG2E, on_diagonal, own_tiles, store_halves
 
 SIGN: tl.constexpr = tl.constexpr(-(2**31))
 """The bit of a float32 that says that it is negative."""
@@ -77,7 +77,7 @@ def sigmoid_pairs(
             if EDGE:
                 w = tl.where(pair, -w, w)
             total += tl.sum(w, 1)
-            weights.store([i, j], (w * 2.0**UNIT).to(weights.dtype))
+            store_halves(weights, w * 2.0**UNIT, i, j, BLOCK_M, BLOCK_N)
     programs = tl.num_programs(0)
     tl.store(sums + tl.program_id(0), tl.sum(loss + beyond * (1.0 / LOG2E), 0))
     if GRADIENT:

@@ -18,7 +18,7 @@ tiles takes them (``EDGE``), so that the first one has none.
 import triton
 import triton.language as tl
 
-from contrastive_zoo.kernels.walk import LOG2E, on_diagonal, own_tiles
+from contrastive_zoo.kernels.walk import LOG2E, on_diagonal, own_tiles, store_halves
 
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
 """The maximum of nothing; unlike −inf it can be subtracted from itself."""
@@ -289,4 +289,4 @@ def softmax_weights(
         rows += BLOCK_M
         by_row = tl.load(of_rows + rows, mask=rows < n, other=float("inf"))
         row_factors = tl.load(of_rows + rows_stride + rows, mask=rows < n, other=0.0)
-        weights.store([i, j], w.to(weights.dtype))
+        store_halves(weights, w, i, j, BLOCK_M, BLOCK_N)

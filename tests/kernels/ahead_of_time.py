@@ -35,7 +35,7 @@ def compiled(name: str, capability: int, dtype: torch.dtype, precision: str, edg
     given = {**constants, **options, "PRECISION": precision, "EDGE": edge, "WARPS": min(warps, tile.rows // 16)}
     given["MOST"] = MOST_TILES * tile.rows
     given = {x: value for x, value in given.items() if x in kernel.arg_names}
-    blocks = {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": (tile.rows, tile.columns)}
+    blocks = {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": (tile.rows, tile.columns // 2)}
     numbers = {"n", "m", "d", "ahead", "partner", "chunk", "rows_stride", "columns_stride"}
     signature = {}
     for x in kernel.arg_names:
