@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test search lint types docs bench bench-full clean
+.PHONY: demo test test-gpu search lint types docs bench bench-full bench-gpu clean
 
 .venv/.installed: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv
@@ -41,6 +41,13 @@ bench: .venv/.peers-installed
 
 bench-full: .venv/.peers-installed
 	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers --full
+
+# On a machine with a GPU: the kernels instead of Triton's interpreter; tables to compare with benchmarks/gpu.md.
+test-gpu: .venv/.installed
+	ALL_DTYPES=1 $(BIN)/python -m pytest tests/kernels
+
+bench-gpu: .venv/.installed
+	$(BIN)/python benchmarks/gpu.py --out gpu-times.md
 
 clean:
 	rm -rf .venv site demo-output

@@ -141,10 +141,10 @@ def peak_mb(step: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def attempt(measure: Callable[[], float]) -> str:
+def attempt(measure: Callable[[Callable[[], object]], float], step: Callable[[], object]) -> str:
     """A number, or why there is none."""
     try:
-        return f"{measure():.3g}"
+        return f"{measure(step):.3g}"
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return "out of memory"
@@ -160,8 +160,7 @@ def large(sizes: list[tuple[int, int]], ceilings: Ceilings) -> Iterator[str]:
             ms, model, memory = median_ms(step), ceilings.model_ms(name, n, d), peak_mb(step)
             eager, eager_memory = "–", "–"
             if n <= 65_536:  # 4 · 65,536² bytes are 17 GB, and dense formulas hold several
-                eager = attempt(lambda step=steps(name, dense, n, d): median_ms(step))
-                eager_memory = attempt(lambda step=steps(name, dense, n, d): peak_mb(step))
+                eager, eager_memory = (attempt(measure, steps(name, dense, n, d)) for measure in (median_ms, peak_mb))
                 torch.cuda.empty_cache()
             yield (
                 f"| {name} | {n:,} | {d} | {ms:.3g} | {model:.3g} | {model / ms:.0%} | {memory:.0f} | {eager} "
@@ -179,7 +178,7 @@ def small(sizes: list[int], d: int = 768) -> Iterator[str]:
             compiled = torch.compile(dense, fullgraph=True, dynamic=False)
             yield (
                 f"| {name} | {n:,} | {median_ms(steps(name, kernel, n, d)):.3g} "
-                f"| {attempt(lambda step=steps(name, compiled, n, d): median_ms(step))} |"
+                f"| {attempt(median_ms, steps(name, compiled, n, d))} |"
             )
 
 

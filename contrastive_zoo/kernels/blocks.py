@@ -1,4 +1,4 @@
-"""How a matrix of pairs is cut for a GPU, and what every loss does to a block of it: operands, launches, sums of products."""
+"""How a matrix of pairs is cut for a GPU, and what every loss does to a block: operands, launches, sums of products."""
 
 import math
 from collections.abc import Iterator

@@ -24,7 +24,6 @@ from contrastive_zoo.kernels.blocks import (
 )
 from contrastive_zoo.kernels.sigmoid_tiles import sigmoid_pairs
 
-
 WIDEST = 2**16
 """Height and width of a block of which no weights are asked for."""
 

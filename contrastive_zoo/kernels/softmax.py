@@ -226,8 +226,8 @@ class _Pairs:
         for edge, tile in launches(n, m, plain, edges):
             softmax_weights[(cdiv(n, rows) * cdiv(m, tile.columns),)](
                 a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth),
-                Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), scale, of_rows[:, i], of_columns[:, j], pulls[i],
-                n, m, a.width, of_rows.stride(0), of_columns.stride(0), j.start - i.start, self.partner(a), rows,
+                Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), scale, of_rows[:, i], of_columns[:, j],
+                pulls[i], n, m, a.width, of_rows.stride(0), of_columns.stride(0), j.start - i.start, self.partner(a), rows,
                 EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, PRECISION=self.precision, UNIT=bits,
                 MOST=MOST_TILES * plain.rows, **tile.options,
             )  # fmt: skip

@@ -57,7 +57,9 @@ def resources(binary: bytes) -> dict[str, int]:
         file.write(binary)
         file.flush()
         usage, code = (
-            subprocess.run([os.path.join(BINARIES, tool), *options, file.name], capture_output=True, text=True, check=True)
+            subprocess.run(
+                [os.path.join(BINARIES, tool), *options, file.name], capture_output=True, text=True, check=True
+            )
             for tool, *options in (("cuobjdump", "-res-usage"), ("nvdisasm",))
         )
     found = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)

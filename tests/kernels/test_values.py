@@ -26,7 +26,11 @@ def results() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
     run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("cases.py")], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, Path(__file__).with_name("cases.py")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
