@@ -6,7 +6,7 @@ QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tes
 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: demo test quick search lint types stubs docs bench bench-full clean
+.PHONY: demo test test-gpu quick search lint types stubs docs bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -60,6 +60,13 @@ bench: .venv/.peers-installed
 
 bench-full: .venv/.peers-installed
 	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers --full
+
+# On a machine with a GPU: the kernels instead of Triton's interpreter; tables to compare with benchmarks/gpu.md.
+test-gpu: .venv/.installed
+	ALL_DTYPES=1 $(BIN)/python -m pytest tests/kernels
+
+bench-gpu: .venv/.installed
+	$(BIN)/python benchmarks/gpu.py --out gpu-times.md
 
 clean:
 	rm -rf .venv site docs/site demo-output dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
