@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from contrastive_zoo.catalogue import CATALOGUE, Species
+from contrastive_zoo.catalogue import CATALOGUE, Entry
 from contrastive_zoo.engine.evaluation import PANEL_BYTES, budget
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
@@ -69,36 +69,36 @@ def resident(what: str) -> float:
         return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
-def made(species: Species, width: int) -> torch.nn.Module:
+def made(entry: Entry, width: int) -> torch.nn.Module:
     """The loss, of sizes that somebody would train with."""
     sizes = {"num_classes": CLASSES, "num_prototypes": CLASSES, "embedding_size": width, "out_dim": width}
-    settings = {name: sizes.get(name, value) for name, value in species.settings}
-    return replace(species, settings=tuple(settings.items())).make()
+    settings = {name: sizes.get(name, value) for name, value in entry.settings}
+    return replace(entry, settings=tuple(settings.items())).make()
 
 
-def arguments(species: Species, rows: int, width: int) -> Iterator[Tensor]:
+def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
     """As many rows in total as told, split between the arguments that the catalogue names."""
 
     def drawn(n: int, *more: int, learnt: bool = True) -> Tensor:
         return torch.randn(n, *more, width, requires_grad=learnt)
 
-    if species.name == "mil-nce":
+    if entry.name == "mil-nce":
         yield from (drawn(rows // (1 + CAPTIONS)), drawn(rows // (1 + CAPTIONS), CAPTIONS))
-    elif species.call == "labels":
+    elif entry.call == "labels":
         yield from (drawn(rows), torch.arange(rows) % CLASSES)
     else:
         yield from (drawn(rows // 2), drawn(rows // 2))
-        for name in species.called_with.split(", ")[2:] if species.call == "other" else ():
+        for name in entry.called_with.split(", ")[2:] if entry.call == "other" else ():
             yield torch.arange(rows // 2) // 2 if name == "ids" else drawn(rows // 2, learnt=False)
 
 
 def measure(name: str, rows: int, width: int) -> None:
     """Print the peak above what the process held after a small step, and the seconds of the large one."""
-    species = CATALOGUE[name]
-    loss = made(species, width)
-    loss(*arguments(species, CLASSES, width)).backward()
+    entry = CATALOGUE[name]
+    loss = made(entry, width)
+    loss(*arguments(entry, CLASSES, width)).backward()
     before, start = resident("VmRSS"), time.perf_counter()
-    loss(*arguments(species, rows, width)).backward()
+    loss(*arguments(entry, rows, width)).backward()
     print(resident("VmHWM") - before, time.perf_counter() - start)
 
 

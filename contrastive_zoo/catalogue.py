@@ -12,7 +12,7 @@ _INPUTS = {"views": "view1, view2", "labels": "embeddings, labels"}
 
 
 @dataclass(frozen=True)
-class Species:
+class Entry:
     """A loss of the zoo.
 
     Args:
@@ -84,9 +84,9 @@ _WEIGHTS = (("num_classes", 64), ("embedding_size", 3))
 _PML, _ST, _LIGHTLY, _CLIP = "pytorch-metric-learning", "sentence-transformers", "lightly", "open_clip"
 
 CATALOGUE = {
-    species.name: species
-    for species in (
-        Species(
+    entry.name: entry
+    for entry in (
+        Entry(
             "nt-xent",
             "NTXent",
             "views",
@@ -94,9 +94,9 @@ CATALOGUE = {
             "softmax, one tower: 2 GEMM, 1.5 kept",
             peers=f"{_LIGHTLY} NTXentLoss, {_PML} SelfSupervisedLoss(NTXentLoss())",
         ),
-        Species("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept"),
-        Species("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept", peers=f"{_CLIP} ClipLoss"),
-        Species(
+        Entry("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept"),
+        Entry("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept", peers=f"{_CLIP} ClipLoss"),
+        Entry(
             "clip-distillation",
             "ClipDistillation",
             "other",
@@ -105,16 +105,16 @@ CATALOGUE = {
             inputs="x, y, teacher_x, teacher_y",
             peers=f"{_CLIP} DistillClipLoss",
         ),
-        Species(
+        Entry(
             "sup-con", "SupCon", "labels", _PAIRS, "softmax, one tower: 2 GEMM, 1.5 kept", peers=f"{_PML} SupConLoss"
         ),
-        Species("sup-con-in", "SupCon", "labels", _PAIRS, "rows: 3 GEMM", (("variant", "in"),)),
-        Species("multi-positive", "MultiPositive", "other", _PAIRS, "rows: 3 GEMM", inputs="queries, keys, ids"),
-        Species("dcl", "DCL", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLLoss"),
-        Species("dclw", "DCLW", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLWLoss"),
-        Species("hcl", "HCL", "views", _PAIRS, "rows: 3 GEMM"),
-        Species("debiased", "Debiased", "views", _PAIRS, "rows: 3 GEMM"),
-        Species(
+        Entry("sup-con-in", "SupCon", "labels", _PAIRS, "rows: 3 GEMM", (("variant", "in"),)),
+        Entry("multi-positive", "MultiPositive", "other", _PAIRS, "rows: 3 GEMM", inputs="queries, keys, ids"),
+        Entry("dcl", "DCL", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLLoss"),
+        Entry("dclw", "DCLW", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLWLoss"),
+        Entry("hcl", "HCL", "views", _PAIRS, "rows: 3 GEMM"),
+        Entry("debiased", "Debiased", "views", _PAIRS, "rows: 3 GEMM"),
+        Entry(
             "mnrl",
             "MNRL",
             "views",
@@ -123,7 +123,7 @@ CATALOGUE = {
             inputs="queries, documents, negatives, owners",
             peers=f"{_ST} MultipleNegativesRankingLoss",
         ),
-        Species(
+        Entry(
             "gist",
             "GIST",
             "other",
@@ -132,7 +132,7 @@ CATALOGUE = {
             inputs="anchors, positives, guide_anchors, guide_positives",
             peers=f"{_ST} GISTEmbedLoss",
         ),
-        Species(
+        Entry(
             "mil-nce",
             "MILNCE",
             "other",
@@ -140,13 +140,13 @@ CATALOGUE = {
             "softmax, two towers: 4 GEMM, 3 kept",
             inputs="videos [n, d], texts [n, k, d]",
         ),
-        Species("sincere", "SINCERE", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NTXentLoss"),
-        Species("nca", "NCA", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NCALoss"),
-        Species("n-pairs", "NPairs", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NPairsLoss"),
-        Species("tuplet-margin", "TupletMargin", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} TupletMarginLoss"),
-        Species("siglip", "SigLIP", "views", _SIGMOID, "rows: 3 GEMM", peers=f"{_CLIP} SigLipLoss"),
-        Species("sup-sigmoid", "SupSigmoid", "labels", _SIGMOID, "rows: 3 GEMM"),
-        Species(
+        Entry("sincere", "SINCERE", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NTXentLoss"),
+        Entry("nca", "NCA", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NCALoss"),
+        Entry("n-pairs", "NPairs", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NPairsLoss"),
+        Entry("tuplet-margin", "TupletMargin", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} TupletMarginLoss"),
+        Entry("siglip", "SigLIP", "views", _SIGMOID, "rows: 3 GEMM", peers=f"{_CLIP} SigLipLoss"),
+        Entry("sup-sigmoid", "SupSigmoid", "labels", _SIGMOID, "rows: 3 GEMM"),
+        Entry(
             "signal-to-noise",
             "SignalToNoise",
             "labels",
@@ -154,8 +154,8 @@ CATALOGUE = {
             "rows: 4 GEMM",
             peers=f"{_PML} SignalToNoiseRatioContrastiveLoss",
         ),
-        Species("contrastive", "Contrastive", "labels", _MARGINS, "rows: 4 GEMM", peers=f"{_PML} ContrastiveLoss"),
-        Species(
+        Entry("contrastive", "Contrastive", "labels", _MARGINS, "rows: 4 GEMM", peers=f"{_PML} ContrastiveLoss"),
+        Entry(
             "triplet",
             "Triplet",
             "labels",
@@ -163,7 +163,7 @@ CATALOGUE = {
             "rows: 3 GEMM",
             peers=f"{_PML} TripletMarginLoss, {_ST} BatchAllTripletLoss",
         ),
-        Species(
+        Entry(
             "triplet-hard",
             "Triplet",
             "labels",
@@ -172,7 +172,7 @@ CATALOGUE = {
             (("mining", "hard"),),
             peers=f"{_PML} TripletMarginLoss + BatchHardMiner, {_ST} BatchHardTripletLoss",
         ),
-        Species(
+        Entry(
             "triplet-semi-hard",
             "Triplet",
             "labels",
@@ -181,7 +181,7 @@ CATALOGUE = {
             (("mining", "semi-hard"),),
             peers=f"{_PML} TripletMarginLoss + TripletMarginMiner(type_of_triplets='semihard')",
         ),
-        Species(
+        Entry(
             "multi-similarity",
             "MultiSimilarity",
             "labels",
@@ -189,8 +189,8 @@ CATALOGUE = {
             "rows: 3 GEMM",
             peers=f"{_PML} MultiSimilarityLoss",
         ),
-        Species("circle", "Circle", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} CircleLoss"),
-        Species(
+        Entry("circle", "Circle", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} CircleLoss"),
+        Entry(
             "lifted-structure",
             "LiftedStructure",
             "labels",
@@ -198,7 +198,7 @@ CATALOGUE = {
             "rows, twice: 7 GEMM",
             peers=f"{_PML} LiftedStructureLoss",
         ),
-        Species(
+        Entry(
             "generalized-lifted-structure",
             "GeneralizedLiftedStructure",
             "labels",
@@ -206,14 +206,12 @@ CATALOGUE = {
             "rows: 3 GEMM",
             peers=f"{_PML} GeneralizedLiftedStructureLoss",
         ),
-        Species("margin", "Margin", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} MarginLoss"),
-        Species("ranked-list", "RankedList", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} RankedListLoss"),
-        Species("fast-ap", "FastAP", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} FastAPLoss"),
-        Species("smooth-ap", "SmoothAP", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} SmoothAPLoss"),
-        Species(
-            "angular", "Angular", "labels", _MARGINS, "rows: about 4 GEMM per positive", peers=f"{_PML} AngularLoss"
-        ),
-        Species(
+        Entry("margin", "Margin", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} MarginLoss"),
+        Entry("ranked-list", "RankedList", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} RankedListLoss"),
+        Entry("fast-ap", "FastAP", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} FastAPLoss"),
+        Entry("smooth-ap", "SmoothAP", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} SmoothAPLoss"),
+        Entry("angular", "Angular", "labels", _MARGINS, "rows: about 4 GEMM per positive", peers=f"{_PML} AngularLoss"),
+        Entry(
             "normalized-softmax",
             "NormalizedSoftmax",
             "labels",
@@ -222,7 +220,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} NormalizedSoftmaxLoss",
         ),
-        Species(
+        Entry(
             "cos-face",
             "CosFace",
             "labels",
@@ -231,7 +229,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} CosFaceLoss",
         ),
-        Species(
+        Entry(
             "arc-face",
             "ArcFace",
             "labels",
@@ -240,7 +238,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} ArcFaceLoss",
         ),
-        Species(
+        Entry(
             "sub-center-arc-face",
             "ArcFace",
             "labels",
@@ -249,7 +247,7 @@ CATALOGUE = {
             (*_WEIGHTS, ("sub_centers", 3)),
             peers=f"{_PML} SubCenterArcFaceLoss",
         ),
-        Species(
+        Entry(
             "proxy-nca",
             "ProxyNCA",
             "labels",
@@ -258,7 +256,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} ProxyNCALoss",
         ),
-        Species(
+        Entry(
             "proxy-anchor",
             "ProxyAnchor",
             "labels",
@@ -267,7 +265,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} ProxyAnchorLoss",
         ),
-        Species(
+        Entry(
             "soft-triple",
             "SoftTriple",
             "labels",
@@ -276,7 +274,7 @@ CATALOGUE = {
             (*_WEIGHTS, ("sub_centers", 2)),
             peers=f"{_PML} SoftTripleLoss",
         ),
-        Species(
+        Entry(
             "vicreg",
             "VICReg",
             "views",
@@ -284,7 +282,7 @@ CATALOGUE = {
             "moments: d × d, no pairs",
             peers=f"{_PML} VICRegLoss, {_LIGHTLY} VICRegLoss",
         ),
-        Species(
+        Entry(
             "barlow-twins",
             "BarlowTwins",
             "views",
@@ -292,8 +290,8 @@ CATALOGUE = {
             "moments: d × d, no pairs",
             peers=f"{_LIGHTLY} BarlowTwinsLoss",
         ),
-        Species("spectral-contrastive", "SpectralContrastive", "views", _STATISTICS, "moments: d × d, no pairs"),
-        Species(
+        Entry("spectral-contrastive", "SpectralContrastive", "views", _STATISTICS, "moments: d × d, no pairs"),
+        Entry(
             "align-uniform",
             "AlignUniform",
             "views",
@@ -301,7 +299,7 @@ CATALOGUE = {
             "softmax, one tower, twice",
             peers=f"{_LIGHTLY} HypersphereLoss",
         ),
-        Species(
+        Entry(
             "swav",
             "SwAV",
             "views",
@@ -310,7 +308,7 @@ CATALOGUE = {
             (("num_prototypes", 5), ("embedding_size", 3)),
             peers=f"{_LIGHTLY} SwaVLoss",
         ),
-        Species(
+        Entry(
             "dino",
             "DINO",
             "views",
@@ -340,22 +338,22 @@ def as_markdown() -> str:
         '# The zoo'
     """
     lines = [_HEAD]
-    for family in dict.fromkeys(species.family for species in CATALOGUE.values()):
+    for family in dict.fromkeys(entry.family for entry in CATALOGUE.values()):
         lines += [
             f"## {family.capitalize()}\n",
             "| name | loss | called with | engine | elsewhere |",
             "|---|---|---|---|---|",
         ]
-        mine = [species for species in CATALOGUE.values() if species.family == family]
-        for species in mine:
-            made = f"`{species.cls}({', '.join(f'{name}={value!r}' for name, value in species.settings)})`"
-            row = (f"`{species.name}`", made, f"`{species.called_with}`", species.engine, species.peers or "–")
+        mine = [entry for entry in CATALOGUE.values() if entry.family == family]
+        for entry in mine:
+            made = f"`{entry.cls}({', '.join(f'{name}={value!r}' for name, value in entry.settings)})`"
+            row = (f"`{entry.name}`", made, f"`{entry.called_with}`", entry.engine, entry.peers or "–")
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
-        for cls in dict.fromkeys(species.cls for species in mine):
-            species = next(x for x in mine if x.cls == cls)
-            lines.append(f"**{cls}.** {species.summary} {species.source}\n")
-            lines.append(f"Parameters: `{species.parameters}`\n")
-            if species.formula:
-                lines.append(f"```text\n{species.formula}\n```\n")
+        for cls in dict.fromkeys(entry.cls for entry in mine):
+            entry = next(x for x in mine if x.cls == cls)
+            lines.append(f"**{cls}.** {entry.summary} {entry.source}\n")
+            lines.append(f"Parameters: `{entry.parameters}`\n")
+            if entry.formula:
+                lines.append(f"```text\n{entry.formula}\n```\n")
     return "\n".join(lines).rstrip() + "\n"

@@ -59,7 +59,7 @@ def check(
     ] = None,
     wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)] = None,
-    explain: Annotated[str | None, typer.Option(help="Say what a law means and what breaks without it.")] = None,
+    explain: Annotated[str | None, typer.Option(help="Say what an invariant means and what breaks without it.")] = None,
 ) -> None:
     """Find out in seconds whether a loss is the same function on W processes as on one, and if not, what is wrong.
 
@@ -68,10 +68,10 @@ def check(
     _need("testing", "cloudpickle", "hypothesis", "rich")
     from contrastive_zoo import reports
     from contrastive_zoo.testing.check import examine
-    from contrastive_zoo.testing.laws import LAWS
+    from contrastive_zoo.testing.invariants import INVARIANTS
 
     if explain is not None:
-        _explain(explain, {law.name: law for law in LAWS})
+        _explain(explain, {invariant.name: invariant for invariant in INVARIANTS})
     if target is None:
         raise typer.BadParameter("say what to check: module:function, module:LossClass or a name that `list` shows.")
     sys.path.insert(0, os.getcwd())
@@ -118,13 +118,13 @@ def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable
     from contrastive_zoo.distributed import DistributedLoss
 
     if target in CATALOGUE:
-        species = CATALOGUE[target]
-        if species.call == "other":
+        entry = CATALOGUE[target]
+        if entry.call == "other":
             raise typer.BadParameter(
-                f"{target} is called with {species.called_with}; write a function of embeddings and labels, or of two "
+                f"{target} is called with {entry.called_with}; write a function of embeddings and labels, or of two "
                 "views, that calls it, and check that."
             )
-        return lambda: DistributedLoss(species.make()), target, species.call
+        return lambda: DistributedLoss(entry.make()), target, entry.call
     module, separator, attribute = target.partition(":")
     if not separator:
         names = ", ".join(CATALOGUE)
@@ -155,10 +155,10 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _explain(name: str, laws: dict[str, Any]) -> None:
-    if name not in laws:
-        raise typer.BadParameter(f"no law {name!r}. There are: {', '.join(laws)}.")
-    typer.echo(f"{name}: {laws[name].meaning}\nIt catches, among others: {laws[name].catches}.")
+def _explain(name: str, invariants: dict[str, Any]) -> None:
+    if name not in invariants:
+        raise typer.BadParameter(f"no invariant {name!r}. There are: {', '.join(invariants)}.")
+    typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
     raise typer.Exit(0)
 
 

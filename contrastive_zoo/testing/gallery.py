@@ -1,6 +1,6 @@
 """How people make a contrastive loss distributed, each way in a few lines: the right ones and the well-known mistakes.
 
-Every law names a mistake from here, or from :mod:`contrastive_zoo.testing.gallery_steps`, that it catches. All recipes
+Every invariant names a mistake from here, or from :mod:`contrastive_zoo.testing.gallery_steps`, that it catches. All recipes
 compute InfoNCE in both directions with a learnable scale (views), or a supervised contrastive loss (labels); on one
 process all give the same number.
 """
@@ -400,7 +400,7 @@ def _() -> Any:
 
 
 def mistakes() -> Iterator[Recipe]:
-    """Those that break a law on some batch of whatever size."""
+    """Those that break an invariant on some batch of whatever size."""
     return (x for x in GALLERY.values() if x.mistake is not None)
 
 

@@ -80,7 +80,7 @@ class Measurement:
     state: Gradients = field(default_factory=dict)
     """The loss's buffers after the step."""
     collectives: frozenset[str] = frozenset()
-    """Names of those called in the forward pass, as the dispatcher knows them, if the plan is listening."""
+    """Names of those called in the forward pass, as the dispatcher knows them, if the plan is recording."""
     draws: bool = False
     """Whether the loss has drawn random numbers."""
 
@@ -95,7 +95,7 @@ class Plan:
     shuffle_rows: bool = False
     then: int | None = None
     """Seed of a second batch whose backward pass runs after both forward passes; their mean is the loss."""
-    listening: bool = False
+    recording: bool = False
     """Whether the names of collectives are wanted, which slows every operation down."""
 
 
@@ -119,7 +119,7 @@ def _measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     if isinstance(made, nn.Module):
         made = made.double()
     heard, streams = Messages(), random_streams()
-    with heard if plan.listening else nullcontext():
+    with heard if plan.recording else nullcontext():
         values = [scalar(made(*encoder.rows(my_rows(case, x, plan)))) for x in batches]
     for value in values:
         (plan.scale * value / len(values)).backward()

@@ -20,7 +20,7 @@ class Recipe:
     """One way to write a loss for several processes.
 
     Args:
-        name: what the laws call it.
+        name: what the invariants call it.
         make: returns the loss.
         mistake: key of the diagnosis; None if it keeps the contract.
         call: with views or with labels.
