@@ -1,4 +1,4 @@
-"""What is in the zoo: one row per loss."""
+"""The catalogue of losses: one entry per loss, and the documentation page made from them."""
 
 import importlib
 import inspect
@@ -13,17 +13,17 @@ _INPUTS = {"views": "view1, view2", "labels": "embeddings, labels"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A loss of the zoo.
+    """A loss of the catalogue.
 
     Args:
-        name: as the command line spells it.
-        cls: its class in :mod:`contrastive_zoo`.
+        name: name on the command line.
+        cls: name of its class in :mod:`contrastive_zoo`.
         call: ``"views"`` for ``loss(view1, view2)``, ``"labels"`` for ``loss(embeddings, labels)``, ``"other"``.
-        family: what it is a kind of.
-        engine: what computes it; GEMM counts are forward + backward, in units of one N × d × N product.
-        settings: what the constructor is given for a check.
-        inputs: what it is called with, if that is something else than ``call`` says.
-        peers: what other libraries call the same formula.
+        family: the heading under which the page lists it.
+        engine: the engine that computes it; GEMM counts are forward + backward, in units of one N × d × N matmul.
+        settings: constructor arguments for a check.
+        inputs: argument names, if they differ from those that ``call`` implies.
+        peers: names of the same formula in other libraries.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Entry:
     peers: str = ""
 
     def make(self) -> Any:
-        """The loss with these settings."""
+        """Construct the loss with these settings."""
         return getattr(importlib.import_module("contrastive_zoo"), self.cls)(**dict(self.settings))
 
     @cached_property
@@ -47,24 +47,24 @@ class Entry:
 
     @property
     def called_with(self) -> str:
-        """Its arguments."""
+        """The arguments of a call."""
         return self.inputs or _INPUTS[self.call]
 
     @property
     def summary(self) -> str:
-        """First line of its docstring."""
+        """The first line of its docstring."""
         return re.sub(r":\w+:`(\w+)`", r"\1", self._doc.partition("\n")[0])
 
     @property
     def parameters(self) -> str:
-        """What its class is made with, and the values that they have if not given."""
+        """The constructor's parameters with their default values."""
         found = inspect.signature(getattr(importlib.import_module("contrastive_zoo"), self.cls)).parameters.values()
         given = [x for x in found if x.name != "check_finite" and x.kind is not x.VAR_KEYWORD]
         return ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in given)
 
     @property
     def formula(self) -> str:
-        """The indented lines that follow it, where the docstring writes the formula."""
+        """The formula: the indented lines of the docstring before its sections."""
         lines = self._doc.partition("\n")[2].partition("\nArgs:")[0].split("\n")
         return "\n".join(line[4:] for line in lines if line.startswith("    ")).strip("\n")
 
@@ -324,14 +324,17 @@ CATALOGUE = {
 
 _HEAD = """# The zoo
 
-Every loss of the library, generated from the code by `contrastive-zoo list --markdown`. All of them are the same function
-on any number of processes under `DistributedLoss`, and none holds the N × N matrix. GEMM counts are forward + backward, in
-units of one N × d × N product. [Coming from another library](coming-from.md) has the line-by-line changes.
+Which losses does the library have, what are their formulas and settings, and what do other libraries call them?
+For people who choose a loss. `contrastive-zoo list --markdown` generates this page from the code.
+
+Under `DistributedLoss` every loss is the same function on any number of processes, and none holds the N × N matrix. GEMM counts
+are forward + backward, in units of one N × d × N matmul; *kept* means with cached logits. [Coming from another
+library](coming-from.md) lists the changes line by line.
 """
 
 
 def as_markdown() -> str:
-    """The zoo as a page, a section per family.
+    """Return the documentation page of the catalogue, with a section per family.
 
     Example:
         >>> as_markdown().splitlines()[0]
@@ -341,17 +344,17 @@ def as_markdown() -> str:
     for family in dict.fromkeys(entry.family for entry in CATALOGUE.values()):
         lines += [
             f"## {family.capitalize()}\n",
-            "| name | loss | called with | engine | elsewhere |",
+            "| name | loss | called with | engine | in other libraries |",
             "|---|---|---|---|---|",
         ]
-        mine = [entry for entry in CATALOGUE.values() if entry.family == family]
-        for entry in mine:
+        members = [entry for entry in CATALOGUE.values() if entry.family == family]
+        for entry in members:
             made = f"`{entry.cls}({', '.join(f'{name}={value!r}' for name, value in entry.settings)})`"
             row = (f"`{entry.name}`", made, f"`{entry.called_with}`", entry.engine, entry.peers or "–")
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
-        for cls in dict.fromkeys(entry.cls for entry in mine):
-            entry = next(x for x in mine if x.cls == cls)
+        for cls in dict.fromkeys(entry.cls for entry in members):
+            entry = next(x for x in members if x.cls == cls)
             lines.append(f"**{cls}.** {entry.summary} {entry.source}\n")
             lines.append(f"Parameters: `{entry.parameters}`\n")
             if entry.formula:

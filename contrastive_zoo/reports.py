@@ -1,4 +1,4 @@
-"""How the command line shows things: progress, a report, the catalogue."""
+"""Output of the command line: progress, the report of a check, the catalogue."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ _VERDICTS = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Te
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar; call what it yields with the number done so far."""
+    """Show a progress bar; yield a function that sets the number of completed items."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task(what, total=total)
@@ -28,13 +28,13 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def show(report: "Report") -> None:
-    """A report as a table by invariant, the verdict, the diagnosis and the fix."""
+    """Print a report: a table of invariants, the verdict, the diagnosis and the fix."""
     from contrastive_zoo.testing.invariants import INVARIANTS
 
     console = Console()
     broken = {found.invariant.name: found for found in report.findings}
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("invariant", "holds", "smallest batch on which it does not"):
+    for heading in ("invariant", "holds", "smallest batch that breaks it"):
         table.add_column(heading)
     for invariant in INVARIANTS:
         found = broken.get(invariant.name)
@@ -57,7 +57,7 @@ def show(report: "Report") -> None:
 
 
 def show_catalogue(rows: Iterable["Entry"]) -> None:
-    """The losses of the zoo as a table."""
+    """Print the catalogue as a table."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("name", "class", "called with", "family", "engine", "source"):
         table.add_column(heading)

@@ -81,7 +81,7 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
     [
         (["check", "nothing"], "neither module:function"),
         (["check", "nothing:at_all"], "No module named"),
-        (["check"], "say what to check"),
+        (["check"], "missing target"),
         (["check", "nt-xent", "--call", "pairs"], "call is one of"),
         (["check", "--explain", "nothing"], "no invariant"),
     ],
