@@ -26,8 +26,8 @@ TEXT = f"""# Memory
 
 How much memory does each loss add to a training step? For people who choose a batch size.
 
-**Short answer.** No loss of the zoo holds the N × N similarity matrix. Every loss adds less than {LIMIT} MB of peak memory at
-N = 16,384, d = 128. Twice the samples need at most about twice the memory.
+**Short answer.** No loss of the zoo holds the N × N similarity matrix. Every loss adds less than {LIMIT} MB of peak memory
+at N = 16,384, d = 128. Twice the samples need at most about twice the memory.
 
 ```bash
 python benchmarks/memory.py --docs            # all losses, and this page
@@ -38,24 +38,25 @@ python benchmarks/memory.py nt-xent triplet   # some
 
 Each loss runs in a separate process, without a process group. A first step with 512 samples loads all libraries. Then one
 forward and one backward pass run in float32. The figure is the highest resident memory during that step minus the resident
-memory before it, in MB of 2²⁰ bytes. It includes the embeddings and their gradients, 8 MB each for 16,384 samples. The command
-fails if a loss needs {LIMIT} MB or more.
+memory before it, in MB of 2²⁰ bytes. It includes the embeddings and their gradients, 8 MB each for 16,384 samples. The
+command fails if a loss needs {LIMIT} MB or more.
 
-Samples are counted over all arguments: two views of 8,192, or 16,384 labelled embeddings. Labels are {CLASSES} classes of equal
-size. Losses with class weights have {CLASSES} classes, SwAV has {CLASSES} prototypes, multi-positive has one id for every two queries and
-their keys. For DINO a sample is an output of its head. A video of MIL-NCE has {CAPTIONS} candidate texts.
+Samples are counted over all arguments: two views of 8,192, or 16,384 labelled embeddings. Labels are {CLASSES} classes of
+equal size. Losses with class weights have {CLASSES} classes, SwAV has {CLASSES} prototypes, multi-positive has one id for
+every two queries and their keys. For DINO a sample is an output of its head. A video of MIL-NCE has {CAPTIONS} candidate
+texts.
 
 The figure includes freed memory that malloc keeps. For losses with many small steps this may be the larger part.
 
 ## Why it is linear
 
-An engine compares a block of anchors with all N candidates. All matrices that a loss computes for a block share a fixed number
-of bytes ({PANEL_BYTES // 2**20} MiB), a sixteenth for each; blocks of fewer than 64 anchors get up to a quarter. More candidates mean fewer anchors
-per block. The gradient of a block is computed before the next block begins. Softmax losses cache up to {budget() // 2**20} MiB of logits for
-the backward pass (`memory_budget` changes this). The memory kept between blocks is linear in N: the embeddings, their
-gradients, and a few numbers per anchor. So a large part of each figure is the constant memory of a block. The whole matrix
-would take {4 * 16384**2 // 2**20:,} MB for 16,384 samples of one tower. Losses of feature statistics hold d × d elements, losses with classes
-N × C in blocks, SwAV N × prototypes.
+An engine compares a block of anchors with all N candidates. All matrices that a loss computes for a block share a fixed
+number of bytes ({PANEL_BYTES // 2**20} MiB), a sixteenth for each; blocks of fewer than 64 anchors get up to a quarter.
+More candidates mean fewer anchors per block. The gradient of a block is computed before the next block begins. Softmax
+losses cache up to {budget() // 2**20} MiB of logits for the backward pass (`memory_budget` changes this). The memory kept
+between blocks is linear in N: the embeddings, their gradients, and a few numbers per anchor. So a large part of each figure
+is the constant memory of a block. The whole matrix would take {4 * 16384**2 // 2**20:,} MB for 16,384 samples of one tower.
+Losses of feature statistics hold d × d elements, losses with classes N × C in blocks, SwAV N × prototypes.
 
 ## Measured
 

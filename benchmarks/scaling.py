@@ -196,9 +196,9 @@ TEXT = """# Scaling
 How does the time of a step grow with the number of ranks, and which options fit a given batch?
 For people who plan a training on many GPUs.
 
-**Short answer.** The work of a rank grows with b · N, its local anchors times all candidates; its traffic grows with N. So the
-network limits ranks with few anchors: with the GPUs assumed below, fewer than
-{balance}. Cache the logits if they fit; gather the candidates if they fit, otherwise use the ring.
+**Short answer.** The work of a rank grows with b · N, its local anchors times all candidates; its traffic grows with N. So
+the network limits ranks with few anchors: with the GPUs assumed below, fewer than {balance}. Cache the logits if they fit;
+gather the candidates if they fit, otherwise use the ring.
 
 ```bash
 python benchmarks/scaling.py    # this page, from benchmarks/results/cpu.json; make bench writes both
@@ -225,20 +225,20 @@ with compute, because gloo uses the same cores.
 
 ## Fitted to what was measured
 
-Measured on {machine}; one thread per rank; if there are more ranks than cores, ranks share cores. The rates are fitted by least
-squares of the relative errors over {count} measurements; the median relative error is {typical:.0%}. Large errors are errors of
-the model: it ignores caches and contention between ranks that share a core.
+Measured on {machine}; one thread per rank; if there are more ranks than cores, ranks share cores. The rates are fitted by
+least squares of the relative errors over {count} measurements; the median relative error is {typical:.0%}. Large errors are
+errors of the model: it ignores caches and contention between ranks that share a core.
 
 {rates}
 {fit}
 ## Extrapolated to many GPUs
 
 Nothing below was measured. The model assumes two towers of width {width} and two matmul rates: TF32, which torch uses for
-float32 embeddings under `torch.set_float32_matmul_precision("high")`, and bf16, for bf16 embeddings. Assumptions for one rank:
+float32 embeddings under `torch.set_float32_matmul_precision("high")`, and bf16, for bf16 embeddings. Assumptions for one
+rank:
 
-{assumed}
-The loss may use half of the memory. Ring transfers overlap the previous block's compute; a gather does not. The fastest option
-that fits:
+{assumed} The loss may use half of the memory. Ring transfers overlap the previous block's compute; a gather does not. The
+fastest option that fits:
 
 {paper}
 ![seconds a step by ranks](figures/scaling.svg)
@@ -246,26 +246,26 @@ that fits:
 The limits:
 
 - **Passes over tiles.** Element-wise operations read or write each similarity ten times, {tile_bytes} bytes, against
-  {flop_cell:,} FLOP at d = {width}. On a CPU tiles fit in the cache. On a GPU they are larger than the cache, so these passes
-  take {touch_share:.0%} of a tiled step in bf16 with 2²⁰ samples on 8 ranks. A kernel that keeps a tile in on-chip memory would
-  avoid this cost; faster matmuls would not.
+  {flop_cell:,} FLOP at d = {width}. On a CPU tiles fit in the cache. On a GPU they are larger than the cache, so these
+  passes take {touch_share:.0%} of a tiled step in bf16 with 2²⁰ samples on 8 ranks. A kernel that keeps a tile in on-chip
+  memory would avoid this cost; faster matmuls would not.
 - **Matmuls** are the rest of the compute. Both costs decrease with W, as the number of similarities per rank does.
-- **Network.** The traffic of a rank does not decrease with W. At F FLOP/s and B bytes/s matmuls take 8 b N d / F seconds and the
-  two messages of embeddings 8 N d / B seconds. Both are equal at b = F / B, in bf16
-  {balance}. With fewer anchors per rank, more ranks save little time.
+- **Network.** The traffic of a rank does not decrease with W. At F FLOP/s and B bytes/s matmuls take 8 b N d / F seconds
+  and the two messages of embeddings 8 N d / B seconds. Both are equal at b = F / B, in bf16 {balance}. With fewer anchors
+  per rank, more ranks save little time.
 - **Memory.** Gathering holds 2 N d elements: {gather_gb:.0f} GB at 16,777,216 samples, for every W. The ring holds 3 b d.
 
 ## Which option to take
 
-- **kept (cached logits) or tiled (recomputed logits)**: `memory_budget(bytes)`. Caching saves one matmul of four and the second
-  exponential. It needs 4 b N bytes (one tower: 2 b N); the library caches as many logits as fit. {budget} GB per rank hold all
-  logits up to {kept}.
+- **kept (cached logits) or tiled (recomputed logits)**: `memory_budget(bytes)`. Caching saves one matmul of four and the
+  second exponential. It needs 4 b N bytes (one tower: 2 b N); the library caches as many logits as fit. {budget} GB per
+  rank hold all logits up to {kept}.
 - **gathered or ring**: `DistributedLoss(loss, ring=True)`. Gathering is the default: one message in each direction, and the
-  candidates stay in memory for the backward pass. Use the ring if 2 N d elements do not fit; with two towers it sends half as
-  much again, which overlaps with the matmuls if a rank has enough anchors.
+  candidates stay in memory for the backward pass. Use the ring if 2 N d elements do not fit; with two towers it sends half
+  as much again, which overlaps with the matmuls if a rank has enough anchors.
 - **bf16** speeds up only the matmuls. If passes over tiles or the network are the limit, it saves little time.
-- **one tower or two**: a loss that compares one set of embeddings with itself (NT-Xent, SupCon) computes each similarity once;
-  there is no option to set.
+- **one tower or two**: a loss that compares one set of embeddings with itself (NT-Xent, SupCon) computes each similarity
+  once; there is no option to set.
 - **more ranks**: with a fixed global batch, until b is near F / B. With fixed b a step takes W times as long.
 """
 

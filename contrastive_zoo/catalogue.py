@@ -327,8 +327,8 @@ _HEAD = """# The zoo
 Which losses does the library have, what are their formulas and settings, and what do other libraries call them?
 For people who choose a loss. `contrastive-zoo list --markdown` generates this page from the code.
 
-Under `DistributedLoss` every loss is the same function on any number of processes, and none holds the N × N matrix. GEMM counts
-are forward + backward, in units of one N × d × N matmul; *kept* means with cached logits. [Coming from another
+Under `DistributedLoss` every loss is the same function on any number of processes, and none holds the N × N matrix. GEMM
+counts are forward + backward, in units of one N × d × N matmul; *kept* means with cached logits. [Coming from another
 library](coming-from.md) lists the changes line by line.
 """
 

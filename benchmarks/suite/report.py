@@ -44,32 +44,33 @@ python benchmarks/bench.py --docs --peers peers --full         # make bench-full
 ## How it is measured
 
 One step is forward and backward: it computes the gradients of the embeddings, which are leaves, and of a learnt scale.
-Implementations of a case run interleaved in one process, in rotated order. *× GEMM* is the time of an implementation divided by
-the time of one matmul N × d × N in the same process and the same round, into preallocated memory (for a rank: its local anchors
-times all candidates). The figure is the median over rounds, with the first and third quartile in brackets. An implementation is
-repeated until its quartiles are within 3 % or its time is spent, and up to four times longer if they are more than
-{doubtful:.0%} apart; a ? marks those that stay so. A reading of an implementation faster than 20 ms contains many calls.
+Implementations of a case run interleaved in one process, in rotated order. *× GEMM* is the time of an implementation
+divided by the time of one matmul N × d × N in the same process and the same round, into preallocated memory (for a rank:
+its local anchors times all candidates). The figure is the median over rounds, with the first and third quartile in
+brackets. An implementation is repeated until its quartiles are within 3 % or its time is spent, and up to four times longer
+if they are more than {doubtful:.0%} apart; a ? marks those that stay so. A reading of an implementation faster than 20 ms
+contains many calls.
 
 - *ours* is this library with the default budget, which caches up to {budget} MiB of logits: all logits in most cases here.
-  *Tiled* caches none (`memory_budget(0)`) and recomputes them; *kept* caches all. With several ranks it is `DistributedLoss`,
-  *ring* with `ring=True` and *static shapes* with `static_shapes=True`.
-- *A @ B.T* is the plain matmul, which allocates its result each time; the allocation costs about as much as the arithmetic if
-  d is small. *Products of tiles* are all matmuls of a tiled step, without exponentials and sums: the lower bound of its time on
-  this machine.
+  *Tiled* caches none (`memory_budget(0)`) and recomputes them; *kept* caches all. With several ranks it is
+  `DistributedLoss`, *ring* with `ring=True` and *static shapes* with `static_shapes=True`.
+- *A @ B.T* is the plain matmul, which allocates its result each time; the allocation costs about as much as the arithmetic
+  if d is small. *Products of tiles* are all matmuls of a tiled step, without exponentials and sums: the lower bound of its
+  time on this machine.
 - All implementations benefit from the malloc setting that the library enables, because they share one process.
 - *dense* is the formula in plain torch with the whole matrix and autograd; *compiled* is the same under `torch.compile`.
-- OpenCLIP's `ClipLoss` receives normalised embeddings and a learnt scale, as in its training. With several ranks it is measured
-  in its default mode (its gradients of the embeddings are W times too small), with `gather_with_grad`, and with `local_loss` and
-  `gather_with_grad`.
-- *by hand* is the fastest correct hand-written recipe: one all-gather of both towers, the loss of all samples on every rank, W
-  times the local slice as gradient.
-- Losses with labels have {of_a_class} samples per class. Losses of pytorch-metric-learning and of this library have their default
-  settings.
-- *MB* is the peak memory during a step minus the memory before it, inputs included, in a new process that has run a small step
-  first. The bound is 8 · b · d · 4 bytes, where b is the number of anchors, plus the cached logits ({budget} MiB; tiled none),
-  plus two tiles.
-- Errors are the largest difference from the dense formula in 64 bits, relative to its largest element: of the value, and of the
-  gradients of the embeddings. They are measured with at most 1,024 samples, except for the hard inputs.
+- OpenCLIP's `ClipLoss` receives normalised embeddings and a learnt scale, as in its training. With several ranks it is
+  measured in its default mode (its gradients of the embeddings are W times too small), with `gather_with_grad`, and with
+  `local_loss` and `gather_with_grad`.
+- *by hand* is the fastest correct hand-written recipe: one all-gather of both towers, the loss of all samples on every
+  rank, W times the local slice as gradient.
+- Losses with labels have {of_a_class} samples per class. Losses of pytorch-metric-learning and of this library have their
+  default settings.
+- *MB* is the peak memory during a step minus the memory before it, inputs included, in a new process that has run a small
+  step first. The bound is 8 · b · d · 4 bytes, where b is the number of anchors, plus the cached logits ({budget} MiB;
+  tiled none), plus two tiles.
+- Errors are the largest difference from the dense formula in 64 bits, relative to its largest element: of the value, and of
+  the gradients of the embeddings. They are measured with at most 1,024 samples, except for the hard inputs.
 - Ranks are processes on this machine, one thread each, over gloo. If there are more ranks than cores, ranks share cores.
 
 """
