@@ -48,9 +48,8 @@ def sharded(
 ) -> Tensor:
     """The loss of all ranks' rows, of which each rank evaluates its own anchors only.
 
-    Equal to ``loss(Z, labels, miner(Z, labels))`` with the rows of all ranks at once: the value on every rank, ∂L/∂z of
-    the local rows, which includes the gradient of other ranks' anchors, and ∂L/∂φ of the loss's parameters. Where no anchor counts the
-    value is 0.
+    Equal to ``loss(Z, labels, miner(Z, labels))`` with the rows of all ranks: the value on every rank, ∂L/∂z of the
+    local rows (other ranks' anchors included), and ∂L/∂φ of the loss's parameters. If no anchor counts, the value is 0.
 
     Args:
         loss: one for which :func:`refusal` returns None.
