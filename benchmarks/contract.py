@@ -72,9 +72,9 @@ def main() -> None:
     """Print a row per loss and trainer, then one per typical loss and number at each step."""
     table = Table("loss", "trainer", "value", "encoder gradient", "parameter gradient", box=None)
     with Worlds() as worlds:
-        for name, species in CATALOGUE.items():
-            for trainer in ("mean", "sum") if species.call != "other" else ():  # which takes more than one batch's rows
-                case = Case(partial(wrapped, name, trainer), call=species.call, grad_reduction=trainer, name=name)
+        for name, entry in CATALOGUE.items():
+            for trainer in ("mean", "sum") if entry.call != "other" else ():  # which takes more than one batch's rows
+                case = Case(partial(wrapped, name, trainer), call=entry.call, grad_reduction=trainer, name=name)
                 table.add_row(name, trainer, *(f"{error:.1e}" for error in errors(case, worlds)))
         steps = Table("loss", "trainer", "of", *(f"step {step}" for step in range(1, STEPS + 1)), box=None)
         for name, trainer in itertools.product(TYPICAL, ("mean", "sum")):

@@ -1,4 +1,4 @@
-"""Hold the laws against the gallery's right recipes on random batches; every finding would be a false alarm.
+"""Hold the invariants against the gallery's right recipes on random batches; every finding would be a false alarm.
 
 python benchmarks/false_alarms.py [examples]
 """
@@ -8,22 +8,22 @@ import sys
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.gallery import GALLERY
-from contrastive_zoo.testing.laws import CONTRACT, LAWS, Broken, Law, finite_at_extremes
+from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS, Broken, Invariant, finite_at_extremes
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 
 
-def broken(law: Law, trial: Trial) -> str | None:
-    """What the law says against it; None if it holds."""
+def broken(invariant: Invariant, trial: Trial) -> str | None:
+    """What the invariant says against it; None if it holds."""
     try:
-        law(trial)
+        invariant(trial)
     except Broken as complaint:
         return str(complaint)
     return None
 
 
 def main(examples: int = 2000) -> None:
-    """Right recipes in turn; every fourth batch under all laws, the others under the contract's."""
+    """Right recipes in turn; every fourth batch under all invariants, the others under the contract's."""
     right = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
     generator, alarms = random.Random(0), 0
     with Worlds(timeout=60.0) as worlds:
@@ -39,11 +39,11 @@ def main(examples: int = 2000) -> None:
                 seed=generator.randint(0, 9999),
             )
             trial = Trial(recipe.case, batch, worlds)
-            for law in LAWS if index % 4 == 0 else CONTRACT:
-                complaint = None if law is finite_at_extremes else broken(law, trial)
+            for invariant in INVARIANTS if index % 4 == 0 else CONTRACT:
+                complaint = None if invariant is finite_at_extremes else broken(invariant, trial)
                 if complaint is not None:
                     alarms += 1
-                    print(f"{recipe.name}, {batch!r}, {law}: {complaint}", flush=True)
+                    print(f"{recipe.name}, {batch!r}, {invariant}: {complaint}", flush=True)
     print(f"{examples} batches, {alarms} false alarms")
 
 

@@ -178,7 +178,7 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.names) - set(SUBJECTS):
         parser.error(f"no loss is called {', '.join(sorted(unknown))}")
-    table = ["| loss | way | ms a step | MB at the peak | value is off by | gradient is off by |"]
+    table = ["| loss | implementation | ms per step | peak MB | relative error, value | relative error, gradient |"]
     table += ["|---|---|---:|---:|---:|---:|"]
     with Worlds() as worlds:
         for name in given.names or SUBJECTS:

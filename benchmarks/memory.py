@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from contrastive_zoo.catalogue import CATALOGUE, Species
+from contrastive_zoo.catalogue import CATALOGUE, Entry
 from contrastive_zoo.engine.similarity_budget import budget
 from contrastive_zoo.engine.tiling import PANEL_BYTES
 
@@ -25,9 +25,10 @@ CAPTIONS = 3
 
 TEXT = f"""# Memory
 
-**Short answer.** No loss of the zoo holds the N × N matrix of similarities. One step over 16,384 rows of width 128 needs
-to need less than {LIMIT} MB beyond what the process held before; the table says which do. Twice the rows need at most
-about twice of it.
+How much memory does each loss add to a training step? For people who choose a batch size.
+
+**Short answer.** No loss of the zoo holds the N × N similarity matrix. Every loss adds less than {LIMIT} MB of peak memory
+at N = 16,384, d = 128. Twice the samples need at most about twice the memory.
 
 ```bash
 python benchmarks/memory.py --docs            # all losses, and this page
@@ -36,30 +37,31 @@ python benchmarks/memory.py nt-xent triplet   # some
 
 ## What is measured
 
-Each loss runs in a process of its own: first a step of 512 rows, so that whatever loads has been loaded; then one forward
-and one backward pass in float32, on one process without a group. The figure is the highest resident memory during that
-step less the resident memory before it, in MB of 2²⁰ bytes. It contains the rows and their gradients too, 8 MB each for
-16,384 rows. The command fails if a loss needs {LIMIT} MB or more.
+Each loss runs in a separate process, without a process group. A first step with 512 samples loads all libraries. Then one
+forward and one backward pass run in float32. The figure is the highest resident memory during that step minus the resident
+memory before it, in MB of 2²⁰ bytes. It includes the embeddings and their gradients, 8 MB each for 16,384 samples. The
+command fails if a loss needs {LIMIT} MB or more.
 
-Rows are counted over all arguments: two views of 8,192, or 16,384 labelled rows. Labels are {CLASSES} classes of equal size.
-Losses with class weights have {CLASSES} of them, SwAV {CLASSES} prototypes, multi-positive an id for every two queries and
-their keys; DINO's rows are its outputs. A video of MIL-NCE has {CAPTIONS} candidate texts.
+Samples are counted over all arguments: two views of 8,192, or 16,384 labelled embeddings. Labels are {CLASSES} classes of
+equal size. Losses with class weights have {CLASSES} classes, SwAV has {CLASSES} prototypes, multi-positive has one id for
+every two queries and their keys. For DINO a sample is an output of its head. A video of MIL-NCE has {CAPTIONS} candidate
+texts.
 
-It contains what malloc keeps of what was freed, too, which for losses of many small steps may be most of it.
+The figure includes freed memory that malloc keeps. For losses with many small steps this may be the larger part.
 
 ## Why it is linear
 
-An engine compares a panel of anchors with all N columns. All matrices that a loss makes of a panel share a fixed number
-of bytes, {PANEL_BYTES // 2**20} MiB now, a sixteenth for each; panels lower than 64 rows get up to a quarter. The more
-columns, the fewer anchors. The gradient is taken panel by panel, before the next one begins. Softmax losses keep up to
-{budget() // 2**20} MiB of similarities for the backward pass, as `memory_budget` says. What remains between panels
-is linear: the rows, their gradients, and a few numbers per anchor. So a large part of each figure is the constant panel.
-The matrix itself, {4 * 16384**2 // 2**20:,} MB for 16,384 rows of one tower, is never there.
-Losses of feature statistics hold d × d numbers, those with classes N × C in panels, SwAV N × prototypes.
+An engine compares a block of anchors with all N candidates. All matrices that a loss computes for a block share a fixed
+number of bytes ({PANEL_BYTES // 2**20} MiB), a sixteenth for each; blocks of fewer than 64 anchors get up to a quarter.
+More candidates mean fewer anchors per block. The gradient of a block is computed before the next block begins. Softmax
+losses cache up to {budget() // 2**20} MiB of logits for the backward pass (`memory_budget` changes this). The memory kept
+between blocks is linear in N: the embeddings, their gradients, and a few numbers per anchor. So a large part of each figure
+is the constant memory of a block. The whole matrix would take {4 * 16384**2 // 2**20:,} MB for 16,384 samples of one tower.
+Losses of feature statistics hold d × d elements, losses with classes N × C in blocks, SwAV N × prototypes.
 
 ## Measured
 
-Extra MB at the peak, by rows in total.
+Additional MB at the peak, by total number of samples.
 
 """
 
@@ -70,36 +72,36 @@ def resident(what: str) -> float:
         return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
-def made(species: Species, width: int) -> torch.nn.Module:
+def made(entry: Entry, width: int) -> torch.nn.Module:
     """The loss, of sizes that somebody would train with."""
     sizes = {"num_classes": CLASSES, "num_prototypes": CLASSES, "embedding_size": width, "out_dim": width}
-    settings = {name: sizes.get(name, value) for name, value in species.settings}
-    return replace(species, settings=tuple(settings.items())).make()
+    settings = {name: sizes.get(name, value) for name, value in entry.settings}
+    return replace(entry, settings=tuple(settings.items())).make()
 
 
-def arguments(species: Species, rows: int, width: int) -> Iterator[Tensor]:
+def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
     """As many rows in total as told, split between the arguments that the catalogue names."""
 
     def drawn(n: int, *more: int, learnt: bool = True) -> Tensor:
         return torch.randn(n, *more, width, requires_grad=learnt)
 
-    if species.name == "mil-nce":
+    if entry.name == "mil-nce":
         yield from (drawn(rows // (1 + CAPTIONS)), drawn(rows // (1 + CAPTIONS), CAPTIONS))
-    elif species.call == "labels":
+    elif entry.call == "labels":
         yield from (drawn(rows), torch.arange(rows) % CLASSES)
     else:
         yield from (drawn(rows // 2), drawn(rows // 2))
-        for name in species.called_with.split(", ")[2:] if species.call == "other" else ():
+        for name in entry.called_with.split(", ")[2:] if entry.call == "other" else ():
             yield torch.arange(rows // 2) // 2 if name == "ids" else drawn(rows // 2, learnt=False)
 
 
 def measure(name: str, rows: int, width: int) -> None:
     """Print the peak above what the process held after a small step, and the seconds of the large one."""
-    species = CATALOGUE[name]
-    loss = made(species, width)
-    loss(*arguments(species, CLASSES, width)).backward()
+    entry = CATALOGUE[name]
+    loss = made(entry, width)
+    loss(*arguments(entry, CLASSES, width)).backward()
     before, start = resident("VmRSS"), time.perf_counter()
-    loss(*arguments(species, rows, width)).backward()
+    loss(*arguments(entry, rows, width)).backward()
     print(resident("VmHWM") - before, time.perf_counter() - start)
 
 
@@ -131,7 +133,7 @@ def main() -> None:
     found = {
         name: [measured(name, rows, given.width) for rows in given.rows] for name in given.names or list(CATALOGUE)
     }
-    head = ["loss", "engine", *(f"{rows:,} rows" for rows in given.rows)]
+    head = ["loss", "engine", *(f"{rows:,} samples" for rows in given.rows)]
     lines = [head, ["---", "---", *["---:"] * len(given.rows)]]
     lines += [[f"`{name}`", CATALOGUE[name].engine, *(f"{x:.0f}" for x in of)] for name, of in found.items()]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)

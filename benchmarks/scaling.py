@@ -25,7 +25,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Option:
-    """How the engine is told to work."""
+    """The options of the engine."""
 
     towers: int
     kept: bool = False
@@ -78,8 +78,8 @@ def bytes_held(option: Option, b: int, d: int, ranks: int) -> float:
     """A rank's memory beyond its inputs."""
     half = 0.5 if option.towers == 1 else 1.0
     similarities = half * b * b * ranks if option.kept else 0
-    travelling = 3 * b * d if option.ring else (1 + half) * b * ranks * d
-    return FLOAT * (8 * b * d + travelling * (ranks > 1) + similarities)
+    received = 3 * b * d if option.ring else (1 + half) * b * ranks * d
+    return FLOAT * (8 * b * d + received * (ranks > 1) + similarities)
 
 
 # ---------------------------------------------------------------------------------------------------------------- fit
@@ -172,7 +172,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
-    """Whatever travels in a ring travels while the block before it is computed; what is gathered is waited for."""
+    """Predict one step. Ring transfers overlap the previous block's compute; a gather does not."""
     parts = [
         x * rate
         for x, rate in zip(astuple(amounts(option, rows // ranks, WIDTH, ranks)), gpu.rates(ranks), strict=True)
@@ -193,9 +193,12 @@ def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Fore
 
 TEXT = """# Scaling
 
-**Short answer.** A rank's work grows with b · N, its rows times everybody's; its traffic grows with N. So the network
-matters where a rank has few rows: with the GPUs assumed below fewer than
-{balance}. Keep the similarities while they fit, gather while that fits, else take the ring.
+How does the time of a step grow with the number of ranks, and which options fit a given batch?
+For people who plan a training on many GPUs.
+
+**Short answer.** The work of a rank grows with b · N, its local anchors times all candidates; its traffic grows with N. So
+the network limits ranks with few anchors: with the GPUs assumed below, fewer than {balance}. Cache the logits if they fit;
+gather the candidates if they fit, otherwise use the ring.
 
 ```bash
 python benchmarks/scaling.py    # this page, from benchmarks/results/cpu.json; make bench writes both
@@ -203,68 +206,67 @@ python benchmarks/scaling.py    # this page, from benchmarks/results/cpu.json; m
 
 ## The model
 
-Of a softmax loss, for a rank with b rows of similarities, width d, W ranks, N = b W, numbers of 4 bytes:
+The amounts for one rank of a softmax loss, with b local anchors, width d, W ranks, N = b W, elements of 4 bytes:
 
 | | two towers | one tower |
 |---|---|---|
-| cells of S computed by a rank | b N | b N / 2, half ring |
-| products a cell, 2 d FLOP each | 4 tiled, 3 kept | 4 tiled, 3 kept |
-| numbers touched a cell, element by element | 10 tiled, 8 kept | 10 tiled, 8 kept |
-| columns received, gathered | (N − b) d once | (N − b) d once |
-| columns received, ring | (N − b) d, forward and backward | half of that |
-| gradients sent to their owners | (N − b) d | (N − b) d / 2 |
+| similarities computed by a rank | b N | b N / 2, half ring |
+| dot products per similarity, 2 d FLOP each | 4 tiled, 3 kept | 4 tiled, 3 kept |
+| elements read or written per similarity, element-wise passes | 10 tiled, 8 kept | 10 tiled, 8 kept |
+| elements of candidates received, gathered | (N − b) d once | (N − b) d once |
+| elements of candidates received, ring | (N − b) d, forward and backward | half of that |
+| elements of gradients sent to their ranks | (N − b) d | (N − b) d / 2 |
 | statistics | 3 (N − b) | 3 (N − b) |
-| messages, beside 4 log₂ W small ones | 4 (W − 1), ring 5 (W − 1) | 4 (W − 1), ring 3.5 (W − 1) |
-| numbers held beyond the inputs | 8 b d; 2 N d gathered or 3 b d ring; b N kept | 8 b d; 1.5 N d or 3 b d; b N / 2 kept |
+| messages, without 4 log₂ W small ones | 4 (W − 1), ring 5 (W − 1) | 4 (W − 1), ring 3.5 (W − 1) |
+| elements held beyond the inputs | 8 b d; 2 N d gathered or 3 b d ring; b N kept | 8 b d; 1.5 N d or 3 b d; b N / 2 kept |
 
-The time is each amount times its rate, and a fixed cost a step, added up. On these CPUs nothing overlaps, since gloo
-needs the cores that compute.
+The time of a step is the sum of each amount times its rate, plus a fixed cost. On these CPUs communication does not overlap
+with compute, because gloo uses the same cores.
 
 ## Fitted to what was measured
 
-Measured on {machine}; one thread a rank, ranks beyond the cores take turns. Least squares of the relative errors over
-{count} measurements; half of them are off by less than {typical:.0%}. Where the model is far off it is the model that is
-wrong: it knows nothing of caches, or of how ranks that share a core get in each other's way.
+Measured on {machine}; one thread per rank; if there are more ranks than cores, ranks share cores. The rates are fitted by
+least squares of the relative errors over {count} measurements; the median relative error is {typical:.0%}. Large errors are
+errors of the model: it ignores caches and contention between ranks that share a core.
 
 {rates}
 {fit}
-## Carried to many GPUs, on paper
+## Extrapolated to many GPUs
 
-Nothing below was measured. Two towers of width {width}, at two rates of matrix products: TF32, which torch takes for
-float32 rows under `torch.set_float32_matmul_precision("high")`, and bf16, for products of bf16 rows. Of one rank is
-assumed:
+Nothing below was measured. The model assumes two towers of width {width} and two matmul rates: TF32, which torch uses for
+float32 embeddings under `torch.set_float32_matmul_precision("high")`, and bf16, for bf16 embeddings. Assumptions for one
+rank:
 
-{assumed}
-The loss may hold half of the memory. Columns that travel in a ring do so during the block before; a gather is waited for.
-The quickest option that fits:
+{assumed} The loss may use half of the memory. Ring transfers overlap the previous block's compute; a gather does not. The
+fastest option that fits:
 
 {paper}
 ![seconds a step by ranks](figures/scaling.svg)
 
-What limits:
+The limits:
 
-- **Passes over tiles.** Each cell is touched ten times by element-wise operations, {tile_bytes} bytes, against
-  {flop_cell:,} FLOP at d = {width}. On a CPU tiles lie in the cache. On a GPU they are larger than its cache, so that
-  these passes take {touch_share:.0%} of a tiled step in bf16 with 2²⁰ rows on 8 ranks. A kernel that keeps a tile on the
-  chip would save that; quicker products would not.
-- **Matrix products** are the rest. Like the passes they shrink with W, as the cells a rank do.
-- **Network.** Traffic a rank does not shrink with W. At F FLOP/s and B bytes/s products take 8 b N d / F seconds and the
-  two messages of rows 8 N d / B: as long at b = F / B, in bf16
-  {balance}. With fewer rows a rank, more ranks bring little.
-- **Memory.** Gathering holds 2 N d numbers: {gather_gb:.0f} GB at 16,777,216 rows, however large W. The ring holds 3 b d.
+- **Passes over tiles.** Element-wise operations read or write each similarity ten times, {tile_bytes} bytes, against
+  {flop_cell:,} FLOP at d = {width}. On a CPU tiles fit in the cache. On a GPU they are larger than the cache, so these
+  passes take {touch_share:.0%} of a tiled step in bf16 with 2²⁰ samples on 8 ranks. A kernel that keeps a tile in on-chip
+  memory would avoid this cost; faster matmuls would not.
+- **Matmuls** are the rest of the compute. Both costs decrease with W, as the number of similarities per rank does.
+- **Network.** The traffic of a rank does not decrease with W. At F FLOP/s and B bytes/s matmuls take 8 b N d / F seconds
+  and the two messages of embeddings 8 N d / B seconds. Both are equal at b = F / B, in bf16 {balance}. With fewer anchors
+  per rank, more ranks save little time.
+- **Memory.** Gathering holds 2 N d elements: {gather_gb:.0f} GB at 16,777,216 samples, for every W. The ring holds 3 b d.
 
 ## Which option to take
 
-- **kept or tiled**: `memory_budget(bytes)`. Keeping saves one product of four and the second exponential. It needs
-  4 b N bytes (one tower: 2 b N), and is done as far as they go: with {budget} GB a rank all of it up to
-  {kept}.
-- **gathered or ring**: `DistributedLoss(loss, ring=True)`. Gather by default: one message each
-  way, and columns are there for the backward pass. Take the ring where 2 N d numbers are too many; with two towers it
-  sends half as much again, and hides that behind the products if a rank has rows enough.
-- **bf16** makes products quicker, nothing else. Where passes over tiles or the network limit, it gains little.
-- **one tower or two**: a loss whose two sides are the same rows (NT-Xent, SupCon) computes half of the cells by itself;
-  there is nothing to choose.
-- **more ranks**: with the batch fixed, until b is near F / B. With b fixed a step takes W times as long.
+- **kept (cached logits) or tiled (recomputed logits)**: `memory_budget(bytes)`. Caching saves one matmul of four and the
+  second exponential. It needs 4 b N bytes (one tower: 2 b N); the library caches as many logits as fit. {budget} GB per
+  rank hold all logits up to {kept}.
+- **gathered or ring**: `DistributedLoss(loss, ring=True)`. Gathering is the default: one message in each direction, and the
+  candidates stay in memory for the backward pass. Use the ring if 2 N d elements do not fit; with two towers it sends half
+  as much again, which overlaps with the matmuls if a rank has enough anchors.
+- **bf16** speeds up only the matmuls. If passes over tiles or the network are the limit, it saves little time.
+- **one tower or two**: a loss that compares one set of embeddings with itself (NT-Xent, SupCon) computes each similarity
+  once; there is no option to set.
+- **more ranks**: with a fixed global batch, until b is near F / B. With fixed b a step takes W times as long.
 """
 
 
@@ -326,7 +328,7 @@ def fit_table(measured: Sequence[Point], rates: Rates) -> str:
         wrong = x.seconds(rates) / x.measured - 1
         lines.setdefault(case, []).append(f"{number(1e3 * x.measured)} ({wrong:+.0%})")
     ways = [way.removeprefix("ours, ") for way in OPTIONS]
-    return table(["ms, model off by", *ways], [[case, *cells] for case, cells in lines.items()])
+    return table(["ms (error of the model)", *ways], [[case, *cells] for case, cells in lines.items()])
 
 
 def assumption_table() -> str:

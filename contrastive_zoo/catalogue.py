@@ -1,4 +1,4 @@
-"""What is in the zoo: one row per loss."""
+"""The catalogue of losses: one entry per loss."""
 
 import inspect
 import re
@@ -13,18 +13,18 @@ _INPUTS = {"views": "view1, view2", "labels": "embeddings, labels"}
 
 
 @dataclass(frozen=True)
-class Species:
-    """A loss of the zoo.
+class Entry:
+    """A loss of the catalogue.
 
     Args:
-        name: as the command line spells it.
-        cls: its class in :mod:`contrastive_zoo`.
+        name: name on the command line.
+        cls: name of its class in :mod:`contrastive_zoo`.
         call: ``"views"`` for ``loss(view1, view2)``, ``"labels"`` for ``loss(embeddings, labels)``, ``"other"``.
-        family: what it is a kind of.
-        engine: what computes it; GEMM counts are forward + backward, in units of one N × d × N product.
-        settings: what the constructor is given for a check.
-        inputs: what it is called with, if that is something else than ``call`` says.
-        peers: what other libraries call the same formula.
+        family: the heading under which the page lists it.
+        engine: the engine that computes it; GEMM counts are forward + backward, in units of one N × d × N matmul.
+        settings: constructor arguments for a check.
+        inputs: argument names, if they differ from those that ``call`` implies.
+        peers: names of the same formula in other libraries.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Species:
     peers: str = ""
 
     def make(self) -> Any:
-        """The loss with these settings."""
+        """Construct the loss with these settings."""
         return getattr(contrastive_zoo, self.cls)(**dict(self.settings))
 
     @cached_property
@@ -48,24 +48,24 @@ class Species:
 
     @property
     def called_with(self) -> str:
-        """Its arguments."""
+        """The arguments of a call."""
         return self.inputs or _INPUTS[self.call]
 
     @property
     def summary(self) -> str:
-        """First line of its docstring."""
+        """The first line of its docstring."""
         return re.sub(r":\w+:`(\w+)`", r"\1", self._doc.partition("\n")[0])
 
     @property
     def parameters(self) -> str:
-        """What its class is made with, and the values that they have if not given."""
+        """The constructor's parameters with their default values."""
         found = inspect.signature(getattr(contrastive_zoo, self.cls)).parameters.values()
         given = [x for x in found if x.name != "check_finite" and x.kind is not x.VAR_KEYWORD]
         return ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in given)
 
     @property
     def formula(self) -> str:
-        """The indented lines that follow it, where the docstring writes the formula."""
+        """The formula: the indented lines of the docstring before its sections."""
         lines = self._doc.partition("\n")[2].partition("\nArgs:")[0].split("\n")
         return "\n".join(line[4:] for line in lines if line.startswith("    ")).strip("\n")
 
@@ -85,9 +85,9 @@ _WEIGHTS = (("num_classes", 64), ("embedding_size", 3))
 _PML, _ST, _LIGHTLY, _CLIP = "pytorch-metric-learning", "sentence-transformers", "lightly", "open_clip"
 
 CATALOGUE = {
-    species.name: species
-    for species in (
-        Species(
+    entry.name: entry
+    for entry in (
+        Entry(
             "nt-xent",
             "NTXent",
             "views",
@@ -95,9 +95,9 @@ CATALOGUE = {
             "softmax, one tower: 2 GEMM, 1.5 kept",
             peers=f"{_LIGHTLY} NTXentLoss, {_PML} SelfSupervisedLoss(NTXentLoss())",
         ),
-        Species("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept"),
-        Species("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept", peers=f"{_CLIP} ClipLoss"),
-        Species(
+        Entry("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept"),
+        Entry("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept", peers=f"{_CLIP} ClipLoss"),
+        Entry(
             "clip-distillation",
             "ClipDistillation",
             "other",
@@ -106,16 +106,16 @@ CATALOGUE = {
             inputs="x, y, teacher_x, teacher_y",
             peers=f"{_CLIP} DistillClipLoss",
         ),
-        Species(
+        Entry(
             "sup-con", "SupCon", "labels", _PAIRS, "softmax, one tower: 2 GEMM, 1.5 kept", peers=f"{_PML} SupConLoss"
         ),
-        Species("sup-con-in", "SupCon", "labels", _PAIRS, "rows: 3 GEMM", (("variant", "in"),)),
-        Species("multi-positive", "MultiPositive", "other", _PAIRS, "rows: 3 GEMM", inputs="queries, keys, ids"),
-        Species("dcl", "DCL", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLLoss"),
-        Species("dclw", "DCLW", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLWLoss"),
-        Species("hcl", "HCL", "views", _PAIRS, "rows: 3 GEMM"),
-        Species("debiased", "Debiased", "views", _PAIRS, "rows: 3 GEMM"),
-        Species(
+        Entry("sup-con-in", "SupCon", "labels", _PAIRS, "rows: 3 GEMM", (("variant", "in"),)),
+        Entry("multi-positive", "MultiPositive", "other", _PAIRS, "rows: 3 GEMM", inputs="queries, keys, ids"),
+        Entry("dcl", "DCL", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLLoss"),
+        Entry("dclw", "DCLW", "views", _PAIRS, "rows: 3 GEMM", peers=f"{_LIGHTLY} DCLWLoss"),
+        Entry("hcl", "HCL", "views", _PAIRS, "rows: 3 GEMM"),
+        Entry("debiased", "Debiased", "views", _PAIRS, "rows: 3 GEMM"),
+        Entry(
             "mnrl",
             "MNRL",
             "views",
@@ -124,7 +124,7 @@ CATALOGUE = {
             inputs="queries, documents, negatives, owners",
             peers=f"{_ST} MultipleNegativesRankingLoss",
         ),
-        Species(
+        Entry(
             "gist",
             "GIST",
             "other",
@@ -133,7 +133,7 @@ CATALOGUE = {
             inputs="anchors, positives, guide_anchors, guide_positives",
             peers=f"{_ST} GISTEmbedLoss",
         ),
-        Species(
+        Entry(
             "mil-nce",
             "MILNCE",
             "other",
@@ -141,13 +141,13 @@ CATALOGUE = {
             "softmax, two towers: 4 GEMM, 3 kept",
             inputs="videos [n, d], texts [n, k, d]",
         ),
-        Species("sincere", "SINCERE", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NTXentLoss"),
-        Species("nca", "NCA", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NCALoss"),
-        Species("n-pairs", "NPairs", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NPairsLoss"),
-        Species("tuplet-margin", "TupletMargin", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} TupletMarginLoss"),
-        Species("siglip", "SigLIP", "views", _SIGMOID, "rows: 3 GEMM", peers=f"{_CLIP} SigLipLoss"),
-        Species("sup-sigmoid", "SupSigmoid", "labels", _SIGMOID, "rows: 3 GEMM"),
-        Species(
+        Entry("sincere", "SINCERE", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NTXentLoss"),
+        Entry("nca", "NCA", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NCALoss"),
+        Entry("n-pairs", "NPairs", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NPairsLoss"),
+        Entry("tuplet-margin", "TupletMargin", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} TupletMarginLoss"),
+        Entry("siglip", "SigLIP", "views", _SIGMOID, "rows: 3 GEMM", peers=f"{_CLIP} SigLipLoss"),
+        Entry("sup-sigmoid", "SupSigmoid", "labels", _SIGMOID, "rows: 3 GEMM"),
+        Entry(
             "signal-to-noise",
             "SignalToNoise",
             "labels",
@@ -155,8 +155,8 @@ CATALOGUE = {
             "rows: 4 GEMM",
             peers=f"{_PML} SignalToNoiseRatioContrastiveLoss",
         ),
-        Species("contrastive", "Contrastive", "labels", _MARGINS, "rows: 4 GEMM", peers=f"{_PML} ContrastiveLoss"),
-        Species(
+        Entry("contrastive", "Contrastive", "labels", _MARGINS, "rows: 4 GEMM", peers=f"{_PML} ContrastiveLoss"),
+        Entry(
             "triplet",
             "Triplet",
             "labels",
@@ -164,7 +164,7 @@ CATALOGUE = {
             "rows: 3 GEMM",
             peers=f"{_PML} TripletMarginLoss, {_ST} BatchAllTripletLoss",
         ),
-        Species(
+        Entry(
             "triplet-hard",
             "Triplet",
             "labels",
@@ -173,7 +173,7 @@ CATALOGUE = {
             (("mining", "hard"),),
             peers=f"{_PML} TripletMarginLoss + BatchHardMiner, {_ST} BatchHardTripletLoss",
         ),
-        Species(
+        Entry(
             "triplet-semi-hard",
             "Triplet",
             "labels",
@@ -182,7 +182,7 @@ CATALOGUE = {
             (("mining", "semi-hard"),),
             peers=f"{_PML} TripletMarginLoss + TripletMarginMiner(type_of_triplets='semihard')",
         ),
-        Species(
+        Entry(
             "multi-similarity",
             "MultiSimilarity",
             "labels",
@@ -190,8 +190,8 @@ CATALOGUE = {
             "rows: 3 GEMM",
             peers=f"{_PML} MultiSimilarityLoss",
         ),
-        Species("circle", "Circle", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} CircleLoss"),
-        Species(
+        Entry("circle", "Circle", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} CircleLoss"),
+        Entry(
             "lifted-structure",
             "LiftedStructure",
             "labels",
@@ -199,7 +199,7 @@ CATALOGUE = {
             "rows, twice: 7 GEMM",
             peers=f"{_PML} LiftedStructureLoss",
         ),
-        Species(
+        Entry(
             "generalized-lifted-structure",
             "GeneralizedLiftedStructure",
             "labels",
@@ -207,14 +207,12 @@ CATALOGUE = {
             "rows: 3 GEMM",
             peers=f"{_PML} GeneralizedLiftedStructureLoss",
         ),
-        Species("margin", "Margin", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} MarginLoss"),
-        Species("ranked-list", "RankedList", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} RankedListLoss"),
-        Species("fast-ap", "FastAP", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} FastAPLoss"),
-        Species("smooth-ap", "SmoothAP", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} SmoothAPLoss"),
-        Species(
-            "angular", "Angular", "labels", _MARGINS, "rows: about 4 GEMM per positive", peers=f"{_PML} AngularLoss"
-        ),
-        Species(
+        Entry("margin", "Margin", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} MarginLoss"),
+        Entry("ranked-list", "RankedList", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} RankedListLoss"),
+        Entry("fast-ap", "FastAP", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} FastAPLoss"),
+        Entry("smooth-ap", "SmoothAP", "labels", _MARGINS, "rows: 3 GEMM", peers=f"{_PML} SmoothAPLoss"),
+        Entry("angular", "Angular", "labels", _MARGINS, "rows: about 4 GEMM per positive", peers=f"{_PML} AngularLoss"),
+        Entry(
             "normalized-softmax",
             "NormalizedSoftmax",
             "labels",
@@ -223,7 +221,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} NormalizedSoftmaxLoss",
         ),
-        Species(
+        Entry(
             "cos-face",
             "CosFace",
             "labels",
@@ -232,7 +230,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} CosFaceLoss",
         ),
-        Species(
+        Entry(
             "arc-face",
             "ArcFace",
             "labels",
@@ -241,7 +239,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} ArcFaceLoss",
         ),
-        Species(
+        Entry(
             "sub-center-arc-face",
             "ArcFace",
             "labels",
@@ -250,7 +248,7 @@ CATALOGUE = {
             (*_WEIGHTS, ("sub_centers", 3)),
             peers=f"{_PML} SubCenterArcFaceLoss",
         ),
-        Species(
+        Entry(
             "proxy-nca",
             "ProxyNCA",
             "labels",
@@ -259,7 +257,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} ProxyNCALoss",
         ),
-        Species(
+        Entry(
             "proxy-anchor",
             "ProxyAnchor",
             "labels",
@@ -268,7 +266,7 @@ CATALOGUE = {
             _WEIGHTS,
             peers=f"{_PML} ProxyAnchorLoss",
         ),
-        Species(
+        Entry(
             "soft-triple",
             "SoftTriple",
             "labels",
@@ -277,7 +275,7 @@ CATALOGUE = {
             (*_WEIGHTS, ("sub_centers", 2)),
             peers=f"{_PML} SoftTripleLoss",
         ),
-        Species(
+        Entry(
             "vicreg",
             "VICReg",
             "views",
@@ -285,7 +283,7 @@ CATALOGUE = {
             "moments: d × d, no pairs",
             peers=f"{_PML} VICRegLoss, {_LIGHTLY} VICRegLoss",
         ),
-        Species(
+        Entry(
             "barlow-twins",
             "BarlowTwins",
             "views",
@@ -293,8 +291,8 @@ CATALOGUE = {
             "moments: d × d, no pairs",
             peers=f"{_LIGHTLY} BarlowTwinsLoss",
         ),
-        Species("spectral-contrastive", "SpectralContrastive", "views", _STATISTICS, "moments: d × d, no pairs"),
-        Species(
+        Entry("spectral-contrastive", "SpectralContrastive", "views", _STATISTICS, "moments: d × d, no pairs"),
+        Entry(
             "align-uniform",
             "AlignUniform",
             "views",
@@ -302,7 +300,7 @@ CATALOGUE = {
             "softmax, one tower, twice",
             peers=f"{_LIGHTLY} HypersphereLoss",
         ),
-        Species(
+        Entry(
             "swav",
             "SwAV",
             "views",
@@ -311,7 +309,7 @@ CATALOGUE = {
             (("num_prototypes", 5), ("embedding_size", 3)),
             peers=f"{_LIGHTLY} SwaVLoss",
         ),
-        Species(
+        Entry(
             "dino",
             "DINO",
             "views",

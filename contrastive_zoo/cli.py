@@ -27,7 +27,7 @@ def commands() -> None:
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the pictures.", file_okay=False)] = Path("demo-output"),
 ) -> None:
-    """Train three losses on one process and on two, and show that it is the same training. Takes under a minute."""
+    """Train three losses on one process and on two, and show that both trainings agree. Takes less than a minute."""
     _need("demo", "cloudpickle", "faiss", "matplotlib", "pytorch_metric_learning", "rich", "sklearn")
     from contrastive_zoo.demo import demo
 
@@ -35,7 +35,7 @@ def demo(
 
 
 class Trainer(str, Enum):
-    """What the trainer does with the ranks' gradients."""
+    """How the trainer reduces gradients over ranks."""
 
     mean = "mean"
     sum = "sum"
@@ -48,32 +48,32 @@ def check(
         typer.Argument(help="module:function that returns a loss, module:LossClass, or a name that `list` shows."),
     ] = None,
     world_size: Annotated[
-        list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes to try: --world-size 1 2 4.")
+        list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes to test: --world-size 1 2 4.")
     ] = None,
-    examples: Annotated[int, typer.Option(help="Global batches to try.", min=1)] = 30,
-    trainer: Annotated[Trainer, typer.Option(help="What the trainer does with gradients.")] = Trainer.mean,
-    call: Annotated[str, typer.Option(help="How the loss is called: labels, views, or auto.")] = "auto",
+    examples: Annotated[int, typer.Option(help="Number of global batches to test.", min=1)] = 30,
+    trainer: Annotated[Trainer, typer.Option(help="How the trainer reduces gradients over ranks.")] = Trainer.mean,
+    call: Annotated[str, typer.Option(help="Call form of the loss: labels, views, or auto.")] = "auto",
     width: Annotated[int | None, typer.Option(help="Width of the embeddings, where the loss fixes it.", min=1)] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
     ] = None,
     wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)] = None,
-    explain: Annotated[str | None, typer.Option(help="Say what a law means and what breaks without it.")] = None,
+    explain: Annotated[str | None, typer.Option(help="Explain an invariant and what breaks without it.")] = None,
 ) -> None:
-    """Find out in seconds whether a loss is the same function on W processes as on one, and if not, what is wrong.
+    """Check in seconds whether a loss is the same function on W processes as on one, and diagnose it if it is not.
 
-    Exit status: 0 if it is, 1 if it is not, 2 if it could not be found out.
+    Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
     """
     _need("testing", "cloudpickle", "hypothesis", "rich")
     from contrastive_zoo import reports
     from contrastive_zoo.testing.check import examine
-    from contrastive_zoo.testing.laws import LAWS
+    from contrastive_zoo.testing.invariants import INVARIANTS
 
     if explain is not None:
-        _explain(explain, {law.name: law for law in LAWS})
+        _explain(explain, {invariant.name: invariant for invariant in INVARIANTS})
     if target is None:
-        raise typer.BadParameter("say what to check: module:function, module:LossClass or a name that `list` shows.")
+        raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
     sys.path.insert(0, os.getcwd())
     make, name, form = _target(target, dict(map(_setting, setting or [])), wrap)
     try:
@@ -108,22 +108,22 @@ def list_losses() -> None:
 
 
 def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable[[], Any], str, str | None]:
-    """How to make the loss, what to call it, and how it is called if that is known."""
+    """Return a function that makes the loss, its name, and its call form if known."""
     from contrastive_zoo.catalogue import CATALOGUE
     from contrastive_zoo.distributed import DistributedLoss
 
     if target in CATALOGUE:
-        species = CATALOGUE[target]
-        if species.call == "other":
+        entry = CATALOGUE[target]
+        if entry.call == "other":
             raise typer.BadParameter(
-                f"{target} is called with {species.called_with}; write a function of embeddings and labels, or of two "
-                "views, that calls it, and check that."
+                f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of two "
+                "views, that calls it, and check that function."
             )
-        return lambda: DistributedLoss(species.make()), target, species.call
+        return lambda: DistributedLoss(entry.make()), target, entry.call
     module, separator, attribute = target.partition(":")
     if not separator:
         names = ", ".join(CATALOGUE)
-        raise typer.BadParameter(f"{target!r} is neither module:function nor one of ours ({names}).")
+        raise typer.BadParameter(f"{target!r} is neither module:function nor a loss of the catalogue ({names}).")
     try:
         found = importlib.import_module(module)
         for part in attribute.split("."):
@@ -150,15 +150,15 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _explain(name: str, laws: dict[str, Any]) -> None:
-    if name not in laws:
-        raise typer.BadParameter(f"no law {name!r}. There are: {', '.join(laws)}.")
-    typer.echo(f"{name}: {laws[name].meaning}\nIt catches, among others: {laws[name].catches}.")
+def _explain(name: str, invariants: dict[str, Any]) -> None:
+    if name not in invariants:
+        raise typer.BadParameter(f"no invariant {name!r}. The invariants are: {', '.join(invariants)}.")
+    typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
     raise typer.Exit(0)
 
 
 def _need(extra: str, *packages: str) -> None:
-    """Say which extra to install rather than fail on an import."""
+    """Exit with the name of the extra to install if a package is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
         typer.echo(f"This needs {', '.join(missing)}: pip install contrastive_zoo[{extra}]", err=True)
         raise typer.Exit(2)

@@ -1,4 +1,4 @@
-"""How the command line shows things: progress, a report, the catalogue."""
+"""Output of the command line: progress, the report of a check, the catalogue."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from contrastive_zoo.catalogue import Species
+    from contrastive_zoo.catalogue import Entry
     from contrastive_zoo.testing.check import Report
 
 
@@ -20,7 +20,7 @@ _VERDICTS = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Te
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar; call what it yields with the number done so far."""
+    """Show a progress bar; yield a function that sets the number of completed items."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task(what, total=total)
@@ -28,18 +28,18 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def show(report: "Report") -> None:
-    """A report as a table by law, the verdict, the diagnosis and the mend."""
-    from contrastive_zoo.testing.laws import LAWS
+    """Print a report: a table of invariants, the verdict, the diagnosis and the fix."""
+    from contrastive_zoo.testing.invariants import INVARIANTS
 
     console = Console()
-    broken = {found.law.name: found for found in report.findings}
+    broken = {found.invariant.name: found for found in report.findings}
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("law", "holds", "smallest batch on which it does not"):
+    for heading in ("invariant", "holds", "smallest batch that breaks it"):
         table.add_column(heading)
-    for law in LAWS:
-        found = broken.get(law.name)
-        verdict = _VERDICTS[report.holds(law)]
-        table.add_row(law.name, verdict, Text("" if found is None else f"{found.batch}\n{found.message}"))
+    for invariant in INVARIANTS:
+        found = broken.get(invariant.name)
+        verdict = _VERDICTS[report.holds(invariant)]
+        table.add_row(invariant.name, verdict, Text("" if found is None else f"{found.batch}\n{found.message}"))
     console.print(table)
     console.print()
     sizes = ", ".join(map(str, report.world_sizes))
@@ -52,15 +52,15 @@ def show(report: "Report") -> None:
     console.print(
         Text.assemble((f"{report.name} is not the same function on any number of processes", "red"), f" ({tried}).")
     )
-    text = Text.assemble(report.diagnosis.why, "\n\n", ("Mend: ", "bold"), report.diagnosis.mend)
+    text = Text.assemble(report.diagnosis.why, "\n\n", ("Fix: ", "bold"), report.diagnosis.fix)
     console.print(Panel(text, title=report.diagnosis.mistake, title_align="left"))
 
 
-def show_catalogue(rows: Iterable["Species"]) -> None:
-    """The losses of the zoo as a table."""
+def show_catalogue(rows: Iterable["Entry"]) -> None:
+    """Print the catalogue as a table."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("name", "class", "called with", "family", "engine", "source"):
         table.add_column(heading)
-    for species in rows:
-        table.add_row(species.name, species.cls, species.called_with, species.family, species.engine, species.source)
+    for entry in rows:
+        table.add_row(entry.name, entry.cls, entry.called_with, entry.family, entry.engine, entry.source)
     Console().print(table)

@@ -67,7 +67,7 @@ class Mistake:
 
     Args:
         call: ``call(guilty, wrap)``, with ``wrap`` DistributedLoss, or nothing on one process.
-        words: what the sentence must say: what came, what was expected, the mend.
+        words: what the sentence must say: what came, what was expected, the fix.
         alone: whether one process makes it too.
         everybody: whether all ranks are guilty.
     """

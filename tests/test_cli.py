@@ -12,7 +12,7 @@ from contrastive_zoo import cli, reports
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.diagnosis import DIAGNOSES
-from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.invariants import INVARIANTS
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -56,7 +56,7 @@ def test_a_loss_of_the_users_own_file_is_found_wrong(tmp_path: Path) -> None:
     done = run("check", "mine:make_loss", *QUICK, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "mean of means" in done.stdout
-    assert "Mend: divide the global sum by the global count." in done.stdout
+    assert "Fix: divide the global sum by the global count." in done.stdout
     assert "W=2, shards [" in done.stdout
 
 
@@ -69,7 +69,7 @@ def test_a_loss_of_pytorch_metric_learning(wrap: bool) -> None:
 
 def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     batch = GlobalBatch((1, 2))
-    finding = Finding(LAWS[0], "rank 1 died [/some/path.cc:537] [bold]", batch)
+    finding = Finding(INVARIANTS[0], "rank 1 died [/some/path.cc:537] [bold]", batch)
     reports.show(Report("a[b]c", (1, 2), "mean", 3, [finding], DIAGNOSES["hang"], 1.0))
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/some/path.cc:537]" in shown
@@ -81,9 +81,9 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
     [
         (["check", "nothing"], "neither module:function"),
         (["check", "nothing:at_all"], "No module named"),
-        (["check"], "say what to check"),
+        (["check"], "missing target"),
         (["check", "nt-xent", "--call", "pairs"], "call is one of"),
-        (["check", "--explain", "nothing"], "no law"),
+        (["check", "--explain", "nothing"], "no invariant"),
     ],
 )
 def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str, here: Here) -> None:
@@ -92,7 +92,7 @@ def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str, h
     assert words in error
 
 
-def test_a_law_is_explained(here: Here) -> None:
+def test_a_invariant_is_explained(here: Here) -> None:
     code, out, _ = here("check", "--explain", "same_value")
     assert code == 0
     assert "what one process computes" in out

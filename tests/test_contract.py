@@ -13,12 +13,12 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import dense_mode
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.gallery import GALLERY
-from contrastive_zoo.testing.laws import (
+from contrastive_zoo.testing.invariants import (
     CONTRACT,
-    LAWS,
+    INVARIANTS,
     TOLERANCE,
     Broken,
-    Law,
+    Invariant,
     draws_are_shared,
     finite_at_extremes,
     same_sharded_gradient,
@@ -44,8 +44,8 @@ WHOLE_ZOO = ZOO + [entry for family in FAMILIES for entry in family.ENTRIES]
 def test_the_contract_holds(entry: Entry, batch, temperature, reduction, trainer, worlds: Worlds) -> None:
     case = entry.case(trainer, temperature=temperature, reduction=reduction)
     trial = Trial(case, batch, worlds)
-    for law in CONTRACT:
-        law(trial)
+    for invariant in CONTRACT:
+        invariant(trial)
 
 
 class LaterStep(torch.nn.Module):
@@ -76,8 +76,8 @@ def test_the_contract_holds_however_ranks_talk(entry: Entry, settings, batch, tr
         loss = cz.DistributedLoss(make(temperature=0.3), grad_reduction=trainer, **settings)
         return LaterStep(loss) if "static_shapes" in settings else loss
 
-    for law in CONTRACT:
-        law(Trial(replace(entry.case(trainer), make=told), batch, worlds))
+    for invariant in CONTRACT:
+        invariant(Trial(replace(entry.case(trainer), make=told), batch, worlds))
 
 
 @pytest.mark.parametrize("entry", LEARNABLE, ids=str)
@@ -89,16 +89,16 @@ def test_the_contract_holds_for_a_learnt_temperature(entry: Entry, batch, traine
         return make(temperature=cz.LearnableTemperature(0.3))
 
     trial = Trial(Entry(entry.name, learnt, entry.dense, entry.call, entry.views).case(trainer), batch, worlds)
-    for law in CONTRACT:
-        law(trial)
+    for invariant in CONTRACT:
+        invariant(trial)
     assert trial.alone().parameters
 
 
 @given(batch=global_batches(), number=views())
 def test_the_contract_holds_for_any_number_of_views(batch, number, worlds: Worlds) -> None:
     trial = Trial(Entry("NTXent", cz.NTXent, dense_nt_xent, views=number).case(), batch, worlds)
-    for law in CONTRACT:
-        law(trial)
+    for invariant in CONTRACT:
+        invariant(trial)
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=str)
@@ -126,10 +126,10 @@ def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, bat
     ],
     ids=str,
 )
-def test_every_law_holds(entry: Entry, shards: tuple[int, ...], trainer, worlds: Worlds) -> None:
+def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], trainer, worlds: Worlds) -> None:
     trial = Trial(entry.case(trainer, temperature=0.2), GlobalBatch(shards, d=3, seed=5), worlds)
-    for law in LAWS:
-        law(trial)
+    for invariant in INVARIANTS:
+        invariant(trial)
 
 
 class NoisyHard(BatchHard):
@@ -163,14 +163,14 @@ def test_extremes_stay_finite(entry: Entry, batch, temperature, worlds: Worlds) 
     finite_at_extremes(Trial(entry.case(temperature=temperature), batch, worlds))
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-def test_each_law_catches_its_mutant(law: Law, impatient: Worlds) -> None:
-    case = GALLERY[law.catches].case
-    rows = "huge" if law is finite_at_extremes else "gaussian"
+@pytest.mark.parametrize("invariant", INVARIANTS, ids=str)
+def test_each_invariant_catches_its_mutant(invariant: Invariant, impatient: Worlds) -> None:
+    case = GALLERY[invariant.catches].case
+    rows = "huge" if invariant is finite_at_extremes else "gaussian"
     complaints = []
     for shards in [(3, 3), (2, 4), (1, 3, 2)]:
         try:
-            law(Trial(case, GlobalBatch(shards, seed=1, rows=rows), impatient))
+            invariant(Trial(case, GlobalBatch(shards, seed=1, rows=rows), impatient))
         except Broken as broken:
             complaints.append(str(broken))
     assert complaints
@@ -179,10 +179,10 @@ def test_each_law_catches_its_mutant(law: Law, impatient: Worlds) -> None:
 
 @pytest.mark.parametrize("recipe", [x for x in GALLERY.values() if x.mistake is None], ids=lambda x: x.name)
 @given(batch=global_batches((2, 3)))
-def test_no_law_accuses_the_right_recipes(recipe, batch, worlds: Worlds) -> None:
+def test_no_invariant_accuses_the_right_recipes(recipe, batch, worlds: Worlds) -> None:
     trial = Trial(recipe.case, batch, worlds)
-    for law in CONTRACT:
-        law(trial)
+    for invariant in CONTRACT:
+        invariant(trial)
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
@@ -224,8 +224,8 @@ def test_dense_evaluation_keeps_the_contract(entry: Entry, batch, worlds: Worlds
 
     case = Entry(entry.name, make, entry.dense, entry.call, entry.views).case()
     case = type(case)(under_dense, case.call, "mean", case.views, name="dense")
-    for law in CONTRACT:
-        law(Trial(case, batch, worlds))
+    for invariant in CONTRACT:
+        invariant(Trial(case, batch, worlds))
 
 
 def test_small_panels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

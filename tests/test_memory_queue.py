@@ -23,7 +23,7 @@ from contrastive_zoo.losses.mnrl import MNRL
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
 from contrastive_zoo.memory import CrossBatchMemory, MemoryQueue, MomentumEncoder
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
@@ -418,12 +418,12 @@ def test_ten_steps_are_those_of_one_process(
 
 @pytest.mark.parametrize("recipe", [x for x in RECIPES if "bfloat16" not in x.name], ids=str)
 @pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
-def test_every_law_holds(recipe: Recipe, shards: tuple[int, ...], worlds: Worlds) -> None:
+def test_every_invariant_holds(recipe: Recipe, shards: tuple[int, ...], worlds: Worlds) -> None:
     make = recipe.make
     case = Case(lambda: cz.DistributedLoss(make()), call=recipe.call, name=recipe.name)  # type: ignore[arg-type]
     trial = Trial(case, GlobalBatch(shards, d=D, seed=5), worlds)
-    for law in LAWS:
-        law(trial)
+    for invariant in INVARIANTS:
+        invariant(trial)
 
 
 # ---------------------------------------------------------------------------------------------------- MoCo, on digits

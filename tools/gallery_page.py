@@ -1,7 +1,7 @@
-"""The gallery measured and written down: ``python -m tools.gallery_page``.
+"""Measure the gallery and write its pages: ``python -m tools.gallery_page``.
 
-Writes docs/pages/gallery.md and docs/pages/laws.md, and the truth table wherever README.md or docs/pages/index.md hold
-``<!-- truth table: begin -->`` and ``<!-- truth table: end -->``.
+Writes docs/pages/gallery.md and docs/pages/invariants.md, and the truth table between ``<!-- truth table: begin -->`` and
+``<!-- truth table: end -->`` in README.md and docs/pages/index.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
 from contrastive_zoo.testing.diagnosis import CLOSE, compare
 from contrastive_zoo.testing.gallery import GALLERY, Recipe
-from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tools.peers import PEERS
@@ -47,14 +47,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measured:
-    """A recipe on one global batch, beside one process.
+    """A recipe on one global batch, compared with one process.
 
     Args:
         world_size: W.
-        values: each rank's returned number, over one process's.
-        encoder: ratio of gradient norms and cosine; None if the recipe did not get there.
+        values: each rank's returned value, divided by the value of one process.
+        encoder: ratio of gradient norms, and cosine; None if the recipe failed.
         parameters: the same for the loss's own parameters; None if it has none.
-        failure: what happened instead.
+        failure: how the recipe failed: ``"raises"``, ``"hangs"`` or ``"process dies"``; None if it returned.
     """
 
     world_size: int
@@ -70,9 +70,9 @@ class Row:
 
     Args:
         recipe: what people write.
-        even: on equal shards, on two processes and on four.
-        uneven: on two processes with unequal shards.
-        report: the doctor's.
+        even: measurements on equal shards, on two processes and on four.
+        uneven: measurement on two processes with unequal shards.
+        report: the report of the check.
     """
 
     recipe: Recipe
@@ -101,12 +101,12 @@ class Row:
 
 
 def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
-    """Measure every recipe of the gallery and every importable peer, and have each examined.
+    """Measure and check every recipe of the gallery and of every importable library.
 
     Args:
-        worlds: where to run.
-        recipes: these instead of all.
-        max_examples: global batches per examination.
+        worlds: the process groups to run on.
+        recipes: the recipes to measure instead of all.
+        max_examples: global batches per check.
     """
     everything = [*GALLERY.values(), *(peer for peer in PEERS.values() if peer.importable)]
     return [_row(recipe, worlds, max_examples) for recipe in (everything if recipes is None else recipes)]
@@ -172,7 +172,7 @@ def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str,
 def _range(numbers: Sequence[float]) -> str:
     digits = 0 if max(numbers) > 10 else 2
     while any(f"{x:.{digits}f}" == f"{1:.{digits}f}" and not _near(x, 1.0) for x in numbers):
-        digits += 1  # what is not quite 1 shall not read 1.00
+        digits += 1  # a ratio that differs from 1 must not be printed as 1.00
     low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
     return low if low == high else f"{low} to {high}" if low.startswith("-") else f"{low}–{high}"
 
@@ -237,7 +237,7 @@ def truth_table(rows: Sequence[Row]) -> str:
     ]
     return f"""{_table(titles, lines)}
 
-On uneven shards the hand-written ones are measured with rows padded on the way; with a plain
+On uneven shards the hand-written recipes pad their rows before they gather. With a plain
 `torch.distributed.all_gather` the process dies, as it does in the wrapper (gloo)."""
 
 
@@ -260,28 +260,30 @@ def render(rows: Sequence[Row]) -> str:
     return f"""\
 # The gallery of distributed losses
 
-How people make a contrastive loss distributed, and what comes of it. Every number on this page is measured: each way
-runs on real processes, in float64, with torch {torch.__version__.partition("+")[0]}, and is compared with
-one process that holds all rows.
+Which ways of making a contrastive loss distributed are right, and what exactly is wrong with the others?
+For people who compare their own code, or a library, with the alternatives.
+
+Every number on this page is measured: each recipe runs on real processes, in float64, with
+torch {torch.__version__.partition("+")[0]}, and is compared with one process that holds all samples.
 
 - **On equal shards**: W = {sizes}, {EVEN[0].shards[0]} samples each. A factor holds for every W
   measured; a range is over ranks and over W.
-- **Uneven shards**: what changes where two processes hold {UNEVEN.shards[0]} and {UNEVEN.shards[1]} samples. The
-  recipes of the first two tables gather with padding where they can; with a plain `torch.distributed.all_gather`
+- **Uneven shards**: what changes when two processes hold {UNEVEN.shards[0]} and {UNEVEN.shards[1]} samples. The
+  recipes of the first two tables pad before they gather, where they can. With a plain `torch.distributed.all_gather`
   on gloo the process dies, as the last table shows.
-- **Gradients** are those after the trainer's reduction. *wrong direction* says the cosine to the true gradient, and the
-  norm of the difference relative to it.
-- **Diagnosis** is what [`check_world_size_invariance`](test-your-own.md) says, from measurements alone. A recipe that is
-  right in every column and still has a diagnosis breaks [a law](laws.md) that no column shows: gradient accumulation, a
-  queue, an empty shard.
+- **Gradients** are compared after the trainer has averaged or summed them over ranks. *wrong direction* gives the cosine
+  to the true gradient, and the norm of the difference relative to it.
+- **Diagnosis** is what [`check_world_size_invariance`](test-your-own.md) reports, from measurements alone. A recipe that
+  is right in every column and still has a diagnosis breaks [an invariant](invariants.md) that no column shows: gradient
+  accumulation, a queue, an empty shard.
 - A dash: the loss has no parameters of its own.
 
 ![Held-out loss of several recipes during training, on four processes with uneven shards; only DistributedLoss stays on
 the curve of one process](figures/gallery_drift.png)
 
-Two towers on scikit-learn's digits, a learnt scale, SGD: the same batches and the same start for all. What is drawn is the
-true loss on held-out images, at the scale that each has learnt. *own slice × W* runs below because its scale learns four
-times as fast on four processes; on another number of processes it would be another curve.
+Two towers on scikit-learn's digits, a learnt scale, SGD. All recipes start from the same parameters and read the same
+batches. The figure shows the true loss on held-out images, at the scale that each recipe has learnt. *own slice × W* lies
+below the others because its scale learns four times as fast on four processes; the curve depends on the number of processes.
 
 ## Right
 
@@ -298,34 +300,38 @@ Run for this page: {", ".join(f"{_distribution(name)} {_version(name)}" for name
 
 {_wide(peers)}
 
-## What each diagnosis means, and the mend
+## What each diagnosis means, and the fix
 
-{_table(["diagnosis", "what the loss does", "mend"], [[x.mistake, x.why, x.mend] for x in diagnoses.values()])}
+{_table(["diagnosis", "what the loss does", "fix"], [[x.mistake, x.why, x.fix] for x in diagnoses.values()])}
 
 This page is written by `python -m tools.gallery_page`.
 """
 
 
-def render_laws() -> str:
-    """The laws as a page of Markdown."""
+def render_invariants() -> str:
+    """Return the page on the invariants, in Markdown."""
     sections = []
-    for law in LAWS:
-        meaning, _, failing = law.meaning.partition(" When it fails, ")
+    for invariant in INVARIANTS:
+        meaning, _, failing = invariant.meaning.partition(" When it fails, ")
         sections.append(
-            f"## `{law.name}`\n\n{meaning}\n\n**When it fails,** {failing}\n\n"
-            f"**Mistake it catches:** *{law.catches}* of [the gallery](gallery.md): {_about(GALLERY[law.catches])}.\n"
+            f"## `{invariant.name}`\n\n{meaning}\n\n**When it fails,** {failing}\n\n"
+            f"**Mistake it catches:** *{invariant.catches}* of [the gallery](gallery.md): "
+            f"{_about(GALLERY[invariant.catches])}.\n"
         )
     head = """\
-# The laws
+# The invariants
 
-A loss that is the same function on W processes as on one keeps these laws on every global batch.
-[`check_world_size_invariance`](test-your-own.md) holds all of them against a loss; each is also a function to call:
-`law(Trial(case, batch, worlds))` raises `Broken`, with what came and what was expected. Numbers are compared in float64,
-to 1e-10. Each law names a mistake of [the gallery](gallery.md) that it catches, and a test holds that it does.
+Which properties does `check_world_size_invariance` test, and what goes wrong without each of them?
+For people who read a report of the check, or who write a test of their own.
 
-The first six are the global-batch contract. The next ones follow from it, or are what a training loop needs besides. The
-last seven speak of a training of five steps with other shard sizes at each; a law that says nothing of a loss (draws of a
-loss that draws nothing) is reported as not tried.
+A loss that is the same function on W processes as on one satisfies these invariants on every global batch.
+[`check_world_size_invariance`](test-your-own.md) tests all of them. Each is also a function:
+`invariant(Trial(case, batch, worlds))` raises `Broken` with the value found and the value expected. Values are compared in
+float64, to 1e-10. Each invariant names a mistake of [the gallery](gallery.md) that it catches; a test proves that it does.
+
+The first six are the global-batch contract. The next ones follow from the contract, or are further requirements of a
+training loop. The last seven test a training of five steps, with different shard sizes at each step. An invariant that does
+not apply to a loss (random draws, for a loss that draws none) is reported as not tried.
 """
     return "\n".join([head, *sections]) + "\nThis page is written by `python -m tools.gallery_page`.\n"
 
@@ -388,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         worlds.start(1, 2, 3, 4)
         rows = measure_gallery(worlds)
     (pages / "gallery.md").write_text(render(rows), encoding="utf-8")
-    (pages / "laws.md").write_text(render_laws(), encoding="utf-8")
+    (pages / "invariants.md").write_text(render_invariants(), encoding="utf-8")
     table = truth_table(rows)
     for page in (given.readme, pages / "index.md"):
         if page.exists():

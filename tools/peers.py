@@ -1,4 +1,4 @@
-"""Other libraries' ways to make a loss distributed, as recipes like the gallery's; each library is imported when used."""
+"""Implementations of distributed losses in other libraries, as recipes; each library is imported when it is used."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ from contrastive_zoo.testing.recipe import Pairs, Recipe, ranks
 from contrastive_zoo.testing.trial import Call, Case
 
 WIDTH = 8
-"""What embeddings are padded to with zeros, for losses that want to know their width when they are made."""
+"""What embeddings are padded to with zeros, for losses with a fixed width."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ def make(name: str) -> Any:
 def peer(
     name: str, *, library: str, mistake: str | None, call: Call = "labels"
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Hang a peer beside the gallery; its docstring says what people write."""
+    """Register a peer; its docstring says what people write."""
 
-    def hang(make: Callable[[], Any]) -> Callable[[], Any]:
+    def register(make: Callable[[], Any]) -> Callable[[], Any]:
         PEERS[name] = Peer(name, make, mistake, call, "mean", (make.__doc__ or "").strip(), library)
         return make
 
-    return hang
+    return register
 
 
 class _Padded(nn.Module):
@@ -127,9 +127,9 @@ def _() -> Any:
     def gathered(x: Tensor) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its torch function is deprecated, on every call
-            everybody = fabric.all_gather(x, sync_grads=True)
-        assert isinstance(everybody, Tensor)
-        return everybody.flatten(0, 1)
+            gathered = fabric.all_gather(x, sync_grads=True)
+        assert isinstance(gathered, Tensor)
+        return gathered.flatten(0, 1)
 
     return Pairs(gathered=gathered)
 

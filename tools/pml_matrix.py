@@ -1,10 +1,10 @@
-"""Every loss of pytorch-metric-learning under DistributedLoss, beside the same loss on one process, as a table.
+"""Compare every loss of pytorch-metric-learning under DistributedLoss with the same loss on one process, in a table.
 
 ``python -m tools.pml_matrix --docs docs/pages/pytorch-metric-learning.md`` measures and writes it.
 
-Nothing is chosen by hand: losses, miners, reducers, distances and regularizers are whatever the library exports. What a
-loss needs to be built stands in ``BUILT``, what is no loss in ``BASES``; an export that is in neither and does not build
-by itself is a row that says so.
+The table covers every loss, miner, reducer, distance and regularizer that the library exports. ``BUILT`` holds constructors
+of losses with required arguments, ``BASES`` the exports that are not compared. An export that is in neither and cannot be
+constructed without arguments is a row with the error.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from contrastive_zoo.testing.trial import Encoder
 from contrastive_zoo.testing.worlds import Worlds
 
 EXACT = 1e-10
-"""How far results of float64 may be apart."""
+"""Largest allowed difference of results in float64."""
 
 SAMPLES, CLASSES, WIDTH = 12, 3, 4
 
@@ -46,7 +46,7 @@ SPLITS: dict[int, tuple[tuple[int, ...], ...]] = {
 """Samples of each rank by world size: even, uneven, with an empty rank."""
 
 LABELS = torch.arange(CLASSES).repeat_interleave(SAMPLES // CLASSES)
-"""As many of each class, one class after the other, which SmoothAPLoss asks for."""
+"""The same number of samples in each class, sorted by class, as SmoothAPLoss requires."""
 
 _CLASSES = {"num_classes": CLASSES, "embedding_size": WIDTH}
 _Build = Callable[..., nn.Module]
@@ -92,7 +92,7 @@ BUILT: dict[str, _Build] = {
         "SubCenterArcFaceLoss",
     )
 }
-"""How to build the losses that need to be told something."""
+"""Constructors of the losses that have required arguments."""
 
 BASES = {
     "BaseDistance": "a base class",
@@ -101,19 +101,19 @@ BASES = {
     "BaseMiner": "a base class",
     "BaseReducer": "a base class",
     "BaseRegularizer": "a base class",
-    "BatchedDistance": "for inference: it hands each part of the matrix to a function",
+    "BatchedDistance": "for inference: it passes each block of the matrix to a function",
     "EmbeddingRegularizerMixin": "a mixin of the losses",
     "GenericPairLoss": "a base class",
     "WeightRegularizerMixin": "a mixin of the losses",
 }
-"""What is exported but is none of the things compared, and what it is instead."""
+"""Exported classes that are not compared, and why."""
 
 AROUND_ANOTHER = ("CrossBatchMemory", "SelfSupervisedLoss")
 WITHOUT_LABELS = ("ManifoldLoss", "SelfSupervisedLoss", "VICRegLoss")
 ONE_STEP = ("DynamicSoftMarginLoss",)
 """Its histogram keeps the graph of the step before: a second backward pass raises, on one process too."""
 IN_FLOAT32 = ("ManifoldLoss", "SmoothAPLoss")
-"""They compute in float32 whatever they are given, and there a trainer's factor of 1/W is rounded to 24 bits."""
+"""They compute in float32 for every input dtype, so the factor 1/W of a trainer is rounded to 24 bits."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ClassWeightedReducer": {"weights": torch.linspace(0.5, 2.0, SAMPLES)},
@@ -191,7 +191,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """How far results may be apart, relative to the larger of 1 and the largest number expected."""
+        """Largest allowed difference, relative to the larger of 1 and the largest expected element."""
         return torch.finfo(torch.float32).eps if self.loss in IN_FLOAT32 else EXACT
 
     @property
@@ -258,9 +258,9 @@ def together(case: Case, shards: Sequence[int], grad_reduction: str, wrap: Wrap 
         return of_encoder / len(shards) if grad_reduction == "mean" else of_encoder
 
     start = sum(shards[: dist.get_rank()])
-    mine = slice(start, start + shards[dist.get_rank()])
+    local = slice(start, start + shards[dist.get_rank()])
     # a rank's own stream, which must not matter
-    found = _two_steps(case, call, mine, seed=100 + dist.get_rank())
+    found = _two_steps(case, call, local, seed=100 + dist.get_rank())
     if found.error is None:
         found.numbers["encoder"] = reduced(found.numbers["encoder"])
         if grad_reduction == "sum":  # each rank holds its share of what the trainer adds up
@@ -285,7 +285,7 @@ def _mined_outside(loss: Callable[..., Any], miner: Callable[..., Any]) -> Calla
     return call
 
 
-def _two_steps(case: Case, call: Callable[..., Callable[..., Any]], mine: slice, *, seed: int) -> Found:
+def _two_steps(case: Case, call: Callable[..., Callable[..., Any]], local: slice, *, seed: int) -> Found:
     numbers: dict[str, Tensor] = {}
     try:
         loss, miner = case.made()
@@ -295,7 +295,7 @@ def _two_steps(case: Case, call: Callable[..., Callable[..., Any]], mine: slice,
         np.random.seed(seed)
         random.seed(seed)
         for step in range(case.steps):
-            rows = {name: x[mine] for name, x in case.rows(step).items()}
+            rows = {name: x[local] for name, x in case.rows(step).items()}
             rows = {name: encoder(x) if x.is_floating_point() else x for name, x in rows.items()}
             values = [x for x in tree_leaves(computed(**rows)) if isinstance(x, Tensor)]
             for index, value in enumerate(values):
@@ -329,7 +329,7 @@ def difference(found: Found, expected: Found, tolerance: float) -> str | None:
             return f"{name} is NaN elsewhere"
         apart = (x - y).abs().nan_to_num().amax().item() if x.numel() else 0.0
         if apart > tolerance * max(1.0, x.abs().nan_to_num().amax().item() if x.numel() else 0.0):
-            return f"{name} is off by {apart:.1e}"
+            return f"{name} differs by {apart:.1e}"
     return None
 
 
@@ -491,13 +491,13 @@ def page(rows: Sequence[Row]) -> str:
             "",
             *splits,
             "",
-            "✓ the same as one process; – the library itself does not do this on one process, for the reason noted, and "
-            "raises the same on every rank; ✗ different, with where and why.",
+            "✓ equal to one process; – not supported by the library on one process, for the reason in the note, and the "
+            "same error on every rank; ✗ different, with split and reason in the note.",
             "",
             *tables,
             *notes.lines(),
             "",
-            "Exported, but nothing to compare:",
+            "Exported, but not compared:",
             "",
             *left_out,
         ]

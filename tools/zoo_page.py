@@ -1,41 +1,44 @@
-"""The zoo as a page: ``python -m tools.zoo_page > docs/pages/zoo.md``."""
+"""The page of the catalogue: ``python -m tools.zoo_page > docs/pages/zoo.md``."""
 
 from contrastive_zoo.catalogue import CATALOGUE
 
 _HEAD = """# The zoo
 
-Every loss of the library, generated from the code by `python -m tools.zoo_page`. All of them are the same function
-on any number of processes under `DistributedLoss`, and none holds the N × N matrix. GEMM counts are forward + backward, in
-units of one N × d × N product. [Coming from another library](coming-from.md) has the line-by-line changes.
+Which losses does the library have, what are their formulas and settings, and what do other libraries call them?
+For people who choose a loss. `python -m tools.zoo_page` generates this page from the code.
+
+Under `DistributedLoss` every loss is the same function on any number of processes, and none holds the N × N matrix. GEMM
+counts are forward + backward, in units of one N × d × N matmul; *kept* means with cached logits. [Coming from another
+library](coming-from.md) lists the changes line by line.
 """
 
 
 def as_markdown() -> str:
-    """The zoo as a page, a section per family.
+    """Return the documentation page of the catalogue, with a section per family.
 
-    Example:
+    Examples:
         >>> as_markdown().splitlines()[0]
         '# The zoo'
     """
     lines = [_HEAD]
-    for family in dict.fromkeys(species.family for species in CATALOGUE.values()):
+    for family in dict.fromkeys(entry.family for entry in CATALOGUE.values()):
         lines += [
             f"## {family.capitalize()}\n",
-            "| name | loss | called with | engine | elsewhere |",
+            "| name | loss | called with | engine | in other libraries |",
             "|---|---|---|---|---|",
         ]
-        mine = [species for species in CATALOGUE.values() if species.family == family]
-        for species in mine:
-            made = f"`{species.cls}({', '.join(f'{name}={value!r}' for name, value in species.settings)})`"
-            row = (f"`{species.name}`", made, f"`{species.called_with}`", species.engine, species.peers or "–")
+        members = [entry for entry in CATALOGUE.values() if entry.family == family]
+        for entry in members:
+            made = f"`{entry.cls}({', '.join(f'{name}={value!r}' for name, value in entry.settings)})`"
+            row = (f"`{entry.name}`", made, f"`{entry.called_with}`", entry.engine, entry.peers or "–")
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
-        for cls in dict.fromkeys(species.cls for species in mine):
-            species = next(x for x in mine if x.cls == cls)
-            lines.append(f"**{cls}.** {species.summary} {species.source}\n")
-            lines.append(f"Parameters: `{species.parameters}`\n")
-            if species.formula:
-                lines.append(f"```text\n{species.formula}\n```\n")
+        for cls in dict.fromkeys(entry.cls for entry in members):
+            entry = next(x for x in members if x.cls == cls)
+            lines.append(f"**{cls}.** {entry.summary} {entry.source}\n")
+            lines.append(f"Parameters: `{entry.parameters}`\n")
+            if entry.formula:
+                lines.append(f"```text\n{entry.formula}\n```\n")
     return "\n".join(lines).rstrip() + "\n"
 
 

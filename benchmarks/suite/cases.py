@@ -458,11 +458,11 @@ LOSSES = {
     ),
 }
 
-SOFTMAX = {name: species for name, species in CATALOGUE.items() if species.engine.startswith("softmax")}
-for _name, _species in SOFTMAX.items():  # for their memory alone
+SOFTMAX = {name: entry for name, entry in CATALOGUE.items() if entry.engine.startswith("softmax")}
+for _name, _entry in SOFTMAX.items():  # for their memory alone
     LOSSES[_name] = Subject(
-        lambda case, s=_species: list(arguments(s, case.rows * (2 if "two towers" in s.engine else 1), case.width)),
-        {"ours": lambda case, s=_species: made(s, case.width)},
+        lambda case, s=_entry: list(arguments(s, case.rows * (2 if "two towers" in s.engine else 1), case.width)),
+        {"ours": lambda case, s=_entry: made(s, case.width)},
     )
 
 _KEPT_OR_NOT = ("ours, tiled", "ours, kept")

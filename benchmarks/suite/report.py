@@ -1,4 +1,4 @@
-"""What is told: a table of what was asked for, one a group, and figures; as docs/pages/benchmarks.md."""
+"""Write docs/pages/benchmarks.md: a table of targets, a table for each group of cases, and figures."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,7 +30,10 @@ GROUPS = {
 
 TEXT = """# Benchmarks
 
-**Short answer.** The tables below are one run of one command; *asked* is what the library holds itself to.
+How fast are the losses, and how much memory do they need, compared with other libraries?
+For people who choose a library, and for those who change this one.
+
+**Short answer.** The tables below are one run of one command; *target* is the limit that the project sets itself.
 
 ```bash
 pip install --no-deps --target peers lightly open_clip_torch   # their losses are read from their files
@@ -40,33 +43,35 @@ python benchmarks/bench.py --docs --peers peers --full         # make bench-full
 
 ## How it is measured
 
-One step is forward and backward: the rows, which are leaves, get their gradients, and so does a learnt scale. Ways of one
-case take turns in the same process, in rounds, each round beginning with another one. *× GEMM* is a way's time in that of
-one bare product N × d × N in the same process and the same round, into memory that is there already (for a rank: its own
-rows times all rows); the figure is the median over rounds, in brackets the first and third quartile. A way is repeated
-until its quartiles are within 3 % or its time is spent, four times that if they are more than {doubtful:.0%} apart; if they
-stay so, there is a ?. What is quicker than 20 ms is called many times in one reading.
+One step is forward and backward: it computes the gradients of the embeddings, which are leaves, and of a learnt scale.
+Implementations of a case run interleaved in one process, in rotated order. *× GEMM* is the time of an implementation
+divided by the time of one matmul N × d × N in the same process and the same round, into preallocated memory (for a rank:
+its local anchors times all candidates). The figure is the median over rounds, with the first and third quartile in
+brackets. An implementation is repeated until its quartiles are within 3 % or its time is spent, and up to four times longer
+if they are more than {doubtful:.0%} apart; a ? marks those that stay so. A reading of an implementation faster than 20 ms
+contains many calls.
 
-- *ours* is the default budget, which holds up to {budget} MiB of similarities: all of most cases here. *Tiled* holds
-  none, `memory_budget(0)`, and *kept* holds them all. With ranks it is `DistributedLoss`, *ring* with `ring=True` and
-  *static shapes* with `static_shapes=True`.
-- *A @ B.T* is the bare product as one writes it: new memory for its result every time, which costs about as much as the
-  arithmetic where rows are short. *Products of tiles* are all products of a tiled step, without an exponential or a sum:
-  what it cannot fall below on this machine.
-- All ways of a case share a process, and so profit from malloc keeping what is freed, which ours ask for.
-- *dense* is the formula in plain torch with the whole matrix, its autograd doing the rest; *compiled* the same under
-  `torch.compile`.
-- OpenCLIP's `ClipLoss` gets normalised rows and a learnt scale, as in its training; its ways with several ranks are its
-  default, whose row gradients are W times too small, `gather_with_grad`, and `local_loss` with `gather_with_grad`.
-- *by hand* is the quickest correct recipe: one all-gather of both towers, the loss of all rows on every rank, W times the
-  own slice as gradient.
-- Losses of labelled rows have {of_a_class} rows a class. pytorch-metric-learning's have its default settings, as ours do.
-- *MB* is the highest memory during a step beyond what the process held before it, its inputs included; each in a fresh
-  process that has done a small step first. The bound is 8 · b · d · 4 bytes, b the rows of the similarities, what
-  the budget lets be kept ({budget} MiB; tiled none), and two tiles.
-- Errors are the largest difference from the dense formula in 64 bits, relative to the largest number there: of the value,
-  and of the rows' gradients. They are measured with at most 1,024 rows, but for the inputs that are hard.
-- Ranks are processes on this machine, one thread each, over gloo; where they are more than cores they share them.
+- *ours* is this library with the default budget, which caches up to {budget} MiB of logits: all logits in most cases here.
+  *Tiled* caches none (`memory_budget(0)`) and recomputes them; *kept* caches all. With several ranks it is
+  `DistributedLoss`, *ring* with `ring=True` and *static shapes* with `static_shapes=True`.
+- *A @ B.T* is the plain matmul, which allocates its result each time; the allocation costs about as much as the arithmetic
+  if d is small. *Products of tiles* are all matmuls of a tiled step, without exponentials and sums: the lower bound of its
+  time on this machine.
+- All implementations benefit from the malloc setting that the library enables, because they share one process.
+- *dense* is the formula in plain torch with the whole matrix and autograd; *compiled* is the same under `torch.compile`.
+- OpenCLIP's `ClipLoss` receives normalised embeddings and a learnt scale, as in its training. With several ranks it is
+  measured in its default mode (its gradients of the embeddings are W times too small), with `gather_with_grad`, and with
+  `local_loss` and `gather_with_grad`.
+- *by hand* is the fastest correct hand-written recipe: one all-gather of both towers, the loss of all samples on every
+  rank, W times the local slice as gradient.
+- Losses with labels have {of_a_class} samples per class. Losses of pytorch-metric-learning and of this library have their
+  default settings.
+- *MB* is the peak memory during a step minus the memory before it, inputs included, in a new process that has run a small
+  step first. The bound is 8 · b · d · 4 bytes, where b is the number of anchors, plus the cached logits ({budget} MiB;
+  tiled none), plus two tiles.
+- Errors are the largest difference from the dense formula in 64 bits, relative to its largest element: of the value, and of
+  the gradients of the embeddings. They are measured with at most 1,024 samples, except for the hard inputs.
+- Ranks are processes on this machine, one thread each, over gloo. If there are more ranks than cores, ranks share cores.
 
 """
 
@@ -81,7 +86,7 @@ def write_benchmarks(by_device: dict[str, Results]) -> None:
         results = by_device[device]
         parts += [f"## {device.upper()}\n\n", described(results)]
         if any(group in results["cases"] for group in ("softmax", "rows", "small", "ranks", "memory")):
-            parts += ["### Asked and measured\n\n", asked(results)]
+            parts += ["### Targets and measurements\n\n", targets(results)]
         for name, draw in FIGURES.items():
             if picture(draw, results, PAGES / "figures" / f"bench-{device}-{name}.svg"):
                 parts += [f"![{draw.__doc__}](figures/bench-{device}-{name}.svg)\n\n"]
@@ -113,14 +118,15 @@ def headline(results: Results) -> str:
         times = [f"{1000 * x:,.0f}" for x in seconds]
         lines.append([ask.case, f"{ask.to} {times[0]}", times[1], f"{less:.1f}×", *megabytes])
     machine = results["machine"]
-    return table(["rows of similarities × d", "theirs, ms", "ours, ms", "quicker", "theirs, MB", "ours, MB"], lines) + (
+    titles = ["anchors × d", "other library, ms", "this library, ms", "faster", "other library, MB", "this library, MB"]
+    return table(titles, lines) + (
         f"Forward and backward in float32 on {machine['device']}, torch {machine['torch']}. `make bench` measures it.\n"
     )
 
 
 def summary(results: Results) -> str:
     """For the terminal."""
-    return described(results) + asked(results)
+    return described(results) + targets(results)
 
 
 def described(results: Results) -> str:
@@ -157,7 +163,7 @@ def table(head: list[str], lines: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *lines]) + "\n"
 
 
-def asked(results: Results) -> str:
+def targets(results: Results) -> str:
     """Each figure beside its limit."""
     lines = []
     for ask in ASKS:
@@ -172,7 +178,7 @@ def asked(results: Results) -> str:
         middle = quartiles(values)[1]
         held = middle >= ask.limit if ask.at_least else middle <= ask.limit
         lines.append([ask.case, what, limit, spread(values), "yes" if held else "**no**"])
-    return table(["case", "what", "asked", "measured", "held"], lines)
+    return table(["case", "what", "target", "measured", "met"], lines)
 
 
 def answers(ask: Ask, found: dict[str, Any]) -> tuple[list[float], str]:
@@ -222,7 +228,7 @@ def times(results: Results, group: str) -> str:
                 line += [f"absent: {found['absent'][way]}"]
             lines.append(line + [""] * (6 - len(line)))
             title = ""
-    return table(["case", "way", "ms", "× GEMM", "value off by", "gradient off by"], lines)
+    return table(["case", "implementation", "ms", "× GEMM", "relative error, value", "relative error, gradient"], lines)
 
 
 def memory(results: Results) -> str:
@@ -237,7 +243,7 @@ def memory(results: Results) -> str:
                 number = why if held is None else f"{held / 2**20:,.0f}"
                 lines.append([title, way, number, f"{case.bound(way) / 2**20:,.0f}" if "ours" in way else ""])
                 title = ""
-    return table(["case", "way", "MB", "bound, softmax losses"], lines)
+    return table(["case", "implementation", "MB", "bound, softmax losses"], lines)
 
 
 def of_group(results: Results, group: str) -> Iterator[tuple[Case, dict[str, Any]]]:

@@ -480,8 +480,8 @@ def _nca_of_some(
     value = sum_over_anchors(pick, z, ids, shards=shards, reduction=reduction, world=world)
     if reduction != "mean" or shards.total == 1:
         return value
-    everybody = gather_rows(ids, shards, world)
-    return value if len(everybody.unique()) < len(everybody) else value + torch.nan
+    all_ids = gather_rows(ids, shards, world)
+    return value if len(all_ids.unique()) < len(all_ids) else value + torch.nan
 
 
 @_named_as_its_base

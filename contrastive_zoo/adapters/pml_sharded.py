@@ -1,4 +1,4 @@
-"""pytorch-metric-learning's losses in shards: each rank evaluates its own anchors against everybody, 1/W of the work.
+"""pytorch-metric-learning's losses in shards: each rank evaluates its local anchors, 1/W of the work.
 
 A loss of that library makes many losses, one for each pair, triplet or anchor, and a reducer makes one number of them.
 So each rank makes those of its own anchors, with the library's own code, and numerators and counts are added over ranks.
@@ -7,7 +7,7 @@ Three things do not come by themselves:
 - an anchor is no positive of itself. The library sees that only where anchors and columns are one tensor, so pairs are
   chosen here, and miners are asked in a way that leaves the anchor out;
 - the library leaves early where a batch has no positives, or no negatives. What a batch has is not what a rank has: a
-  rank without any evaluates a stranger, whose losses are dropped, so that it takes the branch the batch would take;
+  rank without any evaluates a padding row and drops its losses, so that it takes the same branch as the whole batch;
 - a loss whose anchors need more than columns (a mean over all pairs, another anchor's negatives) gets it by a message.
 """
 
@@ -30,7 +30,10 @@ from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.world import Shards, World
 
 Indices = tuple[Tensor, ...]
-"""(anchors, positives, negatives) or (anchors, positives, anchors, negatives): rows of mine and columns of everybody."""
+"""(anchors, positives, negatives) or (anchors, positives, anchors, negatives).
+
+Anchors index local rows, positives and negatives index the gathered candidates.
+"""
 R = TypeVar("R")
 Info = dict[str, Any]
 """What the library says of one sub-loss: ``losses``, ``indices``, ``reduction_type``, perhaps a ``divisor``."""
@@ -45,18 +48,17 @@ def sharded(
 ) -> Tensor:
     """The loss of all ranks' rows, of which each rank evaluates its own anchors only.
 
-    Equal to ``loss(Z, labels, miner(Z, labels))`` with the rows of all ranks at once: the value on every rank, ∂L/∂z of
-    my rows, which other ranks' anchors have a part in, and ∂L/∂φ of the loss's parameters. Where no anchor counts the
-    value is 0.
+    Equal to ``loss(Z, labels, miner(Z, labels))`` with the rows of all ranks: the value on every rank, ∂L/∂z of the
+    local rows (other ranks' anchors included), and ∂L/∂φ of the loss's parameters. If no anchor counts, the value is 0.
 
     Args:
-        loss: one that :func:`refusal` has nothing against.
-        miner: called on my anchors and everybody's rows if it chooses for each anchor by itself (TripletMarginMiner,
-            BatchHardMiner, MultiSimilarityMiner, PairMarginMiner, AngularMiner); any other sees all rows on every rank.
-        arguments: my ``embeddings`` and ``labels``, perhaps ``ref_emb`` and ``ref_labels``, as the ranks have met on; an
-            ``indices_tuple`` is one of all rows, the same on every rank.
-        shards: how each of them is spread over the ranks.
-        world: who holds rows.
+        loss: one for which :func:`refusal` returns None.
+        miner: called on the local anchors and all candidates if it treats each anchor separately (TripletMarginMiner,
+            BatchHardMiner, MultiSimilarityMiner, PairMarginMiner, AngularMiner); otherwise on all rows, on every rank.
+        arguments: the local ``embeddings`` and ``labels``, optionally ``ref_emb`` and ``ref_labels``, as agreed by the
+            handshake; an ``indices_tuple`` refers to all rows and is equal on all ranks.
+        shards: the shard sizes of each argument.
+        world: the ranks of the process group.
 
     Raises:
         ValueError: on every rank alike: what :func:`refusal` says, missing labels, reference rows or indices for a loss
@@ -64,9 +66,9 @@ def sharded(
 
     Example:
         >>> from contrastive_zoo.world import ALONE
-        >>> z, labels, lie = torch.eye(2).repeat(2, 1), torch.tensor([0, 1, 0, 1]), Shards((4,))
+        >>> z, labels, shard = torch.eye(2).repeat(2, 1), torch.tensor([0, 1, 0, 1]), Shards((4,))
         >>> rows = {"embeddings": z, "labels": labels}
-        >>> sharded(losses.ContrastiveLoss(), None, rows, {"embeddings": lie, "labels": lie}, ALONE)
+        >>> sharded(losses.ContrastiveLoss(), None, rows, {"embeddings": shard, "labels": shard}, ALONE)
         tensor(0.)
     """
     if problem := refusal(loss, miner) or _arguments_problem(loss, miner, arguments):
@@ -187,7 +189,7 @@ def _arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> s
 
 @dataclass(frozen=True)
 class _Part:
-    """My anchors, and everybody's rows to compare them with."""
+    """The local anchors, and the gathered candidates."""
 
     rows: Tensor
     labels: Tensor
@@ -211,7 +213,7 @@ class _Part:
         labels = arguments["labels"].to(rows.device)
         return cls(rows, labels, columns, column_labels, shards["embeddings"], references, world)
 
-    def everybody(self) -> tuple[Tensor, Tensor]:
+    def all_anchors(self) -> tuple[Tensor, Tensor]:
         """All ranks' anchors and their labels."""
         if not self.references:
             return self.columns, self.column_labels
@@ -245,13 +247,13 @@ class _Part:
         nth = torch.arange(len(pair), device=a.device) - (times.cumsum(0) - times)[pair]
         return [(a[pair], p[pair], torch.where(negative)[1][first[pair] + nth])]
 
-    def with_strangers(self, count: int) -> "_Part":
-        """With rows after mine that are nobody's, so that there is something to evaluate."""
+    def with_padding(self, count: int) -> "_Part":
+        """With rows after local that are nobody's, so that there is something to evaluate."""
         if count == 0:
             return self
-        stranger = torch.arange(1, self.rows.shape[1] + 1, dtype=self.rows.dtype, device=self.rows.device)
+        filler = torch.arange(1, self.rows.shape[1] + 1, dtype=self.rows.dtype, device=self.rows.device)
         labels = torch.cat([self.labels, self.column_labels[:1].expand(count)])
-        return replace(self, rows=torch.cat([self.rows, stranger.expand(count, -1)]), labels=labels)
+        return replace(self, rows=torch.cat([self.rows, filler.expand(count, -1)]), labels=labels)
 
     def jointly(self, caller: nn.Module, function: Callable[[], R]) -> R:
         """What ``function`` of this rank's rows returns, if no rank's raises: the others would wait in the next message.
@@ -272,9 +274,9 @@ class _Part:
             raise ValueError(f"{type(caller).__name__}: it raised {said}") from error
         return cast("R", found)
 
-    def totals(self, *mine: int) -> list[int]:
+    def totals(self, *local: int) -> list[int]:
         """Sums over ranks."""
-        return [sum(counts) for counts in zip(*self.world.exchange(mine), strict=True)]
+        return [sum(counts) for counts in zip(*self.world.exchange(local), strict=True)]
 
 
 class _Evaluation(nn.Module):
@@ -288,7 +290,7 @@ class _Evaluation(nn.Module):
         loss: Any = self.loss
         found = EVALUATED[type(loss)](loss, part, indices)
         if loss.embedding_regularizer is not None:
-            loss.add_embedding_regularization_to_loss_dict(found, part.everybody()[0])
+            loss.add_embedding_regularization_to_loss_dict(found, part.all_anchors()[0])
         return found
 
 
@@ -296,21 +298,21 @@ class _Evaluation(nn.Module):
 
 
 def _mined(miner: Any, part: _Part) -> Indices | None:
-    """What the miner chooses of all rows, as far as my anchors are concerned."""
+    """What the miner chooses of all rows, restricted to the local anchors."""
     with torch.no_grad():
         if type(miner) in _MINERS and type(miner.distance) in _DISTANCES:
             chosen = part.jointly(miner, lambda: _MINERS[type(miner)](miner, part))
             miner.output_assertion(chosen)  # which counts them, for those who log it
             return chosen
-        everybody = part.everybody()
+        anchors = part.all_anchors()
         with one_stream(part.world, part.rows.device):
             references = (part.columns, part.column_labels) if part.references else ()
-            found = part.jointly(miner, lambda: miner(*everybody, *references))
+            found = part.jointly(miner, lambda: miner(*anchors, *references))
     return _part_of(found, part)
 
 
 def _part_of(indices: Indices | None, part: _Part) -> Indices | None:
-    """Of indices of all rows, those of my anchors, which are counted from my first one."""
+    """Of indices of all rows, those of the local anchors, which are counted from the first local one."""
     if indices is None:
         return None
     start, stop = part.shards.start, part.shards.start + part.shards.size
@@ -333,12 +335,12 @@ def _each_by_itself(miner: Any, part: _Part) -> Indices:
 
 def _batch_hard(miner: Any, part: _Part) -> Indices:
     miner.reset_stats()
-    far = miner.distance(part.rows, part.columns)
+    distance = miner.distance(part.rows, part.columns)
     positives, negatives = part.pairs(None)
-    if far.numel() == 0:
+    if distance.numel() == 0:
         return (positives[0],) * 3
-    (_, p), some_positive = miner.get_positives(far, *positives)
-    (_, n), some_negative = miner.get_negatives(far, *negatives)
+    (_, p), some_positive = miner.get_positives(distance, *positives)
+    (_, n), some_negative = miner.get_negatives(distance, *negatives)
     a = torch.where(some_positive & some_negative)[0]
     return a, p[a], n[a]
 
@@ -368,7 +370,7 @@ _MINERS: dict[type, Callable[[Any, _Part], Indices]] = {
 
 
 def _weights(part: _Part, indices: Indices | None, *, anchors_only: bool) -> Tensor:
-    """How often the miner chose each of my rows, relative to the row that it chose most often."""
+    """How often the miner chose each local row, relative to the row that it chose most often."""
     if indices is None:
         return part.rows.new_ones(len(part.rows))
     start, total = part.shards.start, part.shards.total
@@ -393,28 +395,28 @@ def _of_triplets(loss: Any, part: _Part, indices: Indices | None) -> dict[str, I
 
 
 def _by_the_library(loss: Any, part: _Part, groups: Sequence[Indices], *, enough: int) -> dict[str, Info]:
-    """``compute_loss`` of my anchors; with strangers where I have too few pairs to tell what the batch has."""
-    mine = [len(group[0]) for group in groups]
-    missing = _strangers_wanted(mine, part.totals(*mine), enough)
-    both = part.with_strangers(sum(missing))
-    strangers = torch.arange(len(part.rows), len(both.rows), device=part.rows.device).split(missing)
+    """``compute_loss`` of the local anchors; padded where the local shard has too few pairs to show what the batch has."""
+    local = [len(group[0]) for group in groups]
+    missing = _padding_needed(local, part.totals(*local), enough)
+    both = part.with_padding(sum(missing))
+    padding = torch.arange(len(part.rows), len(both.rows), device=part.rows.device).split(missing)
     indices = [
         torch.cat([x, some if nth == 0 else torch.zeros_like(some)])
-        for group, some in zip(groups, strangers, strict=True)
+        for group, some in zip(groups, padding, strict=True)
         for nth, x in enumerate(group)
     ]
     evaluate = functools.partial(loss.compute_loss, both.rows, both.labels, tuple(indices))
     found = part.jointly(loss, lambda: evaluate(part.columns, part.column_labels))
-    return {name: _own(info, len(part.rows), any(mine)) for name, info in found.items()}
+    return {name: _own(info, len(part.rows), any(local)) for name, info in found.items()}
 
 
-def _strangers_wanted(mine: Sequence[int], totals: Sequence[int], enough: int) -> list[int]:
+def _padding_needed(local: Sequence[int], totals: Sequence[int], enough: int) -> list[int]:
     """How many more pairs of each kind show what the batch has; more than ``enough`` make no difference."""
-    return [max(0, min(enough, total) - x) for total, x in zip(totals, mine, strict=True)]
+    return [max(0, min(enough, total) - x) for total, x in zip(totals, local, strict=True)]
 
 
 def _own(info: Info, rows: int, some: bool) -> Info:
-    """Without what strangers lose."""
+    """Without what padding lose."""
     values, indices, divisor = info["losses"], info["indices"], info.get("divisor")
     if isinstance(values, Tensor) and indices is not None:
         own = (indices if isinstance(indices, Tensor) else indices[0]) < rows
@@ -426,7 +428,7 @@ def _own(info: Info, rows: int, some: bool) -> Info:
 def _of_rows(loss: Any, part: _Part, indices: Indices | None) -> dict[str, Info]:
     """A classifier's: each row against the weights of classes."""
     weights = _weights(part, indices, anchors_only=type(loss) is losses.ProxyNCALoss)
-    both = part.with_strangers(int(len(part.rows) == 0))
+    both = part.with_padding(int(len(part.rows) == 0))
     found = part.jointly(loss, lambda: loss.compute_loss(both.rows, both.labels, None, both.rows, both.labels))
     found["loss"] = own = _own(found["loss"], len(part.rows), True)
     own["losses"] = own["losses"] * weights[own["indices"]]
@@ -438,17 +440,17 @@ def _lifted_structure(loss: Any, part: _Part, indices: Indices | None) -> dict[s
     (a, p), (a2, n) = part.pairs(indices)
     if 0 in (totals := part.totals(len(a), len(a2))) or max(totals) < 2:
         return {}
-    far = loss.distance(part.rows, part.columns)
-    near = loss.distance.margin(loss.neg_margin, far[a2, n])
-    top = torch.full_like(far[:, 0], -torch.inf).scatter_reduce(0, a2, near.detach(), "amax")
-    base = top.clamp(min=c_f.neg_inf(far.dtype))
+    distance = loss.distance(part.rows, part.columns)
+    near = loss.distance.margin(loss.neg_margin, distance[a2, n])
+    top = torch.full_like(distance[:, 0], -torch.inf).scatter_reduce(0, a2, near.detach(), "amax")
+    base = top.clamp(min=c_f.neg_inf(distance.dtype))
     crowding = torch.zeros_like(top).index_add(0, a2, (near - base[a2]).exp())
     crowding = crowding.where(top.isfinite(), 1).log().where(top.isfinite(), -torch.inf) + base.where(top.isfinite(), 0)
-    everybody = all_gather(crowding, shards=part.shards, process_group=part.world)
-    both = torch.stack([crowding[a], everybody[p]])
+    all_crowding = all_gather(crowding, shards=part.shards, process_group=part.world)
+    both = torch.stack([crowding[a], all_crowding[p]])
     none = both.isneginf().all(0)
     crowded = both.where(~none, 0).logsumexp(0).where(~none, 0)
-    values = (crowded + loss.distance.margin(far[a, p], loss.pos_margin)).relu().square() / 2
+    values = (crowded + loss.distance.margin(distance[a, p], loss.pos_margin)).relu().square() / 2
     return {"loss": {"losses": values, "indices": (a, p), "reduction_type": "pos_pair"}}
 
 
@@ -458,13 +460,13 @@ def _intra_pair_variance(loss: Any, part: _Part, indices: Indices | None) -> dic
     totals = part.totals(*(len(a) for a, _ in pairs))
     if max(totals) < 2:
         return {}
-    far = loss.distance(part.rows, part.columns)
-    mine = [far[pair] for pair in pairs]
-    sums = sum_over_ranks(torch.stack([x.sum() for x in mine]), gradient="partial", world=part.world)
+    distance = loss.distance(part.rows, part.columns)
+    local = [distance[pair] for pair in pairs]
+    sums = sum_over_ranks(torch.stack([x.sum() for x in local]), gradient="partial", world=part.world)
     found = {}
     for nth, (sign, eps) in enumerate({"pos": loss.pos_eps, "neg": loss.neg_eps}.items()):
         inverted = loss.distance.is_inverted == (sign == "pos")
-        spread = loss.variance_with_eps(mine[nth], sums[nth] / max(1, totals[nth]), eps, inverted)
+        spread = loss.variance_with_eps(local[nth], sums[nth] / max(1, totals[nth]), eps, inverted)
         found[f"{sign}_loss"] = {
             "losses": spread.relu().square(), "indices": pairs[nth], "reduction_type": f"{sign}_pair"
         }  # fmt: skip
@@ -511,8 +513,8 @@ def _instance(loss: Any, part: _Part, indices: Indices | None) -> dict[str, Info
 def _n_pairs(loss: Any, part: _Part, indices: Indices | None) -> dict[str, Info]:
     """The first pair of each class, in rank order: an anchor must find its positive among all of those."""
     a, p = part.pairs(indices)[0]
-    mine = _first_of_each(torch.stack([part.labels[a], a + part.shards.start, p], 1))
-    every = _first_of_each(gather_rows(mine, part.world.shards(len(mine)), part.world))
+    local = _first_of_each(torch.stack([part.labels[a], a + part.shards.start, p], 1))
+    every = _first_of_each(gather_rows(local, part.world.shards(len(local)), part.world))
     loss.num_pairs = len(every)
     own = torch.where((every[:, 1] >= part.shards.start) & (every[:, 1] < part.shards.start + part.shards.size))[0]
     anchors = every[own, 1] - part.shards.start
@@ -558,16 +560,16 @@ def _pnp(loss: Any, part: _Part, indices: Indices | None) -> dict[str, Info]:
 
 
 def _ranked_list(loss: Any, part: _Part, indices: Indices | None) -> dict[str, Info]:
-    far, (positive, negative) = loss.distance(part.rows, part.columns), part.masks()
+    distance, (positive, negative) = loss.distance(part.rows, part.columns), part.masks()
     radius = loss.alpha - loss.margin
 
     def weighted(hinge: Tensor, where: Tensor, temperature: float) -> Tensor:
         weights = (temperature * hinge.where(where, 0)).exp().where(where, 0)
         return (weights * hinge).sum(1) / (weights + 1e-5).sum(1)
 
-    pull = weighted(far - radius, positive & (far > max(radius, 0)), loss.Tp)
-    push = weighted(loss.alpha - far, negative & (far > 0) & (far < loss.alpha), loss.Tn)
-    anchors = torch.arange(len(far), device=far.device)
+    pull = weighted(distance - radius, positive & (distance > max(radius, 0)), loss.Tp)
+    push = weighted(loss.alpha - distance, negative & (distance > 0) & (distance < loss.alpha), loss.Tn)
+    anchors = torch.arange(len(distance), device=distance.device)
     values = (1 - loss.imbalance) * pull + loss.imbalance * push
     return {"loss": {"losses": values, "indices": anchors, "reduction_type": "element"}}
 
@@ -584,7 +586,7 @@ def _p2s_grad(loss: Any, part: _Part, indices: Indices | None) -> dict[str, Info
 
 
 def _averaged(values: Tensor, count: int) -> Info:
-    """A sub-loss that no reducer sees, as it is a mean: my part of the sum, and of what it is divided by."""
+    """A sub-loss that no reducer sees, as it is a mean: the local part of the sum, and of what it is divided by."""
     return {"losses": values, "indices": None, "reduction_type": "already_reduced", "count": count}
 
 
@@ -616,7 +618,7 @@ EVALUATED: dict[type[nn.Module], Callable[[Any, _Part, Indices | None], dict[str
     losses.RankedListLoss: _ranked_list,
     losses.ThresholdConsistentMarginLoss: _threshold_consistent,
 }
-"""Losses, and what makes the losses of my anchors; besides, MultipleLosses and SelfSupervisedLoss of these."""
+"""Losses, and what makes the losses of the local anchors; besides, MultipleLosses and SelfSupervisedLoss of these."""
 
 REFUSED: dict[type[nn.Module], str] = {
     losses.CrossBatchMemory: "its queue holds rows without gradient, whose owners it does not know.",
@@ -641,21 +643,21 @@ def _labelled_views(
     arguments: Mapping[str, Any], shards: Mapping[str, Shards], *, symmetric: bool
 ) -> tuple[dict[str, Any], dict[str, Shards]]:
     """Views of the same samples as rows whose labels are the samples' numbers."""
-    view1, view2, lie = arguments["embeddings"], arguments["ref_emb"], shards["embeddings"]
-    labels = torch.arange(lie.start, lie.start + lie.size, device=view1.device)
+    view1, view2, shard = arguments["embeddings"], arguments["ref_emb"], shards["embeddings"]
+    labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device)
     if symmetric:
-        both = lie.times(2)
+        both = shard.times(2)
         rows = {"embeddings": torch.cat([view1, view2]), "labels": labels.repeat(2)}
         return rows, {"embeddings": both, "labels": both}
     rows = {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
-    return rows, dict.fromkeys(rows, lie)
+    return rows, dict.fromkeys(rows, shard)
 
 
 # ------------------------------------------------------------------------------------------------------------- reducers
 
 
 def _reduced(reducer: Any, found: Mapping[str, Info], part: _Part, *, connected: Sequence[Tensor]) -> Tensor:
-    """What the reducer makes of everybody's losses: a sum over a count for each sub-loss, and their sum."""
+    """What the reducer makes of all ranks' losses: a sum over a count for each sub-loss, and their sum."""
     # no rank falls out of the backward pass, whether or not its anchors looked at anything
     nothing = torch.stack([x.flatten()[:0].sum(dtype=torch.float64) for x in connected]).sum()
     terms = [
@@ -669,7 +671,7 @@ def _reduced(reducer: Any, found: Mapping[str, Info], part: _Part, *, connected:
 
 
 def _term(reducer: Any, name: str, info: Info, part: _Part) -> tuple[Tensor, Tensor]:
-    """My part of a sub-loss's sum, and of what it is divided by."""
+    """The local part of a sub-loss's sum, and of what it is divided by."""
     if info["reduction_type"] == "already_reduced":
         value = info["losses"].sum(dtype=torch.float64)
         if "count" in info:

@@ -1,7 +1,7 @@
 """Losses of sentence-transformers on the sentences of all ranks; called, and trained with, as they are.
 
-Such a loss holds its encoder and calls it itself, on tokens. Tokens need not travel: for the time of the call the encoder
-answers with everybody's embeddings of a column, gathered in rank order. What the loss then does with them (rank, weigh,
+Such a loss holds its encoder and calls it itself, on tokens. Tokens are not gathered: during the call the encoder
+returns all ranks' embeddings of a column, gathered in rank order. What the loss then does with them (rank, weigh,
 classify, truncate) every rank does alike, and so each holds the complete gradient.
 """
 
@@ -26,7 +26,7 @@ from contrastive_zoo.world import Processes, Shards, World
 class DistributedSentenceLoss(nn.Module):
     """A loss of sentence-transformers as a function of the sentences of all ranks.
 
-    L is what ``loss(sentence_features, labels)`` returns on one process that holds everybody's rows, in rank order. For
+    L is what ``loss(sentence_features, labels)`` returns on one process that holds all ranks' rows, in rank order. For
     every split of the rows every rank returns L; after the trainer's reduction the encoder's gradient is ∂L/∂θ; the
     gradient of the loss's own parameters (a classifier, a projection) is ∂L/∂φ on every rank, before any reduction.
     These parameters and the loss's buffers are rank 0's from the first call between ranks on. On one process nothing
@@ -90,10 +90,10 @@ class DistributedSentenceLoss(nn.Module):
         self._in_step = False
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
-        """The loss of all ranks' rows, from mine.
+        """The loss of all ranks' rows, from the local ones.
 
         Args:
-            sentence_features: for each column what the encoder takes, my rows.
+            sentence_features: for each column the encoder's inputs for the local rows.
             labels: [n, …], one per row, if the loss takes any.
         """
         world = World.of(self.process_group)
@@ -108,7 +108,7 @@ class DistributedSentenceLoss(nn.Module):
         return value
 
     def _together(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
-        """The loss on everybody's embeddings and labels, computed by every rank alike."""
+        """The loss on all ranks' embeddings and labels, computed by every rank alike."""
         name, encoder = type(self.loss).__name__, _core(self.model)
         brought = {"labels": labels} if isinstance(labels, Tensor) else {}
         problem = _problem_compiled(self.loss, encoder)
@@ -123,7 +123,7 @@ class DistributedSentenceLoss(nn.Module):
         device = next((x.device for x in self.model.parameters()), None)
         with ExitStack() as stream, ExitStack() as patches:
 
-            def everybodys(encode: Callable[..., Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+            def gathered_encode(encode: Callable[..., Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal rows
                 stream.close()  # encoders draw by themselves, losses together
                 output = encode(*args, **kwargs)
@@ -132,7 +132,7 @@ class DistributedSentenceLoss(nn.Module):
                 return {**output, "sentence_embedding": z}
 
             for model in (encoder, *self._guides):
-                patches.enter_context(_answering(model, everybodys))
+                patches.enter_context(_answering(model, gathered_encode))
             # merged columns would come back column by column within each rank
             patches.enter_context(column_merging_disabled())
             stream.enter_context(one_stream(world, device))
@@ -146,7 +146,7 @@ class DistributedSentenceLoss(nn.Module):
             return getattr(super().__getattr__("loss"), name)
 
     def _meet_parameters(self, encoder: nn.Module, world: World) -> None:
-        """Everybody begins with rank 0's classifier: ranks that were seeded differently drew different ones."""
+        """Start every rank from rank 0's parameters of the loss: ranks with different seeds drew different ones."""
         if self._in_step:
             return
         encoders = {id(x) for model in (encoder, *self._guides) for x in (*model.parameters(), *model.buffers())}
@@ -168,7 +168,7 @@ def _encoders(loss: nn.Module) -> dict[str, nn.Module]:
 
 
 def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
-    """Why the loss cannot be computed from everybody's embeddings, in words; None if it can."""
+    """Why the loss cannot be computed from all ranks' embeddings, in words; None if it can."""
     parts = list(loss.modules())
     if not encoders:
         return (
@@ -184,7 +184,7 @@ def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
             "use_mini_batched_version=False. For a large batch in small memory see contrastive_zoo.cached_step."
         )
     if any(getattr(x, "gather_across_devices", False) for x in parts):
-        return "gathers by itself, and would gather everybody's rows again. Pass gather_across_devices=False."
+        return "gathers by itself, and would gather all ranks' rows again. Pass gather_across_devices=False."
     if "model" not in encoders and len({id(x) for x in encoders.values()}) > 1:
         return (
             f"trains {len(encoders)} encoders ({', '.join(encoders)}), of which trainers reduce the gradients of one at "
@@ -207,7 +207,7 @@ def _core(model: nn.Module) -> nn.Module:
 
 
 def _gathered(name: str, z: Tensor, rows: Shards | None, world: World) -> tuple[Tensor, Shards]:
-    """All ranks' embeddings of one column, and how they lie over the ranks: as the labels or the first column do."""
+    """All ranks' embeddings of one column, and their shard sizes, equal to those of the labels or the first column."""
     problem = None
     if rows is not None and len(z) != rows.size:
         problem = (

@@ -1,4 +1,4 @@
-"""What is trained: three jobs done right, and two ways people gather embeddings by hand that are not."""
+"""The trainings of the demo: three right ones, and two with a wrong hand-written gather."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,24 +41,24 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(first, hidden), nn.ReLU(), nn.Linear(hidden, last))
 
 
-# --- the wrong recipes, as they are found in the wild ---------------------------------------------------------------
+# --- the wrong recipes, as people write them ---------------------------------------------------------------
 
 
 class _KeepsOwnSlice(torch.autograd.Function):
-    """Gathers all rows; of their gradient it hands back this rank's slice and lets DDP divide it by W."""
+    """Gather all rows; the backward pass returns the local slice of their gradient, which DDP then divides by W."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
-        ctx.mine = cz.World.of().shards(rows).mine
+        ctx.local = cz.World.of().shards(rows).mine
         return cz.all_gather(rows.detach())
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy[ctx.mine]
+        return dy[ctx.local]
 
 
 class WrongInfoNCE(nn.Module):
-    """InfoNCE with the rows gathered by hand; what it does is judged by the true loss at its temperature."""
+    """InfoNCE with a hand-written gather; the held-out loss is the true loss at its temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class KeepsOwnSlice(WrongInfoNCE):
     """The right value; the encoder's gradient is 1/W of the true one."""
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        everybody = _KeepsOwnSlice.apply(queries), _KeepsOwnSlice.apply(keys)
-        return cz.info_nce(*everybody, temperature=self.temperature(), symmetric=True)
+        gathered = _KeepsOwnSlice.apply(queries), _KeepsOwnSlice.apply(keys)
+        return cz.info_nce(*gathered, temperature=self.temperature(), symmetric=True)
 
 
 class DetachedColumns(WrongInfoNCE):
-    """My rows against everybody's detached ones: what others' anchors ask of my rows is lost.
+    """Local anchors against detached candidates: the gradient of other ranks' anchors is lost.
 
-    The mean over my rows is then averaged by DDP: on uneven shards the smaller one's rows weigh more.
+    DDP averages the means over the local anchors: on uneven shards samples of the smaller shard have a larger weight.
     """
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def sup_con() -> nn.Module:
 
 
 def pml_triplet() -> nn.Module:
-    """A loss and a miner from elsewhere: pytorch-metric-learning's triplets."""
+    """A third-party loss and miner: triplets of pytorch-metric-learning."""
     from pytorch_metric_learning.losses import TripletMarginLoss
     from pytorch_metric_learning.miners import TripletMarginMiner
 
@@ -121,7 +121,7 @@ class Job:
         title: its name in the table.
         encoder: makes the encoder, images to one or two tensors of rows.
         loss: makes the loss.
-        trainer: who averages the gradients of the encoder over the ranks.
+        trainer: what averages the encoder's gradients over ranks.
         labelled: whether the loss compares rows by their class, rather than two views.
         batch: images in a global batch.
         steps: optimizer steps.

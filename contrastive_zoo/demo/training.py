@@ -1,4 +1,4 @@
-"""How it is trained: the same few lines on every rank of any world."""
+"""The training loop of the demo, the same on every rank of any world size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from contrastive_zoo.testing.worlds import Worlds, report
 
 HELD_OUT = 360
 EVERY = 4
-"""Steps between two looks at the held-out loss."""
+"""Steps between two evaluations of the held-out loss."""
 SHARES = {1: (1.0,), 2: (0.4, 0.6)}
 """World size -> each rank's part of every batch; uneven on purpose."""
 
@@ -44,7 +44,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank ends with.
+    """The result of a training on one rank.
 
     Attributes:
         curve: step -> the true global loss on the same held-out images after so many steps.
@@ -60,13 +60,13 @@ class Trained:
 
 
 def train(job: Job, digits: Digits) -> Trained:
-    """Train ``job`` on this rank's part of every batch. Nothing here asks how many ranks there are, but the sampler."""
+    """Train ``job`` on this rank's part of every batch. Only the sampler depends on the number of ranks."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # every rank of every world starts from the same parameters
     encoder, loss = job.encoder(), job.loss()
     judge = loss.truth if isinstance(loss, WrongInfoNCE) else loss
     model = DistributedDataParallel(encoder) if job.trainer == "DDP" else encoder
-    # DistributedLoss keeps its parameters in step by itself; a loss gathered by hand needs DDP for that, too.
+    # DistributedLoss keeps its parameters equal on all ranks; a hand-written loss needs DDP for that.
     criterion = DistributedDataParallel(loss) if isinstance(loss, WrongInfoNCE) else loss
     groups: list[dict[str, Any]] = [
         {"params": list(encoder.parameters())},
@@ -75,7 +75,7 @@ def train(job: Job, digits: Digits) -> Trained:
     optimizer = torch.optim.SGD(groups, lr=job.rate, momentum=0.9)
 
     def compare(module: torch.nn.Module, criterion: torch.nn.Module, index: Tensor) -> Tensor:
-        index = mine(index)
+        index = local_part(index)
         rows = module(digits.images[index])
         return criterion(*rows, digits.labels[index]) if job.labelled else criterion(*rows)
 
@@ -103,7 +103,7 @@ def train(job: Job, digits: Digits) -> Trained:
     return Trained(curve, parameters, before, held_out_rows())
 
 
-def mine(batch: Tensor) -> Tensor:
+def local_part(batch: Tensor) -> Tensor:
     """This rank's part of a global batch."""
     world = cz.World.of()
     shares = SHARES[world.size]
@@ -128,16 +128,16 @@ class Comparison:
     @property
     def drift(self) -> float:
         """Largest difference between a parameter trained by one process and by any rank of two."""
-        return self._farthest_from(self.alone)
+        return self._largest_difference_from(self.alone)
 
     @property
     def disagreement(self) -> float:
         """Largest difference between the ranks themselves."""
-        return self._farthest_from(self.together[0])
+        return self._largest_difference_from(self.together[0])
 
-    def _farthest_from(self, one: Trained) -> float:
-        everybody = torch.stack([rank.parameters for rank in self.together])
-        return (everybody - one.parameters).abs().max().item()  # torch's max lets no NaN pass for agreement
+    def _largest_difference_from(self, one: Trained) -> float:
+        all_ranks = torch.stack([rank.parameters for rank in self.together])
+        return (all_ranks - one.parameters).abs().max().item()  # torch's max returns NaN if any is NaN
 
     def recall(self, rows: Rows, digits: Digits) -> float:
         """R@1 of held-out rows: finding the other view, or a row of the same class."""
@@ -147,7 +147,7 @@ class Comparison:
 def run(
     job: Job, world_size: int, digits: Digits, worlds: Worlds, on_step: Callable[[int], None] = lambda step: None
 ) -> tuple[Trained, ...]:
-    """Train ``job`` on ``world_size`` processes; what every rank ends with."""
+    """Train ``job`` on ``world_size`` processes; return the result of every rank."""
 
     def on_message(rank: int, step: int) -> None:
         if rank == 0:

@@ -1,4 +1,4 @@
-"""The far side of :mod:`contrastive_zoo.testing.worlds`: one process, one rank, one job after another."""
+"""The process of one rank, which runs the jobs of :mod:`contrastive_zoo.testing.worlds` one after another."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torch import Tensor
 
 
 class Answer(NamedTuple):
-    """What a rank sends back; any number of messages, then one of the other two."""
+    """A message of a rank: any number of ``message``, then one ``returned`` or ``raised``."""
 
     kind: str  # "message", "returned" or "raised"
     value: Any
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """An exception on its way home. The object may not survive the journey, its text always does."""
+    """An exception sent to the parent process. The object may not be picklable; its text always is."""
 
     summary: str
     traceback: str
@@ -53,9 +53,9 @@ _pipe: connection.Connection | None = None  # set in a rank, None in every other
 
 
 def report(message: Any) -> None:
-    """Send ``message`` from inside a job to the ``on_message`` of the :meth:`Worlds.run` that waits for it.
+    """Send ``message`` from inside a job to the ``on_message`` callback of the :meth:`Worlds.run` that started it.
 
-    Outside a job it does nothing, so a training loop may report whoever calls it. Call it from the job's own thread.
+    Outside a job it does nothing, so a training loop may always call it. Call it from the job's own thread.
 
     Raises:
         TypeError: the message cannot be pickled.
@@ -67,11 +67,11 @@ def report(message: Any) -> None:
         _pipe.send_bytes(_dumps_home(Answer("message", message)))
 
 
-# --- what travels, and how ------------------------------------------------------------------------------------------
+# --- pickling -------------------------------------------------------------------------------------------------------
 
 
 def dumps(job: Any) -> bytes:
-    """Pickle what goes to the ranks. Code that they cannot import, and test modules, travels by value."""
+    """Pickle a job for the ranks. Code that they cannot import, and test modules, are pickled by value."""
     return _dumps(_Outbound, job)
 
 
@@ -97,8 +97,8 @@ class _Homebound(cloudpickle.Pickler):
         if type(obj) is Tensor and obj.layout is torch.strided:
             return _compact(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, type) and _lookup(obj.__module__, obj.__qualname__) is not obj:
-            # A class that came by value goes home by name: cloudpickle would overwrite the original's attributes.
-            return _at_home, (obj.__module__, obj.__qualname__, cloudpickle.dumps(obj))
+            # A class that was sent by value is returned by name: cloudpickle would overwrite the original's attributes.
+            return _original_class, (obj.__module__, obj.__qualname__, cloudpickle.dumps(obj))
         return super().reducer_override(obj)
 
 
@@ -108,7 +108,7 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-def _at_home(module: str, qualname: str, pickled: bytes) -> Any:
+def _original_class(module: str, qualname: str, pickled: bytes) -> Any:
     found = _lookup(module, qualname)
     return found if isinstance(found, type) else pickle.loads(pickled)
 
@@ -145,7 +145,7 @@ _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 @dataclass(frozen=True)
 class Where:
-    """Where a rank stood when it was given up.
+    """Where a rank was when the timeout ended.
 
     Attributes:
         collective: the collective it waited in, as ``torch.distributed`` names it; None outside of any.
@@ -165,7 +165,7 @@ def stack_file(directory: str, rank: int) -> str:
 
 
 def read_stack(directory: str, rank: int) -> Where:
-    """Where a rank stands to whom SIGUSR1 was just sent."""
+    """Read the stack of a rank that has just received SIGUSR1."""
     path, deadline, text = Path(stack_file(directory, rank)), time.monotonic() + STACK_TIMEOUT, ""
     while time.monotonic() < deadline:
         before, text = text, path.read_text(errors="replace") if path.exists() else ""
@@ -201,7 +201,7 @@ def _is_the_users(file: str) -> bool:
 
 
 def finding(size: int, stuck: Mapping[int, Where]) -> str:
-    """What the places of the stuck ranks of a world mean, taken together."""
+    """Explain why a job hangs, from the places of its stuck ranks."""
     waits = {rank: stuck[rank].collective if rank in stuck else None for rank in range(size)}
     absent = {name: [rank for rank in waits if waits[rank] != name] for name in waits.values() if name is not None}
     if not absent and len(stuck) < size:

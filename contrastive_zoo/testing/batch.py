@@ -1,4 +1,4 @@
-"""A global batch by its description: a few small numbers that are quick to draw, to shrink and to paste back."""
+"""A global batch, described by a few numbers that are quick to draw, to shrink and to paste into a test."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -15,14 +15,14 @@ FEATURES = 3
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Samples of all ranks, and how they lie over them.
+    """The samples of all ranks, and the shard sizes.
 
     Args:
         shards: samples on each rank, in rank order; a rank may have none.
         d: width of the embeddings.
         labels: ``"mixed"`` classes of about three, the same with some ``"singletons"``, all ``"same"`` or ``"distinct"``.
-        rows: what the samples look like: well-behaved (``"gaussian"``), ``"clustered"``, or adversarial.
-        seed: which samples.
+        rows: kind of samples: well-conditioned (``"gaussian"``), ``"clustered"``, or adversarial.
+        seed: seed of the samples.
 
     Example:
         >>> batch = GlobalBatch((1, 2), d=1)

@@ -1,4 +1,4 @@
-"""One call that says whether a loss is the same function on any number of processes, and if not, what is wrong."""
+"""Check in one call whether a loss is the same function on any number of processes, and diagnose it if it is not."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,52 +10,52 @@ from typing import Any, Literal
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import HypothesisException, NoSuchExample
 
-from contrastive_zoo.testing import laws
+from contrastive_zoo.testing import invariants
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.diagnosis import Diagnosis, diagnose
-from contrastive_zoo.testing.laws import LAWS, OF_ONE_STEP, OF_TRAININGS, Broken, Law
+from contrastive_zoo.testing.invariants import INVARIANTS, STEP_INVARIANTS, TRAINING_INVARIANTS, Broken, Invariant
 from contrastive_zoo.testing.measurement import Call, Case, GradReduction, call_form
 from contrastive_zoo.testing.strategies import ADVERSARIAL, ORDINARY, global_batches
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 SHRINKING = 4.0
-"""Seconds spent on making a counterexample small."""
+"""Time limit in seconds for shrinking a counterexample."""
 
 MOST_FAILURES = 3
-"""Batches on which ranks raise or hang, after which no more are tried."""
+"""The check stops after so many batches on which a rank raises or hangs."""
 
 IMPORTING = 120.0
-"""Seconds that the ranks may take to make the loss for the first time, importing what it needs."""
+"""Timeout in seconds for the first construction of the loss, which imports its modules on every rank."""
 
 
 @dataclass
 class Finding:
-    """A law that does not hold, on the smallest batch found.
+    """An invariant that is broken, with the smallest batch found that shows it.
 
     Args:
-        law: which.
-        message: what came and what was expected.
-        batch: where.
+        invariant: the broken invariant.
+        message: the value found and the value expected.
+        batch: the global batch.
     """
 
-    law: Law
+    invariant: Invariant
     message: str
     batch: GlobalBatch
 
 
 @dataclass
 class Report:
-    """What an examination found.
+    """The result of a check.
 
     Args:
-        name: of the loss.
-        world_sizes: the W tried.
-        grad_reduction: what the trainer was taken to do.
-        examples: global batches tried.
-        findings: one for each law that does not hold, the most basic first.
-        diagnosis: what is wrong and how to mend it; None if nothing is.
-        seconds: how long it took.
+        name: name of the loss.
+        world_sizes: the world sizes W tested.
+        grad_reduction: whether the trainer is assumed to average or sum gradients over ranks.
+        examples: number of global batches tested.
+        findings: one for each broken invariant, the most basic first.
+        diagnosis: the mistake and its fix; None if no invariant is broken.
+        seconds: duration of the check.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Report:
     diagnosis: Diagnosis | None = None
     seconds: float = 0.0
     tried: frozenset[str] = frozenset()
-    """Names of the laws that said something of some batch."""
+    """Names of the invariants that applied to at least one batch."""
 
-    def holds(self, law: Law) -> bool | None:
-        """Whether a law held on every batch; None if it was not tried."""
-        if any(found.law is law for found in self.findings):
+    def holds(self, invariant: Invariant) -> bool | None:
+        """Whether an invariant held on every batch; None if it was not tried."""
+        if any(found.invariant is invariant for found in self.findings):
             return False
-        return True if law.name in self.tried else None
+        return True if invariant.name in self.tried else None
 
     @property
     def ok(self) -> bool:
-        """Whether every law that was tried held on every batch."""
+        """Whether every invariant that was tried held on every batch."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -86,13 +86,14 @@ class Report:
             return f"{self.name} is the same function on any number of processes ({where})."
         lines = [f"{self.name} is not the same function on any number of processes ({where})."]
         lines += [
-            f"  {found.law}: {found.message}\n      at {found.batch}   # {found.batch!r}" for found in self.findings
+            f"  {found.invariant}: {found.message}\n      at {found.batch}   # {found.batch!r}"
+            for found in self.findings
         ]
         return "\n".join([*lines, f"Diagnosis: {self.diagnosis}"])
 
     def as_dict(self) -> dict[str, Any]:
         """The report in plain types, for JSON."""
-        broken = {found.law.name: found for found in self.findings}
+        broken = {found.invariant.name: found for found in self.findings}
         return {
             "loss": self.name,
             "ok": self.ok,
@@ -100,20 +101,24 @@ class Report:
             "grad_reduction": self.grad_reduction,
             "examples": self.examples,
             "seconds": round(self.seconds, 2),
-            "laws": {
-                law.name: {"holds": False, "message": broken[law.name].message, "batch": repr(broken[law.name].batch)}
-                if law.name in broken
-                else {"holds": self.holds(law)}
-                for law in LAWS
+            "invariants": {
+                invariant.name: {
+                    "holds": False,
+                    "message": broken[invariant.name].message,
+                    "batch": repr(broken[invariant.name].batch),
+                }
+                if invariant.name in broken
+                else {"holds": self.holds(invariant)}
+                for invariant in INVARIANTS
             },
             "diagnosis": None
             if self.diagnosis is None
-            else {"mistake": self.diagnosis.mistake, "why": self.diagnosis.why, "mend": self.diagnosis.mend},
+            else {"mistake": self.diagnosis.mistake, "why": self.diagnosis.why, "fix": self.diagnosis.fix},
         }
 
 
 class NotInvariant(AssertionError):  # noqa: N818
-    """A loss depends on the number of processes; ``report`` says how."""
+    """A loss depends on the number of processes; ``report`` has the details."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -134,30 +139,32 @@ def check_world_size_invariance(
 ) -> Report:
     """Check that a loss is the same function on W processes as on one: value, encoder gradient, parameter gradient.
 
-    Global batches are drawn with even, uneven and empty shards and with labels of all kinds; each is computed by one
-    process and by W real ones, and every law of :mod:`contrastive_zoo.testing.laws` is held against the results. At the
-    level of a training step nothing is done for you: gathering inside the model, hooks and scaling are under test too.
+    The check draws global batches with even, uneven and empty shards and with labels of all kinds. One process and W
+    real processes compute the loss of each batch, and every invariant of :mod:`contrastive_zoo.testing.invariants` is
+    tested on the results. At level ``"training_step"`` the check tests your whole step, with its gathering, hooks and
+    gradient scaling.
 
     Args:
-        make_loss: returns the loss, a module or function of this rank's rows; run on every rank, in its process group.
-            At level ``"training_step"`` returns ``(model, step)``; ``step(model, *rows)`` takes features [n, 3] (and
-            labels), runs forward, backward and whatever reduces gradients, leaves them in ``.grad`` and returns the loss.
-        world_sizes: the W to try.
-        call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``; ``"auto"`` goes by
-            the names of the loss's parameters.
-        grad_reduction: what the trainer does with gradients.
-        max_examples: how many global batches to try.
-        level: what is under test.
-        width: of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
-        worlds: live worlds to use; None starts some.
-        name: what the report calls the loss.
+        make_loss: returns the loss, a module or function of this rank's embeddings; runs on every rank, in its process
+            group. At level ``"training_step"`` it returns ``(model, step)``: ``step(model, *rows)`` takes features [n, 3]
+            (and labels), runs forward, backward and the reduction of gradients, leaves the gradients in ``.grad`` and
+            returns the loss.
+        world_sizes: the world sizes W to test.
+        call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``; ``"auto"`` infers the
+            call form from the names of the loss's parameters.
+        grad_reduction: whether the trainer averages (``"mean"``) or sums (``"sum"``) gradients over ranks.
+        max_examples: number of global batches to draw.
+        level: ``"loss"`` or ``"training_step"``.
+        width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
+        worlds: a pool of process groups to use; None starts one.
+        name: name of the loss in the report.
 
     Returns:
-        The report of a loss that holds all laws.
+        The report of a loss that satisfies all invariants.
 
     Raises:
-        NotInvariant: a law does not hold; the message has the smallest batch found, the diagnosis and the mend.
-        ValueError: the loss does not work on one process either, or a setting is unknown.
+        NotInvariant: an invariant is broken; the message names the smallest batch found, the diagnosis and the fix.
+        ValueError: the loss fails on one process, or a setting is unknown.
 
     Example:
         >>> import contrastive_zoo as cz
@@ -196,13 +203,13 @@ def examine(
     name: str | None = None,
     on_example: Callable[[int], None] = lambda count: None,
 ) -> Report:
-    """:func:`check_world_size_invariance` that returns its report whatever it says.
+    """Like :func:`check_world_size_invariance`, but return the report of a broken loss instead of raising.
 
     Args:
-        on_example: called with the number of batches tried so far.
+        on_example: called with the number of batches tested so far.
 
     Raises:
-        ValueError: the loss does not work on one process either, or a setting is unknown.
+        ValueError: the loss fails on one process, or a setting is unknown.
 
     Example:
         >>> report = examine(lambda: (lambda embeddings, labels: embeddings.square().sum()), max_examples=5)
@@ -226,17 +233,17 @@ def examine(
         examination = _Examination(case, pool, tuple(world_sizes), width, on_example)
         examination.survey(max_examples)
         examination.train()
-        findings = [examination.shrunk(law) for law in LAWS if law.name in examination.broken]
+        findings = [examination.shrunk(invariant) for invariant in INVARIANTS if invariant.name in examination.broken]
         report = Report(case.name, tuple(world_sizes), grad_reduction, examination.examples, findings)
         report.tried = frozenset(examination.tried)
         if findings:
-            report.diagnosis = diagnose(case, [found.law.name for found in findings], pool, width=width or 3)
+            report.diagnosis = diagnose(case, [found.invariant.name for found in findings], pool, width=width or 3)
     report.seconds = time.monotonic() - start
     return report
 
 
 class _Examination:
-    """All laws on many batches; the first failure of each law is kept, then made smaller."""
+    """Test all invariants on many batches; keep the first failure of each and shrink it."""
 
     def __init__(
         self,
@@ -256,14 +263,14 @@ class _Examination:
         self.tried: set[str] = set()
 
     def survey(self, max_examples: int) -> None:
-        """Telling batches for each W first, then drawn ones, every fifth with adversarial rows."""
+        """Test three fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
         width = self.width or 3
-        telling = [GlobalBatch((3,) * world_size, d=width) for world_size in self.world_sizes]
-        telling += [GlobalBatch(tuple(range(1, world_size + 1)), d=width) for world_size in self.world_sizes]
-        telling += [GlobalBatch((2,) * world_size, d=width, rows="huge") for world_size in self.world_sizes]
-        for batch in telling[:max_examples]:
+        fixed = [GlobalBatch((3,) * world_size, d=width) for world_size in self.world_sizes]
+        fixed += [GlobalBatch(tuple(range(1, world_size + 1)), d=width) for world_size in self.world_sizes]
+        fixed += [GlobalBatch((2,) * world_size, d=width, rows="huge") for world_size in self.world_sizes]
+        for batch in fixed[:max_examples]:
             self._try(batch)
-        left = max(0, max_examples - len(telling))
+        left = max(0, max_examples - len(fixed))
         for rows, share in ((ORDINARY, left - left // 5), (ADVERSARIAL, left // 5)):
             if share:
                 drawn = given(batch=self.batches(rows=rows))(self._try_drawn)
@@ -277,8 +284,8 @@ class _Examination:
                 )(drawn)()
         if self.examples == 0:
             raise ValueError(
-                f"{self.case.name}: raises on one process already, so that there is nothing to compare with. "
-                f"It was called with {'two views' if self.case.call == 'views' else 'embeddings and labels'}; say "
+                f"{self.case.name}: raises on one process, so there is no reference to compare with. "
+                f"It was called with {'two views' if self.case.call == 'views' else 'embeddings and labels'}; pass "
                 f"call='labels' or 'views' if that is wrong. {self.unusable}"
             )
 
@@ -288,7 +295,7 @@ class _Examination:
     def _try(self, batch: GlobalBatch) -> None:
         unequal = len(set(batch.shards)) > 1
         if (self.failures and unequal) or self.failures == MOST_FAILURES:
-            return  # it does not run there, and each time may cost a time-out
+            return  # it fails on such shards, and each attempt may cost a timeout
         trial = Trial(self.case, batch, self.worlds)
         try:
             trial.alone()
@@ -297,60 +304,61 @@ class _Examination:
             return
         self.examples += 1
         self.on_example(self.examples)
-        for law in OF_ONE_STEP:
-            if (law.name not in self.broken or law is laws.runs_on_every_split) and _asked(law, batch):
-                finding = self._finding(law, trial)
+        for invariant in STEP_INVARIANTS:
+            still_open = invariant.name not in self.broken or invariant is invariants.runs_on_every_split
+            if still_open and _applies(invariant, batch):
+                finding = self._finding(invariant, trial)
                 if finding is not None:
-                    self.broken.setdefault(finding.law.name, finding)
-                if finding is not None and finding.law is laws.runs_on_every_split:
+                    self.broken.setdefault(finding.invariant.name, finding)
+                if finding is not None and finding.invariant is invariants.runs_on_every_split:
                     self.failures += 1
-                    return  # every further law would wait for the same rank
+                    return  # every further invariant would wait for the same rank
 
     def train(self) -> None:
-        """Laws of several steps, once for each W: what is wrong with one step is to be put right before."""
+        """Test the training invariants once for each W, if no invariant of a single step is broken."""
         for world_size in () if self.broken else self.world_sizes:
             trial = Trial(self.case, GlobalBatch((3,) * world_size, d=self.width or 3), self.worlds)
-            for law in OF_TRAININGS:
-                finding = None if law.name in self.broken else self._finding(law, trial)
+            for invariant in TRAINING_INVARIANTS:
+                finding = None if invariant.name in self.broken else self._finding(invariant, trial)
                 if finding is not None:
-                    self.broken[finding.law.name] = finding
+                    self.broken[finding.invariant.name] = finding
 
-    def shrunk(self, law: Law) -> Finding:
-        """The finding of this law on the smallest batch found in a few seconds."""
-        best = self.broken[law.name]
+    def shrunk(self, invariant: Invariant) -> Finding:
+        """Return the finding of this invariant on the smallest batch found within the time limit."""
+        best = self.broken[invariant.name]
         deadline = time.monotonic() + SHRINKING / len(self.broken)
 
         def fails(batch: GlobalBatch) -> bool:
             nonlocal best
-            if time.monotonic() > deadline or not _asked(law, batch):
+            if time.monotonic() > deadline or not _applies(invariant, batch):
                 return False
-            found = self._finding(law, Trial(self.case, batch, self.worlds))
+            found = self._finding(invariant, Trial(self.case, batch, self.worlds))
             if found is not None and _size(batch) < _size(best.batch):
                 best = found
             return found is not None
 
-        rows = ADVERSARIAL if law is laws.finite_at_extremes else ORDINARY[:1]
+        rows = ADVERSARIAL if invariant is invariants.finite_at_extremes else ORDINARY[:1]
         quiet = settings(
             max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
         )
-        with suppress(NoSuchExample, HypothesisException):  # time ran out in the middle of a search: best stands
+        with suppress(NoSuchExample, HypothesisException):  # the time limit ended the search: keep the best
             find(self.batches(rows=rows), fails, settings=quiet)
         return best
 
-    def _finding(self, law: Law, trial: Trial) -> Finding | None:
+    def _finding(self, invariant: Invariant, trial: Trial) -> Finding | None:
         try:
-            if law(trial):
-                self.tried.add(law.name)
+            if invariant(trial):
+                self.tried.add(invariant.name)
         except Broken as broken:
-            return Finding(law, str(broken), trial.batch)
+            return Finding(invariant, str(broken), trial.batch)
         except RankError as error:
-            return Finding(laws.runs_on_every_split, str(error).partition("\n")[0], trial.batch)
+            return Finding(invariants.runs_on_every_split, str(error).partition("\n")[0], trial.batch)
         return None
 
 
-def _asked(law: Law, batch: GlobalBatch) -> bool:
-    """Adversarial rows lie on kinks, where gradients are not defined: only finiteness is asked there."""
-    return (batch.rows in ADVERSARIAL) == (law is laws.finite_at_extremes)
+def _applies(invariant: Invariant, batch: GlobalBatch) -> bool:
+    """Whether to test the invariant on this batch: at adversarial samples gradients may not exist, only be finite."""
+    return (batch.rows in ADVERSARIAL) == (invariant is invariants.finite_at_extremes)
 
 
 def _size(batch: GlobalBatch) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """How people make a contrastive loss distributed, each way in a few lines: the right ones and the well-known mistakes.
 
-Every law names a mistake from here, or from :mod:`contrastive_zoo.testing.gallery_steps`, that it catches. All recipes
+Every invariant names a mistake from here, or from :mod:`contrastive_zoo.testing.gallery_steps`, that it catches. All recipes
 compute InfoNCE in both directions with a learnable scale (views), or a supervised contrastive loss (labels); on one
 process all give the same number.
 """
@@ -104,9 +104,9 @@ def _() -> Any:
     """gather, then put the live tensor in this rank's place"""
 
     def gathered(x: Tensor) -> Tensor:
-        everybody = parts(x)
-        everybody[ranks()[0]] = x
-        return torch.cat(everybody)
+        gathered = parts(x)
+        gathered[ranks()[0]] = x
+        return torch.cat(gathered)
 
     return Pairs(gathered=gathered)
 
@@ -130,7 +130,7 @@ class _MaxAdjoint(_OwnSlice):
 
 
 class _Sharded(nn.Module):
-    """My rows against all columns, then global sum / global count; ``shared`` makes the scale everybody's."""
+    """The local rows against all columns, then global sum / global count; ``shared`` replicates the scale."""
 
     def __init__(self, columns: Callable[[Tensor], Tensor], shared: Callable[[Tensor], Tensor] = replicated) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Sharded(nn.Module):
 
 @recipe("sharded rows", mistake=None)
 def _() -> Any:
-    """my rows against a differentiable gather of columns, global sum / global count"""
+    """the local rows against a differentiable gather of columns, global sum / global count"""
     return _Sharded(all_gather)
 
 
@@ -165,7 +165,7 @@ def _() -> Any:
 
 
 class _Local(nn.Module):
-    """My rows against all columns, as OpenCLIP's local_loss; ``columns`` says how these come."""
+    """The local rows against all columns, as OpenCLIP's local_loss; ``columns`` says how these come."""
 
     def __init__(self, columns: Callable[[Tensor], Tensor], *, offset: bool = True, average: bool = False) -> None:
         super().__init__()
@@ -188,9 +188,9 @@ def _() -> Any:
 
 
 def _overwritten_columns(x: Tensor) -> Tensor:
-    everybody = parts(x)
-    everybody[ranks()[0]] = x
-    return torch.cat(everybody)
+    gathered = parts(x)
+    gathered[ranks()[0]] = x
+    return torch.cat(gathered)
 
 
 @recipe("local loss", mistake="local loss")
@@ -243,12 +243,12 @@ def _() -> Any:
 
 @recipe("own rank first", mistake="own rank first", call="labels")
 def _() -> Any:
-    """`[mine, others]`: what depends on the order of rows differs from rank to rank"""
+    """`[local, others]`: what depends on the order of rows differs from rank to rank"""
 
     def own_first(x: Tensor) -> Tensor:
-        everybody = parts(x)
-        mine = everybody.pop(ranks()[0])
-        return torch.cat([mine if not x.requires_grad else x, *everybody])
+        gathered = parts(x)
+        local = gathered.pop(ranks()[0])
+        return torch.cat([local if not x.requires_grad else x, *gathered])
 
     def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
         z, y = own_first(embeddings), own_first(labels)
@@ -363,8 +363,8 @@ class _Queue(nn.Module):
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
-            mine = embeddings.detach().sum(1)
-            self.queue = torch.cat([mine, self.queue])[: len(self.queue)]
+            local = embeddings.detach().sum(1)
+            self.queue = torch.cat([local, self.queue])[: len(self.queue)]
         return supervised(all_gather(embeddings), all_gather(labels))
 
 
@@ -400,7 +400,7 @@ def _() -> Any:
 
 
 def mistakes() -> Iterator[Recipe]:
-    """Those that break a law on some batch of whatever size."""
+    """Those that break an invariant on some batch of whatever size."""
     return (x for x in GALLERY.values() if x.mistake is not None)
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that one good step does not show: what later steps, unequal settings and random numbers bring out."""
+"""Mistakes that a single step does not show: in later steps, with unequal settings, with random numbers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,15 +107,15 @@ class DistributedByHand(nn.Module):
         return value
 
     def _compare(self, rows: Sequence[Tensor]) -> None:
-        mine: dict[str, Any] = {
+        local: dict[str, Any] = {
             "settings": self.grad_reduction,
             "parameters": [x.detach().sum().item() for x in self.parameters()],
             "arguments": len(rows),
         }
-        everybody: list[Any] = [None] * ranks()[1]
-        dist.all_gather_object(everybody, {what: mine[what] for what in self.compares})
-        if any(theirs != everybody[0] for theirs in everybody):
-            raise ValueError(f"ranks differ: {everybody}")
+        gathered: list[Any] = [None] * ranks()[1]
+        dist.all_gather_object(gathered, {what: local[what] for what in self.compares})
+        if any(other != gathered[0] for other in gathered):
+            raise ValueError(f"ranks differ: {gathered}")
 
 
 @recipe("compared by hand", mistake=None)
@@ -132,7 +132,7 @@ def _() -> Any:
 
 @recipe("parameters not compared", mistake="unequal parameters")
 def _() -> Any:
-    """the same, where nobody compares the loss's own parameters: proxies drawn from a seed per rank go unnoticed"""
+    """the same, where nobody compares the loss's own parameters: proxies drawn from a seed per rank stay undetected"""
     return DistributedByHand(Pairs(), ("settings", "arguments"))
 
 

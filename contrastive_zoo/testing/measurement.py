@@ -1,4 +1,4 @@
-"""What a rank measures when it feeds a loss its part of a global batch: value, gradients, state."""
+"""The measurement of a loss on one rank's part of a global batch: value, gradients, buffers."""
 
 import inspect
 import random
@@ -33,7 +33,7 @@ class Case:
         step: a whole training step is under test: ``make`` returns ``(model, step)``, and ``step(model, *rows)`` runs
             forward, backward and whatever reduces gradients, and returns the loss. Rows are then features [n, 3].
         name: what reports call it.
-        shared: whether ranks share the work of the batch, small as it is; otherwise as they would in a training.
+        shared: whether to force the general path, in which ranks split the work, for small batches too.
     """
 
     make: Callable[[], Any]
@@ -68,7 +68,7 @@ def call_form(loss: Any) -> Call:
 
 @dataclass
 class Measurement:
-    """What one rank found."""
+    """The measurement of one rank."""
 
     value: float
     encoder: Gradients
@@ -80,14 +80,14 @@ class Measurement:
     state: Gradients = field(default_factory=dict)
     """The loss's buffers after the step."""
     collectives: frozenset[str] = frozenset()
-    """Names of those called in the forward pass, as the dispatcher knows them, if the plan is listening."""
+    """Names of those called in the forward pass, as the dispatcher knows them, if the plan is recording."""
     draws: bool = False
     """Whether the loss has drawn random numbers."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a batch is fed: scaled, in another order of ranks or rows, followed by a second one; what is heard of it."""
+    """Variations of a measurement: another scale, order of ranks or samples, a second batch, recorded collectives."""
 
     scale: float = 1.0
     shards: tuple[int, ...] | None = None
@@ -95,15 +95,15 @@ class Plan:
     shuffle_rows: bool = False
     then: int | None = None
     """Seed of a second batch whose backward pass runs after both forward passes; their mean is the loss."""
-    listening: bool = False
-    """Whether the names of collectives are wanted, which slows every operation down."""
+    recording: bool = False
+    """Whether to record the names of collectives, which slows every operation down."""
 
 
 AS_IS = Plan()
 
 
 def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
-    """Run on every rank: make the loss, feed it this rank's rows, go backward, look."""
+    """On every rank: construct the loss, call it on the local rows, run backward, return what was measured."""
     with sharing(always=case.shared):
         return _measure(case, batch, plan)
 
@@ -119,8 +119,8 @@ def _measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     if isinstance(made, nn.Module):
         made = made.double()
     heard, streams = Messages(), random_streams()
-    with heard if plan.listening else nullcontext():
-        values = [scalar(made(*encoder.rows(my_rows(case, x, plan)))) for x in batches]
+    with heard if plan.recording else nullcontext():
+        values = [scalar(made(*encoder.rows(local_rows(case, x, plan)))) for x in batches]
     for value in values:
         (plan.scale * value / len(values)).backward()
     mean = sum(float(value.detach()) for value in values) / len(values)
@@ -138,7 +138,7 @@ def repeating_samples(made: Any) -> Any:
 
 
 def start() -> None:
-    """Begin as every rank begins: in float64, with the same seed."""
+    """Set float64 and the same seed, on every rank."""
     torch.set_default_dtype(torch.float64)
     if torch.accelerator.is_available():
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ def _measure_step(
     model: nn.Module, step: Callable[..., Any], case: Case, batches: list[GlobalBatch], plan: Plan
 ) -> Measurement:
     model = model.double()
-    values = [float(step(model, *my_rows(case, x, plan))) for x in batches]
+    values = [float(step(model, *local_rows(case, x, plan))) for x in batches]
     return Measurement(sum(values) / len(values), gradients(model.named_parameters()), {}, state=state(model))
 
 
@@ -175,7 +175,7 @@ def whole_batch(case: Case, batch: GlobalBatch) -> list[Tensor]:
     return batch.samples(case.views) if case.call == "views" else [*batch.samples(), batch.classes()]
 
 
-def my_rows(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
+def local_rows(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
     """This rank's part of the batch, before the encoder."""
     whole = whole_batch(case, batch)
     if plan.shuffle_rows:
@@ -183,9 +183,9 @@ def my_rows(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
         whole = [x[order] for x in whole]
     shards = plan.shards or batch.shards
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    mine = plan.rank_order[rank] if plan.rank_order else rank
-    first = sum(shards[:mine])
-    return [x[first : first + shards[mine]] for x in whole]
+    shard = plan.rank_order[rank] if plan.rank_order else rank
+    first = sum(shards[:shard])
+    return [x[first : first + shards[shard]] for x in whole]
 
 
 def scalar(value: Any) -> Tensor:

@@ -165,20 +165,20 @@ def _on_ranks(
     __tracebackhide__ = True
     from contrastive_zoo.testing.worlds import RankError
 
-    travelling: Any = _Body(body, *args, **kwargs)
+    sent: Any = _Body(body, *args, **kwargs)
     try:
-        pool.run(size, travelling, timeout=timeout)
+        pool.run(size, sent, timeout=timeout)
     except RankError as error:
         failure = _outcome(error)
     except TypeError as error:  # raised before anything ran
-        failure = _misuse(_what_cannot_travel(body, kwargs, error))
+        failure = _misuse(_what_cannot_be_pickled(body, kwargs, error))
     else:
         return
     raise failure
 
 
 class _Body:
-    """A test's body on its way to a rank, where it arrives as the plain function: no frame of ours in tracebacks."""
+    """A test's body, pickled for a rank and unpickled there as the plain function, so that tracebacks omit this file."""
 
     def __init__(self, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self.call = functools.partial(body, *args, **kwargs)
@@ -207,7 +207,7 @@ def _outcome(error: Any) -> BaseException:
     return pytest.fail.Exception(str(error), pytrace=False)
 
 
-def _what_cannot_travel(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
+def _what_cannot_be_pickled(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
     from contrastive_zoo.testing import _rank
 
     def problem(value: Any) -> str | None:
@@ -222,7 +222,7 @@ def _what_cannot_travel(body: Callable[..., Any], arguments: dict[str, Any], err
     if not stuck:
         return str(error)
     return (
-        f"{body.__name__}: its arguments are evaluated in this process and sent to the ranks, but these cannot travel: "
+        f"{body.__name__}: its arguments are evaluated in this process and sent to the ranks, but these cannot be pickled: "
         f"{', '.join(stuck)}. Make them inside the test, or leave the marker out and call worlds.run."
     )
 

@@ -1,4 +1,4 @@
-"""What recipes of the gallery are made of: how one is hung, two dense formulas, and plain messages between ranks."""
+"""Parts of the gallery's recipes: the registry, two dense formulas, and plain messages between ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Recipe:
     """One way to write a loss for several processes.
 
     Args:
-        name: what the laws call it.
+        name: its name in reports.
         make: returns the loss.
-        mistake: key of the diagnosis; None if it keeps the contract.
+        mistake: key of the diagnosis; None if the contract holds.
         call: with views or with labels.
-        trainer: what is done with gradients.
+        trainer: how the trainer reduces gradients.
         about: what people write, in a line.
     """
 
@@ -54,13 +54,13 @@ def make(name: str) -> Any:
 def recipe(
     name: str, *, mistake: str | None, call: Call = "views", trainer: GradReduction = "mean"
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Hang a recipe into the gallery; its docstring says what people write."""
+    """Register a recipe in the gallery; its docstring says what people write."""
 
-    def hang(make: Callable[[], Any]) -> Callable[[], Any]:
+    def register(make: Callable[[], Any]) -> Callable[[], Any]:
         GALLERY[name] = Recipe(name, make, mistake, call, trainer, (make.__doc__ or "").strip())
         return make
 
-    return hang
+    return register
 
 
 # ------------------------------------------------------------------------------------------------- two dense formulas
@@ -101,18 +101,18 @@ def ranks() -> tuple[int, int]:
 
 
 def sizes(x: Tensor) -> list[int]:
-    """Everybody's number of rows."""
+    """All ranks' number of rows."""
     return list(World.of().shards(len(x)).sizes)
 
 
 def parts(x: Tensor) -> list[Tensor]:
-    """Everybody's rows by rank, without gradient; padded on the way, so that uneven shards do not stop a recipe."""
+    """All ranks' rows by rank, without gradient; padded for the gather, so that recipes accept uneven shards."""
     if ranks()[1] == 1:
         return [x.detach()]
     counts = sizes(x)
-    mine = torch.cat([x.detach(), x.new_zeros(max(counts) - len(x), *x.shape[1:])])
-    found = [torch.empty_like(mine) for _ in counts]
-    dist.all_gather(found, mine)
+    padded = torch.cat([x.detach(), x.new_zeros(max(counts) - len(x), *x.shape[1:])])
+    found = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(found, padded)
     return [y[:count] for y, count in zip(found, counts, strict=True)]
 
 

@@ -19,7 +19,7 @@ from contrastive_zoo.testing.measurement import (
     Encoder,
     Measurement,
     gradients,
-    my_rows,
+    local_rows,
     random_streams,
     repeating_samples,
     scalar,
@@ -131,7 +131,7 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
     refusals = Exception if _ranks() == 1 else ValueError  # what one process cannot compute is not asked of several
     for number, batch in enumerate(training.steps):
         fault = training.fault if number in training.faulty and _is_last() else None
-        rows = my_rows(case, batch, AS_IS)[: -1 if fault == "argument" else None]
+        rows = local_rows(case, batch, AS_IS)[: -1 if fault == "argument" else None]
         streams = random_streams()
         # every second batch as if it were large, of which ranks share the work
         shared = sharing(always=case.shared and number % 2 == 0)

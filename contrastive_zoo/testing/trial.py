@@ -32,7 +32,7 @@ MOST_SECONDS = 10.0
 
 
 class Trial:
-    """One loss on one global batch. Laws ask it for measurements; each is made once.
+    """One loss on one global batch. Invariants ask it for measurements; each is made once.
 
     Args:
         case: the loss.

@@ -1,4 +1,4 @@
-"""Live process groups of any size, for tests, for the command line, for a demo: real processes, gloo, 0.1 s each."""
+"""Live process groups of any size for tests, the command line and the demo: real processes over gloo, 0.1 s each."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class RankError(RuntimeError):
 
 
 class WorldTimeout(RankError):  # noqa: N818
-    """A job was not done in time though no rank failed: as a rule one rank skipped a collective."""
+    """A job timed out although no rank failed: usually one rank skipped a collective."""
 
 
 class Worlds:
     """A pool of live worlds, one for each size asked for so far.
 
-    A world is started by the first job that needs it and serves all later ones. When a job leaves its ranks out
-    of step it is killed and the next job gets a fresh one. Nothing outlives :meth:`close`, nor the caller, however
+    A world is started by the first job that needs it and serves all later ones. When a job leaves its ranks out of
+    step, the world is killed and the next job gets a new one. Nothing outlives :meth:`close`, nor the caller, however
     it ends. One job at a time: a pool is not to be shared between threads.
 
     Args:
@@ -131,7 +131,7 @@ class Worlds:
     ) -> list[R]:
         """Call ``fn(*args, *each[rank], **kwargs)`` once on every rank of a world.
 
-        Functions, closures and lambdas travel by value where the ranks cannot import them. Tensors come back by
+        Functions, closures and lambdas are pickled by value if the ranks cannot import them. Tensors are returned by
         value and detached. Every job begins with gradients enabled and float32 as the default dtype; the random
         state is the rank's own.
 
@@ -164,7 +164,7 @@ class Worlds:
             owns = [_rank.dumps(tuple(own)) for own in each or [()]]
         except Exception as error:  # pickling runs anybody's __reduce__
             raise TypeError(
-                f"Worlds.run: {getattr(fn, '__qualname__', fn)} or its arguments cannot travel to the ranks: {error}. "
+                f"Worlds.run: {getattr(fn, '__qualname__', fn)} or its arguments cannot be pickled: {error}. "
                 "What lives in one process (a lock, a file, a pool of worlds) must be made inside the function."
             ) from error
         self.start(world_size)

@@ -83,11 +83,11 @@ def test_a_new_export_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_shows_what_was_measured(rows: list[Row]) -> None:
-    wrong = Row(rows[0].case, None, {(1, 2): "rank 0: encoder is off by 1.0e+00"})
+    wrong = Row(rows[0].case, None, {(1, 2): "rank 0: encoder differs by 1.0e+00"})
     text = page([wrong, *rows[1:]])
     line = next(line for line in text.splitlines() if line.startswith(f"| {wrong.case.loss} |"))
     assert line.split(" | ")[1] == "✗<sup>1</sup>"
-    assert "1. [1, 2]: rank 0: encoder is off by 1.0e+00" in text
+    assert "1. [1, 2]: rank 0: encoder differs by 1.0e+00" in text
     assert all(f"| {loss} | " in text for loss in parts(losses))
     assert all(f"- `{name}`: {why}." in text for name, why in BASES.items())
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.laws import CONTRACT, Broken, Law, same_state
+from contrastive_zoo.testing.invariants import CONTRACT, Broken, Invariant, same_state
 from contrastive_zoo.testing.trial import Call, Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, distance, mine, numbers
@@ -167,8 +167,8 @@ def trial(
 def test_one_line_makes_it_the_loss_of_the_global_batch(recipe: Recipe, worlds: Worlds) -> None:
     for shards in SPLITS:
         on = trial(recipe.after, recipe.call, shards, worlds)
-        for law in (*CONTRACT, same_state):
-            law(on)
+        for invariant in (*CONTRACT, same_state):
+            invariant(on)
 
 
 @pytest.mark.parametrize("recipe", [x for x in RECIPES if x.name != "a formula of gathered views"], ids=str)
@@ -180,30 +180,30 @@ def test_one_line_serves_trainers_that_sum(recipe: Recipe, worlds: Worlds) -> No
                 part.grad_reduction = "sum"
         return made
 
-    for law in CONTRACT:
-        law(trial(make, recipe.call, (0, 3, 2), worlds, "sum"))
+    for invariant in CONTRACT:
+        invariant(trial(make, recipe.call, (0, 3, 2), worlds, "sum"))
 
 
 def broken(make: Callable[[], Any], call: Call, shards: tuple[int, ...], worlds: Worlds) -> set[str]:
-    """Names of the laws that do not hold."""
+    """Names of the invariants that do not hold."""
 
-    def holds(law: Law) -> bool:
+    def holds(invariant: Invariant) -> bool:
         try:
-            law(on)
+            invariant(on)
         except Broken:
             return False
         return True
 
     on = trial(make, call, shards, worlds)
-    return {str(law) for law in (*CONTRACT, same_state) if not holds(law)}
+    return {str(invariant) for invariant in (*CONTRACT, same_state) if not holds(invariant)}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_without_it_the_laws_complain(recipe: Recipe, worlds: Worlds) -> None:
+def test_without_it_the_invariants_complain(recipe: Recipe, worlds: Worlds) -> None:
     found = broken(recipe.before, recipe.call, (1, 4), worlds)
     assert {"same_value_on_every_rank", "same_encoder_gradient"} <= found
     assert ("same_state" in found) == (recipe.name in STATEFUL)
-    assert ("parameters_in_step" in found) == (recipe.name == "a scale from outside")
+    assert ("same_parameter_gradient_on_every_rank" in found) == (recipe.name == "a scale from outside")
 
 
 def parts_of(loss: Callable[..., Any], shards: tuple[int, ...]) -> Any:

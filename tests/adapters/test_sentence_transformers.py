@@ -106,7 +106,7 @@ class Case:
     learnt: bool = False
 
 
-def species() -> Tensor:
+def entry() -> Tensor:
     return torch.tensor([0, 1, 0, 2, 1, 0])
 
 
@@ -140,12 +140,12 @@ CASES = {
     "MegaBatchMarginLoss": Case(lambda m: losses.MegaBatchMarginLoss(m, use_mini_batched_version=False)),
     "MarginMSELoss": Case(lambda m: losses.MarginMSELoss(m), columns=3, labels=scores),
     "DistillKLDivLoss": Case(lambda m: losses.DistillKLDivLoss(m), columns=3, labels=lambda: 4 * drawn(N, 2)),
-    "BatchHardTripletLoss": Case(lambda m: losses.BatchHardTripletLoss(m), 1, species),
-    "BatchHardSoftMarginTripletLoss": Case(lambda m: losses.BatchHardSoftMarginTripletLoss(m), 1, species),
-    "BatchSemiHardTripletLoss": Case(lambda m: losses.BatchSemiHardTripletLoss(m), 1, species),
-    "BatchAllTripletLoss": Case(lambda m: losses.BatchAllTripletLoss(m), 1, species),
+    "BatchHardTripletLoss": Case(lambda m: losses.BatchHardTripletLoss(m), 1, entry),
+    "BatchHardSoftMarginTripletLoss": Case(lambda m: losses.BatchHardSoftMarginTripletLoss(m), 1, entry),
+    "BatchSemiHardTripletLoss": Case(lambda m: losses.BatchSemiHardTripletLoss(m), 1, entry),
+    "BatchAllTripletLoss": Case(lambda m: losses.BatchAllTripletLoss(m), 1, entry),
     "GlobalOrthogonalRegularizationLoss": Case(lambda m: losses.GlobalOrthogonalRegularizationLoss(m)),
-    "SoftmaxLoss": Case(lambda m: losses.SoftmaxLoss(m, D, num_labels=3), labels=species, learnt=True),
+    "SoftmaxLoss": Case(lambda m: losses.SoftmaxLoss(m, D, num_labels=3), labels=entry, learnt=True),
     "EmbedDistillLoss": Case(
         lambda m: losses.EmbedDistillLoss(m, projection_dim=5), labels=lambda: drawn(N, 5), learnt=True
     ),
@@ -386,7 +386,7 @@ def complaints() -> list[str | None]:
         job(cosent, 2, drawn(3 if mistaken else 2)),
         job(cosent, 2, None if mistaken else drawn(2)),
         job(cosent, 3 if mistaken else 2, drawn(2)),
-        job(classifier, 2, species()[:2], float("nan") if mistaken else 1.0),
+        job(classifier, 2, entry()[:2], float("nan") if mistaken else 1.0),
         job(cosent, 2, drawn(0), rows=0),
         job(CASES["MultipleNegativesRankingLoss"], 2, None, rows=0),
     ]
@@ -470,7 +470,7 @@ def trained(folder: str, name: str, *, wrapped: bool = True, batch: int = 2, env
     )
     model.double()
     texts = [[f"w{2 + (3 * i + 5 * c) % 9} w{2 + (i * i + c) % 9}" for i in range(12)] for c in range(case.columns)]
-    table = {f"column{c}": x for c, x in enumerate(texts)} | {"label": species().repeat(2).tolist()}
+    table = {f"column{c}": x for c, x in enumerate(texts)} | {"label": entry().repeat(2).tolist()}
     data = Dataset(
         InMemoryTable.from_pydict(table), fingerprint="sentences"
     )  # its own fingerprint pickles half of pyarrow
@@ -479,7 +479,7 @@ def trained(folder: str, name: str, *, wrapped: bool = True, batch: int = 2, env
         optim="sgd", max_grad_norm=0.0, report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True, seed=3,
         disable_tqdm=True, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
     )  # fmt: skip
-    torch.manual_seed(dist.get_rank() if env and wrapped else 0)  # the adapter mends scripts that do not seed
+    torch.manual_seed(dist.get_rank() if env and wrapped else 0)  # the adapter fixes scripts that do not seed
     loss = case.make(model).double()
     trainer = SentenceTransformerTrainer(
         model, arguments, train_dataset=data, loss=DistributedSentenceLoss(loss) if wrapped else loss

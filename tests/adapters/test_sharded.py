@@ -309,7 +309,7 @@ MUTANTS: dict[str, tuple[str, Any, str, tuple[int, ...]]] = {
         "Triplet, smooth, hardest",
         (5, 7),
     ),
-    "no strangers": ("_strangers_wanted", lambda mine, *_: [0] * len(mine), "MultiSimilarity", (1, 2)),
+    "no padding": ("_padding_needed", lambda local, *_: [0] * len(local), "MultiSimilarity", (1, 2)),
 }
 """What is replaced, by what, and where that shows."""
 

@@ -16,7 +16,7 @@ from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.laws import CONTRACT
+from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
@@ -167,12 +167,12 @@ def test_the_contract_holds_for_gradients_of_few_pairs(metric: str, rows_are: An
     """Rows enough that the hardest pairs are few, which the small batches of the other tests have not."""
     batch = GlobalBatch((9, 0, 15), d=2, rows=rows_are, seed=3)
     trial = Trial(Case(lambda: cz.DistributedLoss(HARD[metric]())), batch, worlds)
-    for law in CONTRACT:
-        law(trial)
+    for invariant in CONTRACT:
+        invariant(trial)
 
 
 def test_the_hardest_pairs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above sees them so: nothing but them comes back."""
+    """The invariant above sees them so: nothing but them comes back."""
     gradients: list[bool] = []
     pairs = passes._pairs
     monkeypatch.setattr(passes, "_pairs", lambda *of: (gradients.append(of[0].is_sparse), pairs(*of))[1])

@@ -17,7 +17,7 @@ from contrastive_zoo.losses.matryoshka import Matryoshka
 from contrastive_zoo.losses.weighted_sum import WeightedSum
 from contrastive_zoo.session import Session, sharing
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.laws import CONTRACT, LAWS
+from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
@@ -65,18 +65,18 @@ MAKE: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
 @pytest.mark.parametrize("name", MAKE)
-def test_every_law_holds(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
+def test_every_invariant_holds(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
     make, call = MAKE[name]
     case = Case(lambda: cz.DistributedLoss(make()), call=call, name=name)  # type: ignore[arg-type]
     trial = Trial(case, GlobalBatch(shards, d=3, seed=5), worlds)
-    for law in LAWS:
-        law(trial)
+    for invariant in INVARIANTS:
+        invariant(trial)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_the_entries_of_the_table_hold(entry: Entry, worlds: Worlds) -> None:
-    for law in LAWS:
-        law(Trial(entry.case(temperature=0.5), GlobalBatch((2, 4), d=3, seed=5), worlds))
+    for invariant in INVARIANTS:
+        invariant(Trial(entry.case(temperature=0.5), GlobalBatch((2, 4), d=3, seed=5), worlds))
     views = numbers(5, 3, seed=0), numbers(5, 3, seed=1)
     close(entry.make(temperature=0.3)(*views), entry.dense(*views, temperature=0.3))
 
@@ -171,8 +171,8 @@ def test_what_travels_once_keeps_the_contract(make: Callable[[], Any], shards: t
         GlobalBatch(shards, d=5, seed=5),
         worlds,
     )  # type: ignore[arg-type]
-    for law in CONTRACT:
-        law(trial)
+    for invariant in CONTRACT:
+        invariant(trial)
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, 1.0, 0.25]])

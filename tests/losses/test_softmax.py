@@ -28,7 +28,7 @@ from contrastive_zoo.losses.sup_con import SupCon, sup_con
 from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.laws import CONTRACT, LAWS, finite_at_extremes
+from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS, finite_at_extremes
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
@@ -263,15 +263,15 @@ def test_the_contract_holds(entry: Entry, worlds: Worlds) -> None:
     for shards, trainer in (((2, 3), "mean"), ((0, 3, 2), "sum")):
         case = entry.case(trainer, temperature=0.2)
         trial = Trial(case, GlobalBatch(shards, d=3, labels="singletons", seed=5), worlds)
-        for law in CONTRACT:
-            law(trial)
+        for invariant in CONTRACT:
+            invariant(trial)
 
 
 @pytest.mark.parametrize("entry", [x for x in ENTRIES if x.name in TRAPS], ids=str)
-def test_every_law_holds(entry: Entry, worlds: Worlds) -> None:
+def test_every_invariant_holds(entry: Entry, worlds: Worlds) -> None:
     trial = Trial(entry.case(temperature=0.2), GlobalBatch((1, 4, 2), d=3, seed=6), worlds)
-    for law in LAWS:
-        law(trial)
+    for invariant in INVARIANTS:
+        invariant(trial)
 
 
 @pytest.mark.parametrize("entry", [x for x in ENTRIES if x.name not in TRAPS], ids=str)
@@ -282,8 +282,8 @@ def test_a_learnt_temperature_gets_its_whole_gradient(entry: Entry, worlds: Worl
     trial = Trial(
         Entry(entry.name, learnt, entry.dense, entry.call, entry.views).case(), GlobalBatch((3, 1), 3), worlds
     )
-    for law in CONTRACT:
-        law(trial)
+    for invariant in CONTRACT:
+        invariant(trial)
     assert trial.alone().parameters
 
 

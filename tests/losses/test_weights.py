@@ -19,7 +19,7 @@ from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA, proxy_nca
 from contrastive_zoo.losses.soft_triple import SoftTriple, soft_triple
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.losses.zoo_weights import ENTRIES
@@ -117,10 +117,10 @@ def test_numbers_by_hand() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 @pytest.mark.parametrize("shards", [(3, 2), (0, 3, 2)], ids=str)
-def test_every_law_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
+def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
     trial = Trial(entry.case(temperature=0.2), GlobalBatch(shards, d=3, labels="singletons", seed=5), worlds)
-    for law in LAWS:
-        law(trial)
+    for invariant in INVARIANTS:
+        invariant(trial)
     assert trial.alone().parameters
 
 

@@ -421,5 +421,5 @@ ORDERED: list[Entry] = [
     row("NPairs", NPairs, dense_n_pairs, "labels"),
     row("NPairs, l2", NPairs, dense_n_pairs, "labels", l2=0.1),
 ]
-"""Losses that care which of a class's rows come first. The laws of order, which ask one shuffle whether a loss does,
+"""Losses that care which of a class's rows come first. The invariants of order, which ask one shuffle whether a loss does,
 may take them for such that do not."""

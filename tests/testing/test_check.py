@@ -12,7 +12,7 @@ from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.gallery import GALLERY, Recipe, make
-from contrastive_zoo.testing.laws import LAWS, Broken, finite_at_extremes, same_value_on_every_rank
+from contrastive_zoo.testing.invariants import INVARIANTS, Broken, finite_at_extremes, same_value_on_every_rank
 from contrastive_zoo.testing.strategies import global_batches
 from contrastive_zoo.testing.trial import Case, Trial, call_form
 from contrastive_zoo.testing.worlds import Worlds
@@ -45,9 +45,9 @@ def test_the_doctor_names_the_mistake(recipe: Recipe, impatient: Worlds) -> None
 @given(batch=global_batches((2, 3, 4)))
 def test_no_false_alarms(recipe: Recipe, batch: GlobalBatch, worlds: Worlds) -> None:
     trial = Trial(recipe.case, batch, worlds)
-    for law in LAWS:
-        if law is not finite_at_extremes:
-            law(trial)
+    for invariant in INVARIANTS:
+        if invariant is not finite_at_extremes:
+            invariant(trial)
 
 
 def test_a_failure_comes_with_a_small_counterexample_the_diagnosis_and_the_mend(impatient: Worlds) -> None:
@@ -57,7 +57,7 @@ def test_a_failure_comes_with_a_small_counterexample_the_diagnosis_and_the_mend(
     assert "W=2, shards [" in text
     assert "ratio 0.5, cosine 1" in text
     assert "own slice" in text
-    assert "Mend: gather with contrastive_zoo.all_gather" in text
+    assert "Fix: gather with contrastive_zoo.all_gather" in text
     batch = failure.value.report.findings[0].batch
     assert batch.total <= 4
     assert eval(repr(batch)) == batch
@@ -98,14 +98,14 @@ def test_a_whole_training_step_is_under_test(sync: str, mistake: str | None, imp
     )
     assert report.ok == (mistake is None), str(report)
     if mistake is not None:
-        assert "same_encoder_gradient" in {found.law.name for found in report.findings}
+        assert "same_encoder_gradient" in {found.invariant.name for found in report.findings}
 
 
 def test_a_loss_that_fails_on_one_process_cannot_be_checked(worlds: Worlds) -> None:
     def broken(embeddings, labels):
         raise KeyError("no such class")
 
-    with pytest.raises(ValueError, match="raises on one process already") as failure:
+    with pytest.raises(ValueError, match="raises on one process, so") as failure:
         examine(lambda: broken, world_sizes=(2,), max_examples=3, worlds=worlds, name="broken")
     assert "no such class" in str(failure.value)
 
@@ -128,10 +128,10 @@ def test_unknown_settings_are_refused(setting, words: str) -> None:
 def test_the_report_in_plain_types(impatient: Worlds) -> None:
     report = examine(partial(make, "local negatives"), world_sizes=(2,), max_examples=3, worlds=impatient).as_dict()
     assert report["ok"] is False
-    assert report["laws"]["same_value"]["holds"] is False
-    assert report["laws"]["same_value"]["batch"].startswith("GlobalBatch(")
-    assert report["laws"]["honours_grad_output"] == {"holds": True}
-    assert report["laws"]["same_at_later_steps"] == {"holds": None}  # not tried: its first step is wrong already
+    assert report["invariants"]["same_value"]["holds"] is False
+    assert report["invariants"]["same_value"]["batch"].startswith("GlobalBatch(")
+    assert report["invariants"]["honours_grad_output"] == {"holds": True}
+    assert report["invariants"]["same_at_later_steps"] == {"holds": None}  # not tried: its first step is wrong already
     assert report["diagnosis"]["mistake"] == "local negatives"
 
 

@@ -8,7 +8,7 @@ import pytest
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report
 from contrastive_zoo.testing.gallery import GALLERY
-from contrastive_zoo.testing.laws import LAWS
+from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
 from tests.testing.test_pytest_plugin import run  # noqa: F401
 from tools import gallery_page
@@ -37,7 +37,7 @@ def test_the_first_file_catches_a_loss_of_own_rows_only(run, pytester: pytest.Py
     pytester.makepyfile(test_wrong=wrong)
     result = run("")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*Diagnosis: local negatives: *Mend: wrap the one-process loss*"])
+    result.stdout.fnmatch_lines(["*Diagnosis: local negatives: *Fix: wrap the one-process loss*"])
 
 
 # --- the gallery's page ---------------------------------------------------------------------------------------------
@@ -89,11 +89,11 @@ def test_the_truth_table_goes_between_its_markers(rows: list[gallery_page.Row]) 
     assert gallery_page.with_truth_table("no markers", table) == "no markers"
 
 
-def test_the_stored_pages_are_of_this_gallery_and_these_laws() -> None:
+def test_the_stored_pages_are_of_this_gallery_and_these_invariants() -> None:
     page = (PAGES / "gallery.md").read_text(encoding="utf-8")
     assert [name for name in GALLERY if f"| *{name}*: " not in page] == []
-    assert (PAGES / "laws.md").read_text(encoding="utf-8") == gallery_page.render_laws()
-    assert all(f"## `{law.name}`" in gallery_page.render_laws() for law in LAWS)
+    assert (PAGES / "invariants.md").read_text(encoding="utf-8") == gallery_page.render_invariants()
+    assert all(f"## `{invariant.name}`" in gallery_page.render_invariants() for invariant in INVARIANTS)
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=lambda peer: peer.name)

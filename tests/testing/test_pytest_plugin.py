@@ -54,7 +54,7 @@ def test_a_marked_test_runs_on_every_rank(run) -> None:
             assert dist.get_world_size() == 2
 
         @pytest.mark.world_sizes(2)
-        def test_fixtures_travel(rows):
+        def test_fixtures_are_sent(rows):
             assert rows["mine"] == dist.get_rank()
             assert rows["x"].sum() == 2
 
@@ -217,7 +217,7 @@ def test_misuse_is_named(run) -> None:
 import unittest
 
 @pytest.mark.world_sizes(2)
-def test_cannot_travel(request):
+def test_cannot_be_pickled(request):
     pass
 
 @pytest.mark.world_sizes(2)
@@ -233,7 +233,7 @@ class TestOld(unittest.TestCase):
     result.assert_outcomes(failed=1, errors=2)
     result.stdout.fnmatch_lines_random(
         [
-            "test_cannot_travel: its arguments are evaluated in this process*cannot travel: request (*",
+            "test_cannot_be_pickled: its arguments are evaluated in this process*cannot be pickled: request (*",
             "*an async test cannot run on ranks*",
             "*not those of a unittest.TestCase.",
         ]

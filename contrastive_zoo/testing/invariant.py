@@ -1,4 +1,4 @@
-"""What a law is, and how what came is compared with what was expected."""
+"""The class of an invariant, and the comparison of what was found with what was expected."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError
 
 TOLERANCE = 1e-10
-"""Largest difference in float64, relative to the larger of 1 and what is compared with."""
+"""Largest allowed difference in float64, relative to the larger of 1 and the largest expected element."""
 
 
 class Broken(AssertionError):  # noqa: N818
-    """A law does not hold for this loss on this batch."""
+    """An invariant is broken by this loss on this batch."""
 
 
-class NotTried(Exception):  # noqa: N818
-    """A law says nothing of this loss on this batch, and why."""
+class NotApplicable(Exception):  # noqa: N818
+    """An invariant does not apply to this loss on this batch; the message says why."""
 
 
 @dataclass(frozen=True)
-class Law:
-    """A named property, and the mistake that breaks it.
+class Invariant:
+    """A named property of a loss, and a mistake that breaks it.
 
     Args:
-        check: raises :class:`Broken`, or :class:`NotTried` where it says nothing.
+        check: raises :class:`Broken`, or :class:`NotApplicable` where the property does not apply.
         catches: key of the mistake in the gallery.
     """
 
@@ -36,23 +36,23 @@ class Law:
 
     @property
     def name(self) -> str:
-        """Its function's name."""
+        """The name of the check function."""
         return self.check.__name__
 
     @property
     def meaning(self) -> str:
-        """Its function's docstring."""
+        """The docstring of the check function, on one line."""
         return " ".join((self.check.__doc__ or "").split())
 
     def __call__(self, trial: Trial) -> bool:
-        """Whether it was tried; that it holds is then known.
+        """Test the invariant; return whether it applies.
 
         Raises:
-            Broken: it does not.
+            Broken: the invariant does not hold.
         """
         try:
             self.check(trial)
-        except NotTried:
+        except NotApplicable:
             return False
         return True
 
@@ -60,18 +60,18 @@ class Law:
         return self.name
 
 
-def law(*, catches: str) -> Callable[[Callable[[Trial], None]], Law]:
-    """Make a law of a check."""
-    return lambda check: Law(check, catches)
+def invariant(*, catches: str) -> Callable[[Callable[[Trial], None]], Invariant]:
+    """Turn a check function into an :class:`Invariant`."""
+    return lambda check: Invariant(check, catches)
 
 
-def asked_of_losses(trial: Trial) -> None:
+def require_loss(trial: Trial) -> None:
     if trial.case.step:
-        raise NotTried("asked of losses, not of training steps")
+        raise NotApplicable("applies to losses, not to training steps")
 
 
 def number(x: float) -> Tensor:
-    """In 64 bits whatever the caller's default dtype, or values would be compared in 32."""
+    """Return x as a float64 tensor; the caller's default dtype may be float32, which would lose digits."""
     return torch.tensor(x, dtype=torch.float64)
 
 
@@ -87,7 +87,7 @@ def close(found: Tensor, expected: Tensor, what: str, whose: str) -> None:
     error = (found - expected).abs().max().item() if found.numel() else 0.0
     if not error <= TOLERANCE * max(1.0, expected.abs().max().item() if expected.numel() else 0.0):
         raise Broken(
-            f"{what} {_short(found)}; {whose}: {_short(expected)} (off by {error:.2g}{_ratio(found, expected)})"
+            f"{what} {_short(found)}; {whose}: {_short(expected)} (difference {error:.2g}{_ratio(found, expected)})"
         )
 
 
@@ -96,7 +96,7 @@ def _short(x: Tensor) -> str:
 
 
 def _ratio(found: Tensor, expected: Tensor) -> str:
-    """How the two are related, where that says something."""
+    """Return ratio and cosine of the two as text; empty where one of them is zero."""
     ours, theirs = found.flatten(), expected.flatten()
     if not (theirs.norm() > 0 and ours.norm() > 0):
         return ""

@@ -1,0 +1,79 @@
+"""The standard terms are used: no private vocabulary in the package, the pages and the README."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PRIVATE = {
+    r"luggage": "payload",
+    r"bags?": "payload",
+    r"travel(?:s|led|ling|ed)?": "send, gather",
+    r"strangers?": "padding, unrelated samples",
+    r"mend(?:s|ed|ing)?": "fix",
+    r"everybody(?:'?s)?": "all ranks, gathered",
+    r"dealt|deals": "split over ranks",
+    r"species": "entry",
+    r"pace": "stride",
+    r"laws?": "invariant",
+    r"foreign loss(?:es)?": "third-party loss",
+    r"needs?\s+to\s+need": "needs",
+    r"not to be noticed": "transparent",
+    r"drift apart": "diverge",
+    r"lie over": "split over ranks",
+}
+"""Words that only this project's authors understand, as regular expressions, and the standard term."""
+
+COVERED = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/pages",
+    "contrastive_zoo/testing",
+    "contrastive_zoo/adapters",
+    "contrastive_zoo/demo",
+    "contrastive_zoo/catalogue.py",
+    "contrastive_zoo/cli.py",
+    "contrastive_zoo/reports.py",
+    "benchmarks/scaling.py",
+    "benchmarks/suite/report.py",
+)
+"""Files and folders that are reworded. Add the others as they are."""
+
+ALLOWED = {
+    "everybody-elses-losses.md": "the address of a page, which links from elsewhere use",
+}
+"""Text that may contain such a word, and why."""
+
+_WORD = re.compile(rf"\b(?:{'|'.join(PRIVATE)})\b", re.IGNORECASE)
+
+
+def files() -> list[Path]:
+    found = []
+    for name in COVERED:
+        path = ROOT / name
+        inside = [*path.rglob("*.py"), *path.rglob("*.md")] if path.is_dir() else [path]
+        found += [x for x in inside if x.exists()]
+    return sorted(found)
+
+
+def private_words(text: str) -> list[str]:
+    """The private words of a text, without what is allowed."""
+    for allowed in ALLOWED:
+        text = text.replace(allowed, "")
+    return _WORD.findall(text)
+
+
+def test_the_files_are_found() -> None:
+    assert {"README.md", "check.py", "cli.py", "zoo.md"} <= {path.name for path in files()}
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_standard_terms_are_used(path: Path) -> None:
+    assert private_words(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_private_word_is_found() -> None:
+    assert private_words("The mend travels in everybody's luggage.") == ["mend", "travels", "everybody's", "luggage"]
+    assert private_words("[losses](everybody-elses-losses.md), a recommended flaw") == []
