@@ -29,8 +29,8 @@ THRESHOLDS = {
 }
 """Every constant at which an engine or a message takes another path: as it is, and so small that tiny batches meet it."""
 
-TIMEOUT = 15.0
-"""Seconds that one program may take."""
+TIMEOUT = 60.0
+"""Seconds that one program may take, on a busy machine too."""
 STEPS = int(os.environ.get("SEARCH_STEPS", "10000"))
 """Of the long search."""
 
