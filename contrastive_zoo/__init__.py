@@ -16,7 +16,7 @@ _HOMES = {
     "ArcFace": "losses.arc_face",
     "BarlowTwins": "losses.barlow_twins",
     "Circle": "losses.circle",
-    "ClassLoss": "losses.class_loss",
+    "ClassLoss": "loss_base.class_loss",
     "Clip": "losses.clip",
     "ClipDistillation": "losses.clip_distillation",
     "Contrastive": "losses.contrastive",
@@ -34,7 +34,7 @@ _HOMES = {
     "GradCache": "gradcache",
     "HCL": "losses.hcl",
     "InfoNCE": "losses.info_nce",
-    "LearnableTemperature": "losses.base",
+    "LearnableTemperature": "loss_base.temperature",
     "LiftedStructure": "losses.lifted_structure",
     "MILNCE": "losses.mil_nce",
     "MNRL": "losses.mnrl",
@@ -51,7 +51,7 @@ _HOMES = {
     "ProxyAnchor": "losses.proxy_anchor",
     "ProxyNCA": "losses.proxy_nca",
     "RankedList": "losses.ranked_list",
-    "RowLoss": "losses.row_loss",
+    "RowLoss": "loss_base.row_loss",
     "SINCERE": "losses.sincere",
     "SigLIP": "losses.siglip",
     "SignalToNoise": "losses.signal_to_noise",
@@ -132,6 +132,9 @@ if TYPE_CHECKING:
     from contrastive_zoo.evaluation import recall_at_k as recall_at_k
     from contrastive_zoo.gradcache import GradCache as GradCache
     from contrastive_zoo.gradcache import cached_step as cached_step
+    from contrastive_zoo.loss_base.class_loss import ClassLoss as ClassLoss
+    from contrastive_zoo.loss_base.row_loss import RowLoss as RowLoss
+    from contrastive_zoo.loss_base.temperature import LearnableTemperature as LearnableTemperature
     from contrastive_zoo.losses.align_uniform import AlignUniform as AlignUniform
     from contrastive_zoo.losses.align_uniform import align_uniform as align_uniform
     from contrastive_zoo.losses.angular import Angular as Angular
@@ -139,9 +142,7 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.arc_face import arc_face as arc_face
     from contrastive_zoo.losses.barlow_twins import BarlowTwins as BarlowTwins
     from contrastive_zoo.losses.barlow_twins import barlow_twins as barlow_twins
-    from contrastive_zoo.losses.base import LearnableTemperature as LearnableTemperature
     from contrastive_zoo.losses.circle import Circle as Circle
-    from contrastive_zoo.losses.class_loss import ClassLoss as ClassLoss
     from contrastive_zoo.losses.clip import Clip as Clip
     from contrastive_zoo.losses.clip import clip as clip
     from contrastive_zoo.losses.clip_distillation import ClipDistillation as ClipDistillation
@@ -190,7 +191,6 @@ if TYPE_CHECKING:
     from contrastive_zoo.losses.proxy_nca import ProxyNCA as ProxyNCA
     from contrastive_zoo.losses.proxy_nca import proxy_nca as proxy_nca
     from contrastive_zoo.losses.ranked_list import RankedList as RankedList
-    from contrastive_zoo.losses.row_loss import RowLoss as RowLoss
     from contrastive_zoo.losses.siglip import SigLIP as SigLIP
     from contrastive_zoo.losses.siglip import siglip as siglip
     from contrastive_zoo.losses.signal_to_noise import SignalToNoise as SignalToNoise

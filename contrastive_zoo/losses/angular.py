@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import number_problem
-from contrastive_zoo.losses.distances import MetricLoss, log1p_sum_exp, sum_over_positives
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, log1p_sum_exp, sum_over_positives
 
 
 class Angular(MetricLoss):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.passes import any_in_row
-from contrastive_zoo.losses.base import number_problem, word_problem
-from contrastive_zoo.losses.distances import Average, MetricLoss, log_sum_exp
+from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.distances import Average, MetricLoss, log_sum_exp
 
 
 class Circle(MetricLoss):

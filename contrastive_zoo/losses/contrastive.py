@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import is_number, number_problem, word_problem
-from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, row_sums
+from contrastive_zoo.loss_base.checks import is_number, number_problem, word_problem
+from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, row_sums
 
 
 class Contrastive(FarnessLoss):

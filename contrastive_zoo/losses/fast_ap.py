@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_zoo.losses.base import number_problem
-from contrastive_zoo.losses.distances import MetricLoss, squared_distances
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, squared_distances
 
 
 class FastAP(MetricLoss):

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_zoo.losses.base import number_problem
-from contrastive_zoo.losses.distances import FarnessLoss, Metric, log_sum_exp
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.distances import FarnessLoss, Metric, log_sum_exp
 
 
 class GeneralizedLiftedStructure(FarnessLoss):

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import number_problem, real
-from contrastive_zoo.losses.distances import MetricLoss, distances
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, distances
+from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 

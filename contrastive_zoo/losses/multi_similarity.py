@@ -6,8 +6,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from contrastive_zoo.engine.passes import any_in_row, largest, smallest
-from contrastive_zoo.losses.base import is_number, number_problem
-from contrastive_zoo.losses.distances import MetricLoss, log1p_sum_exp
+from contrastive_zoo.loss_base.checks import is_number, number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, log1p_sum_exp
 
 
 class MultiSimilarity(MetricLoss):

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_zoo.losses.base import is_number, number_problem
-from contrastive_zoo.losses.distances import MetricLoss, distances
+from contrastive_zoo.loss_base.checks import is_number, number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, distances
 
 
 class RankedList(MetricLoss):

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_zoo.loss_base.distances import Average, squared_distances
 from contrastive_zoo.losses.contrastive import Contrastive
-from contrastive_zoo.losses.distances import Average, squared_distances
 
 
 class SignalToNoise(Contrastive):

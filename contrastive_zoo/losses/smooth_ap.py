@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_zoo.losses.base import number_problem
-from contrastive_zoo.losses.distances import MetricLoss, sum_over_positives
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
 
 
 class SmoothAP(MetricLoss):

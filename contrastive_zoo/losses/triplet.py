@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.engine.passes import largest, marked_columns, smallest
-from contrastive_zoo.losses.base import number_problem, word_problem
-from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, sum_over_positives
+from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, sum_over_positives
 
 Mining = Literal["all", "hard", "semi-hard"]
 
