@@ -1,19 +1,34 @@
 # `make demo` and `make test` set everything up by themselves: a virtual environment in .venv, then the package.
 PYTHON ?= python3
 BIN := .venv/bin
+QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tests/test_repr.py tests/test_class_docstring.py \
+	tests/losses/test_settings.py
 
-.PHONY: demo test search lint types docs bench bench-full clean
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.venv/.installed: pyproject.toml .ci/constraints.txt
+.PHONY: demo test test-gpu quick search lint types stubs docs bench bench-full bench-gpu clean
+
+$(BIN)/python:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+
+.venv/.demo-installed: pyproject.toml .ci/constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[demo]'
 	touch $@
 
-demo: .venv/.installed
+# dev contains demo
+.venv/.installed: pyproject.toml .ci/constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[dev]'
+	touch .venv/.demo-installed $@
+
+demo: .venv/.demo-installed
 	$(BIN)/contrastive-zoo demo
 
 test: .venv/.installed lint types
 	$(BIN)/python -m pytest -n 2
+
+# for the inner loop: what a change breaks first, in under 90 seconds on 2 cores
+quick: .venv/.installed lint types
+	$(BIN)/python -m pytest -n 2 -q $(QUICK)
 
 search: .venv/.installed
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_stateful_training.py
@@ -26,8 +41,11 @@ lint: .venv/.installed
 types: .venv/.installed
 	$(BIN)/mypy
 
+stubs: .venv/.installed
+	$(BIN)/python tools/stubs.py
+
 .venv/.docs-installed: .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 docs: .venv/.docs-installed
@@ -43,5 +61,13 @@ bench: .venv/.peers-installed
 bench-full: .venv/.peers-installed
 	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers --full
 
+# On a machine with a GPU: the kernels instead of Triton's interpreter; tables to compare with benchmarks/gpu.md.
+test-gpu: .venv/.installed
+	ALL_DTYPES=1 $(BIN)/python -m pytest tests/kernels
+
+bench-gpu: .venv/.installed
+	$(BIN)/python benchmarks/gpu.py --out gpu-times.md
+
 clean:
-	rm -rf .venv site demo-output
+	rm -rf .venv site docs/site demo-output dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import TypeVar
 
 from contrastive_zoo.arguments import Arguments, GlobalIndices
 from contrastive_zoo.collectives import broadcast, scale_gradient
@@ -38,6 +39,8 @@ from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
+R = TypeVar("R", default=Any)
+"""What the loss returns."""
 
 FIRST_VALUES, EVERY_NTH_CALL = 8, 64
 """Which calls' values and parameters are compared between ranks: values of the first ones, then both now and again."""
@@ -45,7 +48,7 @@ FIRST_VALUES, EVERY_NTH_CALL = 8, 64
 _FURTHER = ("indices_tuple", "ref_emb", "ref_labels")
 
 
-class DistributedLoss(nn.Module):
+class DistributedLoss(nn.Module, Generic[R]):
     """``loss`` on the rows of all ranks: its value, its encoder gradient and its own parameters' gradient.
 
     For z₁ … z_N the rows of all ranks in rank order and L what one process computes from them, on every rank and for
@@ -110,9 +113,11 @@ class DistributedLoss(nn.Module):
         tensor(1.)
     """
 
+    __call__: Callable[..., R]
+
     def __init__(
         self,
-        loss: Callable[..., Any],
+        loss: Callable[..., R],
         *,
         miner: Callable[..., Any] | None = None,
         mode: Mode = "replicated",
@@ -168,6 +173,7 @@ class DistributedLoss(nn.Module):
                 raise ValueError(f"DistributedLoss: {_name(_bare(loss))} cannot be computed in shards: {reason}")
         self.miner = miner
         self.mode = mode
+        self.prefer_native = prefer_native
         self.process_group = process_group
         self.grad_reduction = grad_reduction
         self.check_finite = check_finite
@@ -264,10 +270,9 @@ class DistributedLoss(nn.Module):
                 problem = first_non_finite(arguments.rows)
         if self.static_shapes:
             problem = problem or self._shapes_problem(arguments)
-        settings = isinstance(bare, Loss) or self.check_equal
         statement = Statement(
             _name(bare),
-            {**described(bare, settings=settings), **self._options(), **call.present, **arguments.compared},
+            {**described(bare), **self._options(), **call.present, **arguments.compared},
             arguments.sizes,
             problem,
             last_value=self._last_value(),
@@ -292,7 +297,7 @@ class DistributedLoss(nn.Module):
         """This wrapper's settings, as ranks compare them."""
         names = ("grad_reduction", "mode", "ring", "static_shapes", "training")
         modes = {"dense()": is_dense(), "torch.is_grad_enabled()": torch.is_grad_enabled()}
-        of_miner = {} if self.miner is None else described(self.miner, settings=self.check_equal)
+        of_miner = {} if self.miner is None else described(self.miner)
         return {
             **{name: str(getattr(self, name)) for name in names},
             **{name: str(value) for name, value in modes.items()},
@@ -409,6 +414,19 @@ class DistributedLoss(nn.Module):
                 "check_finite=False lets them through."
             )
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what the next handshake of this object would have read off a device."""
+        return {**self.__dict__, "_last": None, "_sums": None, "_finite": {}}
+
+    def extra_repr(self) -> str:
+        """Every option that is not its default; modules stand below."""
+        shown = []
+        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
+            value = None if name == "self" else getattr(self, name)
+            if value is not parameter.default and value != parameter.default and name not in {"self", *self._modules}:
+                shown.append(f"{name}={_shown(value)}")
+        return ", ".join(shown)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -610,6 +628,13 @@ def _bare(loss: Any) -> Any:
 
 def _name(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _shown(option: Any) -> str:
+    """An option in a repr: a function by its name, a process group by its ranks, which are all one wants to know."""
+    if isinstance(option, torch.distributed.ProcessGroup):
+        return f"<ranks {torch.distributed.get_process_group_ranks(option)}>"
+    return _name(option) if callable(option) else repr(option)
 
 
 def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:

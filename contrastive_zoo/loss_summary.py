@@ -14,29 +14,26 @@ _CHUNK = 2**20
 """Numbers that are projected at a time: a fixed direction as long as a million classes' weights is never held."""
 
 
-def described(loss: Any, *, settings: bool = True) -> dict[str, str]:
-    """The class of every module in a loss by its path, and the settings of each: public attributes that are plain values.
+def described(loss: Any) -> dict[str, str]:
+    """The class of every module in a loss by its path, and the settings of those of this library or derived from it.
 
-    Args:
-        loss: a module or a function.
-        settings: whether settings are told, or classes alone.
+    Settings are public attributes that are plain values. Modules from elsewhere may keep there what they have seen, which a
+    copy on one rank has not; where their settings differ, the values that ranks compare do.
 
     Examples:
-        >>> described(nn.Dropout(0.5))
-        {'the loss': 'Dropout', 'training': 'True', 'p': '0.5', 'inplace': 'False'}
+        >>> described(nn.Sequential(nn.Dropout(0.5)))
+        {'the loss': 'Sequential', 'training': 'True', '0': 'Dropout', '0.training': 'True'}
     """
     if not isinstance(loss, nn.Module):
         return {"the loss": _name(loss)}
     lines: dict[str, str] = {}
     for path, module in loss.named_modules():
         lines[path or "the loss"] = _name(module)
-        if settings:
-            prefix = f"{path}." if path else ""
-            statistics = getattr(
-                module, "_record_these_stats", ()
-            )  # pytorch-metric-learning's, of what a rank has seen
-            own = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in statistics}
-            lines |= {prefix + name: in_one_line(value) for name, value in own.items() if _is_setting(value)}
+        prefix = f"{path}." if path else ""
+        ours = any(kind.__module__.startswith("contrastive_zoo.") for kind in type(module).__mro__)
+        for name, value in vars(module).items() if ours else [("training", module.training)]:
+            if not name.startswith("_") and _is_setting(value):
+                lines[prefix + name] = in_one_line(value)
     return lines
 
 

@@ -212,7 +212,8 @@ class Session(World):
             statement = opening.statement
             statement.caller = bad.caller
             statement.problem = bad.problem or statement.problem
-            statement.compared = compared | dict(statement.compared)
+            first = {name: x for name, x in statement.compared.items() if name in ("the loss", "arguments")}
+            statement.compared = first | compared | dict(statement.compared)  # errors name the first difference
             statement.tolerance = max(statement.tolerance, *(x.tolerance for x in declarations))
             # the arguments' sizes come first, so that their number is known to whoever asks about them
             arguments, statement.sizes = len(statement.sizes), [*statement.sizes, *sizes]

@@ -1,5 +1,7 @@
 """What a training meets after its first step: other sizes, settings that change, compositions, checkpoints, single rows."""
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -275,6 +277,21 @@ def test_a_disagreement_is_one_error_on_every_rank(name: str, at: int, world_siz
         pytest.skip("these differ from the first call on")
     text, _ = complaint(worlds, world_size, disagreeing(name, at), good)
     assert WORDS[name].format(other=world_size - 1) in text
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
+def test_a_wrapper_that_one_rank_copied_in_mid_training(again: Callable[[Any], Any], worlds: Worlds) -> None:
+    def job() -> list[Tensor]:
+        wrapped = cz.DistributedLoss(cz.Clip(temperature=0.3))
+        for step in range(3):
+            wrapped(z(4, step), z(4, step + 50))
+        if rank() == 1:
+            wrapped = again(wrapped)
+        return [wrapped(z(4, step), z(4, step + 50)).detach() for step in range(3, 6)]
+
+    first, second = worlds.run(2, job)
+    for a, b in zip(first, second, strict=True):
+        close(a, b)
 
 
 def test_a_wrapper_that_one_rank_made_again_is_as_good_as_the_old_one(worlds: Worlds) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch  # noqa: F401 - the examples use it
-
 FEW = 2**16
 """So few similarities, or numbers in rows, that one process is done sooner by plain autograd than by an engine."""
 

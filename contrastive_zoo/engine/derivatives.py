@@ -10,6 +10,16 @@ from torch import Tensor
 from contrastive_zoo.compiling import Function
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether an activation checkpoint, or another hook, takes what is saved for the backward pass.
+
+    Examples:
+        >>> saved_tensors_are_hooked()
+        False
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 @contextmanager
 def inner_graph() -> Iterator[None]:
     """Within it a graph is recorded and differentiated at once: hooks on saved tensors from outside do not see it.
@@ -23,7 +33,7 @@ def inner_graph() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if saved_tensors_are_hooked():
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
 

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ClassVar
 
-import torch  # noqa: F401 - the examples use it
-
 _budget: ContextVar[int] = ContextVar("budget", default=128 * 2**20)
 
 

@@ -36,7 +36,7 @@ from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_r
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.blocks import Block, Gathered, Ring, merge_at_owners, schedule
 from contrastive_zoo.engine.dense_mode import few, is_dense
-from contrastive_zoo.engine.derivatives import once
+from contrastive_zoo.engine.derivatives import once, saved_tensors_are_hooked
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.precision import products_of, without_autocast
 from contrastive_zoo.engine.similarity_budget import Kept
@@ -167,9 +167,11 @@ class _LogSumExp(Function):
         ctx.sweep, ctx.scale = sweep, scale.item()
         travel = sweep.travel(columns)
         largest = ctx.scale * sweep.longest(rows, columns)
+        # a checkpoint computes them again in any case, and must find as many tensors saved as the first time
+        keep = sweep.learns and any(ctx.needs_input_grad) and not saved_tensors_are_hooked()
         for ctx.arithmetic in (_Shifted.below(largest, rows.dtype), _Exact()):
             tiles: list[Tensor | None] = []  # those that lost digits go before others come
-            ctx.kept = Kept() if sweep.learns and any(ctx.needs_input_grad) else None
+            ctx.kept = Kept() if keep else None
             with products_of(sweep.dtype, rows.device.type):
                 r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, travel, ctx.scale, ctx.kept)
             if isinstance(ctx.arithmetic, _Shifted) and not sweep.has_lost(r, c, largest):
@@ -199,7 +201,8 @@ class _LogSumExp(Function):
                     pass
             else:
                 travel.give_back(dcolumns, parts)
-            ctx.kept.release()
+            if ctx.kept is not None:
+                ctx.kept.release()
             dscale = None
             if ctx.needs_input_grad[3]:  # of one tower a pair stands in two rows
                 dscale = torch.dot(rows.flatten(), drows.flatten()) / (2 * scale if sweep.one_tower else scale)

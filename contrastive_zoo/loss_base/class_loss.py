@@ -1,6 +1,5 @@
 """What losses with class weights share: weights as a parameter, whole or dealt out, and rows compared with them."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -31,21 +30,9 @@ class Maker(Loss):
         CosFace(num_classes=3, embedding_size=2, sub_centers=1, margin=0.35, scale=64.0, reduction='mean')
     """
 
-    made: ClassVar[tuple[str, ...]] = ()
-    """Names of those settings."""
-    refused: ClassVar[tuple[str, ...]] = ()
-    """Names of arguments of the constructor that this loss has no use for."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "function" in kwargs:  # what help() and an editor show
-            of_function = [x for x in cls.__signature__.parameters.values() if x.name not in cls.made]
-            taken = [x for x in inspect.signature(cls.__init__).parameters.values() if x.kind is not x.VAR_KEYWORD]
-            own = [x for x in taken[1:] if x.name not in {*cls.refused, *(y.name for y in of_function)}]
-            cls.__signature__ = inspect.Signature([*own, *of_function])
-
     def extra_repr(self) -> str:
-        names = [x for x in self.__signature__.parameters if x not in ("check_finite", *self._modules)]
+        hidden = {*self._modules, *(("check_finite",) if self.check_finite else ())}
+        names = [x for x in self.__signature__.parameters if x not in hidden]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name))
 
 

@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
 from contrastive_zoo.engine import passes
 from contrastive_zoo.engine.dense_mode import dense, is_dense
 from contrastive_zoo.engine.passes import dot_products, euclidean, marked_columns
 from contrastive_zoo.loss_base.checks import word_problem
-from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.row_loss import RowLoss, RowSettings
 
 Metric = Literal["distance", "squared distance", "similarity"]
 Average = Literal["nonzero", "all"]
@@ -131,9 +132,8 @@ class MetricLoss(RowLoss):
     """A row loss whose settings are numbers and words, and shown. Its constructor ends with ``refuse_bad_settings()``."""
 
     def extra_repr(self) -> str:
-        shown = {
-            name: x for name, x in vars(self).items() if name[0] != "_" and name not in ("training", "check_finite")
-        }
+        hidden = ("training", "check_finite") if self.check_finite else ("training",)
+        shown = {name: x for name, x in vars(self).items() if name[0] != "_" and name not in hidden}
         return ", ".join(f"{name}={x!r}" for name, x in shown.items())
 
 
@@ -145,7 +145,7 @@ class FarnessLoss(MetricLoss):
         -1
     """
 
-    def __init__(self, *, metric: Metric = "distance", **kept: Any) -> None:
+    def __init__(self, *, metric: Metric = "distance", **kept: Unpack[RowSettings]) -> None:
         super().__init__(**kept)
         self.metric = metric
 

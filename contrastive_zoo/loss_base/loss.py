@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
+from contrastive_zoo.class_docstring import class_docstring
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.loss_base.checks import shared_problem
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
@@ -41,11 +42,16 @@ class Loss(nn.Module):
         NTXent(temperature=0.2, normalize=True, reduction='mean')
     """
 
+    __call__: Callable[..., Tensor]
     function: ClassVar[Callable[..., Tensor]]
     check: ClassVar[Callable[..., str | None]] = staticmethod(lambda: None)
     __signature__: ClassVar[inspect.Signature]
     _defaults: ClassVar[dict[str, Any]] = {}
     _told_to_wrap: ClassVar[bool] = False
+    made: ClassVar[tuple[str, ...]] = ()
+    """Settings of the function that the constructor makes itself."""
+    refused: ClassVar[tuple[str, ...]] = ()
+    """Arguments of the constructor that this loss has no use for."""
     rank_local: ClassVar[frozenset[str]] = frozenset()
     """Arguments that mean something on the rank that brings them alone, such as positions among its own rows."""
     supports_ring: ClassVar[bool] = False
@@ -63,9 +69,29 @@ class Loss(nn.Module):
             cls.function, cls.check = staticmethod(function), staticmethod(check)
             parameters = inspect.signature(function).parameters.values()
             keep = [x for x in parameters if x.kind is x.KEYWORD_ONLY and x.name != "world"]
-            finite = inspect.Parameter("check_finite", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
-            cls.__signature__ = inspect.Signature([*keep, finite])  # what help() and an editor show
             cls._defaults = {x.name: x.default for x in keep}
+            cls.__signature__ = cls._constructor(keep)
+            if function.__doc__:
+                compared = [x for x in parameters if x.kind is not x.KEYWORD_ONLY]
+                cls.__doc__ = class_docstring(
+                    cls.__name__,
+                    vars(cls).get("__doc__"),
+                    function.__doc__,
+                    function_name=function.__name__,
+                    compared=[f"*{x.name}" if x.kind is x.VAR_POSITIONAL else x.name for x in compared],
+                    settings=list(cls.__signature__.parameters),
+                    inherited=[base.__doc__ for base in cls.__mro__[1:] if issubclass(base, Loss)],
+                )
+
+    @classmethod
+    def _constructor(cls, of_function: Sequence[inspect.Parameter]) -> inspect.Signature:
+        """What the constructor takes: its own arguments, then the function's settings that it passes on."""
+        own = {x.name: x for x in list(inspect.signature(cls.__init__).parameters.values())[1:]}
+        of_function = [own.get(x.name, x) for x in of_function if x.name not in cls.made]
+        passed_on = {x.name for x in of_function} | {"check_finite"} | set(cls.refused)
+        first = [x for x in own.values() if x.name not in passed_on and x.kind is not x.VAR_KEYWORD]
+        finite = inspect.Parameter("check_finite", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
+        return inspect.Signature([*first, *of_function, finite])
 
     def __init__(self, *, check_finite: bool = True, **settings: Any) -> None:
         super().__init__()
@@ -177,6 +203,7 @@ class Loss(nn.Module):
 
     def extra_repr(self) -> str:
         own = {x: getattr(self, x) for x in self._defaults if x not in self._modules and x not in self._parameters}
+        own |= {} if self.check_finite else {"check_finite": False}
         return ", ".join(f"{name}={value!r}" for name, value in own.items())
 
 

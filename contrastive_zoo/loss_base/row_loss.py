@@ -1,6 +1,6 @@
 """Your own loss in five lines: say what an anchor loses, the rest is done."""
 
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -14,6 +14,14 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_labelled, begin_views, in_a_row, numbered
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
+
+
+class RowSettings(TypedDict, total=False):
+    """Settings of every row loss, as :class:`RowLoss` documents them: ``**kept: Unpack[RowSettings]`` passes them on."""
+
+    normalize: bool
+    reduction: Reduction
+    check_finite: bool
 
 
 class RowLoss(Loss):
@@ -111,4 +119,5 @@ class RowLoss(Loss):
         return sum_over_anchors(self, z, ids, reduction=self.reduction, shards=shards, world=world)
 
     def extra_repr(self) -> str:
-        return f"normalize={self.normalize}, reduction={self.reduction!r}"
+        unchecked = "" if self.check_finite else ", check_finite=False"
+        return f"normalize={self.normalize}, reduction={self.reduction!r}{unchecked}"

@@ -61,6 +61,13 @@ class LearnableTemperature(nn.Module):
         t.log_scale = log_scale  # which few pairs differentiate by at once
         return t
 
+    def extra_repr(self) -> str:
+        """The temperature at this moment, where this process holds it: a shard of it, or none yet, has no value."""
+        theta = self.log_scale
+        here = type(theta) is nn.Parameter and theta.numel() == 1 and not theta.is_meta
+        value = [f"{math.exp(-min(theta.item(), math.log(self.max_scale))):.4g}"] if here else []
+        return ", ".join([*value, *([] if self.max_scale == 100 else [f"max_scale={self.max_scale:g}"])])
+
 
 class LearntScale(Loss):
     """A loss whose temperature is learnt from the given one on; ``logit_scale`` is log(1/t), as in open_clip's models.
@@ -74,9 +81,8 @@ class LearntScale(Loss):
 
     max_scale: ClassVar[float] = 100.0
 
-    def __init__(self, *, temperature: float | nn.Module | None = None, **settings: Any) -> None:
-        if temperature is None:
-            temperature = self._defaults["temperature"]
+    def __init__(self, **settings: Any) -> None:
+        temperature = settings.pop("temperature", self._defaults["temperature"])
         if not isinstance(temperature, nn.Module):
             if problem := shared_problem(temperature=temperature):
                 raise ValueError(f"{type(self).__name__}: {problem}")

@@ -70,6 +70,4 @@ def _settings_problem(alpha: float, t: float, uniformity: float) -> str | None:
 
 
 class AlignUniform(Loss, function=align_uniform, check=_settings_problem):
-    """:func:`align_uniform` with its settings kept."""
-
     supports_ring = True

@@ -1,13 +1,14 @@
 """Angular: the triangle of a positive pair and a negative must be narrow at the negative."""
 
 import math
-from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.engine.rows import Panel
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, log1p_sum_exp, sum_over_positives
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Angular(MetricLoss):
@@ -36,7 +37,7 @@ class Angular(MetricLoss):
     Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
-    def __init__(self, *, alpha: float = 40.0, **kept: Any) -> None:
+    def __init__(self, *, alpha: float = 40.0, **kept: Unpack[RowSettings]) -> None:
         super().__init__(**kept)
         self.alpha = alpha
         self.refuse_bad_settings()

@@ -76,4 +76,12 @@ def _settings_problem(margin: float, scale: float) -> str | None:
 
 
 class ArcFace(ClassLoss, function=arc_face, check=_settings_problem):
-    """:func:`arc_face` with its weights and settings kept; ``sub_centers=3`` is sub-center ArcFace."""
+    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    ``sub_centers=3`` is sub-center ArcFace.
+
+    Example:
+        >>> loss = ArcFace(2, 2, margin=torch.pi / 3, scale=2.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e^(2 cos 60°) + 1) − 1
+        tensor(0.3133)
+    """

@@ -62,5 +62,4 @@ def _settings_problem(lambda_: float, eps: float) -> str | None:
     return number_problem("eps must be positive", above=0, eps=eps) or number_problem(low=0, lambda_=lambda_)
 
 
-class BarlowTwins(Loss, function=barlow_twins, check=_settings_problem):
-    """:func:`barlow_twins` with its settings kept."""
+class BarlowTwins(Loss, function=barlow_twins, check=_settings_problem): ...

@@ -1,13 +1,13 @@
 """Circle: each similarity is pulled at its own pace, by how far it is from its optimum."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.engine.passes import any_in_row
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
 from contrastive_zoo.loss_base.distances import Average, MetricLoss, log_sum_exp
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Circle(MetricLoss):
@@ -35,7 +35,9 @@ class Circle(MetricLoss):
     Source: Sun et al. 2020, eq. 6, https://arxiv.org/abs/2002.10857
     """
 
-    def __init__(self, *, m: float = 0.4, gamma: float = 80.0, average: Average = "all", **kept: Any) -> None:
+    def __init__(
+        self, *, m: float = 0.4, gamma: float = 80.0, average: Average = "all", **kept: Unpack[RowSettings]
+    ) -> None:
         super().__init__(**kept)
         self.m, self.gamma, self.average = m, gamma, average
         self.refuse_bad_settings()

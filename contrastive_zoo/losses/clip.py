@@ -54,10 +54,15 @@ def clip(
 
 
 class Clip(LearntScale, function=clip):
-    """:func:`clip` with its settings kept, and a temperature that is learnt from the given one on.
+    """The temperature is learnt; the given one is where it starts.
 
     ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, kept at or below log(100).
     For a temperature that stays use ``InfoNCE(symmetric=True)``.
+
+    Example:
+        >>> import torch
+        >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2)).detach()   # log(e + 1) − 1
+        tensor(0.3133)
     """
 
     supports_ring = True

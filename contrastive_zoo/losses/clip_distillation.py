@@ -94,8 +94,7 @@ def _settings_problem(teacher_temperature: float, weight: float) -> str | None:
     return wrong or positive_problem(teacher_temperature=teacher_temperature)
 
 
-class ClipDistillation(Loss, function=clip_distillation, check=_settings_problem):
-    """:func:`clip_distillation` with its settings kept."""
+class ClipDistillation(Loss, function=clip_distillation, check=_settings_problem): ...
 
 
 def _taught(panel: Panel, temperature: Tensor, teacher_temperature: float, weight: float) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
 """Contrastive: positives nearer than one margin, negatives farther than another."""
 
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.engine.rows import Panel
 from contrastive_zoo.loss_base.checks import is_number, number_problem, word_problem
 from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, row_sums
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Contrastive(FarnessLoss):
@@ -47,7 +47,7 @@ class Contrastive(FarnessLoss):
         power: float = 1.0,
         metric: Metric = "distance",
         average: Average = "nonzero",
-        **kept: Any,
+        **kept: Unpack[RowSettings],
     ) -> None:
         super().__init__(metric=metric, **kept)
         self.pos_margin, self.neg_margin, self.power = pos_margin, neg_margin, power

@@ -63,4 +63,12 @@ def _settings_problem(margin: float, scale: float) -> str | None:
 
 
 class CosFace(ClassLoss, function=cos_face, check=_settings_problem):
-    """:func:`cos_face` with its weights and settings kept."""
+    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+
+    Example:
+        >>> import torch
+        >>> loss = CosFace(2, 2, margin=0.5, scale=2.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e + 1) − 1
+        tensor(0.3133)
+    """

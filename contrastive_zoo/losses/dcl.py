@@ -86,12 +86,16 @@ def _settings_problem(sigma: float | None, denominators: str) -> str | None:
     return wrong or word_problem("denominators", denominators, Denominators)
 
 
-class DCL(Loss, function=dcl, check=_settings_problem):
-    """:func:`dcl` with its settings kept."""
+class DCL(Loss, function=dcl, check=_settings_problem): ...
 
 
-class DCLW(DCL):
-    """:func:`dcl` with von Mises–Fisher weights on the positives: the same with ``sigma=0.5``."""
+class DCLW(DCL, function=dcl, check=_settings_problem):
+    """This class has von Mises–Fisher weights on the positives by default: it is :class:`DCL` with ``sigma=0.5``.
+
+    Example:
+        >>> DCLW()(torch.eye(2), torch.eye(2)).equal(DCL(sigma=0.5)(torch.eye(2), torch.eye(2)))
+        True
+    """
 
     def __init__(self, *, sigma: float = 0.5, **settings: Any) -> None:
         super().__init__(sigma=sigma, **settings)

@@ -84,7 +84,7 @@ def _settings_problem(teacher_temperature: float) -> str | None:
 
 
 class DINO(Maker, function=dino, check=_settings_problem):
-    """:func:`dino` with its settings and the centre kept.
+    """The centre is the buffer ``centre``.
 
     While training, each call moves the buffer ``centre`` towards the mean of the teacher's rows of all ranks, after it
     was used: c ← m c + (1 − m) mean. It is equal on every rank, and to that of one process.
@@ -92,7 +92,11 @@ class DINO(Maker, function=dino, check=_settings_problem):
     Args:
         out_dim: k.
         centre_momentum: m, 0 … 1.
-        settings: as the function takes them.
+
+    Example:
+        >>> same = torch.zeros(3, 4)
+        >>> DINO(4)(same, same)   # log 4
+        tensor(1.3863)
     """
 
     made = ("centre",)

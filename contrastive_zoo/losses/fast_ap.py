@@ -1,11 +1,11 @@
 """FastAP: average precision of an anchor's ranking, from a soft histogram of distances."""
 
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, squared_distances
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class FastAP(MetricLoss):
@@ -34,7 +34,7 @@ class FastAP(MetricLoss):
     Source: Cakir et al. 2019, https://openaccess.thecvf.com/content_CVPR_2019/html/Cakir_Deep_Metric_Learning_to_Rank_CVPR_2019_paper.html
     """
 
-    def __init__(self, *, num_bins: int = 10, **kept: Any) -> None:
+    def __init__(self, *, num_bins: int = 10, **kept: Unpack[RowSettings]) -> None:
         super().__init__(**kept)
         self.num_bins = num_bins
         self.refuse_bad_settings()

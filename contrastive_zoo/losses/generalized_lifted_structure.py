@@ -1,11 +1,11 @@
 """Generalised lifted structure: an anchor's positives together nearer than its negatives together."""
 
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import FarnessLoss, Metric, log_sum_exp
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class GeneralizedLiftedStructure(FarnessLoss):
@@ -37,7 +37,12 @@ class GeneralizedLiftedStructure(FarnessLoss):
     """
 
     def __init__(
-        self, *, pos_margin: float = 0.0, neg_margin: float = 1.0, metric: Metric = "distance", **kept: Any
+        self,
+        *,
+        pos_margin: float = 0.0,
+        neg_margin: float = 1.0,
+        metric: Metric = "distance",
+        **kept: Unpack[RowSettings],
     ) -> None:
         super().__init__(metric=metric, **kept)
         self.pos_margin, self.neg_margin = pos_margin, neg_margin

@@ -109,8 +109,7 @@ def _settings_problem(margin_strategy: str, margin: float) -> str | None:
     return word_problem("margin_strategy", margin_strategy, Strategy) or number_problem(margin=margin)
 
 
-class GIST(Loss, function=gist, check=_settings_problem):
-    """:func:`gist` with its settings kept."""
+class GIST(Loss, function=gist, check=_settings_problem): ...
 
 
 def _guided(

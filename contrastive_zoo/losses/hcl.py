@@ -104,12 +104,10 @@ def _settings_problem(tau_plus: float, beta: float) -> str | None:
     return number_problem(rule, fix, low=0, beta=beta) or _debiased_problem(tau_plus)
 
 
-class HCL(Loss, function=hcl, check=_settings_problem):
-    """:func:`hcl` with its settings kept."""
+class HCL(Loss, function=hcl, check=_settings_problem): ...
 
 
-class Debiased(Loss, function=debiased, check=_debiased_problem):
-    """:func:`debiased` with its settings kept."""
+class Debiased(Loss, function=debiased, check=_debiased_problem): ...
 
 
 def _contrast(

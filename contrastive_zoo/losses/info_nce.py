@@ -115,8 +115,6 @@ def _settings_problem(symmetric: bool, in_batch_negatives: bool) -> str | None:
 
 
 class InfoNCE(Loss, function=info_nce, check=_settings_problem):
-    """:func:`info_nce` with its settings kept."""
-
     supports_ring = True
 
 

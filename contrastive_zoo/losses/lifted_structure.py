@@ -67,8 +67,7 @@ def _settings_problem(pos_margin: float, neg_margin: float) -> str | None:
     return number_problem(pos_margin=pos_margin, neg_margin=neg_margin)
 
 
-class LiftedStructure(Loss, function=lifted_structure, check=_settings_problem):
-    """:func:`lifted_structure` with its settings kept."""
+class LiftedStructure(Loss, function=lifted_structure, check=_settings_problem): ...
 
 
 def _crowding(panel: Panel, margin: float) -> tuple[Tensor, Tensor]:

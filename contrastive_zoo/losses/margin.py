@@ -1,15 +1,15 @@
 """Margin: positives nearer than a learnt boundary β, negatives farther, each by a margin."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, distances
 from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 
@@ -56,7 +56,7 @@ class Margin(MetricLoss):
         num_classes: int | None = None,
         learn_beta: bool = True,
         nu: float = 0.0,
-        **kept: Any,
+        **kept: Unpack[RowSettings],
     ) -> None:
         super().__init__(**kept)
         self.margin, self.nu, self.num_classes, self.learn_beta = margin, nu, num_classes, learn_beta

@@ -97,6 +97,4 @@ def _settings_problem(denominator: str) -> str | None:
 
 
 class MILNCE(Loss, function=mil_nce, check=_settings_problem):
-    """:func:`mil_nce` with its settings kept."""
-
     supports_ring = True

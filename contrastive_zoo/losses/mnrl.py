@@ -205,8 +205,6 @@ def _settings_problem(
 
 
 class MNRL(Loss, function=mnrl, check=_settings_problem):
-    """:func:`mnrl` with its settings kept."""
-
     rank_local = frozenset({"owners"})
 
     def can_ring(self) -> bool:

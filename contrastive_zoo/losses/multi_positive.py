@@ -105,8 +105,7 @@ def _settings_problem(duplicates: str) -> str | None:
     return None if duplicates in _MODES else f"{known}, got {duplicates!r}."
 
 
-class MultiPositive(Loss, function=multi_positive, check=_settings_problem):
-    """:func:`multi_positive` with its settings kept."""
+class MultiPositive(Loss, function=multi_positive, check=_settings_problem): ...
 
 
 def _found(panel: Panel, temperature: Tensor, paired: bool, duplicates: Duplicates) -> tuple[Tensor, Tensor]:

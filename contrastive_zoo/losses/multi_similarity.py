@@ -1,13 +1,13 @@
 """Multi-similarity: pairs weigh by how much they stand out among the anchor's others."""
 
-from typing import Any
-
 from jaxtyping import Bool, Float
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.engine.passes import any_in_row, largest, smallest
 from contrastive_zoo.loss_base.checks import is_number, number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, log1p_sum_exp
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class MultiSimilarity(MetricLoss):
@@ -38,7 +38,13 @@ class MultiSimilarity(MetricLoss):
     """
 
     def __init__(
-        self, *, alpha: float = 2.0, beta: float = 50.0, base: float = 0.5, epsilon: float | None = None, **kept: Any
+        self,
+        *,
+        alpha: float = 2.0,
+        beta: float = 50.0,
+        base: float = 0.5,
+        epsilon: float | None = None,
+        **kept: Unpack[RowSettings],
     ) -> None:
         super().__init__(**kept)
         self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon

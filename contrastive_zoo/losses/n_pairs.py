@@ -84,8 +84,7 @@ def _settings_problem(l2: float) -> str | None:
     return number_problem("l2 is a non-negative weight", low=0, l2=l2)
 
 
-class NPairs(Loss, function=n_pairs, check=_settings_problem):
-    """:func:`n_pairs` with its settings kept."""
+class NPairs(Loss, function=n_pairs, check=_settings_problem): ...
 
 
 def _partner(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,5 +58,4 @@ def _pick(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:
     return every - log_sum_exp_where(logits, panel.positive), panel.positive.any(1)
 
 
-class NCA(PanelLoss, function=nca, panel=_pick):
-    """:func:`nca` with its settings kept."""
+class NCA(PanelLoss, function=nca, panel=_pick): ...

@@ -54,4 +54,12 @@ def normalized_softmax(
 
 
 class NormalizedSoftmax(ClassLoss, function=normalized_softmax):
-    """:func:`normalized_softmax` with its weights and settings kept."""
+    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+
+    Example:
+        >>> import torch
+        >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e + 1) − 1
+        tensor(0.3133)
+    """

@@ -70,6 +70,4 @@ def nt_xent(
 
 
 class NTXent(Loss, function=nt_xent):
-    """:func:`nt_xent` with its settings kept."""
-
     supports_ring = True

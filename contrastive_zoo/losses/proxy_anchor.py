@@ -61,6 +61,14 @@ def _settings_problem(margin: float, alpha: float) -> str | None:
 
 
 class ProxyAnchor(ClassLoss, function=proxy_anchor, check=_settings_problem):
-    """:func:`proxy_anchor` with its proxies and settings kept."""
+    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+
+    Example:
+        >>> import torch
+        >>> loss = ProxyAnchor(2, 2, margin=0.0, alpha=1.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(1 + 1/e) + log 2
+        tensor(1.0064)
+    """
 
     refused = ("sub_centers", "shard_over")

@@ -55,4 +55,12 @@ def proxy_nca(
 
 
 class ProxyNCA(ClassLoss, function=proxy_nca):
-    """:func:`proxy_nca` with its proxies and settings kept."""
+    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+
+    Example:
+        >>> import torch
+        >>> loss = ProxyNCA(2, 2, temperature=2.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # −log(1 / (1 + e⁻¹))
+        tensor(0.3133)
+    """

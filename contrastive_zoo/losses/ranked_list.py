@@ -1,11 +1,11 @@
 """Ranked list: positives inside a ball around the anchor, negatives outside of a larger one, the worst first."""
 
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.loss_base.checks import is_number, number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, distances
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class RankedList(MetricLoss):
@@ -49,7 +49,7 @@ class RankedList(MetricLoss):
         t_n: float = 10.0,
         imbalance: float = 0.5,
         epsilon: float = 0.0,
-        **kept: Any,
+        **kept: Unpack[RowSettings],
     ) -> None:
         super().__init__(**kept)
         self.margin, self.alpha, self.t_p, self.t_n = margin, alpha, t_p, t_n

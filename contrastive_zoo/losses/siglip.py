@@ -74,9 +74,13 @@ def bias_problem(logit_bias: float | Tensor) -> str | None:
 
 
 class SigLIP(LearntScale, function=siglip, check=bias_problem):
-    """:func:`siglip` with its settings kept; temperature and bias are learnt from the given ones on.
+    """Temperature and bias are learnt; the given ones are where they start.
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
+
+    Example:
+        >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2)).detach()   # log(1 + e⁻¹) + log 2
+        tensor(1.0064)
     """
 
     max_scale = math.inf

@@ -1,11 +1,11 @@
 """Signal-to-noise: the contrastive loss of a distance that divides by the anchor's own variance."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.loss_base.distances import Average, squared_distances
+from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.losses.contrastive import Contrastive
 
 
@@ -42,7 +42,7 @@ class SignalToNoise(Contrastive):
         neg_margin: float = 1.0,
         power: float = 1.0,
         average: Average = "nonzero",
-        **kept: Any,
+        **kept: Unpack[RowSettings],
     ) -> None:
         super().__init__(pos_margin=pos_margin, neg_margin=neg_margin, power=power, average=average, **kept)
 

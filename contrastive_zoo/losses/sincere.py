@@ -62,5 +62,4 @@ def _settings_problem(average: str) -> str | None:
     return word_problem("average", average, Average)
 
 
-class SINCERE(PanelLoss, function=sincere, panel=_revisited, check=_settings_problem):
-    """:func:`sincere` with its settings kept."""
+class SINCERE(PanelLoss, function=sincere, panel=_revisited, check=_settings_problem): ...

@@ -1,12 +1,12 @@
 """SmoothAP: average precision of an anchor's ranking, with sigmoids for the comparisons of similarities."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class SmoothAP(MetricLoss):
@@ -36,7 +36,7 @@ class SmoothAP(MetricLoss):
     Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
 
-    def __init__(self, *, temperature: float = 0.01, with_self: bool = False, **kept: Any) -> None:
+    def __init__(self, *, temperature: float = 0.01, with_self: bool = False, **kept: Unpack[RowSettings]) -> None:
         super().__init__(**kept)
         self.temperature, self.with_self = temperature, with_self
         self.refuse_bad_settings()

@@ -57,8 +57,7 @@ def _settings_problem(mu: float) -> str | None:
     return number_problem("mu must be positive", above=0, finite=False, mu=mu)
 
 
-class SpectralContrastive(Loss, function=spectral_contrastive, check=_settings_problem):
-    """:func:`spectral_contrastive` with its settings kept."""
+class SpectralContrastive(Loss, function=spectral_contrastive, check=_settings_problem): ...
 
 
 def _shortened(z: Tensor, longest: float) -> Tensor:

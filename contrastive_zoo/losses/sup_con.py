@@ -101,7 +101,5 @@ def _settings_problem(variant: str) -> str | None:
 
 
 class SupCon(PanelLoss, function=sup_con, panel=_attraction, check=_settings_problem):
-    """:func:`sup_con` with its settings kept."""
-
     def can_ring(self) -> bool:
         return self.variant == "out"

@@ -57,4 +57,11 @@ def sup_sigmoid(
 
 
 class SupSigmoid(SigLIP, PanelLoss, function=sup_sigmoid, panel=yes_or_no, check=bias_problem):
-    """:func:`sup_sigmoid` with its settings kept; temperature and bias are learnt from the given ones on."""
+    """Temperature and bias are learnt; the given ones are where they start.
+
+    Example:
+        >>> import torch
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
+        >>> SupSigmoid(temperature=1.0, logit_bias=0.0)(z, torch.tensor([0, 0, 1])).detach()
+        tensor(1.1330)
+    """

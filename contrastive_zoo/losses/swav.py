@@ -92,12 +92,17 @@ def _settings_problem(epsilon: float, iterations: int, code_views: int, views: i
 
 
 class SwAV(Maker, function=swav, check=_settings_problem):
-    """:func:`swav` with its prototypes, drawn standard normal, and its settings kept.
+    """``loss.prototypes`` is the parameter, drawn standard normal.
 
     Args:
         num_prototypes: K.
         embedding_size: d.
-        settings: as the function takes them.
+
+    Example:
+        >>> loss = SwAV(2, 2, temperature=1.0)
+        >>> _ = loss.load_state_dict({"prototypes": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.eye(2)).detach()   # codes are one-hot: log(e + 1) − 1
+        tensor(0.3133)
     """
 
     made = ("prototypes",)

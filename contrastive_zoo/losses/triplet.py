@@ -1,15 +1,17 @@
 """Triplet: an anchor's positives nearer than its negatives, by a margin; all triplets, or hard or semi-hard ones."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from contrastive_zoo.engine.passes import largest, marked_columns, smallest
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
 from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, sum_over_positives
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 Mining = Literal["all", "hard", "semi-hard"]
 
@@ -57,7 +59,7 @@ class Triplet(FarnessLoss):
         soft: bool = False,
         metric: Metric = "distance",
         average: Average = "nonzero",
-        **kept: Any,
+        **kept: Unpack[RowSettings],
     ) -> None:
         super().__init__(metric=metric, **kept)
         self.margin, self.mining, self.soft, self.average = margin, mining, soft, average

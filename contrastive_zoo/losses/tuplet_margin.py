@@ -74,5 +74,4 @@ def _settings_problem(margin: float, average: str) -> str | None:
     return wrong or word_problem("average", average, Average)
 
 
-class TupletMargin(PanelLoss, function=tuplet_margin, panel=_tuples, check=_settings_problem):
-    """:func:`tuplet_margin` with its settings kept."""
+class TupletMargin(PanelLoss, function=tuplet_margin, panel=_tuples, check=_settings_problem): ...

@@ -102,5 +102,4 @@ def _settings_problem(invariance: float, variance: float, covariance: float, gam
     return number_problem("eps must be positive", above=0, eps=eps) or number_problem(gamma=gamma, **weights)
 
 
-class VICReg(Loss, function=vicreg, check=_settings_problem):
-    """:func:`vicreg` with its settings kept."""
+class VICReg(Loss, function=vicreg, check=_settings_problem): ...

@@ -21,6 +21,7 @@ from contrastive_zoo.testing.measurement import (
     gradients,
     my_rows,
     random_streams,
+    repeating_samples,
     scalar,
     split_parameters,
     start,
@@ -120,7 +121,7 @@ def traits(case: Case) -> Traits:
 def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]:
     """Run on every rank: make the loss once, then step after step feed it this rank's part, go backward and look."""
     start()
-    made = case.make()
+    made = repeating_samples(case.make())
     if training.own_streams:
         _seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     model, step = made if case.step else (Encoder(training.steps[0].d), None)

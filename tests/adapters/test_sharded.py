@@ -422,7 +422,8 @@ def test_indices_of_all_rows_are_shared_out(worlds: Worlds) -> None:
 
 
 def good() -> float:
-    return cz.DistributedLoss(L.ContrastiveLoss(), mode="sharded")(torch.eye(3), torch.tensor([0, 0, 1])).item()
+    loss = cz.DistributedLoss(L.ContrastiveLoss(), mode="sharded", check_distinct=False)
+    return loss(torch.eye(3), torch.tensor([0, 0, 1])).item()
 
 
 def rows_of_rank(counts: Sequence[int], seed: int = 0) -> Tensor:
@@ -509,6 +510,7 @@ def test_three_dimensions_and_a_rank_without_rows(worlds: Worlds) -> None:
 def beyond(name: str) -> Any:
     """What the library raises where there are rows, or labels, that only rank 1 has."""
     rank = World.of().rank
+    torch.manual_seed(0)  # the same weights everywhere
     z, labels = rows_of_rank((0, 4) if name.endswith("no rows") else (3, 4)), torch.tensor([0, 1, 2, 0])
     labels = labels[: len(z)] + (0 if rank == 0 else 40)
     miner = None

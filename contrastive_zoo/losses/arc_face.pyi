@@ -1,0 +1,116 @@
+# Written by tools/stubs.py from the module beside it: `make stubs`.
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.loss_base.class_loss import ClassLoss
+from contrastive_zoo.world import ALONE, World
+
+def arc_face(
+    embeddings: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"] | None = None,
+    *,
+    weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"],
+    margin: float = 0.5,
+    scale: float = 64.0,
+    sharded: bool = False,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    """Additive angular margin loss; with k centres a class, sub-center ArcFace.
+
+    With z the unit rows, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
+
+        loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
+
+    For θ > π − m, where cos(θ + m) would rise again, it is cos θ − m sin m, as in the authors' code.
+
+    Args:
+        embeddings: [n, d], n may differ between ranks.
+        labels: [n] classes 0 … C − 1.
+        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
+        margin: m, 0 … π, in radians; pytorch-metric-learning counts it in degrees, its 28.6 is ``math.radians(28.6)``.
+        scale: s > 0, dimensionless.
+        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
+        world: who else holds rows.
+
+    Raises:
+        ValueError: labels that are no classes, weights of another width, a scale that is not positive, a margin
+            outside 0 … π, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> arc_face(eye, torch.arange(2), weights=eye, margin=torch.pi / 3, scale=2.0)   # log(e^(2 cos 60°) + 1) − 1
+        tensor(0.3133)
+
+    Source: Deng et al. 2019, eq. 3, https://arxiv.org/abs/1801.07698; sub-centers: Deng et al. 2020, §3,
+    https://www.ecva.net/papers/eccv_2020/papers_ECCV/papers/123560715.pdf
+    """
+
+class ArcFace(ClassLoss):
+    """Additive angular margin loss; with k centres a class, sub-center ArcFace.
+
+    With z the unit rows, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
+
+        loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
+
+    For θ > π − m, where cos(θ + m) would rise again, it is cos θ − m sin m, as in the authors' code.
+
+    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    ``sub_centers=3`` is sub-center ArcFace.
+
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+    - labels: [n] classes 0 … C − 1.
+
+    Args:
+        num_classes: C; labels are 0 … C − 1.
+        embedding_size: d.
+        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
+        shard_over: the processes over which classes are dealt, ``World.of()`` or ``World.of(group)``, the same that
+            share the batch; None is whole weights on every rank.
+        margin: m, 0 … π, in radians; pytorch-metric-learning counts it in degrees, its 28.6 is ``math.radians(28.6)``.
+        scale: s > 0, dimensionless.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
+        check_finite: whether rows with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: labels that are no classes, weights of another width, a scale that is not positive, a margin
+            outside 0 … π, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> loss = ArcFace(2, 2, margin=torch.pi / 3, scale=2.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e^(2 cos 60°) + 1) − 1
+        tensor(0.3133)
+
+    Source: Deng et al. 2019, eq. 3, https://arxiv.org/abs/1801.07698; sub-centers: Deng et al. 2020, §3,
+    https://www.ecva.net/papers/eccv_2020/papers_ECCV/papers/123560715.pdf
+    """
+
+    num_classes: int
+    embedding_size: int
+    sub_centers: int | None
+    shard_over: World | None
+    margin: float
+    scale: float
+    reduction: Reduction
+    check_finite: bool
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        sub_centers: int | None = None,
+        shard_over: World | None = None,
+        margin: float = 0.5,
+        scale: float = 64.0,
+        reduction: Reduction = "mean",
+        check_finite: bool = True,
+    ) -> None: ...
+    def __call__(
+        self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None, *, world: World | None = None
+    ) -> Tensor: ...

@@ -1,0 +1,113 @@
+# Written by tools/stubs.py from the module beside it: `make stubs`.
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.loss_base.class_loss import Maker
+from contrastive_zoo.world import ALONE, World
+
+def dino(
+    student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
+    teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],
+    *,
+    centre: Float[Tensor, " k"],
+    temperature: float | Tensor = 0.1,
+    teacher_temperature: float = 0.04,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    """Self-distillation without labels.
+
+    With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
+
+        loss_i = − mean over u and v ≠ u of Σ_k softmax_k((g^u_i − c) / τ_t) log softmax_k(s^v_i / τ_s)
+
+    Args:
+        student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``. n may differ between
+            ranks.
+        teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
+            the same one.
+        centre: c; :class:`DINO` keeps it.
+        temperature: τ_s > 0; a tensor is learnt.
+        teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
+        world: who else holds rows.
+
+    Raises:
+        ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
+            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> same = torch.zeros(3, 4)
+        >>> dino(same, same, centre=torch.zeros(4))   # log 4
+        tensor(1.3863)
+
+    Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294
+    """
+
+class DINO(Maker):
+    """Self-distillation without labels.
+
+    With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
+
+        loss_i = − mean over u and v ≠ u of Σ_k softmax_k((g^u_i − c) / τ_t) log softmax_k(s^v_i / τ_s)
+
+    The centre is the buffer ``centre``.
+
+    While training, each call moves the buffer ``centre`` towards the mean of the teacher's rows of all ranks, after it
+    was used: c ← m c + (1 − m) mean. It is equal on every rank, and to that of one process.
+
+    Called as ``loss(student, teacher)``:
+
+    - student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``. n may differ between
+      ranks.
+    - teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
+      the same one.
+
+    Args:
+        out_dim: k.
+        centre_momentum: m, 0 … 1.
+        temperature: τ_s > 0; a tensor is learnt.
+        teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
+        check_finite: whether rows with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
+            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+
+    Example:
+        >>> same = torch.zeros(3, 4)
+        >>> DINO(4)(same, same)   # log 4
+        tensor(1.3863)
+
+    Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294
+    """
+
+    out_dim: int
+    centre_momentum: float
+    temperature: float | Tensor | nn.Module
+    teacher_temperature: float
+    reduction: Reduction
+    check_finite: bool
+    centre: Tensor
+
+    def __init__(
+        self,
+        out_dim: int,
+        *,
+        centre_momentum: float = 0.9,
+        temperature: float | Tensor | nn.Module = 0.1,
+        teacher_temperature: float = 0.04,
+        reduction: Reduction = "mean",
+        check_finite: bool = True,
+    ) -> None: ...
+    def __call__(
+        self,
+        student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
+        teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],
+        *,
+        world: World | None = None,
+    ) -> Tensor: ...
+    def move_centre(self, teacher: Tensor, world: World) -> None:
+        """One step towards the mean of the teacher's rows of all ranks."""

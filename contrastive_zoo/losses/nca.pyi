@@ -1,0 +1,93 @@
+# Written by tools/stubs.py from the module beside it: `make stubs`.
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.loss_base.panelwise import PanelLoss
+from contrastive_zoo.world import ALONE, World
+
+def nca(
+    embeddings: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"] | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    """Neighbourhood component analysis: −log of the chance that a stochastic neighbour is of the anchor's class.
+
+    With z the rows of all ranks, P(i) the other rows with i's label,
+
+        loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
+
+    averaged over the anchors that have a positive, the paper's alternative to the sum of the chances themselves. Equal to
+    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``; there an anchor whose chance underflows is left out.
+
+    Args:
+        embeddings: [n, d], n may differ between ranks.
+        labels: [n] integers.
+        temperature: t > 0, in units of squared distance; a tensor is learnt.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
+        world: who else holds rows.
+
+    Raises:
+        ValueError: what any :class:`Loss` refuses.
+
+    Example:
+        >>> import torch
+        >>> nca(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻²); row 2 has no positive
+        tensor(0.1269)
+
+    Source: Goldberger et al. 2004, https://www.cs.toronto.edu/~hinton/absps/nca.pdf
+    """
+
+class NCA(PanelLoss):
+    """Neighbourhood component analysis: −log of the chance that a stochastic neighbour is of the anchor's class.
+
+    With z the rows of all ranks, P(i) the other rows with i's label,
+
+        loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
+
+    averaged over the anchors that have a positive, the paper's alternative to the sum of the chances themselves. Equal to
+    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``; there an anchor whose chance underflows is left out.
+
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+    - labels: [n] integers.
+
+    Args:
+        temperature: t > 0, in units of squared distance; a tensor is learnt.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
+        check_finite: whether rows with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: what any :class:`Loss` refuses.
+
+    Example:
+        >>> import torch
+        >>> NCA()(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻²); row 2 has no positive
+        tensor(0.1269)
+
+    Source: Goldberger et al. 2004, https://www.cs.toronto.edu/~hinton/absps/nca.pdf
+    """
+
+    temperature: float | Tensor | nn.Module
+    normalize: bool
+    reduction: Reduction
+    check_finite: bool
+
+    def __init__(
+        self,
+        *,
+        temperature: float | Tensor | nn.Module = 1.0,
+        normalize: bool = True,
+        reduction: Reduction = "mean",
+        check_finite: bool = True,
+    ) -> None: ...
+    def __call__(
+        self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None, *, world: World | None = None
+    ) -> Tensor: ...

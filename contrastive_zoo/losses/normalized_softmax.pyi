@@ -1,0 +1,107 @@
+# Written by tools/stubs.py from the module beside it: `make stubs`.
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.loss_base.class_loss import ClassLoss
+from contrastive_zoo.world import ALONE, World
+
+def normalized_softmax(
+    embeddings: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"] | None = None,
+    *,
+    weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"],
+    temperature: float | Tensor = 0.05,
+    sharded: bool = False,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    """Cross-entropy of finding a row's class by cosine; each class weight is the class's one proxy.
+
+    With z the unit rows, w the unit weights and y the labels,
+
+        loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t  =  −log σ( z_i·w_{y_i} / t − log Σ_{j≠y_i} exp(z_i·w_j / t) )
+
+    Dense: ``cross_entropy(z @ w.T / t, labels)``.
+
+    Args:
+        embeddings: [n, d], n may differ between ranks.
+        labels: [n] classes 0 … C − 1.
+        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
+        world: who else holds rows.
+
+    Raises:
+        ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> import torch
+        >>> normalized_softmax(torch.eye(2), torch.arange(2), weights=torch.eye(2), temperature=1.0)   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Zhai & Wu 2019, https://arxiv.org/abs/1811.12649
+    """
+
+class NormalizedSoftmax(ClassLoss):
+    """Cross-entropy of finding a row's class by cosine; each class weight is the class's one proxy.
+
+    With z the unit rows, w the unit weights and y the labels,
+
+        loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t  =  −log σ( z_i·w_{y_i} / t − log Σ_{j≠y_i} exp(z_i·w_j / t) )
+
+    Dense: ``cross_entropy(z @ w.T / t, labels)``.
+
+    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+    - labels: [n] classes 0 … C − 1.
+
+    Args:
+        num_classes: C; labels are 0 … C − 1.
+        embedding_size: d.
+        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
+        shard_over: the processes over which classes are dealt, ``World.of()`` or ``World.of(group)``, the same that
+            share the batch; None is whole weights on every rank.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
+        check_finite: whether rows with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> import torch
+        >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Zhai & Wu 2019, https://arxiv.org/abs/1811.12649
+    """
+
+    num_classes: int
+    embedding_size: int
+    sub_centers: int | None
+    shard_over: World | None
+    temperature: float | Tensor | nn.Module
+    reduction: Reduction
+    check_finite: bool
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        sub_centers: int | None = None,
+        shard_over: World | None = None,
+        temperature: float | Tensor | nn.Module = 0.05,
+        reduction: Reduction = "mean",
+        check_finite: bool = True,
+    ) -> None: ...
+    def __call__(
+        self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None, *, world: World | None = None
+    ) -> Tensor: ...

@@ -1,0 +1,107 @@
+# Written by tools/stubs.py from the module beside it: `make stubs`.
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.loss_base.temperature import LearntScale
+from contrastive_zoo.world import ALONE, World
+
+def siglip(
+    images: Float[Tensor, "n d"],
+    texts: Float[Tensor, "n d"],
+    *,
+    temperature: float | Tensor = 0.1,
+    logit_bias: float | Tensor = -10.0,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    """Binary cross-entropy of all pairs, summed over texts and averaged over images.
+
+    With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
+
+        loss = −1/N · Σ_i Σ_j log σ( z_ij · (x_i·y_j / t + b) )
+
+    Dense: ``-logsigmoid((2 * eye(N) - 1) * (x @ y.T / t + b)).sum() / N``. Equal to open_clip's ``SigLipLoss`` on one
+    process, with logit_scale = 1/t.
+
+    Args:
+        images: [n, d], n may differ between ranks.
+        texts: [n, d], row i belongs to row i of images.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        logit_bias: b, that starts the many negatives near their answer; a tensor is learnt.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for my images, [n].
+        world: who else holds rows.
+
+    Raises:
+        ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> siglip(torch.eye(2), torch.eye(2), temperature=1.0, logit_bias=0.0)   # log(1 + e⁻¹) + log 2
+        tensor(1.0064)
+
+    Source: Zhai et al. 2023, §3.2 and algorithm 1, https://arxiv.org/abs/2303.15343
+    """
+
+def bias_problem(logit_bias: float | Tensor) -> str | None:
+    """What is wrong with a bias, in words; None if nothing is."""
+
+class SigLIP(LearntScale):
+    """Binary cross-entropy of all pairs, summed over texts and averaged over images.
+
+    With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
+
+        loss = −1/N · Σ_i Σ_j log σ( z_ij · (x_i·y_j / t + b) )
+
+    Dense: ``-logsigmoid((2 * eye(N) - 1) * (x @ y.T / t + b)).sum() / N``. Equal to open_clip's ``SigLipLoss`` on one
+    process, with logit_scale = 1/t.
+
+    Temperature and bias are learnt; the given ones are where they start.
+
+    ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
+
+    Called as ``loss(images, texts)``:
+
+    - images: [n, d], n may differ between ranks.
+    - texts: [n, d], row i belongs to row i of images.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        logit_bias: b, that starts the many negatives near their answer; a tensor is learnt.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for my images, [n].
+        check_finite: whether rows with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2)).detach()   # log(1 + e⁻¹) + log 2
+        tensor(1.0064)
+
+    Source: Zhai et al. 2023, §3.2 and algorithm 1, https://arxiv.org/abs/2303.15343
+    """
+
+    temperature: float | Tensor | nn.Module
+    logit_bias: float | Tensor
+    normalize: bool
+    reduction: Reduction
+    check_finite: bool
+
+    def __init__(
+        self,
+        *,
+        temperature: float | Tensor | nn.Module = 0.1,
+        logit_bias: float | Tensor = -10.0,
+        normalize: bool = True,
+        reduction: Reduction = "mean",
+        check_finite: bool = True,
+    ) -> None: ...
+    def __call__(
+        self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"], *, world: World | None = None
+    ) -> Tensor: ...
+
+def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """−Σ log σ(± logit) over a panel's pairs: positives are to be positive, negatives negative."""

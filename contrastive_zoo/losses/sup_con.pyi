@@ -1,0 +1,109 @@
+# Written by tools/stubs.py from the module beside it: `make stubs`.
+from typing import Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.loss_base.panelwise import PanelLoss
+from contrastive_zoo.world import ALONE, World
+
+Variant = Literal["out", "in"]
+
+def sup_con(
+    embeddings: Float[Tensor, "n d"],
+    labels: Int[Tensor, " n"] | None = None,
+    *,
+    temperature: float | Tensor = 0.1,
+    variant: Variant = "out",
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    world: World = ALONE,
+) -> Float[Tensor, "..."]:
+    """Supervised contrastive loss, positives outside the logarithm (or inside).
+
+    With z the unit rows of all ranks and P(i) the other rows with i's label,
+
+        loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
+
+    averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
+    positive).sum(1) / positive.sum(1)``. Positives need no mask: their sum is one dot product with the class's.
+
+    The variant ``"in"``, which the paper finds the worse one, averages probabilities, not their logarithms: its last
+    term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+
+    Args:
+        embeddings: [n, d], n may differ between ranks. Several views of a sample are several rows.
+        labels: [n] integers.
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
+        world: who else holds rows.
+
+    Raises:
+        ValueError: an unknown variant, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> sup_con(z, torch.tensor([0, 0, 1]), temperature=1.0)   # log(e + 1) − 1; row 2 has no positive
+        tensor(0.3133)
+
+    Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362
+    """
+
+class SupCon(PanelLoss):
+    """Supervised contrastive loss, positives outside the logarithm (or inside).
+
+    With z the unit rows of all ranks and P(i) the other rows with i's label,
+
+        loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
+
+    averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
+    positive).sum(1) / positive.sum(1)``. Positives need no mask: their sum is one dot product with the class's.
+
+    The variant ``"in"``, which the paper finds the worse one, averages probabilities, not their logarithms: its last
+    term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks. Several views of a sample are several rows.
+    - labels: [n] integers.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor is learnt.
+        variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
+        normalize: put rows on the unit sphere first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
+        check_finite: whether rows with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: an unknown variant, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> SupCon(temperature=1.0)(z, torch.tensor([0, 0, 1]))   # log(e + 1) − 1; row 2 has no positive
+        tensor(0.3133)
+
+    Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362
+    """
+
+    temperature: float | Tensor | nn.Module
+    variant: Variant
+    normalize: bool
+    reduction: Reduction
+    check_finite: bool
+
+    def __init__(
+        self,
+        *,
+        temperature: float | Tensor | nn.Module = 0.1,
+        variant: Variant = "out",
+        normalize: bool = True,
+        reduction: Reduction = "mean",
+        check_finite: bool = True,
+    ) -> None: ...
+    def __call__(
+        self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None, *, world: World | None = None
+    ) -> Tensor: ...
+    def can_ring(self) -> bool: ...

@@ -1,0 +1,131 @@
+# Written by tools/stubs.py from the module beside it: `make stubs`.
+from collections.abc import Callable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.world import ALONE, World
+
+def vicreg(
+    view1: Float[Tensor, "n d"],
+    view2: Float[Tensor, "n d"],
+    *,
+    invariance: float = 25.0,
+    variance: float = 25.0,
+    covariance: float = 1.0,
+    gamma: float = 1.0,
+    eps: float = 0.0001,
+    world: World = ALONE,
+) -> Float[Tensor, ""]:
+    """Variance-invariance-covariance regularisation; rows are not normalised.
+
+    With Cov the covariance (over N − 1) of the rows of all ranks,
+
+        loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ/2 · mean_k max(0, γ − √(Cov(z)_kk + ε))
+                                                            + ν/d · Σ_{k≠l} Cov(z)_kl² ]
+
+    as in the authors' code, lightly and pytorch-metric-learning. The paper sums (a − b)² over features and does not
+    halve the variance term: ``invariance=25 * d, variance=50``. The variance of a single row counts as 0.
+    The terms have the units of features to the powers 2, 1 and 4.
+
+    Args:
+        view1: a, [n, d]; n may differ between ranks.
+        view2: b, [n, d]; rows of one sample stand at the same index.
+        invariance: λ.
+        variance: μ.
+        covariance: ν.
+        gamma: γ, the standard deviation that is asked for.
+        eps: ε > 0.
+        world: who else holds rows.
+
+    Raises:
+        ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> import torch
+        >>> a = torch.tensor([[0.0], [0.6]])   # variance 0.18
+        >>> vicreg(a, a, invariance=1.0, variance=1.0, gamma=1.0, eps=0.07)   # 1 − √0.25
+        tensor(0.5000)
+
+    Source: Bardes et al. 2022, eqs. 1-6, https://arxiv.org/abs/2105.04906
+    """
+
+def vicreg_over(
+    view1: Float[Tensor, "n d"],
+    view2: Float[Tensor, "n d"],
+    *,
+    degrees: Callable[[int], int],
+    invariance: float,
+    variance: float,
+    covariance: float,
+    gamma: float,
+    eps: float,
+    world: World,
+) -> Float[Tensor, ""]:
+    """:func:`vicreg` whose covariances are sums over ``degrees(N)``, of N rows.
+
+    Example:
+        >>> import torch
+        >>> weights = {"invariance": 1.0, "variance": 1.0, "covariance": 1.0, "gamma": 1.0, "eps": 1e-4}
+        >>> vicreg_over(torch.ones(1, 2), torch.ones(1, 2), degrees=lambda count: count - 1, **weights, world=ALONE)
+        tensor(nan)
+    """
+
+class VICReg(Loss):
+    """Variance-invariance-covariance regularisation; rows are not normalised.
+
+    With Cov the covariance (over N − 1) of the rows of all ranks,
+
+        loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ/2 · mean_k max(0, γ − √(Cov(z)_kk + ε))
+                                                            + ν/d · Σ_{k≠l} Cov(z)_kl² ]
+
+    as in the authors' code, lightly and pytorch-metric-learning. The paper sums (a − b)² over features and does not
+    halve the variance term: ``invariance=25 * d, variance=50``. The variance of a single row counts as 0.
+    The terms have the units of features to the powers 2, 1 and 4.
+
+    Called as ``loss(view1, view2)``:
+
+    - view1: a, [n, d]; n may differ between ranks.
+    - view2: b, [n, d]; rows of one sample stand at the same index.
+
+    Args:
+        invariance: λ.
+        variance: μ.
+        covariance: ν.
+        gamma: γ, the standard deviation that is asked for.
+        eps: ε > 0.
+        check_finite: whether rows with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.
+
+    Example:
+        >>> import torch
+        >>> a = torch.tensor([[0.0], [0.6]])   # variance 0.18
+        >>> VICReg(invariance=1.0, variance=1.0, gamma=1.0, eps=0.07)(a, a)   # 1 − √0.25
+        tensor(0.5000)
+
+    Source: Bardes et al. 2022, eqs. 1-6, https://arxiv.org/abs/2105.04906
+    """
+
+    invariance: float
+    variance: float
+    covariance: float
+    gamma: float
+    eps: float
+    check_finite: bool
+
+    def __init__(
+        self,
+        *,
+        invariance: float = 25.0,
+        variance: float = 25.0,
+        covariance: float = 1.0,
+        gamma: float = 1.0,
+        eps: float = 0.0001,
+        check_finite: bool = True,
+    ) -> None: ...
+    def __call__(
+        self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"], *, world: World | None = None
+    ) -> Tensor: ...

@@ -1,0 +1,97 @@
+"""Compile kernels for chips that are not there: a program that prints what each takes of the chip, as JSON."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from contrastive_zoo.kernels.blocks import MOST_TILES, Tile, tiles
+from contrastive_zoo.kernels.sigmoid_tiles import sigmoid_pairs
+from contrastive_zoo.kernels.softmax_tiles import log_sum_exps, softmax_weights
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+BINARIES = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+
+KERNELS = {
+    "log_sum_exps": (log_sum_exps, {"ONE_TOWER": False, "UPPER": False, "COLUMNS": True, "IF_LOST": False}),
+    "softmax_weights": (softmax_weights, {"ONE_TOWER": False, "COLUMNS": True, "UNIT": 0}),
+    "sigmoid_pairs": (sigmoid_pairs, {"GRADIENT": True, "UNIT": 0}),
+}
+
+
+def compiled(name: str, capability: int, dtype: torch.dtype, precision: str, edge: int, tile: Tile) -> Any:
+    """A kernel as two towers launch it."""
+    kernel, constants = KERNELS[name]
+    options = tile.options
+    warps, stages = options.pop("num_warps"), options.pop("num_stages")
+    given = {**constants, **options, "PRECISION": precision, "EDGE": edge, "WARPS": min(warps, tile.rows // 16)}
+    given["MOST"] = MOST_TILES * tile.rows
+    given = {x: value for x, value in given.items() if x in kernel.arg_names}
+    blocks = {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": (tile.rows, tile.columns // 2)}
+    numbers = {"n", "m", "d", "ahead", "partner", "chunk", "rows_stride", "columns_stride"}
+    signature = {}
+    for x in kernel.arg_names:
+        if x in given:
+            signature[x] = "constexpr"
+        elif x in blocks:
+            signature[x] = f"tensordesc<{NAMES[dtype]}[{blocks[x][0]},{blocks[x][1]}]>"
+        else:
+            signature[x] = "i32" if x in numbers else "*i32" if x == "lost" else "*fp32"
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(x),): value for x, value in given.items()})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
+    )
+
+
+def resources(binary: bytes) -> dict[str, int]:
+    """Registers, spills (instructions on local memory), and matrix instructions of Hopper and of Ampere."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        usage, code = (
+            subprocess.run(
+                [os.path.join(BINARIES, tool), *options, file.name], capture_output=True, text=True, check=True
+            )
+            for tool, *options in (("cuobjdump", "-res-usage"), ("nvdisasm",))
+        )
+    found = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)
+    assert found is not None, usage
+    counts = {x: len(re.findall(rf"\b{x}\b", code.stdout)) for x in ("STL", "LDL", "HGMMA", "HMMA")}
+    return {
+        "registers": int(found[1]),
+        "spills": counts["STL"] + counts["LDL"],
+        "wgmma": counts["HGMMA"],
+        "mma": counts["HMMA"],
+    }
+
+
+def rows(capability: int, dtype: torch.dtype, precision: str) -> list[dict[str, Any]]:
+    """One for every kernel and launch."""
+    plain, edges = tiles(dtype, precision, capability)
+    found = []
+    for edge, tile in [(2, edges)] if plain == edges else [(0, plain), (1, edges)]:
+        for name in KERNELS:
+            kernel = compiled(name, capability, dtype, precision, edge, tile)
+            found.append({
+                "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": name, "edge": edge,
+                **resources(kernel.asm["cubin"]), "shared": kernel.metadata.shared,
+            })  # fmt: skip
+    return found
+
+
+def main() -> None:
+    """Of the chip and dtype named, ``90 bfloat16 tf32``."""
+    chip, dtype, precision = sys.argv[1:]
+    json.dump(rows(int(chip), getattr(torch, dtype), precision), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Each kernel against the dense formula in float64: a program that prints the errors of all cases as JSON.
+
+A program, because Triton decides when it is imported whether its interpreter is on, for the whole process.
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo.kernels.sigmoid import siglip
+from contrastive_zoo.kernels.softmax import clip, info_nce, nt_xent
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dense_info_nce(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    return F.cross_entropy(scale * a @ b.T, torch.arange(len(a), device=a.device))
+
+
+def dense_clip(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    return (dense_info_nce(a, b, scale) + dense_info_nce(b, a, scale)) / 2
+
+
+def dense_nt_xent(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    z = torch.cat([a, b])
+    logits = (scale * z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool, device=a.device), -torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(z), device=a.device).roll(len(a)))
+
+
+def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    logits = scale * a @ b.T + bias
+    positive = torch.eye(*logits.shape, dtype=torch.bool, device=a.device)
+    return -F.logsigmoid(logits.where(positive, -logits)).sum() / len(a)
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "clip": (clip, dense_clip),
+    "info_nce": (info_nce, dense_info_nce),
+    "nt_xent": (nt_xent, dense_nt_xent),
+    "siglip": (siglip, dense_siglip),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss and what its rows are like."""
+
+    loss: str
+    n: int
+    m: int
+    d: int
+    dtype: str = "float32"
+    temperature: float = 0.07
+    rows: str = "gaussian"
+
+    def inputs(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(k, self.d, generator=generator) for k in (self.n, self.m))
+        if self.rows == "clustered":  # about two centres: most similarities are near ±1
+            a, b = (x * 0.05 + torch.where(torch.arange(len(x)) % 2 == 0, 1.0, -1.0)[:, None] for x in (a, b))
+        if self.rows == "duplicates":
+            a, b = a[torch.arange(len(a)) // 3], b[torch.arange(len(b)) // 3]
+        if self.rows == "opposite":  # all others of a column are as far below its neighbours' as can be
+            b[: len(b) // 2] = -a[:1]
+            a = a[:1] + 0.01 * a
+        a, b = (F.normalize(x, dim=1).to(DEVICE, getattr(torch, self.dtype)) for x in (a, b))
+        if self.rows == "strided":
+            a, b = a.T.contiguous().T, torch.stack([b, b], 2).flatten(1)[:, ::2]
+        if self.rows == "shifted":  # no row begins where a copy of a tile may
+            a, b = (F.pad(x, (1, 0))[:, 1:] for x in (a, b))
+        return [a, b, *(torch.tensor(x, device=DEVICE) for x in (1 / self.temperature, -3.0))]
+
+    def results(self, loss: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        inputs = [x.detach() if dtype is None else x.to(dtype) for x in self.inputs()]
+        inputs = [x.requires_grad_() for x in inputs[: 4 if self.loss == "siglip" else 3]]
+        value = loss(*inputs)
+        return [value.detach(), *torch.autograd.grad(value, inputs)]
+
+    def errors(self) -> list[tuple[float, float]]:
+        """Relative errors of value and gradients: of the kernel, and of the dense formula in the same dtype."""
+        kernel, dense = LOSSES[self.loss]
+        truth = self.results(dense, torch.float64)
+        # what fills new memory must not matter
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        found = self.results(kernel)
+        torch.use_deterministic_algorithms(False)
+        same = self.results(dense, getattr(torch, self.dtype))
+        # of scale and bias it is a difference of numbers up to 1, relative to which it can be right
+        least = [1e-30, 1e-30, 1e-30, 1.0, 1.0]
+        return [(_distance(x, z, e), _distance(y, z, e)) for x, y, z, e in zip(found, same, truth, least, strict=False)]
+
+
+def _distance(x: Tensor, y: Tensor, least: float = 1e-30) -> float:
+    return float((x.double() - y).norm() / y.norm().clamp(min=least)) if y.norm() > 0 else float(x.double().norm())
+
+
+CASES = [
+    *(Case(loss, 150, 150, 24, dtype) for loss in LOSSES for dtype in ("float32", "bfloat16", "float16")),
+    *(Case(loss, 70, 70, 33, temperature=0.01) for loss in LOSSES),
+    *(Case(loss, 66, 66, 9, "bfloat16", temperature=0.01) for loss in LOSSES),
+    *(Case(loss, 65, 65, 8, temperature=0.01, rows=rows) for loss in LOSSES for rows in ("clustered", "duplicates")),
+    *(Case(loss, 40, 40, 20, rows=rows) for loss in LOSSES for rows in ("strided", "shifted")),
+    *(Case(loss, 1, 1, 1) for loss in LOSSES),
+    *(Case(loss, 3, 3, 5) for loss in LOSSES),
+    Case("clip", 90, 90, 8, temperature=0.005, rows="opposite"),
+    Case("info_nce", 33, 140, 7),
+    Case("siglip", 33, 140, 7),
+    Case("siglip", 140, 33, 7),
+]
+
+
+def interpret_bfloat16() -> None:
+    """Teach the interpreter products of bfloat16, of which it multiplies the bits."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):  # type: ignore[no-untyped-def]
+        for x in (a, b):
+            if x.dtype.scalar == tl.bfloat16 and x.data.dtype == np.uint16:
+                x.data = (x.data.astype(np.uint32) << 16).view(np.float32)
+        return plain(self, a, b, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # numpy's, about log2(0) in the interpreter
+    torch.set_num_threads(1)
+    if DEVICE == "cpu":
+        interpret_bfloat16()
+    json.dump([{**asdict(case), "errors": case.errors()} for case in CASES], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

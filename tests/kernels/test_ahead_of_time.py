@@ -1,0 +1,48 @@
+"""What the kernels take of a chip, compiled for it here: no spills, matrix instructions, shared memory that is there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+"""Bytes that a program may have, https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities"""
+
+MATRIX = {80: "mma", 90: "wgmma"}
+
+
+def table(chip: int, dtype: str, precision: str) -> list[dict[str, Any]]:
+    here = Path(__file__)
+    environment = {**os.environ, "PYTHONPATH": str(here.parents[2]), "TRITON_INTERPRET": "0"}
+    run = subprocess.run(
+        [sys.executable, here.with_name("ahead_of_time.py"), str(chip), dtype, precision],
+        capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("chip", [80, 90])
+def test_kernels_fit_the_chip(chip: int) -> None:
+    rows = table(chip, "bfloat16", "tf32")
+    assert len(rows) == (3 if chip == 80 else 6)
+    for row in rows:
+        assert row["spills"] == 0, row
+        assert row["registers"] <= 255, row
+        assert row["shared"] <= SHARED[chip], row
+        assert row[MATRIX[chip]] > 0, row
+
+
+@pytest.mark.skipif("not __import__('os').environ.get('ALL_DTYPES')", reason="takes minutes; ALL_DTYPES=1 asks for it")
+@pytest.mark.parametrize("chip", [80, 90])
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", "tf32"), ("float32", "tf32"), ("float32", "ieee")])
+def test_kernels_of_other_dtypes_fit_too(chip: int, dtype: str, precision: str) -> None:
+    for row in table(chip, dtype, precision):
+        assert row["spills"] == 0, row
+        assert row["shared"] <= SHARED[chip], row

@@ -1,0 +1,83 @@
+"""What a user writes, for type checkers: nothing runs it. They complain of the lines marked with error, and of no other."""
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import contrastive_zoo as cz
+
+z, labels = torch.eye(2), torch.arange(2)
+
+# settings: a wrong name, a wrong type, a wrong word
+cz.NTXent(temprature=0.1)  # error
+cz.NTXent(temperature="a")  # error
+cz.NTXent(0.1)  # error
+cz.SupCon(variant="outer")  # error
+cz.SupCon(reduction="average")  # error
+cz.ArcFace(10)  # error
+cz.ArcFace(10, 8, sub_centres=3)  # error
+cz.ArcFace(10, 8, weights=z)  # error
+cz.ProxyAnchor(10, 8, sub_centers=3)  # error
+cz.DCLW(sigma="0.5")  # error
+cz.SigLIP(logit_bias="b")  # error
+cz.Triplet(margn=0.1)  # error
+cz.DistributedLoss(cz.NTXent(), grad_reduction="average")  # error
+cz.DistributedLoss(cz.NTXent(), rings=True)  # error
+cz.DistributedLoss(cz.NTXent)(z, z).backward_()  # error
+cz.NTXnet()  # error
+cz.nt_xent(z, z, temprature=0.1)  # error
+from contrastive_zoo import NTXnet  # error
+
+cz.NTXent(temperature=0.1, normalize=False, reduction="none", check_finite=False)
+cz.NTXent(temperature=torch.tensor(0.1))
+cz.NTXent(temperature=cz.LearnableTemperature(0.07))
+cz.SupCon(variant="in", reduction="sum")
+cz.ArcFace(10, 8, sub_centers=3, margin=0.5, shard_over=cz.World.of())
+cz.SoftTriple(10, 8, sub_centers=3)
+cz.SwAV(3, 8, temperature=0.1)
+cz.DINO(4, centre_momentum=0.5, teacher_temperature=0.07)
+cz.DCLW(sigma=0.4)
+cz.SigLIP(logit_bias=-5.0)
+cz.MNRL(directions=("query_to_doc", "doc_to_query"))
+cz.LearnableTemperature(0.07, max_scale=50.0)
+
+# calls
+cz.Clip()(z)  # error
+cz.SupCon()(z, "labels")  # error
+assert_type(cz.NTXent()(z, z), Tensor)
+assert_type(cz.SupCon()(z, labels), Tensor)
+assert_type(cz.SupCon()(embeddings=z, labels=labels), Tensor)
+assert_type(cz.ArcFace(2, 2)(z, labels), Tensor)
+assert_type(cz.DINO(2)(z, z), Tensor)
+assert_type(cz.Triplet()(z, labels), Tensor)
+assert_type(cz.Matryoshka(cz.InfoNCE(), (1, 2))(z, z), Tensor)
+assert_type(cz.WeightedSum([cz.NTXent(), cz.InfoNCE()])(z, z), Tensor)
+assert_type(cz.nt_xent(z, z, temperature=0.1), Tensor)
+
+# attributes
+assert_type(cz.NTXent().normalize, bool)
+assert_type(cz.DINO(4).teacher_temperature, float)
+assert_type(cz.Clip().logit_scale, nn.Parameter)
+cz.SupCon().variant = "both"  # error
+
+
+class Mine(cz.RowLoss):
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return similarity.amax(1), negative.any(1)
+
+
+class Cold(cz.NTXent):
+    pass
+
+
+# the wrapper returns what its loss returns
+assert_type(Mine()(z, labels), Tensor)
+assert_type(Cold(temperature=0.01)(z, z), Tensor)
+assert_type(cz.DistributedLoss(cz.NTXent(), process_group=None, ring=True)(z, z), Tensor)
+assert_type(cz.DistributedLoss(Mine())(z, labels), Tensor)
+assert_type(cz.DistributedLoss(lambda z, labels: {"loss": 1.0})(z, labels), dict[str, float])
+
+
+def training(loss_fn: cz.DistributedLoss) -> Tensor:
+    loss: Tensor = loss_fn(z, labels)
+    return loss
