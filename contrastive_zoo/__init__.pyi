@@ -15,6 +15,9 @@ from contrastive_zoo.engine.similarity_budget import memory_budget as memory_bud
 from contrastive_zoo.evaluation import recall_at_k as recall_at_k
 from contrastive_zoo.gradcache import GradCache as GradCache
 from contrastive_zoo.gradcache import cached_step as cached_step
+from contrastive_zoo.loss_base.class_loss import ClassLoss as ClassLoss
+from contrastive_zoo.loss_base.row_loss import RowLoss as RowLoss
+from contrastive_zoo.loss_base.temperature import LearnableTemperature as LearnableTemperature
 from contrastive_zoo.losses.align_uniform import AlignUniform as AlignUniform
 from contrastive_zoo.losses.align_uniform import align_uniform as align_uniform
 from contrastive_zoo.losses.angular import Angular as Angular
@@ -22,9 +25,7 @@ from contrastive_zoo.losses.arc_face import ArcFace as ArcFace
 from contrastive_zoo.losses.arc_face import arc_face as arc_face
 from contrastive_zoo.losses.barlow_twins import BarlowTwins as BarlowTwins
 from contrastive_zoo.losses.barlow_twins import barlow_twins as barlow_twins
-from contrastive_zoo.losses.base import LearnableTemperature as LearnableTemperature
 from contrastive_zoo.losses.circle import Circle as Circle
-from contrastive_zoo.losses.class_loss import ClassLoss as ClassLoss
 from contrastive_zoo.losses.clip import Clip as Clip
 from contrastive_zoo.losses.clip import clip as clip
 from contrastive_zoo.losses.clip_distillation import ClipDistillation as ClipDistillation
@@ -71,7 +72,6 @@ from contrastive_zoo.losses.proxy_anchor import proxy_anchor as proxy_anchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA as ProxyNCA
 from contrastive_zoo.losses.proxy_nca import proxy_nca as proxy_nca
 from contrastive_zoo.losses.ranked_list import RankedList as RankedList
-from contrastive_zoo.losses.row_loss import RowLoss as RowLoss
 from contrastive_zoo.losses.siglip import SigLIP as SigLIP
 from contrastive_zoo.losses.siglip import siglip as siglip
 from contrastive_zoo.losses.signal_to_noise import SignalToNoise as SignalToNoise

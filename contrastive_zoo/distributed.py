@@ -19,8 +19,8 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.handshake import Statement, kind, refuse_empty
 from contrastive_zoo.later import read_later
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_summary import StateSums, described, runs_foreign_code, shared_state
-from contrastive_zoo.losses.base import Loss
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.randomness import Watch, one_stream
 from contrastive_zoo.session import (

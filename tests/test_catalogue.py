@@ -7,7 +7,7 @@ import torch
 
 import contrastive_zoo as cz
 from contrastive_zoo.catalogue import CATALOGUE, Entry
-from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.loss_base.loss import Loss
 from tools.zoo_page import as_markdown
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "zoo.md"

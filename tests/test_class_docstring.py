@@ -6,7 +6,7 @@ import pydoc
 import pytest
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.loss_base.loss import Loss
 
 CLASSES = [x for x in (getattr(cz, name) for name in cz.__all__) if "function" in getattr(x, "__dict__", ())]
 

@@ -20,10 +20,13 @@ from contrastive_zoo.collectives import extreme_over_ranks, gather_rows, sum_ove
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.loss_base.class_loss import ClassLoss
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.panelwise import Panelwise
+from contrastive_zoo.loss_base.preparation import begin_labelled
+from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.losses.arc_face import ArcFace
-from contrastive_zoo.losses.base import Loss, begin_labelled
 from contrastive_zoo.losses.circle import Circle
-from contrastive_zoo.losses.class_loss import ClassLoss
 from contrastive_zoo.losses.contrastive import Contrastive
 from contrastive_zoo.losses.cos_face import CosFace
 from contrastive_zoo.losses.fast_ap import FastAP
@@ -35,11 +38,9 @@ from contrastive_zoo.losses.n_pairs import NPairs
 from contrastive_zoo.losses.nca import NCA
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
 from contrastive_zoo.losses.nt_xent import NTXent
-from contrastive_zoo.losses.panelwise import Panelwise
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA
 from contrastive_zoo.losses.ranked_list import RankedList
-from contrastive_zoo.losses.row_loss import RowLoss
 from contrastive_zoo.losses.signal_to_noise import SignalToNoise
 from contrastive_zoo.losses.sincere import SINCERE
 from contrastive_zoo.losses.soft_triple import SoftTriple

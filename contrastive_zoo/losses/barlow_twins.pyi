@@ -2,7 +2,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.world import ALONE, World
 
 def barlow_twins(

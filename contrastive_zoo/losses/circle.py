@@ -5,9 +5,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from contrastive_zoo.engine.passes import any_in_row
-from contrastive_zoo.losses.base import number_problem, word_problem
-from contrastive_zoo.losses.distances import Average, MetricLoss, log_sum_exp
-from contrastive_zoo.losses.row_loss import RowSettings
+from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.distances import Average, MetricLoss, log_sum_exp
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Circle(MetricLoss):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.losses.base import LearntScale
+from contrastive_zoo.loss_base.temperature import LearntScale
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.world import ALONE, World
 

@@ -4,9 +4,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import is_number, number_problem, word_problem
-from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, row_sums
-from contrastive_zoo.losses.row_loss import RowSettings
+from contrastive_zoo.loss_base.checks import is_number, number_problem, word_problem
+from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, row_sums
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Contrastive(FarnessLoss):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.losses.base import number_problem, positive_problem
-from contrastive_zoo.losses.class_loss import ClassLoss, softmax_over_classes
+from contrastive_zoo.loss_base.checks import number_problem, positive_problem
+from contrastive_zoo.loss_base.class_loss import ClassLoss, softmax_over_classes
 from contrastive_zoo.world import ALONE, World
 
 

@@ -10,8 +10,10 @@ from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, number_problem, numbered, word_problem
-from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.loss_base.preparation import begin_views, in_a_row, numbered
 from contrastive_zoo.world import ALONE, World
 
 Denominators = Literal["joint", "per_view"]

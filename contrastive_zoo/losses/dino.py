@@ -11,8 +11,10 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import product
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import begin, is_number, logit_scale, number_problem, positive_problem, prepared
-from contrastive_zoo.losses.class_loss import Maker
+from contrastive_zoo.loss_base.checks import is_number, number_problem, positive_problem
+from contrastive_zoo.loss_base.class_loss import Maker
+from contrastive_zoo.loss_base.preparation import begin, prepared
+from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 

@@ -10,8 +10,10 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, number_problem, numbered, prepared, towers_problem, word_problem
-from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
+from contrastive_zoo.loss_base.checks import number_problem, towers_problem, word_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
+from contrastive_zoo.loss_base.preparation import begin, numbered, prepared
 from contrastive_zoo.world import ALONE, Shards, World
 
 Strategy = Literal["absolute", "relative"]

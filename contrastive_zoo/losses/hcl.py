@@ -11,8 +11,10 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_views, in_a_row, number_problem, numbered
-from contrastive_zoo.losses.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.panelwise import Panelwise, log_sum_exp_where
+from contrastive_zoo.loss_base.preparation import begin_views, in_a_row, numbered
 from contrastive_zoo.world import ALONE, World
 
 

@@ -11,7 +11,11 @@ from contrastive_zoo.engine.pairs import Who, are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, real, towers_problem
+from contrastive_zoo.loss_base.checks import towers_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.preparation import begin, narrowed, prepared
+from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 

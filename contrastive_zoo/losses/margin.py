@@ -6,9 +6,10 @@ from typing_extensions import Unpack
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import number_problem, real
-from contrastive_zoo.losses.distances import MetricLoss, distances
-from contrastive_zoo.losses.row_loss import RowSettings
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, distances
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 

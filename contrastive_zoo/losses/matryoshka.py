@@ -7,8 +7,9 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import derived
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, is_number
-from contrastive_zoo.losses.composition import Composition
+from contrastive_zoo.loss_base.checks import is_number
+from contrastive_zoo.loss_base.composition import Composition
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 

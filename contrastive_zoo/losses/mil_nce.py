@@ -10,7 +10,10 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, logit_scale, narrowed, prepared, rows_problem, word_problem
+from contrastive_zoo.loss_base.checks import rows_problem, word_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.preparation import begin, narrowed, prepared
+from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 Denominator = Literal["exact", "reference"]

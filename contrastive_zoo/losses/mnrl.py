@@ -11,17 +11,11 @@ from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.engine.softmax import log_sum_exp, self_log_sum_exp
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import (
-    Loss,
-    begin,
-    logit_scale,
-    narrowed,
-    number_problem,
-    numbered,
-    prepared,
-    towers_problem,
-)
-from contrastive_zoo.losses.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
+from contrastive_zoo.loss_base.checks import number_problem, towers_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
+from contrastive_zoo.loss_base.preparation import begin, narrowed, numbered, prepared
+from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.world import ALONE, Shards, World
 

@@ -5,9 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.losses.base import (
-    Loss,
-)
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.world import ALONE, World
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]

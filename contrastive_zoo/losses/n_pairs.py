@@ -8,8 +8,10 @@ from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_labelled, number_problem
-from contrastive_zoo.losses.panelwise import Panelwise
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.panelwise import Panelwise
+from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import ALONE, Shards, World
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.panelwise import PanelLoss, log_sum_exp_where, over_anchors
+from contrastive_zoo.loss_base.panelwise import PanelLoss, log_sum_exp_where, over_anchors
 from contrastive_zoo.world import ALONE, World
 
 

@@ -11,7 +11,10 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.pairs import are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import Loss, in_a_row, logit_scale, meet_views, narrowed, prepared, real
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.preparation import in_a_row, meet_views, narrowed, prepared
+from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 

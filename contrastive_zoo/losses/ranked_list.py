@@ -3,9 +3,9 @@
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.losses.base import is_number, number_problem
-from contrastive_zoo.losses.distances import MetricLoss, distances
-from contrastive_zoo.losses.row_loss import RowSettings
+from contrastive_zoo.loss_base.checks import is_number, number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, distances
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class RankedList(MetricLoss):

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import LearntScale, begin, number_problem, numbered, prepared, real, towers_problem
-from contrastive_zoo.losses.panelwise import Panelwise
+from contrastive_zoo.loss_base.checks import number_problem, towers_problem
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.panelwise import Panelwise
+from contrastive_zoo.loss_base.preparation import begin, numbered, prepared
+from contrastive_zoo.loss_base.temperature import LearntScale
 from contrastive_zoo.world import ALONE, World
 
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import LearntScale
+from contrastive_zoo.loss_base.temperature import LearntScale
 from contrastive_zoo.world import ALONE, World
 
 def siglip(

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from contrastive_zoo.loss_base.distances import Average, squared_distances
+from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.losses.contrastive import Contrastive
-from contrastive_zoo.losses.distances import Average, squared_distances
-from contrastive_zoo.losses.row_loss import RowSettings
 
 
 class SignalToNoise(Contrastive):

@@ -6,8 +6,8 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.losses.base import word_problem
-from contrastive_zoo.losses.panelwise import Average, PanelLoss, each_positive, over_anchors
+from contrastive_zoo.loss_base.checks import word_problem
+from contrastive_zoo.loss_base.panelwise import Average, PanelLoss, each_positive, over_anchors
 from contrastive_zoo.world import ALONE, World
 
 

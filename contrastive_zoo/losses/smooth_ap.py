@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.losses.base import number_problem
-from contrastive_zoo.losses.distances import MetricLoss, sum_over_positives
-from contrastive_zoo.losses.row_loss import RowSettings
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class SmoothAP(MetricLoss):

@@ -7,7 +7,10 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.losses.base import Loss, begin_views, number_problem, real
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
 
 

@@ -11,8 +11,10 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.losses.base import begin_labelled, logit_scale, narrowed, word_problem
-from contrastive_zoo.losses.panelwise import PanelLoss, Panelwise, log_sum_exp_where
+from contrastive_zoo.loss_base.checks import word_problem
+from contrastive_zoo.loss_base.panelwise import PanelLoss, Panelwise, log_sum_exp_where
+from contrastive_zoo.loss_base.preparation import begin_labelled, narrowed
+from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 Variant = Literal["out", "in"]

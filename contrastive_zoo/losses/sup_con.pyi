@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.losses.panelwise import PanelLoss
+from contrastive_zoo.loss_base.panelwise import PanelLoss
 from contrastive_zoo.world import ALONE, World
 
 Variant = Literal["out", "in"]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.losses.panelwise import PanelLoss, over_anchors
+from contrastive_zoo.loss_base.panelwise import PanelLoss, over_anchors
 from contrastive_zoo.losses.siglip import SigLIP, bias_problem, yes_or_no
 from contrastive_zoo.world import ALONE, World
 

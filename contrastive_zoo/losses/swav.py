@@ -13,8 +13,11 @@ from contrastive_zoo.engine.classes import drawn_weights
 from contrastive_zoo.engine.precision import product, wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
-from contrastive_zoo.losses.base import begin, is_number, logit_scale, positive_problem, prepared, real, views_problem
-from contrastive_zoo.losses.class_loss import Maker
+from contrastive_zoo.loss_base.checks import is_number, positive_problem, views_problem
+from contrastive_zoo.loss_base.class_loss import Maker
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.preparation import begin, prepared
+from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 

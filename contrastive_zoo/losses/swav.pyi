@@ -3,7 +3,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.losses.class_loss import Maker
+from contrastive_zoo.loss_base.class_loss import Maker
 from contrastive_zoo.world import ALONE, World
 
 def swav(

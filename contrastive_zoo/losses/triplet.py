@@ -9,9 +9,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from contrastive_zoo.engine.passes import largest, marked_columns, smallest
-from contrastive_zoo.losses.base import number_problem, word_problem
-from contrastive_zoo.losses.distances import Average, FarnessLoss, Metric, sum_over_positives
-from contrastive_zoo.losses.row_loss import RowSettings
+from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, sum_over_positives
+from contrastive_zoo.loss_base.row_loss import RowSettings
 
 Mining = Literal["all", "hard", "semi-hard"]
 

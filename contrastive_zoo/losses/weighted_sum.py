@@ -5,8 +5,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from contrastive_zoo.losses.base import Loss
-from contrastive_zoo.losses.composition import Composition
+from contrastive_zoo.loss_base.composition import Composition
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.world import World
 
 

@@ -12,9 +12,11 @@ from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import Loss, begin, labelled_problem, prepared, rows_problem
-from contrastive_zoo.losses.panelwise import PanelLoss
-from contrastive_zoo.losses.row_loss import RowLoss
+from contrastive_zoo.loss_base.checks import labelled_problem, rows_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.panelwise import PanelLoss
+from contrastive_zoo.loss_base.preparation import begin, prepared
+from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.memory.queue import MemoryQueue, given
 from contrastive_zoo.memory.uses import name_of, takes_of
 from contrastive_zoo.randomness import one_stream

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import is_number, rows_problem
+from contrastive_zoo.loss_base.checks import is_number, rows_problem
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, Shards, World

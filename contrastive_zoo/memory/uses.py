@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from contrastive_zoo.losses.base import Loss, instance_problem
-from contrastive_zoo.losses.panelwise import PanelLoss
-from contrastive_zoo.losses.row_loss import RowLoss
+from contrastive_zoo.loss_base.checks import instance_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.panelwise import PanelLoss
+from contrastive_zoo.loss_base.row_loss import RowLoss
 
 Takes = Literal["panels", "own negatives", "references", "negatives"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import all_gather, all_reduce, replicated
 from contrastive_zoo.distributed import DistributedLoss
 from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.losses.base import LearnableTemperature
+from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.testing.gallery_steps import DistributedByHand  # and its recipes are hung
 from contrastive_zoo.testing.recipe import (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.adapters.pml_native import REFUSED, TRANSLATED, to_native
-from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, complaint, distance, split
 from tools.pml_native_page import as_markdown

@@ -14,11 +14,11 @@ from pytorch_metric_learning import distances, losses, miners, reducers
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.loss_base.distances import distances as euclidean
+from contrastive_zoo.loss_base.distances import squared_distances
 from contrastive_zoo.losses.angular import Angular
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.contrastive import Contrastive
-from contrastive_zoo.losses.distances import distances as euclidean
-from contrastive_zoo.losses.distances import squared_distances
 from contrastive_zoo.losses.fast_ap import FastAP
 from contrastive_zoo.losses.generalized_lifted_structure import GeneralizedLiftedStructure
 from contrastive_zoo.losses.lifted_structure import LiftedStructure

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.base import Loss, is_number, number_problem
+from contrastive_zoo.loss_base.checks import is_number, number_problem
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, complaint, numbers
 

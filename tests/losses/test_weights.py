@@ -11,8 +11,8 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.losses.arc_face import ArcFace, arc_face
-from contrastive_zoo.losses.class_loss import ClassLoss
 from contrastive_zoo.losses.cos_face import CosFace, cos_face
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax, normalized_softmax
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor

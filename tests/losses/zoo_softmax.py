@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.losses.base import Loss
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.clip import Clip
 from contrastive_zoo.losses.clip_distillation import clip_distillation
 from contrastive_zoo.losses.dcl import DCL, DCLW

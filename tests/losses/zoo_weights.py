@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.losses.arc_face import ArcFace
-from contrastive_zoo.losses.class_loss import ClassLoss
 from contrastive_zoo.losses.cos_face import CosFace
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor

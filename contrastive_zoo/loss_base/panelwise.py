@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import Loss, begin_labelled, real
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import World
 
 Average = Literal["anchors", "pairs"]

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.losses.base import Loss, instance_problem, is_number
+from contrastive_zoo.loss_base.checks import instance_problem, is_number
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import World
 

@@ -12,16 +12,11 @@ from contrastive_zoo.engine.classes import Pool, class_shard, drawn_weights, nea
 from contrastive_zoo.engine.precision import wide
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.losses.base import (
-    Loss,
-    begin,
-    labelled_problem,
-    logit_scale,
-    number_problem,
-    prepared,
-    real,
-    whole_labels,
-)
+from contrastive_zoo.loss_base.checks import labelled_problem, number_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.preparation import begin, prepared, whole_labels
+from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
@@ -136,7 +131,7 @@ def softmax_over_classes(
         problem: what is wrong besides.
         reduction: of the rows' losses.
         world: who holds rows, and classes.
-        settings: for :func:`contrastive_zoo.losses.base.begin`.
+        settings: for :func:`contrastive_zoo.loss_base.preparation.begin`.
 
     Example:
         >>> import torch
@@ -179,7 +174,7 @@ def begin_with_classes(
     world: World,
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Shards, Shards | None]:
-    """:func:`contrastive_zoo.losses.base.begin` for labelled rows and classes.
+    """:func:`contrastive_zoo.loss_base.preparation.begin` for labelled rows and classes.
 
     Returns:
         Unit rows [n, d], labels, unit weights [C, k, d], where rows lie, and where classes lie if they are dealt out.

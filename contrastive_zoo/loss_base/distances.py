@@ -14,8 +14,8 @@ from typing_extensions import Unpack
 from contrastive_zoo.engine import passes
 from contrastive_zoo.engine.dense_mode import dense, is_dense
 from contrastive_zoo.engine.passes import dot_products, euclidean, marked_columns
-from contrastive_zoo.losses.base import word_problem
-from contrastive_zoo.losses.row_loss import RowLoss, RowSettings
+from contrastive_zoo.loss_base.checks import word_problem
+from contrastive_zoo.loss_base.row_loss import RowLoss, RowSettings
 
 Metric = Literal["distance", "squared distance", "similarity"]
 Average = Literal["nonzero", "all"]

@@ -9,15 +9,9 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.passes import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.losses.base import (
-    Loss,
-    begin_labelled,
-    begin_views,
-    in_a_row,
-    labelled_problem,
-    numbered,
-    shared_problem,
-)
+from contrastive_zoo.loss_base.checks import labelled_problem, shared_problem
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.preparation import begin_labelled, begin_views, in_a_row, numbered
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 

@@ -1,0 +1,206 @@
+"""What is wrong with settings and rows, in words."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch  # noqa: F401 - the examples use it
+from torch import Tensor
+
+from contrastive_zoo.engine.reduction import REDUCTIONS
+from contrastive_zoo.handshake import kind
+from contrastive_zoo.masks import labels_problem
+
+
+def rows_problem(name: str, rows: Tensor) -> str | None:
+    """What is wrong with embeddings, in words; None if nothing is.
+
+    Example:
+        >>> rows_problem("queries", torch.ones(3))
+        'queries are floating-point rows [n, d], got float32 [3].'
+    """
+    if rows.ndim != 2 or not rows.is_floating_point():
+        return f"{name} are floating-point rows [n, d], got {kind(rows)}."
+    return None
+
+
+def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str | None:
+    """What is wrong with the settings that losses share, in words; None if nothing is.
+
+    Example:
+        >>> shared_problem(reduction="average")
+        "reduction is one of mean, sum, none, got 'average'."
+    """
+    several = isinstance(temperature, Tensor) and temperature.numel() != 1
+    if several or not is_number(temperature, above=0):
+        got = temperature.tolist() if isinstance(temperature, Tensor) else temperature
+        return f"temperature must be positive and finite, got {got}. For a logit scale s pass temperature=1/s."
+    return None if reduction in REDUCTIONS else f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
+
+
+def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
+    """What is wrong with a word that should be one of a Literal's, in words; None if nothing is.
+
+    Example:
+        >>> from typing import Literal
+        >>> word_problem("variant", "both", Literal["out", "in"])
+        "variant is 'out' or 'in', got 'both'."
+        >>> word_problem("variant", "both", Literal["out", "in"], one_of=True)
+        "variant is one of 'out', 'in', got 'both'."
+    """
+    known = get_args(words)
+    listed = f"one of {', '.join(map(repr, known))}" if one_of else " or ".join(map(repr, known))
+    return None if word in known else f"{name} is {listed}, got {word!r}."
+
+
+def is_number(
+    x: object,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    finite: bool = True,
+    whole: bool = False,
+) -> bool:
+    """Whether x is a number within bounds: Python's, NumPy's, or one or more in a tensor. NaN never is.
+
+    Args:
+        x: what may be a number. A tensor on the meta device, which holds none yet, is not judged.
+        above: the numbers are larger.
+        below: the numbers are smaller.
+        low: the smallest of them.
+        high: the largest of them.
+        finite: whether infinities are left out.
+        whole: whether they are integers.
+
+    Example:
+        >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
+        (True, False, False)
+    """
+    each = [] if isinstance(x, Tensor) and x.is_meta else _each(x)
+    kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+    return all(
+        isinstance(value, kinds)
+        and not math.isnan(value)
+        and (math.isfinite(value) or not finite)
+        and (above is None or value > above)
+        and (below is None or value < below)
+        and (low is None or value >= low)
+        and (high is None or value <= high)
+        for value in each
+    )
+
+
+def number_problem(rule: str | None = None, fix: str = "", /, **settings: Any) -> str | None:
+    """What is wrong with settings that must be numbers within bounds, in words; None if nothing is.
+
+    Args:
+        rule: what is expected, as a sentence without its end; None says it of each name by the bounds.
+        fix: a sentence that says what to do.
+        settings: numbers by their names, and bounds by the names that :func:`is_number` gives them.
+
+    Example:
+        >>> number_problem(low=0, high=1, weight=2.0)
+        'weight must be from 0 to 1, got 2.0.'
+        >>> number_problem("margin is an angle in degrees", "The paper has 5.73.", low=0, margin=torch.nan)
+        'margin is an angle in degrees, got nan. The paper has 5.73.'
+    """
+    bounds = {name: settings.pop(name) for name in _BOUNDS if name in settings}
+    for name, value in settings.items():
+        if not is_number(value, **bounds):
+            got = value.tolist() if isinstance(value, Tensor) else value
+            return f"{rule or f'{name} must be {_expected(**bounds)}'}, got {got}. {fix}".rstrip()
+    return None
+
+
+def _each(x: object) -> list[object]:
+    return x.detach().flatten().tolist() if isinstance(x, Tensor) else [x]
+
+
+_BOUNDS = ("above", "below", "low", "high", "finite", "whole")
+
+
+def _expected(
+    above: float | None = None,
+    below: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    finite: bool = True,
+    whole: bool = False,
+) -> str:
+    """The most usual bounds in words."""
+    if low is not None and high is not None:
+        return f"from {low} to {high}"
+    size = ["positive"] if above == 0 else [] if low is None else [f"at least {low}"]
+    return " and ".join([*size, "an integer" if whole else "finite" if finite else "a number"])
+
+
+def positive_problem(**settings: object) -> str | None:
+    """What is wrong with settings that must be positive numbers, in words; None if nothing is.
+
+    Example:
+        >>> positive_problem(scale=-1.0)
+        'scale must be positive and finite, got -1.0.'
+    """
+    return number_problem(above=0, **settings)
+
+
+def instance_problem(loss: object) -> str | None:
+    """What is wrong with a loss that may be a class in place of its instance, in words; None if nothing is.
+
+    Example:
+        >>> from contrastive_zoo.loss_base.temperature import LearnableTemperature
+        >>> instance_problem(LearnableTemperature)
+        'pass an instance, LearnableTemperature(...), not the class LearnableTemperature.'
+    """
+    if not isinstance(loss, type):
+        return None
+    return f"pass an instance, {loss.__name__}(...), not the class {loss.__name__}."
+
+
+def towers_problem(rule: str, mend: str = "", **towers: Tensor) -> str | None:
+    """What is wrong with rows that belong together index by index, in words; None if nothing is.
+
+    Example:
+        >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
+        'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
+    """
+    (first, one), *others = towers.items()
+    for name, other in others:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{rule}, got {first} {kind(one)} and {name} {kind(other)}. {mend}".rstrip()
+    return rows_problem(first, one)
+
+
+def views_problem(views: Sequence[Tensor]) -> str | None:
+    """What is wrong with views of the same samples, in words; None if nothing is.
+
+    Example:
+        >>> views_problem([torch.ones(2, 3)])
+        'two or more views are compared, got 1. Call loss(view1, view2).'
+    """
+    if len(views) < 2:
+        return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
+    for index, view in enumerate(views):
+        if view.shape != views[0].shape or view.dtype != views[0].dtype:
+            return (
+                f"views must pair row by row, got view 0 {kind(views[0])} and view {index} {kind(view)}. "
+                "Pass the same samples, in the same order, in every view."
+            )
+    return rows_problem("views", views[0])
+
+
+def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
+    """What is wrong with labelled rows, in words; None if nothing is.
+
+    Example:
+        >>> labelled_problem(torch.ones(2, 3))
+        'labels are missing: call loss(embeddings, labels) with one integer per row.'
+    """
+    if embeddings is None or more:
+        return "one tensor of embeddings and one of labels are compared: call loss(embeddings, labels)."
+    if labels is None:
+        return "labels are missing: call loss(embeddings, labels) with one integer per row."
+    return rows_problem("embeddings", embeddings) or labels_problem("labels", labels, len(embeddings))
