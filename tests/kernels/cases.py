@@ -102,7 +102,7 @@ def _distance(x: Tensor, y: Tensor, least: float = 1e-30) -> float:
 
 
 CASES = [
-    *(Case(loss, 150, 150, 24, dtype) for loss in LOSSES for dtype in ("float32", "bfloat16", "float16")),
+    *(Case(loss, 90, 90, 24, dtype) for loss in LOSSES for dtype in ("float32", "bfloat16", "float16")),
     *(Case(loss, 70, 70, 33, temperature=0.01) for loss in LOSSES),
     *(Case(loss, 66, 66, 9, "bfloat16", temperature=0.01) for loss in LOSSES),
     *(Case(loss, 65, 65, 8, temperature=0.01, rows=rows) for loss in LOSSES for rows in ("clustered", "duplicates")),

@@ -22,7 +22,7 @@ def table(chip: int, dtype: str, precision: str) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": str(here.parents[2]), "TRITON_INTERPRET": "0"}
     run = subprocess.run(
         [sys.executable, here.with_name("ahead_of_time.py"), str(chip), dtype, precision],
-        capture_output=True, text=True, env=environment, timeout=300,
+        capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)

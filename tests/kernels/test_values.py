@@ -30,7 +30,7 @@ def results() -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
