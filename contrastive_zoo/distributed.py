@@ -272,7 +272,7 @@ class DistributedLoss(nn.Module, Generic[R]):
             problem = problem or self._shapes_problem(arguments)
         statement = Statement(
             _name(bare),
-            {**described(bare), **self._options(), **call.present, **arguments.compared},
+            {**described(bare, third_party=self.check_equal), **self._options(), **call.present, **arguments.compared},
             arguments.sizes,
             problem,
             last_value=self._last_value(),
@@ -297,7 +297,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         """This wrapper's settings, as ranks compare them."""
         names = ("grad_reduction", "mode", "ring", "static_shapes", "training")
         modes = {"dense()": is_dense(), "torch.is_grad_enabled()": torch.is_grad_enabled()}
-        of_miner = {} if self.miner is None else described(self.miner)
+        of_miner = {} if self.miner is None else described(self.miner, third_party=self.check_equal)
         return {
             **{name: str(getattr(self, name)) for name in names},
             **{name: str(value) for name, value in modes.items()},

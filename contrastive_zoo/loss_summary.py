@@ -1,5 +1,7 @@
 """A loss in words and numbers: its class tree with all settings, and its parameters and buffers, for ranks to compare."""
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +16,19 @@ _CHUNK = 2**20
 """Numbers that are projected at a time: a fixed direction as long as a million classes' weights is never held."""
 
 
-def described(loss: Any) -> dict[str, str]:
-    """The class of every module in a loss by its path, and the settings of those of this library or derived from it.
+def described(loss: Any, *, third_party: bool = True) -> dict[str, str]:
+    """The class of every module in a loss by its path, and its settings: public attributes that are plain values.
 
-    Settings are public attributes that are plain values. Modules from elsewhere may keep there what they have seen, which a
-    copy on one rank has not; where their settings differ, the values that ranks compare do.
+    Of a module from elsewhere settings are the attributes named as parameters of its constructor: it may keep other things
+    beside them that it has seen, which a copy on one rank has not.
+
+    Args:
+        loss: a module or a function.
+        third_party: whether settings of modules from elsewhere are told.
 
     Examples:
-        >>> described(nn.Sequential(nn.Dropout(0.5)))
-        {'the loss': 'Sequential', 'training': 'True', '0': 'Dropout', '0.training': 'True'}
+        >>> described(nn.Dropout(0.5))
+        {'the loss': 'Dropout', 'p': '0.5', 'inplace': 'False', 'training': 'True'}
     """
     if not isinstance(loss, nn.Module):
         return {"the loss": _name(loss)}
@@ -30,11 +36,26 @@ def described(loss: Any) -> dict[str, str]:
     for path, module in loss.named_modules():
         lines[path or "the loss"] = _name(module)
         prefix = f"{path}." if path else ""
-        ours = any(kind.__module__.startswith("contrastive_zoo.") for kind in type(module).__mro__)
-        for name, value in vars(module).items() if ours else [("training", module.training)]:
+        held: dict[str, Any] = vars(module)
+        if not any(kind.__module__.startswith("contrastive_zoo.") for kind in type(module).__mro__):
+            constructed_with = _constructed_with(type(module)) if third_party else ()  # type: ignore[arg-type]
+            names = [*constructed_with, "training"]
+            held = {name: held[name] for name in names if name in held}
+        for name, value in held.items():
             if not name.startswith("_") and _is_setting(value):
                 lines[prefix + name] = in_one_line(value)
     return lines
+
+
+@functools.cache
+def _constructed_with(kind: type) -> tuple[str, ...]:
+    """Names of the parameters of a class's constructor and its bases'."""
+    names: dict[str, None] = {}
+    for base in kind.__mro__:
+        constructor: Any = vars(base).get("__init__")
+        if inspect.isfunction(constructor):
+            names |= dict.fromkeys(inspect.signature(constructor).parameters)
+    return tuple(names)
 
 
 @dataclass(frozen=True)
