@@ -17,6 +17,9 @@ settings.register_profile("long", max_examples=long, deadline=None, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+collect_ignore = ["typing/user.py"]  # type checkers read it; it is full of mistakes
+
+
 @pytest.fixture(scope="session", autouse=True)
 def engines() -> None:
     """Engines also where plain autograd would be sooner done: in this process, not in the ranks."""

@@ -21,6 +21,7 @@ def dense() -> Iterator[None]:
     batches on one process are plain autograd anyway.)
 
     Example:
+        >>> import torch
         >>> import contrastive_zoo as cz
         >>> a, b = torch.eye(2, requires_grad=True), torch.eye(2)
         >>> with cz.dense():

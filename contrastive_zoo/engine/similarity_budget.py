@@ -27,6 +27,7 @@ def memory_budget(size: int) -> Iterator[None]:
         ValueError: a negative size.
 
     Example:
+        >>> import torch
         >>> import contrastive_zoo as cz
         >>> with memory_budget(2**30):
         ...     cz.InfoNCE(temperature=1.0)(torch.eye(2), torch.eye(2))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import cdiv
 
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.kernels.blocks import (
     Operand,
@@ -49,7 +50,7 @@ def siglip(
     return _Sigmoid.apply(a, b, as_scalar(scale, a), as_scalar(bias, a), torch.is_grad_enabled())
 
 
-class _Sigmoid(torch.autograd.Function):
+class _Sigmoid(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, learns: bool) -> Tensor:

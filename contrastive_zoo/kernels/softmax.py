@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import cdiv
 
+from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.kernels.blocks import (
     MOST_TILES,
@@ -92,7 +93,7 @@ def nt_xent(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Ten
     return _Softmax.apply(z, z, as_scalar(scale, a), True, True)
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, symmetric: bool, one_tower: bool) -> Tensor:
