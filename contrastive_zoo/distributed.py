@@ -217,8 +217,6 @@ class DistributedLoss(nn.Module, Generic[R]):
         if arguments.on_accelerator:  # looked for a step later
             session = replace(session, options=replace(session.options, check_finite=False))
         session.progress.opening = Opening(self._statement(call, arguments, session))
-        if self._keeps_state and _in_backward():
-            raise ValueError(f"{_name(bare)}: {_COMPUTED_AGAIN}")
         before = _buffer_versions(bare)
         value = self._computed(call, arguments, session)
         self._keeps_state = _buffer_versions(bare) != before
@@ -263,6 +261,10 @@ class DistributedLoss(nn.Module, Generic[R]):
         bare, bound = _bare(self.loss), call.bound
         replicable = bare.can_be_replicated(*bound.args, **bound.kwargs) if call.own else not self._is_sharded
         problem = self._finite_problem(arguments) or arguments.problem
+        if (
+            self._keeps_state and _in_backward()
+        ):  # said in the handshake: a wrapper made again on one rank does not know it
+            problem = problem or _COMPUTED_AGAIN
         if not call.own:
             problem = problem or _indices_problem(bound.arguments, call.miner, session)
             problem = problem or unequal_problem(bound.arguments) or paired_problem(bound.arguments)
