@@ -39,11 +39,14 @@ class Arguments:
     """
 
     leaves: dict[str, Any]
-    tree: TreeSpec
+    tree: TreeSpec | None = None
+    """How the leaves are nested; None if no argument is a tuple, list or dict."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Arguments":
         """The leaves of ``arguments``: tuples, lists and dicts are looked into."""
+        if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in arguments.values()):
+            return cls(dict(arguments))
         found, tree = tree_flatten_with_path(dict(arguments))
         return cls({_path(path): leaf for path, leaf in found}, tree)
 
@@ -52,7 +55,7 @@ class Arguments:
         """Tensors whose dimension 0 counts samples."""
         return {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Samples of each of :attr:`rows`."""
         return [len(x) for x in self.rows.values()]
@@ -106,7 +109,7 @@ class Arguments:
         """The rows as bytes that may follow a handshake's header; None where these do not travel together."""
         return None if self.on_accelerator or world.on_accelerators else packed(list(self.rows.values()))
 
-    @property
+    @cached_property
     def on_accelerator(self) -> bool:
         """Whether any rows lie elsewhere than on the CPU."""
         return any(x.device.type != "cpu" for x in self.rows.values())
@@ -136,8 +139,7 @@ class Arguments:
             if max(agreed.same - 1, 0) >> index & 1:
                 found[j] = found[i]
         leaves = self.leaves | dict(zip(self.rows, found, strict=True))
-        arguments: dict[str, Any] = tree_unflatten(list(leaves.values()), self.tree)
-        return arguments
+        return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
 
 
 _COMPARED = 11

@@ -179,12 +179,14 @@ def _exchange(
     numbers: Sequence[int], payload: Sequence[Tensor], size: int, world: World
 ) -> tuple[list[list[int]], Tensor]:
     """All ranks' numbers, and in the same message all ranks' payload, [W, size]: zeros for one that does not fit."""
-    header = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8).to(world.host_device)
+    packed = struct.pack(f"{len(numbers)}q", *numbers)
+    header = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(world.host_device)
     length = sum(len(x) for x in payload)
     fitting, length = (payload, length) if length <= size else ((), 0)
-    mine = torch.cat([header, *fitting, header.new_zeros(size - length)])
-    headers, payloads = world.start_host_gather(mine)().split([len(header), size], 1)
-    return headers.cpu().reshape(-1).view(torch.int64).view(world.size, -1).tolist(), payloads
+    message = torch.cat([header, *fitting, header.new_zeros(size - length)])
+    received = world.start_host_gather(message)()
+    headers = received[:, : len(header)].cpu().numpy()
+    return [list(struct.unpack(f"{len(numbers)}q", x.tobytes())) for x in headers], received[:, len(header) :]
 
 
 def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], list[str]]:

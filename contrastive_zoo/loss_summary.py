@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from contrastive_zoo.later import read_later
 from contrastive_zoo.session import in_one_line
@@ -16,35 +17,87 @@ _CHUNK = 2**20
 """Numbers that are projected at a time: a fixed direction as long as a million classes' weights is never held."""
 
 
-def described(loss: Any, *, third_party: bool = True) -> dict[str, str]:
-    """The class of every module in a loss by its path, and its settings: public attributes that are plain values.
-
-    Of a module from elsewhere settings are the attributes named as parameters of its constructor: it may keep other things
-    beside them that it has seen, which a copy on one rank has not.
+class LossModules:
+    """The modules of a loss by path, walked once a step: what ranks compare of them, and what a step changes in them.
 
     Args:
-        loss: a module or a function.
-        third_party: whether settings of modules from elsewhere are told.
+        loss: a module, or a function, which has none.
 
     Examples:
-        >>> described(nn.Dropout(0.5))
+        >>> LossModules(nn.Dropout(0.5)).settings()
         {'the loss': 'Dropout', 'p': '0.5', 'inplace': 'False', 'training': 'True'}
+        >>> LossModules(nn.Dropout(0.5)).runs_third_party_code
+        True
+        >>> [name for name, _ in LossModules(nn.Linear(1, 1)).shared_state()]
+        ['weight', 'bias']
     """
-    if not isinstance(loss, nn.Module):
-        return {"the loss": _name(loss)}
-    lines: dict[str, str] = {}
-    for path, module in loss.named_modules():
-        lines[path or "the loss"] = _name(module)
-        prefix = f"{path}." if path else ""
-        held: dict[str, Any] = vars(module)
-        if not any(kind.__module__.startswith("contrastive_zoo.") for kind in type(module).__mro__):
-            constructed_with = _constructed_with(type(module)) if third_party else ()  # type: ignore[arg-type]
-            names = [*constructed_with, "training"]
-            held = {name: held[name] for name in names if name in held}
-        for name, value in held.items():
-            if not name.startswith("_") and _is_setting(value):
-                lines[prefix + name] = in_one_line(value)
-    return lines
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+        self.by_path: dict[str, nn.Module] = dict(loss.named_modules()) if isinstance(loss, nn.Module) else {}
+
+    def settings(self, *, third_party: bool = True) -> dict[str, str]:
+        """The class of every module by its path, and its settings: public attributes that are plain values.
+
+        Settings of a third-party module are the attributes named like parameters of its constructor: other attributes
+        may be results that a copy on one rank does not have.
+
+        Args:
+            third_party: whether settings of third-party modules are included.
+        """
+        if not self.by_path:
+            return {"the loss": _name(self.loss)}
+        lines: dict[str, str] = {}
+        for path, module in self.by_path.items():
+            lines[path or "the loss"] = _name(module)
+            prefix = f"{path}." if path else ""
+            held: dict[str, Any] = vars(module)
+            kind: Any = type(module)
+            if not _extends_this_library(kind):
+                names = [*(_constructed_with(kind) if third_party else ()), "training"]
+                held = {name: held[name] for name in names if name in held}
+            for name, value in held.items():
+                if name[0] != "_" and _is_setting(value):
+                    lines[prefix + name] = in_one_line(value)
+        return lines
+
+    @property
+    def runs_third_party_code(self) -> bool:
+        """Whether any module is defined outside of this library: it may draw random numbers or keep a state."""
+        called = [
+            x for module in self.by_path.values() for x in (module, getattr(module, "loss", None)) if x is not None
+        ]
+        return any(
+            not type(x).__module__.startswith("contrastive_zoo.")
+            for x in called
+            if not isinstance(x, (nn.ModuleList, nn.ModuleDict))
+        )
+
+    def shared_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""
+        for path, module in self.by_path.items():
+            own = {} if getattr(module, "sharded", False) else {**module._parameters, **module._buffers}
+            for name, x in own.items():
+                is_sharded = hasattr(x, "device_mesh")  # a DTensor, of which each rank holds another part
+                if x is not None and not is_sharded and not isinstance(x, UninitializedTensorMixin):
+                    yield f"{path}.{name}" if path else name, x
+
+    def buffer_versions(self) -> list[tuple[Tensor, int]]:
+        """Every buffer and its version, which grows with each change in place."""
+        buffers = (x for module in self.by_path.values() for x in module._buffers.values() if x is not None)
+        return [(x, x._version) for x in buffers]
+
+    def buffers_changed(self, before: list[tuple[Tensor, int]]) -> bool:
+        """Whether a buffer was changed or replaced since ``before``, which :meth:`buffer_versions` returned."""
+        now = self.buffer_versions()
+        return len(now) != len(before) or any(
+            x is not y or new != old for (x, new), (y, old) in zip(now, before, strict=True)
+        )
+
+
+@functools.cache
+def _extends_this_library(kind: type) -> bool:
+    return any(base.__module__.startswith("contrastive_zoo.") for base in kind.__mro__)
 
 
 @functools.cache
@@ -67,14 +120,14 @@ class StateSums:
     by_name: dict[str, float]
 
     @classmethod
-    def of(cls, loss: Any) -> "Callable[[], StateSums]":
-        """Start to sum up a loss's state, without what each rank holds for itself; the result returns the sums.
+    def of(cls, modules: LossModules) -> "Callable[[], StateSums]":
+        """Start to sum up the shared state; the result returns the sums.
 
         Examples:
-            >>> StateSums.of(nn.BatchNorm1d(1, affine=False))().by_name
+            >>> StateSums.of(LossModules(nn.BatchNorm1d(1, affine=False)))().by_name
             {'running_mean': 0.0, 'running_var': 1.0, 'num_batches_tracked': 0.0}
         """
-        state = dict(shared_state(loss))
+        state = dict(modules.shared_state())
         if not state:
             return lambda: cls(0.0, 0.0, {})
         device = next(iter(state.values())).device
@@ -97,36 +150,6 @@ def _projection(x: Tensor) -> Tensor:
         direction = torch.arange(start, start + len(part), dtype=torch.float64, device=x.device).add_(1).sin_()
         total += part.double() @ direction
     return total
-
-
-def runs_foreign_code(loss: Any) -> bool:
-    """Whether a loss of this library runs code from elsewhere, which may draw random numbers or keep a state.
-
-    Examples:
-        >>> runs_foreign_code(nn.Linear(1, 1))
-        True
-    """
-    called = [x for module in loss.modules() for x in (module, getattr(module, "loss", None)) if x is not None]
-    return any(not type(x).__module__.startswith("contrastive_zoo.") for x in called if not _holds_modules(x))
-
-
-def _holds_modules(module: Any) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
-
-
-def shared_state(loss: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of a loss that are the same on every rank, by name.
-
-    Examples:
-        >>> [name for name, _ in shared_state(nn.Linear(1, 1))]
-        ['weight', 'bias']
-    """
-    for path, module in loss.named_modules() if isinstance(loss, nn.Module) else ():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, x in () if getattr(module, "sharded", False) else own:
-            held_in_parts = hasattr(x, "device_mesh")  # a DTensor, of which each rank has another part
-            if not held_in_parts and not isinstance(x, nn.UninitializedParameter | nn.UninitializedBuffer):
-                yield f"{path}.{name}" if path else name, x
 
 
 def _name(loss: Any) -> str:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from contrastive_zoo.arguments import Arguments, GlobalIndices
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.distributed import paired_problem, unequal_problem
 from contrastive_zoo.handshake import Agreed, Statement, refuse_empty, shake_hands
-from contrastive_zoo.loss_summary import described
+from contrastive_zoo.loss_call import paired_problem, unequal_problem
+from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.session import Session, first_non_finite, refuse, tolerance
 from contrastive_zoo.world import Processes, World
@@ -104,7 +104,7 @@ class DistributedMiner(nn.Module):
             problem = first_non_finite(arguments.rows)
         statement = Statement(
             name,
-            {**described(self.miner), **arguments.compared},
+            {**LossModules(self.miner).settings(), **arguments.compared},
             arguments.sizes,
             problem,
             same=arguments.same,

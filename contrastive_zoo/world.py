@@ -101,7 +101,7 @@ class World:
             group = group.get_group()
         return World(dist.get_rank(group), dist.get_world_size(group), group)
 
-    @property
+    @cached_property
     def process_group(self) -> dist.ProcessGroup:
         """The process group itself, also where ``group`` is None."""
         return dist.distributed_c10d._get_default_group() if self.group is None else self.group

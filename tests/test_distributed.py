@@ -1,5 +1,6 @@
 """DistributedLoss around losses from elsewhere: what they may take and return, and what is noticed."""
 
+import gc
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo import world as worlds_module
-from contrastive_zoo.distributed import EVERY_NTH_CALL, FIRST_VALUES, GlobalIndices
+from contrastive_zoo.arguments import GlobalIndices
+from contrastive_zoo.call_history import EVERY_NTH_CALL, FIRST_VALUES
 from contrastive_zoo.mining import DistributedMiner
 from contrastive_zoo.session import meet
 from contrastive_zoo.testing.worlds import Worlds
@@ -558,3 +560,27 @@ def test_a_rank_may_give_one_tensor_twice_where_others_give_two(loss: Any, world
     expected = loss(z(3, 1), z(3, 1) + 1).item()
     for values in worlds.run(2, job):
         assert values == pytest.approx([expected] * 4, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", [cz.NTXent(), lambda a, b: (a * b).sum()], ids=["own", "third-party"])
+def test_a_step_leaves_no_reference_cycle(loss: Any, worlds: Worlds) -> None:
+    """Embeddings in a cycle would stay in memory until Python's garbage collector runs."""
+
+    def step() -> int:
+        loss_fn = cz.DistributedLoss(loss, check_distinct=False)
+        rows = torch.arange(6.0).view(3, 2).requires_grad_()
+        loss_fn(rows, rows + 1).backward()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                loss_fn(rows, rows + 1).backward()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            return sum(isinstance(x, torch.Tensor) for x in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+    assert worlds.run(2, step) == [0, 0]

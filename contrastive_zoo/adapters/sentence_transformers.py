@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from contrastive_zoo.collectives import all_gather, broadcast, scale_gradient
-from contrastive_zoo.distributed import GradReduction
 from contrastive_zoo.handshake import refuse_empty
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.session import Options, Session, meet
 from contrastive_zoo.world import Processes, Shards, World
+from contrastive_zoo.wrapper_options import GradReduction
 
 
 class DistributedSentenceLoss(nn.Module):

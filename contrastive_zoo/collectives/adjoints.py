@@ -108,8 +108,12 @@ class _Gathered(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        mine = (ctx.factor * _OwnSlice.apply(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True))
-        return None, None, None, None, *mine
+        # a slice is differentiated again only under create_graph; a node for each costs more than a small slice
+        if torch.is_grad_enabled():
+            local = [_OwnSlice.apply(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True)]
+        else:
+            local = [dy[shards.mine] for dy, shards in zip(dys, ctx.shards, strict=True)]
+        return None, None, None, None, *(ctx.factor * dx for dx in local)
 
 
 def gather_together(

@@ -22,12 +22,18 @@ _ACROSS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+def flat_bytes(rows: Tensor) -> Tensor:
+    """The bytes of a tensor of any dtype, [bytes]: what every backend can send."""
+    return rows.contiguous().view(-1).view(torch.uint8)
+
+
 def as_bytes(rows: Tensor) -> Tensor:
-    """[n, …] of any dtype as [n, bytes of a row]: what every backend can move."""
-    flat = rows.reshape(len(rows), rows.shape[1:].numel())
-    if flat.stride() != (flat.shape[1], 1):  # is_contiguous() forgives odd strides of single rows and columns
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
+    """[n, …] of any dtype as [n, bytes of a row]."""
+    return flat_bytes(rows).view(len(rows), _row_bytes(rows))
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1:].numel() * rows.dtype.itemsize
 
 
 def from_bytes(moved: Tensor, like: Tensor) -> Tensor:
@@ -146,15 +152,17 @@ def packed(rows: Sequence[Tensor]) -> list[Tensor]:
         >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)])
         [tensor([1, 2], dtype=torch.uint8)]
     """
-    return [as_bytes(x.detach()).flatten() for x in rows]
+    return [flat_bytes(x.detach()) for x in rows]
 
 
 def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
-    widths = [x.shape[1:].numel() * x.dtype.itemsize for x in rows]
-    found: list[list[Tensor]] = [[] for _ in rows]
-    for rank, of_rank in enumerate(payload):
-        sizes = [width * of.sizes[rank] for width, of in zip(widths, shards, strict=True)]
-        for index, part in enumerate(of_rank[: sum(sizes)].split(sizes)):
-            found[index].append(part.view(shards[index].sizes[rank], widths[index]))
-    # joined bytes begin where memory does, as a wider dtype asks for
-    return [from_bytes(torch.cat(parts), x) for parts, x in zip(found, rows, strict=True)]
+    """The rows of all ranks from their payloads, [W, bytes], which :func:`packed` made of ``rows`` on every rank."""
+    found: list[Tensor] = []
+    offsets = [0] * len(payload)
+    for x, of in zip(rows, shards, strict=True):
+        ends = [start + size * _row_bytes(x) for start, size in zip(offsets, of.sizes, strict=True)]
+        # joined, since a wider dtype needs bytes that begin at a multiple of its size
+        joined = torch.cat([of_rank[i:j] for of_rank, i, j in zip(payload, offsets, ends, strict=True)])
+        found.append(joined.view(x.dtype).view(of.total, *x.shape[1:]))
+        offsets = ends
+    return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.adapters import pml_sharded
 from contrastive_zoo.adapters.pml_sharded import EVALUATED, REFUSED, refusal, sharded
-from contrastive_zoo.distributed import paired_problem
+from contrastive_zoo.loss_call import paired_problem
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
 from tests.helpers import EXACT, complaint, distance, said, split

@@ -1,0 +1,94 @@
+"""What a DistributedLoss remembers from one call to the next, and what it tells the next handshake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from contrastive_zoo.arguments import Arguments
+from contrastive_zoo.later import read_later
+from contrastive_zoo.loss_summary import LossModules, StateSums
+
+FIRST_VALUES, EVERY_NTH_CALL = 8, 64
+"""Returned values are compared between ranks after the first 8 calls, parameters at the first call, both at every 64th."""
+
+
+class CallHistory:
+    """One wrapper's calls. No decision that changes messages rests on it: its contents enter the handshake's header.
+
+    Attributes:
+        calls: how many have been completed between several ranks.
+        draws: whether the loss has drawn random numbers or changed its buffers while it declared itself.
+        keeps_state: whether the last call changed the loss's buffers.
+        has_broadcast: whether parameters and buffers have been broadcast from rank 0.
+
+    Examples:
+        >>> history = CallHistory()
+        >>> history.last_value() is None, history.calls
+        (True, 0)
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.draws = False
+        self.keeps_state = False
+        self.has_broadcast = False
+        self._sizes: list[int] | None = None
+        self._value: Callable[[], list[float]] | None = None
+        self._sums: Callable[[], StateSums] | None = None
+        self._finite: dict[str, Callable[[], list[float]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without numbers that are still to be read from a device for the next handshake of this very object."""
+        return {**vars(self), "_value": None, "_sums": None, "_finite": {}}
+
+    def remember_value(self, value: Any) -> None:
+        """Keep the returned value for the next handshake, at calls whose values are compared."""
+        if self.calls < FIRST_VALUES or self.calls % EVERY_NTH_CALL == 0:
+            # tensors only: other results, such as a time, may differ between ranks
+            tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+            self._value = read_later(torch.stack([x.detach().sum().double() for x in tensors])) if tensors else None
+
+    def last_value(self) -> float | None:
+        """The sum of what the previous call returned, once; None if it is not compared."""
+        value, self._value = self._value, None
+        return None if value is None else sum(value())
+
+    def state_sums(self, modules: LossModules) -> StateSums | None:
+        """The sums of parameters and buffers at every 64th call; one call later for those on an accelerator."""
+        due, self._sums = self._sums, None
+        if self.calls % EVERY_NTH_CALL == 0:
+            self._sums = StateSums.of(modules)
+            if due is None and all(x.device.type == "cpu" for _, x in modules.shared_state()):
+                due, self._sums = self._sums, None
+        return None if due is None else due()
+
+    def finite_problem(self, arguments: Arguments) -> str | None:
+        """Which rows on an accelerator held NaN or infinite values at the previous call; starts to look at these rows."""
+        seen, self._finite = self._finite, {}
+        if arguments.on_accelerator:
+            floating = {name: x for name, x in arguments.rows.items() if x.is_floating_point()}
+            self._finite = {name: read_later(x.detach().isfinite().all()) for name, x in floating.items()}
+        bad = [name for name, finite in seen.items() if not all(finite())]
+        if not bad:
+            return None
+        return (
+            f"{', '.join(bad)} held NaN or infinite values at the previous call (on accelerators they are looked for "
+            "without waiting). Look for a diverged encoder, a division by a zero norm or an overflow in half precision; "
+            "check_finite=False lets them through."
+        )
+
+    def shapes_problem(self, arguments: Arguments) -> str | None:
+        """Why ``static_shapes=True`` does not hold: the sizes differ from the first call's; None if they are equal."""
+        if self._sizes is None:
+            self._sizes = arguments.sizes
+        if arguments.sizes == self._sizes:
+            return None
+        return (
+            f"static_shapes=True, but this rank brought {arguments.sizes} rows of {', '.join(arguments.rows)} after "
+            f"{self._sizes}. Drop the last incomplete batch, or leave static_shapes out."
+        )

@@ -1,0 +1,213 @@
+"""One call of DistributedLoss between several ranks: what this rank states, and how the loss is then computed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from contrastive_zoo.arguments import Arguments
+from contrastive_zoo.call_history import CallHistory
+from contrastive_zoo.collectives import scale_gradient
+from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.handshake import Statement, refuse_empty
+from contrastive_zoo.loss_call import LossCall, loss_name, paired_problem, unequal_problem, without_ddp
+from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.randomness import Watch, one_stream
+from contrastive_zoo.session import Opening, Replicate, Session, first_non_finite, is_small, refuse, tolerance
+from contrastive_zoo.world import Shards, World
+from contrastive_zoo.wrapper_options import WrapperOptions
+
+
+class DistributedStep:
+    """One call of a wrapper between several ranks.
+
+    The statement opens the step's handshake. All that follows, which messages are sent and whether each rank computes
+    its anchors' part or all of the loss, is a function of what every rank received in it.
+
+    Args:
+        call: the loss, its miner and its arguments.
+        arguments: those of the call.
+        modules: of the wrapper's loss, which may be another than the call's.
+        options: of the wrapper.
+        history: the wrapper's calls before this one.
+        session: the ranks.
+    """
+
+    def __init__(
+        self,
+        call: LossCall,
+        arguments: Arguments,
+        modules: LossModules,
+        options: WrapperOptions,
+        history: CallHistory,
+        session: Session,
+    ) -> None:
+        self.call, self.arguments, self.modules = call, arguments, modules
+        self.options, self.history, self.session = options, history, session
+        self.name = loss_name(modules.loss)
+        self.opening = Opening(self._statement())
+
+    def compute(self) -> Any:
+        """What the loss returns.
+
+        Raises:
+            ValueError: on every rank alike, as ``DistributedLoss`` documents.
+        """
+        self.session.progress.opening = self.opening
+        before = self.modules.buffer_versions()
+        value = self._own_part_or_all()
+        self.history.keeps_state = self.modules.buffers_changed(before)
+        self.history.calls += 1
+        return value
+
+    def _statement(self) -> Statement:
+        """What this rank states in the step's first handshake, besides what a loss of this library declares."""
+        call, arguments, session, history = self.call, self.arguments, self.session, self.history
+        if call.is_own:
+            replicable = without_ddp(call.loss).can_be_replicated(*call.bound.args, **call.bound.kwargs)
+        else:
+            replicable = self.options.mode == "replicated"
+        statement = Statement(
+            self.name,
+            {**self.modules.settings(third_party=self.options.check_equal), **self._options(), **call.compared}
+            | arguments.compared,
+            arguments.sizes,
+            self._problem(),
+            last_value=history.last_value(),
+            same=arguments.same,
+            tolerance=tolerance(arguments.rows.values()),
+            replicable=replicable and not (call.is_own and is_dense()),
+            draws=history.draws,
+            small=functools.partial(_is_small, arguments) if call.is_own else lambda shards: True,
+            payload=arguments.payload(session) if replicable else None,
+        )
+        if self.options.check_equal and (sums := history.state_sums(self.modules)) is not None:
+            statement.norm, statement.projection, statement.parameters = sums.norm, sums.projection, sums.by_name
+        if self.options.check_distinct and history.calls == 0:
+            statement.fingerprint = arguments.fingerprint
+        return statement
+
+    def _problem(self) -> str | None:
+        """What this rank knows to be wrong before any loss of this library declares itself."""
+        call, arguments, session, history = self.call, self.arguments, self.session, self.history
+        problem = history.finite_problem(arguments) if self.options.check_finite else None
+        problem = problem or arguments.problem
+        # stated in the handshake, since a wrapper that was made again on one rank does not know it
+        if history.keeps_state and _in_backward():
+            problem = problem or _COMPUTED_AGAIN
+        if not call.is_own:
+            given = call.bound.arguments
+            problem = problem or call.indices_problem(session) or unequal_problem(given) or paired_problem(given)
+            if problem is None and session.options.check_finite:
+                problem = first_non_finite(arguments.rows)
+        if self.options.static_shapes:
+            problem = problem or history.shapes_problem(arguments)
+        return problem
+
+    def _options(self) -> dict[str, str]:
+        """The wrapper's options, torch's modes and the miner's settings, as ranks compare them."""
+        compared = self.options.compared()
+        compared["dense()"] = str(is_dense())
+        compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
+        if self.call.miner is not None:
+            of_miner = LossModules(self.call.miner).settings(third_party=self.options.check_equal)
+            compared |= {"the miner" if name == "the loss" else f"miner.{name}": x for name, x in of_miner.items()}
+        return compared
+
+    def _own_part_or_all(self) -> Any:
+        """The loss, computed in parts or by every rank alike, as the handshake decides."""
+        session, watch = self.session, None
+        try:
+            if not self.call.is_own:
+                return self._sharded()
+            if self.modules.runs_third_party_code:
+                watch = Watch(self.modules.loss, self.arguments.device)
+                session.progress.changes = watch.has_changed
+            bound = self.call.bound
+            session.declare(self.name, [functools.partial(self.call.loss, *bound.args, **bound.kwargs, world=session)])
+            if watch is not None and watch.has_changed():  # before it declared itself
+                watch.undo()
+            scaled = inspect.BoundArguments(bound.signature, _scaled(bound.arguments, session))
+            return self.call.loss(*scaled.args, **scaled.kwargs, world=session)
+        except Replicate:
+            if watch is not None and watch.has_changed():
+                self.history.draws = True
+                watch.undo()
+        except Exception as error:
+            if not session.opened:  # the other ranks wait in the handshake
+                refuse(self.name, f"{type(error).__name__}: {error}", world=session)
+            raise
+        return self._replicated()
+
+    def _sharded(self) -> Any:
+        """A third-party loss, computed by each rank for its own anchors."""
+        self.session.open(self.name)
+        assert self.opening.agreed is not None
+        shards = dict(zip(self.arguments.rows, self.opening.agreed.shards, strict=True))
+        if shards:
+            refuse_empty(self.name, next(iter(shards.values())))
+        # imported here: pytorch-metric-learning is an optional dependency
+        from contrastive_zoo.adapters.pml_sharded import sharded
+
+        scaled = _scaled(self.call.bound.arguments, self.session)
+        return sharded(self.call.loss, self.call.miner, scaled, shards, self.session)
+
+    def _replicated(self) -> Any:
+        """The loss of the rows of all ranks, computed by every rank alike: each holds the complete gradient."""
+        call, agreed = self.call, self.opening.agreed
+        assert agreed is not None
+        if agreed.shards:
+            refuse_empty(self.name, agreed.shards[0])
+        call.bound.arguments = self.arguments.gathered(agreed, self.session)
+        draws = not call.is_own or self.modules.runs_third_party_code
+        with one_stream(self.session, self.arguments.device) if draws else nullcontext():
+            if call.is_own:
+                alone = Session.of(World(), check_finite=False)
+                value = call.loss(*call.bound.args, **call.bound.kwargs, world=alone)
+            else:
+                value = call.mine_and_compute()
+        if self.options.check_equal:
+            self.history.remember_value(value)
+        return value
+
+
+_COMPUTED_AGAIN = (
+    "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "
+    "centre, a running statistic). Put the encoder under the checkpoint and leave the loss out."
+)
+
+
+def _is_small(arguments: Arguments, shards: Sequence[Shards]) -> bool:
+    """Whether every rank computes all of an own loss sooner than its part.
+
+    A function beside the class: a bound method in the statement would be a reference cycle, in which the embeddings stay
+    in memory until Python's garbage collector runs.
+    """
+    return is_small(arguments.total(shards), arguments.width)
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread, within which a checkpoint computes its forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Rows whose gradients come out W times as large; a single number is a parameter, whose gradient is complete."""
+    done: dict[int, tuple[Any, Any]] = {}  # a tensor that is passed twice stays one tensor, as a loss may ask
+
+    def scaled(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            return x
+        if id(x) not in done:
+            done[id(x)] = x, scale_gradient(x, world.size)
+        return done[id(x)][1]
+
+    found: dict[str, Any] = tree_map(scaled, dict(arguments))
+    return found

@@ -1,0 +1,164 @@
+"""One call of a loss: how its arguments bind to its signature, and what is wrong with them on this rank."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from contrastive_zoo.arguments import GlobalIndices
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.world import World
+
+_OPTIONAL = ("indices_tuple", "ref_emb", "ref_labels")
+"""Arguments of pytorch-metric-learning's losses that follow embeddings and labels."""
+
+
+class LossCall(NamedTuple):
+    """One call: the loss that computes it, its miner, its arguments, and what ranks compare of these besides their kinds.
+
+    Examples:
+        >>> call = LossCall(nn.MSELoss(), None, signature(nn.MSELoss()).bind(1, 2), {})
+        >>> call.is_own, list(call.bound.arguments)
+        (False, ['input', 'target'])
+    """
+
+    loss: Any
+    miner: Any
+    bound: inspect.BoundArguments
+    compared: Mapping[str, str]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a loss of this library computes the call."""
+        return isinstance(without_ddp(self.loss), Loss)
+
+    def mine_and_compute(self) -> Any:
+        """What a third-party loss returns, given the miner's indices if there is a miner."""
+        if self.miner is not None:
+            self.bound.arguments["indices_tuple"] = self.miner(*miner_arguments(self.bound.arguments))
+        return self.loss(*self.bound.args, **self.bound.kwargs)
+
+    def indices_problem(self, world: World) -> str | None:
+        """Why the call's ``indices_tuple`` cannot be used, in words; None if it can."""
+        indices = self.bound.arguments.get("indices_tuple")
+        if indices is not None and self.miner is not None:
+            return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
+        if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
+            return (
+                "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
+                "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner); or mine by "
+                "DistributedMiner(miner), and pass on what it returns as it is."
+            )
+        return None
+
+
+def miner_arguments(arguments: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a miner: embeddings, labels, and the reference embeddings and labels if there are any.
+
+    Examples:
+        >>> miner_arguments({"z": 1, "y": 2, "indices_tuple": None, "ref_emb": 3, "ref_labels": 4})
+        [1, 2, 3, 4]
+    """
+    references = [arguments[name] for name in ("ref_emb", "ref_labels") if arguments.get(name) is not None]
+    others = [x for name, x in arguments.items() if name not in _OPTIONAL]
+    return others[:2] + references
+
+
+def signature(loss: Any) -> inspect.Signature:
+    """The signature of a loss; that of a function of any arguments where Python knows none, as for built-in functions.
+
+    Examples:
+        >>> signature(lambda z, labels: z.sum())
+        <Signature (z, labels)>
+    """
+    if isinstance(loss, Loss):
+        return _signature_of(type(loss))  # type: ignore[arg-type]  # mypy takes a class for its instance
+    try:
+        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:
+        return inspect.signature(lambda *rows, **named_rows: None)
+
+
+@functools.cache
+def _signature_of(kind: type[Loss]) -> inspect.Signature:
+    """The signature of an own loss, cached by its class: inspecting it takes longer than computing a small loss."""
+    function: Callable[..., Any] = getattr(kind, "function", kind.forward)
+    parameters = [x for x in inspect.signature(function).parameters.values() if x.name not in ("self", "world")]
+    return inspect.Signature([x for x in parameters if x.kind is not x.KEYWORD_ONLY or function is kind.forward])
+
+
+def accepts(takes: inspect.Signature, name: str) -> bool:
+    """Whether a function of this signature accepts an argument of this name.
+
+    Examples:
+        >>> accepts(signature(lambda z, **more: z), "indices_tuple")
+        True
+    """
+    return name in takes.parameters or any(x.kind is x.VAR_KEYWORD for x in takes.parameters.values())
+
+
+def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
+    """Why the number of labels of a third-party loss or miner is wrong, in words; None if it is right.
+
+    Examples:
+        >>> import torch
+        >>> unequal_problem({"embeddings": torch.eye(2), "labels": torch.tensor([0])})
+        "labels are one per row, got 1 for 2 rows. Pass this rank's own labels with its own rows."
+    """
+    rows, labels = arguments.get("embeddings"), arguments.get("labels")
+    if isinstance(rows, Tensor) and isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) != len(rows):
+        return labels_problem("labels", labels.long(), len(rows))
+    return None
+
+
+def paired_problem(arguments: Mapping[str, Any]) -> str | None:
+    """Which of this rank's arguments do not pair row by row, in words; None if all do.
+
+    The totals over all ranks may agree where one rank's counts do not: each later row would then be paired with a wrong one.
+
+    Examples:
+        >>> import torch
+        >>> paired_problem({"ref_emb": torch.eye(3), "ref_labels": torch.tensor([0, 1])})
+        "ref_labels are one per row of ref_emb, got 2 for 3 rows. Pass this rank's own ref_labels with its own ref_emb."
+        >>> paired_problem({"queries": torch.eye(3), "keys": torch.eye(2)})   # two towers may differ
+    """
+    counts = {name: len(x) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
+    given = {name for name, x in arguments.items() if x is not None}
+    pairs = [("ref_labels", "ref_emb", "are one per row of ref_emb")]
+    if not given & {"labels", "indices_tuple", "ref_labels"}:
+        pairs.append(("ref_emb", "embeddings", "holds another view of each row of embeddings"))
+    first_view = next((name for name in arguments if name.startswith("view")), "")
+    pairs += [
+        (name, first_view, f"is another view of each row of {first_view}") for name in given if name[:4] == "view"
+    ]
+    pairs += [(name, "embeddings", "is one per row of embeddings") for name in given if name.endswith("mask")]
+    for name, other, rule in sorted(pairs):
+        if name in counts and other in counts and counts[name] != counts[other]:
+            return (
+                f"{name} {rule}, got {counts[name]} for {counts[other]} rows. Pass this rank's own {name} with its own "
+                f"{other}."
+            )
+    return None
+
+
+def without_ddp(loss: Any) -> Any:
+    """The loss inside of DDP, or the loss itself.
+
+    Examples:
+        >>> without_ddp(abs)
+        <built-in function abs>
+    """
+    return loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
+
+
+def loss_name(loss: Any) -> str:
+    """The name of a function, or of a module's class.
+
+    Examples:
+        >>> loss_name(abs), loss_name(nn.MSELoss())
+        ('abs', 'MSELoss')
+    """
+    return getattr(loss, "__name__", type(loss).__name__)

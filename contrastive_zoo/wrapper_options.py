@@ -1,0 +1,123 @@
+"""The options of DistributedLoss: which are refused at construction, and how they are printed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_call import accepts, loss_name, signature, without_ddp
+
+GradReduction = Literal["mean", "sum"]
+Mode = Literal["replicated", "sharded"]
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """The options that decide how a call is computed and checked, as the documentation of ``DistributedLoss`` has them.
+
+    Examples:
+        >>> WrapperOptions(ring=True).compared()
+        {'grad_reduction': 'mean', 'mode': 'replicated', 'ring': 'True', 'static_shapes': 'False', 'training': 'True'}
+    """
+
+    grad_reduction: GradReduction = "mean"
+    mode: Mode = "replicated"
+    ring: bool = False
+    static_shapes: bool = False
+    training: bool = True
+    check_finite: bool = True
+    check_equal: bool = True
+    check_distinct: bool = True
+
+    def compared(self) -> dict[str, str]:
+        """The options that must be equal on every rank."""
+        names = ("grad_reduction", "mode", "ring", "static_shapes", "training")
+        return {name: str(getattr(self, name)) for name in names}
+
+
+def refuse_bad_options(grad_reduction: str, mode: str) -> None:
+    """Refuse options that name nothing.
+
+    Raises:
+        ValueError: an unknown ``grad_reduction`` or ``mode``.
+
+    Examples:
+        >>> refuse_bad_options("mean", "replicated")
+    """
+    if grad_reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"DistributedLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
+            f"{grad_reduction!r}. DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
+        )
+    if mode not in ("replicated", "sharded"):
+        raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
+
+
+def refuse_bad_loss(loss: Any) -> None:
+    """Refuse a loss that cannot be wrapped.
+
+    Raises:
+        ValueError: a loss that cannot be called, or that holds its encoder.
+
+    Examples:
+        >>> refuse_bad_loss(nn.MSELoss())
+    """
+    if not callable(loss):
+        raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
+    bare = without_ddp(loss)
+    kinds = [kind for x in (bare.modules() if isinstance(bare, nn.Module) else ()) for kind in type(x).__mro__]
+    if any(kind.__module__.startswith("sentence_transformers.") and kind.__name__ == "BaseModel" for kind in kinds):
+        raise ValueError(
+            f"DistributedLoss: {loss_name(bare)} holds the encoder and takes its tokens. Ranks must exchange embeddings, "
+            "not tokens. Use contrastive_zoo.adapters.sentence_transformers.DistributedSentenceLoss(loss)."
+        )
+
+
+def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: str, ring: bool) -> None:
+    """Refuse a miner, a mode or a ring that the loss does not support.
+
+    Raises:
+        ValueError: a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss that gathers all candidates;
+            ``mode="sharded"`` for a loss that cannot be computed in shards.
+
+    Examples:
+        >>> refuse_bad_combination(nn.MSELoss(), None, "replicated", ring=False)
+    """
+    bare = without_ddp(loss)
+    name, is_own = loss_name(bare), isinstance(bare, Loss)
+    if miner is not None and is_own:
+        raise ValueError(
+            f"DistributedLoss: {name} weighs all pairs itself and takes no miner's indices. "
+            "Leave the miner out, or pass a loss that takes indices_tuple."
+        )
+    if miner is not None and not accepts(signature(bare), "indices_tuple"):
+        raise ValueError(
+            f"DistributedLoss: {name}{signature(bare)} takes no indices_tuple, which is how a miner's indices reach a "
+            "loss. Leave the miner out."
+        )
+    if ring and not (is_own and bare.can_ring()):
+        raise ValueError(
+            f"DistributedLoss: ring=True is for losses whose candidates can pass from rank to rank (InfoNCE, Clip, "
+            f"NTXent, SupCon, MNRL, MILNCE, AlignUniform), got {name}, which gathers them all. Leave ring out."
+        )
+    if mode == "sharded" and not is_own:
+        # imported here: pytorch-metric-learning is an optional dependency
+        from contrastive_zoo.adapters.pml_sharded import refusal
+
+        if (reason := refusal(loss, miner)) is not None:
+            raise ValueError(f"DistributedLoss: {name} cannot be computed in shards: {reason}")
+
+
+def shown(option: Any) -> str:
+    """An option as ``repr`` prints it: a function by its name, a process group by its ranks.
+
+    Examples:
+        >>> shown(abs), shown("mean")
+        ('abs', "'mean'")
+    """
+    if isinstance(option, torch.distributed.ProcessGroup):
+        return f"<ranks {torch.distributed.get_process_group_ranks(option)}>"
+    return loss_name(option) if callable(option) else repr(option)
