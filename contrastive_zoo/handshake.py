@@ -1,16 +1,15 @@
-"""The handshake that opens a step: one message in which every rank says what it brings, before anything depends on it.
+"""The handshake that opens a step: one message in which every rank states its arguments, settings and problems.
 
-A rank cannot know what another rank holds, believes or has configured. Hence every decision that changes a rank's
-sequence of messages, or which function it computes, is a function of values that all ranks have received, and they
-receive them here. The header has the same length on every rank, whatever that rank believes. A payload of rows follows
-it, of as many bytes as the group's previous handshakes have settled: that number belongs to the process group, of which
-every handshake involves all ranks, so it is equal on all of them by construction.
+A rank does not know what another rank holds or has configured. Every decision that changes a rank's sequence of messages,
+or which function it computes, is therefore a function of values that all ranks have received, and they receive them here.
+The header has the same length on every rank. A payload of rows may follow it; its size was settled by the group's previous
+handshakes. That size belongs to the process group: every handshake involves all of its ranks, so it is equal on all of
+them by construction.
 
-What must be equal and is not, and what any rank finds wrong with its input, becomes the same ValueError on every rank.
+A difference where ranks must be equal, and a problem that any rank states, raise the same ValueError on every rank.
 """
 
 import hashlib
-import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contrastive_zoo.differences import (
+    GATHERED_BEFORE,
+    SAME_TENSOR_DIFFERS,
+    combined,
+    parameters_differ,
+    parameters_difference,
+    statements_difference,
+    to_bits,
+    values_difference,
+)
 from contrastive_zoo.world import Shards, World
 
 PAYLOAD_LIMIT = 2**20
-"""Bytes of one rank's rows that may follow the header; more would be copied once more than need be."""
+"""Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
 
 _SIZES = 16
 """Sizes that fit into a header; further ones take a message of their own."""
@@ -31,9 +40,7 @@ _SIZES = 16
 _IDLE = 8
 """Handshakes without a payload after which the group no longer reserves bytes for one."""
 
-_NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]  # no sum of anything is -0.0 once 0.0 is added
-
-_NAMES = (
+_FIELDS = (
     "problem", "digest", "last value", "norm", "projection", "fingerprint", "same", "replicable", "draws", "bytes",
 )  # fmt: skip
 """Header fields before the sizes, one int64 each."""
@@ -41,22 +48,23 @@ _NAMES = (
 
 @dataclass
 class Statement:
-    """What this rank brings to a handshake.
+    """What one rank states in a handshake.
 
     Args:
         caller: name of the loss, first word of any error.
-        compared: by name, what must be the same on every rank, in words.
-        sizes: numbers of samples; as many numbers on every rank that brings the same ``compared``.
-        problem: what this rank knows to be wrong with its input; None if nothing is.
-        last_value: what it computed in an earlier step, if that must have come out the same everywhere.
-        norm: of its learnt parameters and buffers, if their turn has come, and ``projection`` on a fixed direction.
-        parameters: the norm of each of them, for the error.
-        fingerprint: of its rows, if they must not be those of every other rank; 0 if they may.
-        same: which arguments are one tensor, as a number other than 0; 0 if a rank without rows cannot tell.
-        tolerance: relative, of values and parameters.
+        compared: by name, text that must be equal on every rank.
+        sizes: numbers of samples; ranks with equal ``compared`` state equally many.
+        problem: an error in this rank's input; None if there is none.
+        last_value: the value of an earlier step, if it must be equal on every rank.
+        norm: the norm of the loss's parameters and buffers, at calls that compare them.
+        projection: the projection of the same on a fixed direction.
+        parameters: the norm of each parameter and buffer, for the error.
+        fingerprint: a digest of the rows, if they must differ between ranks; otherwise 0.
+        same: which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell.
+        tolerance: the relative tolerance of values and parameters.
         replicable: whether this rank can compute the loss from the rows of all ranks.
-        draws: whether it knows that the loss draws random numbers or changes its buffers as it is computed.
-        small: whether a batch of these shards is sooner computed by every rank than shared.
+        draws: whether this rank knows that the loss draws random numbers or changes its buffers when it is computed.
+        small: whether all of the loss takes every rank less time than its part and the messages, given the shards.
         payload: rows that may follow the header, as bytes; None where they cannot.
     """
 
@@ -79,13 +87,13 @@ class Statement:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks have received.
+    """What all ranks have agreed on, from what each of them has received.
 
     Args:
-        shards: of each of the statement's sizes.
+        shards: the split of each of the statement's sizes over the ranks.
         replicate: whether every rank computes the loss from the rows of all ranks.
-        same: which arguments are one tensor; 0 if no rank could tell.
-        payload: [W, bytes] of all ranks, if every rank's fitted.
+        same: which arguments are one tensor; 0 if no rank can tell.
+        payload: [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes.
     """
 
     shards: list[Shards]
@@ -102,7 +110,7 @@ class _Reserved:
     idle: int = 0
 
     def learn(self, needed: int) -> None:
-        """Take in how many bytes the rank with the most rows had; 0 if there was no payload."""
+        """Update the size, given the largest payload of this handshake in bytes; 0 if there was none."""
         if 0 < needed <= PAYLOAD_LIMIT:
             self.size, self.idle = needed, 0
         else:
@@ -117,62 +125,74 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     """Exchange statements with all ranks.
 
     Raises:
-        ValueError: on every rank alike, if any rank has a problem; if what they compare differs; if a value or the
+        ValueError: on every rank alike, if any rank states a problem; if what they compare differs; if a value or the
             parameters differ by more than half the digits of their dtype; or if all ranks hold the same rows.
 
     Examples:
         >>> shake_hands(Statement("Loss", sizes=[3]), World())
         Agreed(shards=[Shards(sizes=(3,), rank=0)], replicate=False, same=0, payload=None)
     """
-    mine = statement
     if world.size == 1:
-        if mine.problem is not None:
-            raise ValueError(f"{mine.caller}: {mine.problem}")
-        return Agreed([Shards((size,)) for size in mine.sizes])
-    text = "\n".join(f"{name}|{value}" for name, value in mine.compared.items())
-    sizes = list(mine.sizes[:_SIZES])
-    needed = sum(x.nbytes for x in mine.payload or ())
-    header = [
-        mine.problem is not None,
-        _digest(text),
-        *map(_bits, (mine.last_value, mine.norm, mine.projection)),
-        mine.fingerprint,
-        mine.same,
-        mine.replicable,
-        mine.draws,
-        needed if mine.payload is not None else -1,
+        if statement.problem is not None:
+            raise ValueError(f"{statement.caller}: {statement.problem}")
+        return Agreed([Shards((size,)) for size in statement.sizes])
+    text = "\n".join(f"{name}|{value}" for name, value in statement.compared.items())
+    reserved = _reserved.setdefault(world.process_group, _Reserved())
+    headers, payload = _exchange(_header(statement, text), statement.payload or (), reserved.size, world)
+    received = dict(zip(_FIELDS, zip(*headers, strict=True), strict=False))
+    _refuse_problems(statement, received, text, world)
+    by_rank = [header[len(_FIELDS) :][: len(statement.sizes)] for header in headers]
+    if len(statement.sizes) > _SIZES:
+        further = world.exchange(statement.sizes[_SIZES:])
+        by_rank = [first + rest for first, rest in zip(by_rank, further, strict=True)]
+    _refuse_differences(statement, received, world)
+    shards = [Shards(of, world.rank) for of in zip(*by_rank, strict=True)]
+    replicate = all(received["replicable"]) and (any(received["draws"]) or statement.small(shards))
+    needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
+    fits = 0 < needed <= reserved.size
+    reserved.learn(needed)
+    return Agreed(shards, replicate, max(received["same"]), payload if fits else None)
+
+
+def _header(statement: Statement, text: str) -> list[int]:
+    sizes = list(statement.sizes[:_SIZES])
+    return [
+        statement.problem is not None,
+        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
+        *map(to_bits, (statement.last_value, statement.norm, statement.projection)),
+        statement.fingerprint,
+        statement.same,
+        statement.replicable,
+        statement.draws,
+        -1 if statement.payload is None else sum(x.nbytes for x in statement.payload),
         *sizes,
         *[0] * (_SIZES - len(sizes)),
     ]
-    reserved = _reserved.setdefault(world.process_group, _Reserved())
-    headers, payload = _exchange(header, mine.payload or (), reserved.size, world)
-    found = {name: [x[index] for x in headers] for index, name in enumerate(_NAMES)}
-    if any(found["problem"]):
-        callers, problems = _exchange_text(mine.caller if mine.problem else "", mine.problem or "", world)
-        raise ValueError(f"{next(filter(None, callers))}: {_complaints(problems)}")
-    if len(set(found["digest"])) > 1:
-        callers, texts = _exchange_text(mine.caller, text, world)
-        raise ValueError(f"{callers[0]}: {_difference(texts)}")
-    by_rank = [x[len(_NAMES) :][: len(mine.sizes)] for x in headers]
-    if len(mine.sizes) > _SIZES:
-        further = world.exchange(mine.sizes[_SIZES:])
-        by_rank = [first + rest for first, rest in zip(by_rank, further, strict=True)]
-    if difference := _different_values(found["last value"], mine.tolerance):
-        raise ValueError(f"{mine.caller}: {difference}")
-    if _different_parameters(found["norm"], found["projection"], mine.tolerance):
-        norms = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in mine.parameters.items()))
-        raise ValueError(f"{mine.caller}: {_drifted(norms)}")
-    if 0 not in found["fingerprint"] and len(set(found["fingerprint"])) == 1:
-        raise ValueError(f"{mine.caller}: {_GATHERED_ALREADY}")
-    same = {x for x in found["same"] if x}
-    if len(same) > 1:
-        raise ValueError(f"{mine.caller}: {_ONE_TENSOR}")
-    shards = [Shards(of, world.rank) for of in zip(*by_rank, strict=True)]
-    replicate = all(found["replicable"]) and (any(found["draws"]) or mine.small(shards))
-    needed = max(found["bytes"]) if replicate and min(found["bytes"]) >= 0 else 0
-    fits = 0 < needed <= reserved.size
-    reserved.learn(needed)
-    return Agreed(shards, replicate, next(iter(same), 0), payload if fits else None)
+
+
+def _refuse_problems(statement: Statement, received: Mapping[str, Sequence[int]], text: str, world: World) -> None:
+    """Raise if any rank has stated a problem, or if the compared texts differ; only then the texts are exchanged."""
+    if any(received["problem"]):
+        callers, problems = _exchange_text(
+            statement.caller if statement.problem else "", statement.problem or "", world
+        )
+        raise ValueError(f"{next(filter(None, callers))}: {combined(problems)}")
+    if len(set(received["digest"])) > 1:
+        callers, texts = _exchange_text(statement.caller, text, world)
+        raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
+
+
+def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
+    """Raise if values, parameters or identical arguments differ between ranks, or if rows do not."""
+    if difference := values_difference(received["last value"], statement.tolerance):
+        raise ValueError(f"{statement.caller}: {difference}")
+    if parameters_differ(received["norm"], received["projection"], statement.tolerance):
+        norms = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in statement.parameters.items()))
+        raise ValueError(f"{statement.caller}: {parameters_difference(norms)}")
+    if 0 not in received["fingerprint"] and len(set(received["fingerprint"])) == 1:
+        raise ValueError(f"{statement.caller}: {GATHERED_BEFORE}")
+    if len({x for x in received["same"] if x}) > 1:
+        raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")
 
 
 def _exchange(
@@ -190,136 +210,13 @@ def _exchange(
 
 
 def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], list[str]]:
-    """All ranks' callers, which may differ, and their texts: every rank raises in the same words."""
+    """The callers and texts of all ranks, from which every rank makes the same error."""
     parts = [x.partition("\n") for x in world.exchange_text(f"{caller}\n{text}")]
     return [x[0] for x in parts], [x[2] for x in parts]
 
 
-def _bits(value: float | None) -> int:
-    return _NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-def _different_values(bits: Sequence[int], tolerance: float) -> str | None:
-    """In which last values ranks differ, in words; None if they do not, or if some rank has none."""
-    values = _numbers(bits)
-    if values is None:
-        return None
-    for rank, value in enumerate(values):
-        both_nan = math.isnan(value) and math.isnan(values[0])
-        if not both_nan and not math.isclose(value, values[0], rel_tol=tolerance**0.5, abs_tol=tolerance):
-            return (
-                f"its last value came out differently on two ranks that computed it from the same rows: rank 0 found "
-                f"{values[0]:g}, rank {rank} found {value:g}. If the loss has parameters, build it under the same seed "
-                "on every rank or wrap it in DDP. If it draws from a generator of its own, seed that alike (torch's, "
-                "NumPy's and Python's global ones are shared already). If its operations are not deterministic, call "
-                "torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
-            )
-    return None
-
-
-def _different_parameters(norms: Sequence[int], projections: Sequence[int], tolerance: float) -> bool:
-    """Whether some rank's parameters are others than rank 0's; not if some rank has not summed them up."""
-    by_norm, by_projection = _numbers(norms), _numbers(projections)
-    if by_norm is None or by_projection is None:
-        return False
-    bound = tolerance**0.5 * abs(by_norm[0])
-    alike = all(abs(x - numbers[0]) <= bound for numbers in (by_norm, by_projection) for x in numbers)
-    return not alike and math.isfinite(sum(by_norm))
-
-
-def _drifted(norms: Sequence[str]) -> str:
-    """Which parameter differs, from each rank's norm of each."""
-    by_rank = [dict(line.split("|", 1) for line in text.splitlines()) for text in norms]
-    pairs = [(rank, name) for name in by_rank[0] for rank in range(1, len(by_rank))]
-    differ = [(rank, name) for rank, name in pairs if by_rank[rank].get(name) != by_rank[0][name]]
-    where = "the loss's parameters or buffers differ between ranks"
-    if differ:
-        rank, name = differ[0]
-        where += f": {name} has norm {by_rank[0][name]} on rank 0 and {by_rank[rank].get(name)} on rank {rank}"
-    return (
-        f"{where}. Build the loss under the same seed on every rank, pass broadcast_parameters=True to start from rank "
-        "0's, or wrap the loss in DDP. check_equal=False turns this check off."
-    )
-
-
-_ONE_TENSOR = (
-    "ranks disagree on which arguments are one tensor: some rank passed the same tensor twice where another passed two. "
-    "A loss may compare a tensor with itself in another way than with a copy: pass the arguments alike on every rank."
-)
-
-_GATHERED_ALREADY = (
-    "every rank brought the very same embeddings. If they were gathered before (Lightning's all_gather, "
-    "accelerator.gather, torch.distributed), pass this rank's own embeddings: DistributedLoss gathers by itself, and "
-    "would count every sample once for each rank. If every rank reads the same data, give each its own shard, such as by "
-    "a DistributedSampler. check_distinct=False accepts equal embeddings."
-)
-
-
-def _numbers(bits: Sequence[int]) -> list[float] | None:
-    """The numbers that all ranks have sent; None if some rank has sent none."""
-    return None if _NO_VALUE in bits else [struct.unpack("d", struct.pack("q", x))[0] for x in bits]
-
-
-def _complaints(texts: list[str]) -> str:
-    """What the ranks complain of; who does is said only where there are several."""
-    found = [(rank, text) for rank, text in enumerate(texts) if text]
-    if len({text for _, text in found}) == 1 and len(found) == len(texts):
-        return found[0][1]
-    return " ".join(f"rank {rank}: {text}" for rank, text in found)
-
-
-def _difference(signatures: list[str]) -> str:
-    """The first thing in which some rank differs from rank 0, in words."""
-    lines = [dict(line.split("|", 1) for line in text.splitlines()) for text in signatures]
-    names = list(dict.fromkeys(name for by_name in lines for name in by_name))
-    for name in names:
-        found = [by_name.get(name) for by_name in lines]
-        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
-        if other is None:
-            continue
-        ours, theirs = found[0], found[other]
-        if ours is None or theirs is None:
-            has, lacks = (other, 0) if ours is None else (0, other)
-            return (
-                f"ranks disagree on what they bring: rank {has} brought {name}, rank {lacks} brought none. "
-                f"Pass {name} on every rank or on none."
-            )
-        if "|" not in ours or "|" not in theirs:
-            ours, theirs = (text.replace("|", " ").strip() for text in (ours, theirs))
-            return (
-                f"ranks disagree on {name}: rank 0 has {ours}, rank {other} has {theirs}. "
-                "It must be the same on every rank."
-            )
-        for what, a, b in zip(("dtype", "width", "gradient"), ours.split("|"), theirs.split("|"), strict=True):
-            if a != b:
-                return f"{_MEND[what].format(name=name, ours=_width(a), theirs=_width(b), other=other)}"
-    raise AssertionError(f"digests differ, signatures do not: {signatures}")
-
-
-_MEND = {
-    "dtype": "ranks disagree on the dtype of {name}: rank 0 brought {ours}, rank {other} brought {theirs}. "
-    "Every rank must run under the same precision.",
-    "width": "ranks disagree on the width of {name}: rank 0 brought {ours}, rank {other} brought {theirs}. "
-    "Rows are as wide on every rank: use the same encoder head.",
-    "gradient": "ranks disagree on whether {name} carry a gradient: rank 0 brought rows{ours}, rank {other} rows"
-    "{theirs}. A rank without samples must still run the encoder on its empty batch, or its backward pass "
-    "would leave the others waiting.",
-}
-
-
-def _width(text: str) -> str:
-    """``[128]`` as ``d=128``; anything else as it is, nothing as its absence."""
-    if text.startswith("[") and text.count(",") == 0:
-        return f"d={text.strip('[]')}" if text != "[]" else "one number a row"
-    return text or " without gradient"
-
-
 def kind(tensor: Tensor) -> str:
-    """Dtype and shape as complaints write them.
+    """Dtype and shape as errors write them.
 
     Example:
         >>> kind(torch.ones(2, 3))
@@ -329,7 +226,7 @@ def kind(tensor: Tensor) -> str:
 
 
 def refuse_empty(caller: str, shards: Shards) -> None:
-    """Say that nobody brought a row; every rank knows it.
+    """Refuse a global batch without rows.
 
     Raises:
         ValueError: the global batch is empty.

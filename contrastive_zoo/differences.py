@@ -1,0 +1,133 @@
+"""What ranks disagree on, in words: the same on every rank, since each makes them from what all ranks have sent."""
+
+import math
+import struct
+from collections.abc import Sequence
+
+NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
+"""The bits of a missing number: no sum is -0.0 once 0.0 is added."""
+
+
+def to_bits(value: float | None) -> int:
+    """A number's bits as an int64 of the header.
+
+    Examples:
+        >>> from_bits([to_bits(0.5), to_bits(1.0)]), from_bits([to_bits(0.5), to_bits(None)])
+        ([0.5, 1.0], None)
+    """
+    return NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
+
+
+def from_bits(bits: Sequence[int]) -> list[float] | None:
+    """The numbers that all ranks have sent; None if some rank has sent none."""
+    return None if NO_VALUE in bits else [struct.unpack("d", struct.pack("q", x))[0] for x in bits]
+
+
+def values_difference(bits: Sequence[int], tolerance: float) -> str | None:
+    """Which two ranks returned different values, in words; None if none did, or if some rank has sent no value."""
+    values = from_bits(bits)
+    if values is None:
+        return None
+    for rank, value in enumerate(values):
+        both_nan = math.isnan(value) and math.isnan(values[0])
+        if not both_nan and not math.isclose(value, values[0], rel_tol=tolerance**0.5, abs_tol=tolerance):
+            return (
+                f"its last value came out differently on two ranks that computed it from the same rows: rank 0 found "
+                f"{values[0]:g}, rank {rank} found {value:g}. If the loss has parameters, build it under the same seed "
+                "on every rank or wrap it in DDP. If it draws from a generator of its own, seed that alike (torch's, "
+                "NumPy's and Python's global ones are shared already). If its operations are not deterministic, call "
+                "torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
+            )
+    return None
+
+
+def parameters_differ(norms: Sequence[int], projections: Sequence[int], tolerance: float) -> bool:
+    """Whether some rank's parameters differ from rank 0's; False if some rank has sent no sums."""
+    by_norm, by_projection = from_bits(norms), from_bits(projections)
+    if by_norm is None or by_projection is None:
+        return False
+    bound = tolerance**0.5 * abs(by_norm[0])
+    alike = all(abs(x - numbers[0]) <= bound for numbers in (by_norm, by_projection) for x in numbers)
+    return not alike and math.isfinite(sum(by_norm))
+
+
+def parameters_difference(norms: Sequence[str]) -> str:
+    """Which parameter differs, given each rank's lines of name and norm."""
+    by_rank = [dict(line.split("|", 1) for line in text.splitlines()) for text in norms]
+    pairs = [(rank, name) for name in by_rank[0] for rank in range(1, len(by_rank))]
+    differ = [(rank, name) for rank, name in pairs if by_rank[rank].get(name) != by_rank[0][name]]
+    where = "the loss's parameters or buffers differ between ranks"
+    if differ:
+        rank, name = differ[0]
+        where += f": {name} has norm {by_rank[0][name]} on rank 0 and {by_rank[rank].get(name)} on rank {rank}"
+    return (
+        f"{where}. Build the loss under the same seed on every rank, pass broadcast_parameters=True to start from rank "
+        "0's, or wrap the loss in DDP. check_equal=False turns this check off."
+    )
+
+
+SAME_TENSOR_DIFFERS = (
+    "ranks disagree on which arguments are one tensor: some rank passed the same tensor twice where another passed two. "
+    "A loss may compare a tensor with itself in another way than with a copy: pass the arguments alike on every rank."
+)
+
+GATHERED_BEFORE = (
+    "every rank brought the very same embeddings. If they were gathered before (Lightning's all_gather, "
+    "accelerator.gather, torch.distributed), pass this rank's own embeddings: DistributedLoss gathers by itself, and "
+    "would count every sample once for each rank. If every rank reads the same data, give each its own shard, such as by "
+    "a DistributedSampler. check_distinct=False accepts equal embeddings."
+)
+
+
+def combined(texts: list[str]) -> str:
+    """The problems that ranks have stated, as one text; the rank is named unless all ranks state the same."""
+    found = [(rank, text) for rank, text in enumerate(texts) if text]
+    if len({text for _, text in found}) == 1 and len(found) == len(texts):
+        return found[0][1]
+    return " ".join(f"rank {rank}: {text}" for rank, text in found)
+
+
+def statements_difference(signatures: list[str]) -> str:
+    """The first line in which some rank's statement differs from rank 0's, in words."""
+    lines = [dict(line.split("|", 1) for line in text.splitlines()) for text in signatures]
+    names = list(dict.fromkeys(name for by_name in lines for name in by_name))
+    for name in names:
+        found = [by_name.get(name) for by_name in lines]
+        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+        if other is None:
+            continue
+        first, second = found[0], found[other]
+        if first is None or second is None:
+            has, lacks = (other, 0) if first is None else (0, other)
+            return (
+                f"ranks disagree on what they bring: rank {has} brought {name}, rank {lacks} brought none. "
+                f"Pass {name} on every rank or on none."
+            )
+        if "|" not in first or "|" not in second:
+            first, second = (text.replace("|", " ").strip() for text in (first, second))
+            return (
+                f"ranks disagree on {name}: rank 0 has {first}, rank {other} has {second}. "
+                "It must be the same on every rank."
+            )
+        for what, a, b in zip(("dtype", "width", "gradient"), first.split("|"), second.split("|"), strict=True):
+            if a != b:
+                return f"{_DIFFERENCES[what].format(name=name, first=_in_words(a), second=_in_words(b), other=other)}"
+    raise AssertionError(f"digests differ, signatures do not: {signatures}")
+
+
+_DIFFERENCES = {
+    "dtype": "ranks disagree on the dtype of {name}: rank 0 brought {first}, rank {other} brought {second}. "
+    "Every rank must run under the same precision.",
+    "width": "ranks disagree on the width of {name}: rank 0 brought {first}, rank {other} brought {second}. "
+    "Rows are as wide on every rank: use the same encoder head.",
+    "gradient": "ranks disagree on whether {name} carry a gradient: rank 0 brought rows{first}, rank {other} rows"
+    "{second}. A rank without samples must still run the encoder on its empty batch, or its backward pass "
+    "would leave the others waiting.",
+}
+
+
+def _in_words(text: str) -> str:
+    """``[128]`` as ``d=128``; other text unchanged; no text as a missing gradient."""
+    if text.startswith("[") and text.count(",") == 0:
+        return f"d={text.strip('[]')}" if text != "[]" else "one number a row"
+    return text or " without gradient"
