@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import contrastive_zoo as cz
-from contrastive_zoo.session import sharing
+from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 
@@ -43,7 +43,7 @@ def collectives(name: str) -> list[int]:
         for _ in range(3):
             a, b = (torch.randn(N, D, generator=torch.Generator().manual_seed(2 * dist.get_rank() + k)) for k in (0, 1))
             second = torch.arange(N) % CLASSES if name in LABELLED else b.requires_grad_()
-            with sharing(always=large), Messages() as messages:
+            with splitting(always=large), Messages() as messages:
                 loss(a.requires_grad_(), second).backward()
         found.append(len(messages.sent))
     return found

@@ -1,7 +1,7 @@
 """Any contrastive or metric-learning loss, the same function on W processes as on one.
 
 loss_fn = contrastive_zoo.DistributedLoss(contrastive_zoo.NTXent(temperature=0.1))
-loss = loss_fn(view1, view2)      # my rows; value and gradients are those of all ranks' rows
+loss = loss_fn(view1, view2)      # this rank's rows; value and gradients are those of all ranks' rows
 """
 
 import ast

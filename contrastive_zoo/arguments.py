@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_u
 
 from contrastive_zoo.collectives import gather_together, packed
 from contrastive_zoo.handshake import Agreed
-from contrastive_zoo.session import in_one_line, row_kind
+from contrastive_zoo.row_checks import in_one_line, row_kind
 from contrastive_zoo.world import Shards, World
 
 
@@ -69,6 +69,8 @@ class Arguments:
             **{path: row_kind(x) for path, x in self.rows.items()},
             **{path: in_one_line(value) for path, value in settings.items()},
             **dict.fromkeys(indices, "global indices"),
+            # a loss that declares a default for an argument would hide that the argument is missing on one rank
+            "the passed arguments": ", ".join(self.rows),
         }
 
     @property
@@ -88,7 +90,7 @@ class Arguments:
         return max((x.shape[1:].numel() for x in self.rows.values() if x.is_floating_point()), default=0)
 
     def total(self, shards: Sequence[Shards]) -> int:
-        """Floating-point rows of all arguments on all ranks; ``shards`` begin with theirs."""
+        """Floating-point rows of all arguments on all ranks, given the split of each argument."""
         return sum(of.total for x, of in zip(self.rows.values(), shards, strict=False) if x.is_floating_point())
 
     @property
@@ -106,7 +108,7 @@ class Arguments:
         return 1 + int.from_bytes(digest.digest(), "big")
 
     def payload(self, world: World) -> list[Tensor] | None:
-        """The rows as bytes that may follow a handshake's header; None where these do not travel together."""
+        """The rows as bytes that may follow a handshake's header; None if two backends send header and rows."""
         return None if self.on_accelerator or world.on_accelerators else packed(list(self.rows.values()))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Averaging gradients by hand, for a training loop without DDP."""
+"""Average gradients over ranks in a training loop without DDP."""
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,20 @@ BUCKET_BYTES = 25 * 2**20
 def average_gradients(module: nn.Module, process_group: Processes = None) -> None:
     """Replace every gradient of ``module`` by its mean over all ranks: what DDP does during the backward pass.
 
-    Equal to ``p.grad = all_reduce(p.grad) / W`` for every parameter p. A parameter that got a gradient on some ranks
-    only counts as zero on the others; one that got none anywhere keeps none.
+    Equal to ``p.grad = all_reduce(p.grad) / W`` for every parameter p. A parameter without a gradient on some
+    ranks counts as zero there; a parameter without a gradient on all ranks keeps none.
 
-    Call it after ``backward()`` and before ``optimizer.step()``, on every rank. It is a trainer that averages, so a
-    ``DistributedLoss`` before it has ``grad_reduction="mean"``.
+    Call it after ``backward()`` and before ``optimizer.step()``, on every rank. It averages, so ``DistributedLoss`` keeps
+    its default, ``grad_reduction="mean"``.
 
     Args:
-        module: the same on every rank.
-        process_group: whose ranks; None is the default group at the time of the call.
+        module: a module with equal parameters on every rank.
+        process_group: the ranks; None is the default group at the time of the call.
 
     Raises:
         ValueError: on every rank alike: ranks whose modules differ in the names, shapes or dtypes of their parameters,
-            something else than a module, such as ``model.parameters()``, or parameters that are DTensors (FSDP's), whose
-            own trainer reduces them.
+            an argument that is no module, such as ``model.parameters()``, or parameters that are DTensors, which FSDP
+            reduces itself.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -63,7 +63,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
 
 
 def _module_problem(module: object) -> str | None:
-    """What is wrong with what is to be averaged, in words; None if nothing is."""
+    """Why the gradients of this object cannot be averaged, in words; None if they can."""
     if not isinstance(module, nn.Module):
         return f"a module is averaged, got {type(module).__name__}. Pass the model itself, average_gradients(model)."
     names = [name for name, x in module.named_parameters() if x.requires_grad and hasattr(x, "device_mesh")]
@@ -77,7 +77,7 @@ def _module_problem(module: object) -> str | None:
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[Tensor]]:
-    """Parameters in their order, cut where dtype or device changes or a message would get too large."""
+    """Parameters in order, split where dtype or device changes or a message would exceed :data:`BUCKET_BYTES`."""
     buckets: list[list[Tensor]] = []
     size = 0
     for parameter in parameters:

@@ -90,7 +90,8 @@ def combined(texts: list[str]) -> str:
 def statements_difference(signatures: list[str]) -> str:
     """The first line in which some rank's statement differs from rank 0's, in words."""
     lines = [dict(line.split("|", 1) for line in text.splitlines()) for text in signatures]
-    names = list(dict.fromkeys(name for by_name in lines for name in by_name))
+    # in the order of the longest statement, in which a name that others lack stands where it belongs
+    names = list(dict.fromkeys(name for by_name in sorted(lines, key=len, reverse=True) for name in by_name))
     for name in names:
         found = [by_name.get(name) for by_name in lines]
         other = next((rank for rank, value in enumerate(found) if value != found[0]), None)

@@ -1,4 +1,4 @@
-"""DistributedLoss: the one gesture that makes any loss a function of the global batch."""
+"""DistributedLoss makes any loss a function of the global batch."""
 
 import inspect
 from collections.abc import Callable
@@ -36,62 +36,59 @@ R = TypeVar("R", default=Any)
 
 
 class DistributedLoss(nn.Module, Generic[R]):
-    """``loss`` on the rows of all ranks: its value, its encoder gradient and its own parameters' gradient.
+    """``loss`` on the rows of all ranks: its value, its encoder gradient and the gradient of its own parameters.
 
-    For z₁ … z_N the rows of all ranks in rank order and L what one process computes from them, on every rank and for
-    every split of the rows (uneven and empty shards too):
+    Let z₁ … z_N be the rows of all ranks in rank order, and L the loss that one process computes from them. On every rank,
+    and for every split of the rows (uneven and empty shards included):
 
     - the returned value is L;
-    - after the trainer's reduction the encoder's gradient is ∂L/∂θ;
-    - the gradient of the loss's own parameters is ∂L/∂φ, the same on every rank already before any reduction.
+    - the encoder's gradient, after the gradient all-reduce of the trainer, is ∂L/∂θ;
+    - the gradient of the loss's own parameters is ∂L/∂φ on every rank, before any all-reduce.
 
-    Losses of this library compute only their own anchors' part. Any other callable is computed on the gathered rows, by
-    every rank alike; it may return a tensor, or a tuple, list or dict of such. On one process the same line works and
-    changes nothing: a foreign loss gets its arguments as they are, and what it makes of NaN, of no rows or of arguments
-    that it does not know is its own affair.
+    With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
+    the gathered rows; it may return a tensor, or a tuple, list or dict of tensors. On one process the wrapper is
+    transparent: a third-party loss receives its arguments unchanged, and errors are its own.
 
-    Attributes and methods of the loss are read and set through this wrapper (``loss_fn.temperature``), but for private
-    ones and those of the wrapper itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
+    Public attributes and methods of the loss are read and set through the wrapper (``loss_fn.temperature``), except those
+    that the wrapper has itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
 
     Args:
         loss: a loss of this library, or any module or function of tensors whose dimension 0 counts rows:
             ``loss(embeddings, labels)``, ``loss(view1, view2)``, or pytorch-metric-learning's
             ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``.
-        miner: called as ``miner(embeddings, labels)`` (and with the reference rows, if there are any) on the gathered
-            rows; what it returns is passed on as ``indices_tuple``.
-        mode: how a foreign loss is computed: ``"replicated"``, by every rank on all rows, or ``"sharded"``, by each
-            rank for its own anchors, which pytorch-metric-learning's losses of pairs and triplets allow.
-        prefer_native: take this library's loss in place of a foreign one (and its miner) that it expresses exactly; where
-            there is none, ``loss`` itself. It is called as the foreign one is. A call with ``indices_tuple`` or reference
-            rows, which this library's losses do not take, is computed by the foreign one, with the weights learnt here.
-        process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
-            the call.
-        grad_reduction: what the trainer does with the ranks' gradients. ``"mean"``: DDP, FSDP, Lightning, Accelerate,
-            the Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a sum
-            communication hook, a divide factor of 1.
+        miner: called as ``miner(embeddings, labels)``, or with the reference rows too, on the gathered rows; its result
+            is passed to the loss as ``indices_tuple``.
+        mode: how a third-party loss is computed: ``"replicated"``, by every rank on all rows, or ``"sharded"``, by each
+            rank for its own anchors, which pytorch-metric-learning's pair and triplet losses allow.
+        prefer_native: whether a loss of this library replaces a third-party loss (and its miner) that is the same
+            function; ``loss`` is used if there is none. The call form stays that of the third-party loss. A call with
+            ``indices_tuple`` or reference rows is computed by the third-party loss, with the weights learnt here.
+        process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
+        grad_reduction: how the trainer reduces gradients over ranks. ``"mean"``: DDP, FSDP, Lightning, Accelerate, the
+            Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
+            that sums, a divide factor of 1.
         check_finite: whether rows with NaN or infinite values are refused.
-        check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and what
-            a loss that every rank computes returns at the first calls and at every 64th. It costs no message of its own.
-        check_distinct: whether the first call refuses embeddings that are the same on every rank, as they are where
-            somebody has gathered them before.
-        broadcast_parameters: whether the loss's parameters and buffers become rank 0's at the first call between ranks,
-            as DDP does with a model's when it is constructed.
-        static_shapes: whether each rank brings as many rows at every call; another number is refused on every rank.
-        ring: whether softmax losses pass columns from rank to rank, one shard at a time, rather than gather them all:
-            memory does not grow with the number of ranks, and columns travel twice.
+        check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
+            value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
+        check_distinct: whether the first call refuses embeddings that are equal on every rank, as they are after a gather.
+        broadcast_parameters: whether the first call sets the loss's parameters and buffers to rank 0's, as DDP does for a
+            model at construction.
+        static_shapes: whether each rank passes equally many rows at every call; other numbers are refused on every rank.
+        ring: whether softmax losses pass candidates from rank to rank, one shard at a time, instead of gathering them:
+            memory does not grow with the number of ranks, and candidates are sent twice.
 
     Raises:
         ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
-            already, or holds a loss or miner that is (pytorch-metric-learning's own wrapper is taken off where it is
-            outermost, and a DistributedMiner that is given as the miner); a miner for a loss that takes no
-            ``indices_tuple``; ``ring`` for a loss that gathers all candidates. At the call, if there are several ranks, on
-            every rank alike: ranks that differ in the class of the loss, in any of its settings, in this wrapper's options,
-            in their arguments, widths, dtypes or parameters; arguments that the loss does not take, labels that are not one
-            per row, NaN or infinite rows, no rows at all, the same rows on every rank, indices mined on one rank's rows
-            only or given although there is a miner, or a last value that came out differently on some rank.
+            already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is
+            a DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
+            that gathers all candidates. At the call, between several ranks, on every rank alike: ranks that differ in the
+            loss's class, its settings, this wrapper's options, arguments, widths, dtypes or parameters; arguments that the
+            loss does not take; labels that are not one per row; NaN or infinite rows; no rows on any rank; equal rows on
+            all ranks; indices mined on one rank's rows, or passed although there is a miner; a previous value that differs
+            between ranks.
 
     Example:
-        >>> import contrastive_zoo as cz
+        >>> import torch, contrastive_zoo as cz
         >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=1.0))
         >>> loss_fn(torch.eye(2), torch.eye(2))
         tensor(0.5514)

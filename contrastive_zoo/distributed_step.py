@@ -20,7 +20,9 @@ from contrastive_zoo.handshake import Statement, refuse_empty
 from contrastive_zoo.loss_call import LossCall, loss_name, paired_problem, unequal_problem, without_ddp
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.randomness import Watch, one_stream
-from contrastive_zoo.session import Opening, Replicate, Session, first_non_finite, is_small, refuse, tolerance
+from contrastive_zoo.row_checks import first_non_finite, tolerance
+from contrastive_zoo.session import Opening, Replicate, Session, refuse
+from contrastive_zoo.small_batch import is_small
 from contrastive_zoo.world import Shards, World
 from contrastive_zoo.wrapper_options import WrapperOptions
 

@@ -1,4 +1,4 @@
-"""Retrieval metrics: does a row find what it should among its nearest neighbours?"""
+"""Retrieval metrics: the share of queries whose nearest neighbours include a relevant row."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def _faiss() -> Any:
 
 
 def _vectors(rows: Tensor, normalize: bool) -> Any:
-    """As faiss takes them; unit length is reached in the rows' own precision."""
+    """Contiguous float32 rows for faiss, normalised in their own precision."""
     rows = rows.detach().cpu()
     rows = F.normalize(rows, dim=1) if normalize else rows
     return np.ascontiguousarray(rows.float().numpy())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from contrastive_zoo.later import read_later
-from contrastive_zoo.session import in_one_line
+from contrastive_zoo.row_checks import in_one_line
 
 _CHUNK = 2**20
 """Numbers that are projected at a time: a fixed direction as long as a million classes' weights is never held."""

@@ -1,4 +1,4 @@
-"""Who is whose positive: masks of my rows against all rows, from ids that mean the same on every rank."""
+"""Masks of positives and negatives between this rank's rows and all rows, from ids that are global."""
 
 from typing import NamedTuple
 
@@ -24,14 +24,14 @@ class PairMasks(NamedTuple):
 
 
 def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> Int[Tensor, " rows"]:
-    """Global ids of the samples behind my rows, view after view: two views of one sample share an id on every rank.
+    """Global sample ids of this rank's rows, view after view: the views of a sample share an id.
 
     Equal to ``torch.arange(n).repeat(views) + (samples on lower ranks)``.
 
     Args:
-        n: my samples; may differ between ranks.
-        views: rows that each sample brings, stacked as ``torch.cat([view0, view1, …])``.
-        process_group: whose ranks.
+        n: this rank's samples; may differ between ranks.
+        views: rows of each sample, stacked as ``torch.cat([view0, view1, …])``.
+        process_group: the ranks.
 
     Returns:
         int64 [views · n].
@@ -53,13 +53,13 @@ def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> In
 
 
 def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> PairMasks:
-    """Self, positive and negative masks of my rows against all ranks' rows in rank order.
+    """Self, positive and negative masks of this rank's rows against the rows of all ranks, in rank order.
 
-    The columns stand in the order in which :func:`contrastive_zoo.collectives.all_gather` puts the embeddings.
+    Columns have the order of :func:`contrastive_zoo.collectives.all_gather`.
 
     Args:
         ids: class labels, or :func:`sample_ids`; one integer per row, n may differ between ranks.
-        process_group: whose ranks.
+        process_group: the ranks.
 
     Returns:
         Three boolean masks [n, N] that together cover every pair once.
@@ -76,14 +76,14 @@ def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> Pa
     """
     world = World.of(process_group)
     (shards,) = meet("pair_masks", {"ids": ids}, world=world, problem=labels_problem("ids", ids))
-    return panel_masks(ids, all_gather(ids, shards=shards, process_group=world), start=shards.start)
+    return block_masks(ids, all_gather(ids, shards=shards, process_group=world), start=shards.start)
 
 
-def panel_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) -> PairMasks:
-    """The same for a panel of anchors that stands at column ``start`` of the gathered rows, sizes already known.
+def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) -> PairMasks:
+    """The masks of a block of anchors, the first of which is row ``start`` of the gathered rows.
 
     Example:
-        >>> panel_masks(torch.tensor([7]), torch.tensor([5, 7, 7]), start=1).self
+        >>> block_masks(torch.tensor([7]), torch.tensor([5, 7, 7]), start=1).self
         tensor([[False,  True, False]])
     """
     alike = ids[:, None] == all_ids[None, :]
@@ -93,16 +93,16 @@ def panel_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) 
 
 
 def labels_problem(name: str, labels: Tensor, rows: int | None = None) -> str | None:
-    """What is wrong with labels, in words; None if nothing is.
+    """The problem of these labels, in words; None if there is none.
 
     Example:
         >>> labels_problem("labels", torch.tensor([0.5]))
         'labels are one integer per row, got float32 [1]. Use labels.long().'
     """
     if labels.is_floating_point() or labels.is_complex() or labels.ndim != 1:
-        mend = "Use labels.argmax(1) if they are one-hot." if labels.ndim > 1 else "Use labels.long()."
-        return f"{name} are one integer per row, got {kind(labels)}. {mend}"
+        fix = "Use labels.argmax(1) if they are one-hot." if labels.ndim > 1 else "Use labels.long()."
+        return f"{name} are one integer per row, got {kind(labels)}. {fix}"
     if rows is not None and len(labels) != rows:
-        mend = "Pass this rank's own labels with its own rows."
-        return f"{name} are one per row, got {len(labels)} for {rows} rows. {mend}"
+        fix = "Pass this rank's own labels with its own rows."
+        return f"{name} are one per row, got {len(labels)} for {rows} rows. {fix}"
     return None

@@ -1,4 +1,4 @@
-"""Miners that see the rows of all ranks, for those who call them by themselves."""
+"""Miners on the rows of all ranks, for users who call the miner themselves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,13 @@ from contrastive_zoo.handshake import Agreed, Statement, refuse_empty, shake_han
 from contrastive_zoo.loss_call import paired_problem, unequal_problem
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.randomness import one_stream
-from contrastive_zoo.session import Session, first_non_finite, refuse, tolerance
+from contrastive_zoo.row_checks import first_non_finite, tolerance
+from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import Processes, World
 from contrastive_zoo.wrapped import unwrapped_miner
 
 _RECORDED = ("_record_these", "_record_these_stats")
-"""Private attributes in which pytorch-metric-learning's miners name what record-keeper writes down."""
+"""Private attributes of pytorch-metric-learning's miners that list what record-keeper writes."""
 
 
 class DistributedMiner(nn.Module):
@@ -70,10 +71,10 @@ class DistributedMiner(nn.Module):
         """What the miner finds among all ranks' rows.
 
         Args:
-            embeddings: my rows.
-            labels: of my rows.
-            ref_emb: my rows among those to choose positives and negatives from; all rows, if there are none.
-            ref_labels: their labels.
+            embeddings: this rank's rows.
+            labels: their labels.
+            ref_emb: this rank's reference rows, among which positives and negatives are chosen; None: all rows.
+            ref_labels: labels of the reference rows.
         """
         name = getattr(self.miner, "__name__", type(self.miner).__name__)
         world = World.of(self.process_group)

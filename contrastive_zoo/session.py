@@ -1,60 +1,28 @@
-"""One step's session: what all ranks have agreed on, handed from the wrapper through the loss down to the engines."""
+"""The session of one step: what all ranks have agreed on, passed from the wrapper through the loss to the engines."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
+from contrastive_zoo.row_checks import first_non_finite, in_one_line, row_kind, tolerance
 from contrastive_zoo.world import Shards, World
-
-SMALL_BATCH, PER_SIMILARITY = 2**28, 64
-"""Multiplications that take no longer than the messages of ranks that share them; and as how many of these a
-similarity's exponential, sums and weights count."""
-
-
-def is_small(rows: int, width: int) -> bool:
-    """Whether a loss of so many rows of all ranks is sooner computed by every rank than shared.
-
-    Examples:
-        >>> is_small(1_000, 128), is_small(10_000, 128)
-        (True, False)
-    """
-    return rows**2 * (width + PER_SIMILARITY) <= SMALL_BATCH
-
-
-@contextmanager
-def sharing(always: bool) -> Iterator[None]:
-    """Within it ranks share the work of every batch if ``always``, or of large ones alone; for tests, on all ranks alike.
-
-    Examples:
-        >>> with sharing(always=True):
-        ...     is_small(1, 1)
-        False
-    """
-    global SMALL_BATCH
-    before, SMALL_BATCH = SMALL_BATCH, -1 if always else 2**28
-    try:
-        yield
-    finally:
-        SMALL_BATCH = before
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a step is computed, the same on every rank.
+    """Options of a step, equal on every rank.
 
     Args:
         check_finite: whether NaN and infinite rows are refused.
         ring: whether softmax losses pass candidates from rank to rank, one shard at a time, rather than gather them.
-        sharded_factor: what the gradient of parameters that each rank holds for itself is multiplied by.
+        sharded_factor: the factor of the gradient of sharded parameters, of which each rank holds another part.
     """
 
     check_finite: bool = True
@@ -64,30 +32,30 @@ class Options:
 
 @dataclass
 class Declaration:
-    """What one loss says before it computes: its rows, its settings, and what it finds wrong with them."""
+    """What one loss states before it computes: its rows, its settings, and the problem that it finds in them."""
 
     caller: str
     rows: Mapping[str, str]
-    """By name, the kind of one row."""
+    """The kind of one row, by name."""
     sizes: list[int]
     settings: Mapping[str, str]
     problem: str | None
     tolerance: float
     shards: list[Shards] = field(default_factory=list)
-    """Of the rows, once all ranks have agreed."""
+    """The split of each of the rows over the ranks, once all ranks have agreed."""
 
     def compared(self, prefix: str) -> dict[str, str]:
-        """By name, what must be the same on every rank."""
+        """The text that must be equal on every rank, by name."""
         return {prefix + name: value for name, value in {**self.rows, **self.settings}.items()}
 
 
 @dataclass
 class Opening:
-    """What a step's first handshake brings besides the losses' declarations.
+    """The part of a step's first handshake that is not a declaration of a loss.
 
     Args:
-        statement: of the arguments, the class tree and the options; the declarations are added to it.
-        agreed: on the arguments, once it is known.
+        statement: the arguments, the class tree and the options; the declarations are added to it.
+        agreed: what ranks have agreed on for the arguments; None before the handshake.
     """
 
     statement: Statement
@@ -95,29 +63,29 @@ class Opening:
 
 
 class Replicate(BaseException):
-    """All ranks have agreed that each computes the loss from all rows: leave what was begun on this rank's rows."""
+    """Raised in a loss when all ranks have agreed to compute it from the gathered rows: it stops on this rank's rows."""
 
 
 class Declared(BaseException):
-    """A loss has said what it needs: leave it before it computes."""
+    """Raised in a loss that has declared itself: it stops before it computes."""
 
 
 @dataclass
 class _Progress:
-    """Where a step stands."""
+    """The state of a step."""
 
     opening: Opening | None = None
     declaring: list[Declaration] | None = None
-    """Where losses leave their declarations, while they are only asked for these."""
+    """The declarations so far, while losses only declare themselves; otherwise None."""
     agreed: list[Declaration] = field(default_factory=list)
-    """Declarations whose losses have not been computed yet."""
+    """Declarations of losses that are still to be computed, in order."""
     changes: Callable[[], bool] | None = None
-    """Whether the loss has drawn random numbers or changed a buffer; None where it cannot."""
+    """Tells whether the loss has drawn random numbers or changed a buffer; None for a loss that cannot."""
 
 
 @dataclass(frozen=True, eq=False)
 class Session(World):
-    """A world, and what its ranks agree on in one step.
+    """A world and what its ranks have agreed on in one step.
 
     Examples:
         >>> Session.of(World(), check_finite=False).options
@@ -126,7 +94,7 @@ class Session(World):
 
     options: Options = Options()
     cache: GatherCache | None = field(default=None, repr=False)
-    """Rows that have been gathered in this step; None where each is gathered once."""
+    """The rows gathered in this step; None where no rows are gathered twice."""
     progress: _Progress = field(default_factory=_Progress, repr=False)
 
     @classmethod
@@ -137,7 +105,7 @@ class Session(World):
         return cls(world.rank, world.size, world.group, Options(**options))  # type: ignore[arg-type]
 
     def with_cache(self) -> Session:
-        """The same session, in which rows are gathered once however many losses compare them."""
+        """The same session with a cache: rows that several losses compare are gathered once."""
         if self.cache is not None or self.size == 1:
             return self
         return Session(self.rank, self.size, self.group, self.options, GatherCache(), self.progress)
@@ -172,7 +140,7 @@ class Session(World):
         return declaration.shards
 
     def declare(self, caller: str, losses: Iterable[Callable[[], object]]) -> None:
-        """Ask losses that will be computed one after the other for their declarations, and agree on all at once.
+        """Collect the declarations of losses that are computed one after the other, and agree on all in one handshake.
 
         Raises:
             ValueError: what :func:`meet` raises for any of them.
@@ -195,11 +163,11 @@ class Session(World):
         progress.agreed = list(declarations)
 
     def open(self, caller: str, problem: str | None = None) -> None:
-        """The step's first handshake by itself, of arguments of which no loss of this library declares anything."""
+        """Hold the step's first handshake without a declaration, for a third-party loss."""
         self._shake([Declaration(caller, {}, [], {}, problem, 0.0)])
 
     def _shake(self, declarations: Sequence[Declaration]) -> None:
-        """One handshake for several declarations, which opens the step if nothing has."""
+        """Hold one handshake for several declarations; the first one of a step also carries the opening."""
         opening, self.progress.opening = self.progress.opening, None
         bad = next((x for x in declarations if x.problem is not None), declarations[0])
         compared: dict[str, str] = {}
@@ -235,16 +203,16 @@ def meet(
     problem: str | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[Shards]:
-    """Agree with all ranks on what is compared, and learn how many rows each of them holds.
+    """Agree with all ranks on rows and settings, and return how many rows each rank holds.
 
     Within a step whose declarations have been agreed on already, no message is sent.
 
     Args:
         caller: name of the loss, first word of any error.
-        rows: what this rank brings, by name; dimension 0 counts rows.
-        world: who takes part.
-        problem: what this rank knows to be wrong with its input.
-        settings: numbers and words that must be the same everywhere.
+        rows: this rank's rows, by name; dimension 0 counts rows.
+        world: the ranks.
+        problem: an error in this rank's input.
+        settings: values that must be equal on every rank.
 
     Returns:
         For each entry of ``rows``, its split over the ranks.
@@ -254,6 +222,7 @@ def meet(
             ``check_finite`` is off), or if ranks bring different kinds of rows or settings.
 
     Examples:
+        >>> import torch
         >>> meet("Loss", {"embeddings": torch.ones(3, 2)}, world=World())
         [Shards(sizes=(3,), rank=0)]
     """
@@ -261,7 +230,7 @@ def meet(
 
 
 def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
-    """Take part in the others' :func:`meet` only to say why this rank cannot, so that all of them raise.
+    """Take part in the other ranks' :func:`meet` with a problem, so that every rank raises it.
 
     Raises:
         ValueError: always, on every rank.
@@ -274,59 +243,3 @@ def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
     """
     meet(caller, {}, world=world, problem=problem)
     raise AssertionError("a problem was met without an error")
-
-
-def row_kind(tensor: Tensor) -> str:
-    """Dtype, shape of a row and whether it carries a gradient, as the handshake compares them.
-
-    Examples:
-        >>> row_kind(torch.ones(2, 3))
-        'float32|[3]|'
-    """
-    gradient = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape[1:])}|{gradient}"
-
-
-def in_one_line(value: object) -> str:
-    """A setting as the handshake compares it.
-
-    Examples:
-        >>> in_one_line((1, "a|b"))
-        "(1, 'a/b')"
-    """
-    return str(value).replace("|", "/").replace("\n", " ")
-
-
-def tolerance(rows: Iterable[Tensor]) -> float:
-    """The coarsest floating dtype's epsilon.
-
-    Examples:
-        >>> tolerance([torch.ones(1), torch.ones(1, dtype=torch.float64)]) == torch.finfo(torch.float32).eps
-        True
-    """
-    precisions = [torch.finfo(x.dtype).eps for x in rows if x.is_floating_point()]
-    return max(precisions, default=torch.finfo(torch.float32).eps)
-
-
-def first_non_finite(rows: Mapping[str, Tensor]) -> str | None:
-    """Which rows hold NaN or infinite values, in words; None if none do.
-
-    Examples:
-        >>> first_non_finite({"embeddings": torch.ones(2, 3)})
-    """
-    for name, tensor in rows.items():
-        if tensor.is_floating_point() and not _all_finite(tensor.detach()):
-            bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
-            some = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
-            return (
-                f"{name} hold NaN or infinite values in {len(bad)} of {len(tensor)} rows (row {some}). "
-                "Look for a diverged encoder, a division by a zero norm or an overflow in half precision; "
-                "check_finite=False lets them through."
-            )
-    return None
-
-
-def _all_finite(x: Tensor) -> bool:
-    """A sum is finite only if all its terms are; where it is not, it may have overflowed."""
-    total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()
-    return math.isfinite(total) or bool(x.isfinite().all())

@@ -1,4 +1,4 @@
-"""Who else holds rows: rank, size and group, and the small messages in which ranks tell each other their sizes."""
+"""The processes of one global batch: rank, size and group, and the small messages in which ranks exchange sizes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Processes: TypeAlias = Union["World", "dist.ProcessGroup", "DeviceMesh", None]
-"""Whatever names a set of processes: a World, a process group, a 1-d device mesh; None is the default group."""
+"""A set of processes: a World, a process group or a 1-d device mesh; None is the default group."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How the rows of the global batch lie over the ranks: ``sizes[r]`` of them on rank r, in rank order.
+    """The split of a global batch over the ranks: ``sizes[r]`` rows on rank r, in rank order.
 
     Example:
         >>> shards = Shards((2, 0, 3), rank=2)
@@ -36,35 +36,35 @@ class Shards:
 
     @property
     def size(self) -> int:
-        """My rows."""
+        """The number of this rank's rows."""
         return self.sizes[self.rank]
 
     @property
     def start(self) -> int:
-        """Where my rows begin in the global batch."""
+        """The index of this rank's first row in the global batch."""
         return sum(self.sizes[: self.rank])
 
     @property
     def total(self) -> int:
-        """Everybody's rows."""
+        """The number of rows on all ranks."""
         return sum(self.sizes)
 
     @property
     def mine(self) -> slice:
-        """My rows as a slice of the global batch."""
+        """This rank's rows as a slice of the global batch."""
         return slice(self.start, self.start + self.size)
 
     def times(self, factor: int) -> Shards:
-        """The same split when every sample brings ``factor`` rows."""
+        """The split of ``factor`` rows per sample."""
         return Shards(tuple(factor * size for size in self.sizes), self.rank)
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that share one global batch, seen from one of them.
+    """The processes that share one global batch, as one of them sees them.
 
-    With no process group, or a group of one, it is a World of one (:data:`ALONE`), and every line that uses it is the
-    same. Ranks are counted within the group.
+    Without a process group, or in a group of one, it is a world of one process (:data:`ALONE`), for which the same code
+    runs. Ranks are counted within the group.
 
     Args:
         rank: this process within the group, 0 … size − 1.
@@ -82,7 +82,7 @@ class World:
 
     @classmethod
     def of(cls, process_group: Processes = None) -> World:
-        """The world that ``process_group`` names at this moment; a World is returned as it is.
+        """The world of ``process_group`` at the time of the call; a World is returned unchanged.
 
         Args:
             process_group: a process group, a 1-d DeviceMesh, or None for the default group if there is one.
@@ -108,22 +108,22 @@ class World:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the group's messages must lie."""
+        """The device of tensors that the group's backend sends."""
         return torch.device((self.on_accelerators and torch.accelerator.current_accelerator()) or "cpu")
 
     @cached_property
     def on_accelerators(self) -> bool:
-        """Whether the backend moves what lies on accelerators, and nothing else."""
+        """Whether the backend sends tensors on accelerators only, as NCCL does."""
         return self.size > 1 and str(dist.get_backend(self.group)) in ("nccl", "xccl", "hccl")
 
     @property
     def host_device(self) -> torch.device:
-        """Where messages of host data lie: on the CPU, wherever some backend moves them from there."""
+        """The device of messages of host data: the CPU, if some backend sends from there."""
         return torch.device("cpu") if self._host_group is not None else self.device
 
     @property
     def _host_group(self) -> dist.ProcessGroup | None:
-        """A group of the same ranks that moves what lies on the CPU, made once; None if there is no such backend."""
+        """A group of the same ranks that sends tensors on the CPU, created once; None if there is no such backend."""
         own = self.process_group
         if not self.on_accelerators:
             return own
@@ -145,7 +145,7 @@ class World:
         return World(self.rank, self.size, self._host_group).start_gather(x)
 
     def sends_directly(self, x: Tensor) -> bool:
-        """Whether each rank sends x to each other by itself: what is small is there sooner than round gloo's ring.
+        """Whether each rank sends x to each other rank directly: a small tensor arrives sooner than through gloo's ring.
 
         Example:
             >>> ALONE.sends_directly(torch.zeros(1))
@@ -155,7 +155,7 @@ class World:
         return small and self.size > 1 and x.device.type == "cpu" and not self.on_accelerators
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Set everybody's tensors like x on their way; calling the result waits for them, [W, *shape of x].
+        """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x].
 
         Example:
             >>> ALONE.start_gather(torch.tensor([3, 4]))()
@@ -163,22 +163,20 @@ class World:
         """
         if self.size == 1:
             return lambda: x[None]
-        everybody = x.new_empty(self.size, *x.shape)
+        gathered = x.new_empty(self.size, *x.shape)
         if self.sends_directly(x):
-            work = dist.all_to_all_single(
-                everybody, x.expand_as(everybody).contiguous(), group=self.group, async_op=True
-            )
+            work = dist.all_to_all_single(gathered, x.expand_as(gathered).contiguous(), group=self.group, async_op=True)
         else:
-            work = all_gather_single(everybody.view(-1), x.reshape(-1), group=self.group, async_op=True)
+            work = all_gather_single(gathered.view(-1), x.reshape(-1), group=self.group, async_op=True)
 
         def arrived() -> Tensor:
             work.wait()
-            return everybody
+            return gathered
 
         return arrived
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Everybody's ``numbers``, by rank; every rank brings as many.
+        """The ``numbers`` of all ranks, by rank; every rank passes equally many.
 
         Example:
             >>> ALONE.exchange([3, 4])
@@ -186,25 +184,25 @@ class World:
         """
         if self.size == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.host_device)
-        return self.start_host_gather(mine)().tolist()
+        local = torch.tensor(numbers, dtype=torch.int64, device=self.host_device)
+        return self.start_host_gather(local)().tolist()
 
     def exchange_text(self, text: str) -> list[str]:
-        """Everybody's ``text``, by rank, as UTF-8 on the wire: nothing is pickled.
+        """The ``text`` of all ranks, by rank, sent as UTF-8: nothing is pickled.
 
         Example:
             >>> ALONE.exchange_text("ρ")
             ['ρ']
         """
-        mine = text.encode()
-        lengths = [length for (length,) in self.exchange([len(mine)])]
+        local = text.encode()
+        lengths = [length for (length,) in self.exchange([len(local)])]
         if max(lengths) == 0:
             return [""] * self.size
-        rows = self.exchange([*mine, *bytes(max(lengths) - len(mine))])
+        rows = self.exchange([*local, *bytes(max(lengths) - len(local))])
         return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def shards(self, rows: int | Tensor) -> Shards:
-        """How many rows everybody holds, given how many I do.
+        """The split over all ranks, given this rank's number of rows.
 
         Example:
             >>> ALONE.shards(5)
@@ -215,7 +213,7 @@ class World:
 
 
 _SMALL = 2**18
-"""Bytes that a rank sends to all others together."""
+"""Bytes that a rank sends directly to all other ranks together; beyond it gloo's ring is as fast (2 and 4 ranks)."""
 
 ALONE = World()
 """The world of one process."""
@@ -224,7 +222,7 @@ _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = W
 
 
 def _group_problem(process_group: object) -> str | None:
-    """What is wrong with what should name a set of processes, in words; None if nothing is."""
+    """Why this names no set of processes, in words; None if it does."""
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return None
     if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:

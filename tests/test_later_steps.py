@@ -279,6 +279,19 @@ def test_a_disagreement_is_one_error_on_every_rank(name: str, at: int, world_siz
     assert WORDS[name].format(other=world_size - 1) in text
 
 
+def test_an_argument_with_a_default_is_missing_on_one_rank(worlds: Worlds) -> None:
+    """Both ranks declare owners, one of them as the loss's default, of the same kind and number."""
+
+    def job() -> None:
+        wrapped = cz.DistributedLoss(cz.MNRL())
+        rows = [torch.randn(3, 4, generator=torch.Generator().manual_seed(3 * dist.get_rank() + k)) for k in range(3)]
+        owners = [] if dist.get_rank() else [torch.tensor([0, 1, 2])]
+        wrapped(*rows, *owners)
+
+    text, _ = complaint(worlds, 2, job, good)
+    assert "rank 0 has queries, documents, negatives, owners, rank 1 has queries, documents, negatives." in text
+
+
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
 def test_a_wrapper_that_one_rank_copied_in_mid_training(again: Callable[[Any], Any], worlds: Worlds) -> None:
     def job() -> list[Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.masks import PairMasks, panel_masks
+from contrastive_zoo.masks import PairMasks, block_masks
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import complaint, groups, mine, split
@@ -101,7 +101,7 @@ def test_masks_stay_within_a_group(worlds: Worlds) -> None:
 
 def without_offset(ids: Tensor) -> PairMasks:
     """The diagonal starts at column 0 on every rank."""
-    return panel_masks(ids, cz.all_gather(ids), start=0)
+    return block_masks(ids, cz.all_gather(ids), start=0)
 
 
 def local_ids(ids: Tensor) -> PairMasks:
@@ -112,7 +112,7 @@ def local_ids(ids: Tensor) -> PairMasks:
 def own_rank_first(ids: Tensor) -> PairMasks:
     """Columns ``[mine, others]``."""
     others = [x for rank, x in enumerate(cz.all_gather(ids).split(len(ids))) if rank != dist.get_rank()]
-    return panel_masks(ids, torch.cat([ids, *others]), start=0)
+    return block_masks(ids, torch.cat([ids, *others]), start=0)
 
 
 @pytest.mark.parametrize("mutant", [without_offset, local_ids, own_rank_first], ids=lambda mutant: mutant.__name__)

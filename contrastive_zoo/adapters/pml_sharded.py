@@ -25,7 +25,7 @@ from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import all_gather, gather_rows, replicated, sum_over_ranks
-from contrastive_zoo.masks import panel_masks
+from contrastive_zoo.masks import block_masks
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.world import Shards, World
 
@@ -225,7 +225,7 @@ class _Part:
         if self.references:
             alike = self.labels[:, None] == self.column_labels
             return alike, ~alike
-        _, positive, negative = panel_masks(self.labels, self.column_labels, self.shards.start)
+        _, positive, negative = block_masks(self.labels, self.column_labels, self.shards.start)
         return positive, negative
 
     def pairs(self, indices: Indices | None) -> list[Indices]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.session import sharing
+from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.messages import Messages
 
@@ -104,7 +104,7 @@ AS_IS = Plan()
 
 def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     """On every rank: construct the loss, call it on the local rows, run backward, return what was measured."""
-    with sharing(always=case.shared):
+    with splitting(always=case.shared):
         return _measure(case, batch, plan)
 
 

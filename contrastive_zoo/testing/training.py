@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.session import sharing
+from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import (
     AS_IS,
@@ -134,7 +134,7 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
         rows = local_rows(case, batch, AS_IS)[: -1 if fault == "argument" else None]
         streams = random_streams()
         # every second batch as if it were large, of which ranks share the work
-        shared = sharing(always=case.shared and number % 2 == 0)
+        shared = splitting(always=case.shared and number % 2 == 0)
         with shared, _at_fault(made, fault), messages if training.recording else nullcontext():
             try:
                 if step is not None:

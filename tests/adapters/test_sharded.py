@@ -299,7 +299,7 @@ def as_their_wrapper_mines(miner: Any, part: Any) -> Any:
 
 
 MUTANTS: dict[str, tuple[str, Any, str, tuple[int, ...]]] = {
-    "an anchor is its own positive": ("panel_masks", with_itself, "NTXent", (5, 7)),
+    "an anchor is its own positive": ("block_masks", with_itself, "NTXent", (5, 7)),
     "columns without gradient": ("all_gather", lambda x, **_: cz.all_gather(x.detach()), "Contrastive", (5, 7)),
     "a mean of the ranks' means": ("_REDUCERS", {R.MeanReducer: mean_of_ranks}, "MultiSimilarity", (5, 7)),
     "parameters of a rank's own": ("replicated", lambda x, **_: x, "Margin, learnt", (5, 7)),

@@ -15,7 +15,8 @@ import contrastive_zoo as cz
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.matryoshka import Matryoshka
 from contrastive_zoo.losses.weighted_sum import WeightedSum
-from contrastive_zoo.session import Session, sharing
+from contrastive_zoo.session import Session
+from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
 from contrastive_zoo.testing.trial import Case, Trial
@@ -134,7 +135,7 @@ def test_rows_travel_once(name: str, learns: bool, shards: tuple[int, ...], worl
 
     def job(*mine: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
         loss = cz.DistributedLoss(make().double())
-        with torch.set_grad_enabled(learns), sharing(always=True), Sent() as messages:
+        with torch.set_grad_enabled(learns), splitting(always=True), Sent() as messages:
             value = loss(*(x.clone().requires_grad_(x.is_floating_point()) for x in mine))
         return [shape for shape in messages if len(shape) == 2 and shape[1] > 8], value.detach()
 
@@ -152,7 +153,7 @@ def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
     def job(*mine: Tensor) -> int:
         real, Session.with_cache = Session.with_cache, lambda session: session
         try:
-            with sharing(always=True), Sent() as messages:
+            with splitting(always=True), Sent() as messages:
                 cz.DistributedLoss(nested_classes().double())(*mine)
         finally:
             Session.with_cache = real

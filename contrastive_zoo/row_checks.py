@@ -1,0 +1,63 @@
+"""Rows and settings as the handshake compares them, and the check for NaN and infinite values."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def row_kind(tensor: Tensor) -> str:
+    """The dtype, the shape of a row and whether it carries a gradient, as text.
+
+    Examples:
+        >>> row_kind(torch.ones(2, 3))
+        'float32|[3]|'
+    """
+    gradient = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape[1:])}|{gradient}"
+
+
+def in_one_line(value: object) -> str:
+    """A setting as one line of text, without the separator ``|``.
+
+    Examples:
+        >>> in_one_line((1, "a|b"))
+        "(1, 'a/b')"
+    """
+    return str(value).replace("|", "/").replace("\n", " ")
+
+
+def tolerance(rows: Iterable[Tensor]) -> float:
+    """The largest epsilon of the rows' floating-point dtypes; that of float32 if there are none.
+
+    Examples:
+        >>> tolerance([torch.ones(1), torch.ones(1, dtype=torch.float64)]) == torch.finfo(torch.float32).eps
+        True
+    """
+    precisions = [torch.finfo(x.dtype).eps for x in rows if x.is_floating_point()]
+    return max(precisions, default=torch.finfo(torch.float32).eps)
+
+
+def first_non_finite(rows: Mapping[str, Tensor]) -> str | None:
+    """Which rows hold NaN or infinite values, in words; None if no row does.
+
+    Examples:
+        >>> first_non_finite({"embeddings": torch.ones(2, 3)})
+    """
+    for name, tensor in rows.items():
+        if tensor.is_floating_point() and not _all_finite(tensor.detach()):
+            bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
+            some = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
+            return (
+                f"{name} hold NaN or infinite values in {len(bad)} of {len(tensor)} rows (row {some}). "
+                "Look for a diverged encoder, a division by a zero norm or an overflow in half precision; "
+                "check_finite=False lets them through."
+            )
+    return None
+
+
+def _all_finite(x: Tensor) -> bool:
+    """Whether all values are finite. A finite sum proves it; an infinite one may have overflowed, so values are checked."""
+    total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()
+    return math.isfinite(total) or bool(x.isfinite().all())
