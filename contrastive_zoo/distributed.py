@@ -614,10 +614,10 @@ def _native(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
     if isinstance(_bare(loss), Loss):
         return loss, miner, None
     # here: the library that it adapts is installed only where somebody uses it
-    from contrastive_zoo.adapters.pml_native import asked
+    from contrastive_zoo.adapters.pml_native import native_and_original
 
     try:
-        native, foreign = asked(loss, miner)
+        native, foreign = native_and_original(loss, miner)
     except ValueError:  # says why there is none
         return loss, miner, None
     return native, None, foreign

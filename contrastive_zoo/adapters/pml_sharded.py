@@ -24,6 +24,7 @@ from pytorch_metric_learning.utils import common_functions as c_f
 from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
 from torch import Tensor, nn
 
+from contrastive_zoo.adapters.pml_members import members
 from contrastive_zoo.collectives import all_gather, gather_rows, replicated, sum_over_ranks
 from contrastive_zoo.masks import panel_masks
 from contrastive_zoo.randomness import one_stream
@@ -130,18 +131,6 @@ def _refusal(loss: Any, miner: Any) -> str | None:
     if type(loss.distance) not in _DISTANCES:
         return f"{type(loss.distance).__name__} is not known to look at two rows at a time."
     return _reducer_refusal(loss.reducer, kind)
-
-
-def members(loss: Any) -> list[tuple[Any, Any, float]]:
-    """Of MultipleLosses: each loss, its own miner if it has one, and its weight.
-
-    Example:
-        >>> members(losses.MultipleLosses([losses.NTXentLoss()], [miners.HDCMiner()], weights=[0.5]))
-        [(NTXentLoss(...), HDCMiner(...), 0.5)]
-    """
-    keys = list(loss.losses) if loss.is_dict else range(len(loss.losses))
-    mined = dict(loss.miners.items() if loss.is_dict else enumerate(loss.miners)) if loss.miners else {}
-    return [(loss.losses[key], mined.get(key), loss.weights[key]) for key in keys]
 
 
 def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
