@@ -15,8 +15,17 @@ from pytorch_metric_learning import regularizers as G
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.adapters import pml_sharded
-from contrastive_zoo.adapters.pml_sharded import EVALUATED, REFUSED, refusal, sharded
+from contrastive_zoo.adapters.pml_sharded import (
+    EVALUATED,
+    REFUSED,
+    anchor_batch,
+    library_code,
+    mining,
+    reducers,
+    refusal,
+    sharded,
+    sharded_loss,
+)
 from contrastive_zoo.distributed import paired_problem
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
@@ -289,38 +298,45 @@ def with_itself(ids: Tensor, all_ids: Tensor, start: int) -> tuple[None, Tensor,
     return None, alike, ~alike
 
 
-def mean_of_ranks(reducer: Any, info: Any, part: Any) -> tuple[Tensor, float]:
+def mean_of_ranks(reducer: Any, info: Any, batch: Any) -> tuple[Tensor, float]:
     count = max(1, len(info["losses"]))
     return info["losses"].sum() / count, 1.0
 
 
-def as_their_wrapper_mines(miner: Any, part: Any) -> Any:
-    return miner(part.rows, part.labels, part.columns, part.column_labels)
+def as_their_wrapper_mines(miner: Any, batch: Any) -> Any:
+    return miner(batch.anchors, batch.labels, batch.candidates, batch.candidate_labels)
 
 
-MUTANTS: dict[str, tuple[str, Any, str, tuple[int, ...]]] = {
-    "an anchor is its own positive": ("panel_masks", with_itself, "NTXent", (5, 7)),
-    "columns without gradient": ("all_gather", lambda x, **_: cz.all_gather(x.detach()), "Contrastive", (5, 7)),
-    "a mean of the ranks' means": ("_REDUCERS", {R.MeanReducer: mean_of_ranks}, "MultiSimilarity", (5, 7)),
-    "parameters of a rank's own": ("replicated", lambda x, **_: x, "Margin, learnt", (5, 7)),
+MUTANTS: dict[str, tuple[Any, str, Any, str, tuple[int, ...]]] = {
+    "an anchor is its own positive": (anchor_batch, "panel_masks", with_itself, "NTXent", (5, 7)),
+    "columns without gradient": (
+        anchor_batch,
+        "all_gather",
+        lambda x, **_: cz.all_gather(x.detach()),
+        "Contrastive",
+        (5, 7),
+    ),
+    "a mean of the ranks' means": (reducers, "REDUCERS", {R.MeanReducer: mean_of_ranks}, "MultiSimilarity", (5, 7)),
+    "parameters of a rank's own": (sharded_loss, "replicated", lambda x, **_: x, "Margin, learnt", (5, 7)),
     "a miner that sees the anchor": (
-        "_MINERS",
+        mining,
+        "MINERS",
         {M.BatchHardMiner: as_their_wrapper_mines},
         "Triplet, smooth, hardest",
         (5, 7),
     ),
-    "no padding": ("_padding_needed", lambda local, *_: [0] * len(local), "MultiSimilarity", (1, 2)),
+    "no padding": (library_code, "padding_needed", lambda local, *_: [0] * len(local), "MultiSimilarity", (1, 2)),
 }
 """What is replaced, by what, and where that shows."""
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name: str, worlds: Worlds) -> None:
-    what, wrong, case, shards = MUTANTS[name]
+    module, attribute, wrong, case, shards = MUTANTS[name]
 
     def job(case: Case, *rows: Tensor) -> Result:
-        known = getattr(pml_sharded, what)
-        with patch.object(pml_sharded, what, {**known, **wrong} if isinstance(wrong, dict) else wrong):
+        right = getattr(module, attribute)
+        with patch.object(module, attribute, {**right, **wrong} if isinstance(wrong, dict) else wrong):
             return a_rank(case, *rows)
 
     assert error(PAIRS[case], shards, worlds, job) > 1e-4
@@ -328,7 +344,7 @@ def test_mutants_are_caught(name: str, worlds: Worlds) -> None:
 
 def test_a_miner_without_a_rule_of_its_own_is_asked_on_all_rows(worlds: Worlds) -> None:
     def job(case: Case, *rows: Tensor) -> Result:
-        with patch.object(pml_sharded, "_MINERS", {}):
+        with patch.object(mining, "MINERS", {}):
             return a_rank(case, *rows)
 
     for name in ("MultiSimilarity, mined", "Triplet, semi-hard"):
@@ -347,7 +363,7 @@ def test_every_export_is_evaluated_or_refused_with_a_reason() -> None:
     exported = {name for name, x in vars(L).items() if inspect.isclass(x)} - NOT_LOSSES - WRAPPERS
     assert exported == {x.__name__ for x in [*EVALUATED, *REFUSED]}
     assert not set(EVALUATED) & set(REFUSED)
-    known = {*pml_sharded._REDUCERS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
+    known = {*reducers.REDUCERS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
     assert {x for x in vars(R).values() if inspect.isclass(x)} == known
 
 
