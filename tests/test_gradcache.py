@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import contrastive_zoo as cz
-from contrastive_zoo import gradcache
-from contrastive_zoo.gradcache import GradCache, cached_step
+from contrastive_zoo.gradcache import GradCache, cached_step, chunked_encoder
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, complaint, distance, mine, numbers
@@ -196,7 +195,7 @@ def test_dropout_is_the_same_in_both_passes() -> None:
 
     other = mlp(nn.Dropout(0.5))
     torch.manual_seed(5)
-    with patch.object(gradcache, "_set_random_states", lambda *_: None):
+    with patch.object(chunked_encoder, "set_random_states", lambda *_: None):
         cached_step(other, x.split(3), lambda z: z.exp().mean())
     assert max(distance(a, b) for a, b in zip(gradients(other), gradients(plain), strict=True)) > 1e-3
 
@@ -400,7 +399,7 @@ def _odd() -> tuple[Tensor, Tensor]:
 
 BAD: dict[str, Callable[[], Any]] = {
     "the global batch is empty": lambda: cached_step(mlp(), [], torch.sum),
-    "Bring an empty one there": lambda: cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
+    "Pass an empty chunk there": lambda: cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
     "chunks carry a gradient": lambda: cached_step(
         mlp(), [numbers(2, IN, seed=0).requires_grad_(dist.get_rank() == 1)], torch.sum
     ),
