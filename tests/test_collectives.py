@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import contrastive_zoo as cz
 from contrastive_zoo import world as world_module
-from contrastive_zoo.collectives.adjoints import winners
+from contrastive_zoo.collectives.adjoints import extreme_shares
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
@@ -434,7 +434,7 @@ def test_a_maximum_whose_adjoint_is_a_maximum_is_caught(worlds: Worlds) -> None:
         x = torch.tensor([[1.0, 2.0], [2.0, 2.0], [2.0, 0.0]][world.rank]).requires_grad_()
         won = (x.detach() == 2.0).float()
         mutants = [
-            lambda dy: cz.all_reduce(dy, "max") * winners(x, cz.all_reduce(x.detach(), "max"), world),
+            lambda dy: cz.all_reduce(dy, "max") * extreme_shares(x, cz.all_reduce(x.detach(), "max"), world),
             lambda dy: cz.all_reduce(dy) * won,
         ]
         results = [cz.all_reduce(x, "max")]
