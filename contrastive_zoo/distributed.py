@@ -22,7 +22,7 @@ from contrastive_zoo.later import read_later
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_summary import StateSums, described, runs_foreign_code, shared_state
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.randomness import Watch, one_stream
+from contrastive_zoo.randomness import StateWatch, one_stream
 from contrastive_zoo.session import (
     Opening,
     Options,
@@ -328,7 +328,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         try:
             if call.own:
                 if runs_foreign_code(bare):
-                    watch = Watch(bare, arguments.device)
+                    watch = StateWatch(bare, arguments.device)
                     session.progress.changes = watch.has_changed
                 session.declare(name, [partial(call.loss, *call.bound.args, **call.bound.kwargs, world=session)])
                 if watch is not None and watch.has_changed():  # before it declared anything
