@@ -69,12 +69,12 @@ class ChunkedEncoder:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter needs a gradient, so that a second pass is needed."""
+        """Return whether any parameter needs a gradient, so that a second pass is needed."""
         return any(x.requires_grad for x in self.model.parameters())
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Parameters whose gradients the node returns: none if hooks of the model collect them, as DDP's and FSDP's do."""
+        """Return the parameters whose gradients the node returns: none if hooks of DDP or FSDP collect them."""
         hooked = any(hasattr(x, "no_sync") or hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
         return [] if hooked else [x for x in self.model.parameters() if x.requires_grad]
 

@@ -70,7 +70,7 @@ def _sup_con_of_several_classes(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Tensor:
-    """:func:`sup_con` that is 0, without gradient, if all samples are of one class: there is no negative pair."""
+    """Return :func:`sup_con`, or 0 without gradient if all samples are of one class: there is no negative pair."""
     value = sup_con(embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world)
     assert labels is not None  # sup_con refuses it
     edges = [labels.max(), ~labels.min()] if len(labels) else [labels.new_tensor(torch.iinfo(labels.dtype).min)] * 2
@@ -102,7 +102,7 @@ def _nca_of_positives(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Tensor:
-    """:func:`contrastive_zoo.nca` that is NaN, the mean of nothing, if two or more samples have no positive."""
+    """Return :func:`contrastive_zoo.nca`, or NaN, the mean of nothing, if all of several samples have no positive."""
     z, ids, shards = begin_labelled(
         "NCA", embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world
     )
@@ -159,7 +159,7 @@ def _vicreg_of_two(
     eps: float = 1e-4,
     world: World = ALONE,
 ) -> Tensor:
-    """:func:`contrastive_zoo.vicreg` that is NaN for a single sample, which has no variance."""
+    """Return :func:`contrastive_zoo.vicreg`, or NaN for a single sample, which has no variance."""
     weights: Settings = {"invariance": invariance, "variance": variance, "covariance": covariance, "eps": eps}
     return vicreg_over(view1, view2, degrees=lambda count: count - 1, gamma=1.0, **weights, world=world)
 
