@@ -13,8 +13,8 @@ from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
 from contrastive_zoo.engine.dense_mode import dense as dense
 from contrastive_zoo.engine.similarity_budget import memory_budget as memory_budget
 from contrastive_zoo.evaluation import recall_at_k as recall_at_k
-from contrastive_zoo.gradcache import GradCache as GradCache
-from contrastive_zoo.gradcache import cached_step as cached_step
+from contrastive_zoo.gradcache.step import GradCache as GradCache
+from contrastive_zoo.gradcache.step import cached_step as cached_step
 from contrastive_zoo.loss_base.class_loss import ClassLoss as ClassLoss
 from contrastive_zoo.loss_base.row_loss import RowLoss as RowLoss
 from contrastive_zoo.loss_base.temperature import LearnableTemperature as LearnableTemperature

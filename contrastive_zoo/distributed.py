@@ -259,10 +259,10 @@ def _native(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
     if isinstance(without_ddp(loss), Loss):
         return loss, miner, None
     # imported here: pytorch-metric-learning is an optional dependency
-    from contrastive_zoo.adapters.pml_native import asked
+    from contrastive_zoo.adapters.pml_native import native_and_original
 
     try:
-        native, replaced = asked(loss, miner)
+        native, replaced = native_and_original(loss, miner)
     except ValueError:  # no loss of this library is the same function
         return loss, miner, None
     return native, None, replaced

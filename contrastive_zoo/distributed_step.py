@@ -19,7 +19,7 @@ from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.handshake import Statement, refuse_empty
 from contrastive_zoo.loss_call import LossCall, loss_name, paired_problem, unequal_problem, without_ddp
 from contrastive_zoo.loss_summary import LossModules
-from contrastive_zoo.randomness import Watch, one_stream
+from contrastive_zoo.randomness import StateWatch, one_stream
 from contrastive_zoo.row_checks import first_non_finite, tolerance
 from contrastive_zoo.session import Opening, Replicate, Session, refuse
 from contrastive_zoo.small_batch import is_small
@@ -130,7 +130,7 @@ class DistributedStep:
             if not self.call.is_own:
                 return self._sharded()
             if self.modules.runs_third_party_code:
-                watch = Watch(self.modules.loss, self.arguments.device)
+                watch = StateWatch(self.modules.loss, self.arguments.device)
                 session.progress.changes = watch.has_changed
             bound = self.call.bound
             session.declare(self.name, [functools.partial(self.call.loss, *bound.args, **bound.kwargs, world=session)])

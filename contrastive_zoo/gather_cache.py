@@ -1,4 +1,4 @@
-"""Rows of all ranks that one step has gathered, so that losses of the same rows do not send them again."""
+"""The gathered rows of one step, so that several losses of the same rows gather them once."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,14 @@ from torch import Tensor
 from contrastive_zoo.world import Shards
 
 Fetch = Callable[[Tensor, Shards], Tensor]
-"""This rank's rows and their split to the rows of all ranks."""
+"""Gathers: from this rank's rows and their shard sizes to the rows of all ranks."""
 
 
 class GatherCache:
-    """What has been gathered, and how other rows are made of it, row by row.
+    """Stores gathered rows, and functions that compute other rows from them.
 
-    Entries are found by the identity of this rank's tensor and hold on to it, so that no other tensor gets its id.
+    Keys are the ids of this rank's tensors: equal tensors are not the same entry, and a comparison would cost a pass over
+    them. Each entry holds its tensor, so that no other tensor gets its id.
     """
 
     def __init__(self) -> None:
@@ -22,24 +23,25 @@ class GatherCache:
         self._derived: dict[int, tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]] = {}
 
     def gather(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
-        """The rows of all ranks: gathered before, derived from such, or fetched. They must not be written to."""
+        """Return the rows of all ranks: stored, derived from stored rows, or fetched. Do not write to them."""
         if id(rows) not in self._gathered:
-            self._gathered[id(rows)] = rows, self._made(rows, shards, fetch)
+            self._gathered[id(rows)] = rows, self._computed(rows, shards, fetch)
         return self._gathered[id(rows)][1]
 
     def derive(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """``function(*rows)``, and how it is made, so that it need not be gathered where ``rows`` are."""
+        """Return ``function(*rows)``, and store the function, so that the result need not be gathered if ``rows`` are."""
         result = function(*rows)
         if all(result is not x for x in rows):
             self._derived[id(result)] = result, function, rows
         return result
 
     def clear(self) -> None:
-        """Let go of everything: a graph that waits for its backward pass may hold on to the cache."""
+        """Drop all tensors: a graph that waits for its backward pass may hold the cache."""
         self._gathered.clear()
         self._derived.clear()
 
-    def _made(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
+    def _computed(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
+        """Return the rows of all ranks, derived if possible, otherwise fetched."""
         if id(rows) not in self._derived:
             return fetch(rows, shards)
         _, function, sources = self._derived[id(rows)]

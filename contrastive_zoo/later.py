@@ -1,4 +1,4 @@
-"""Numbers of an accelerator that the host reads a step later, so that it never waits for the device."""
+"""Asynchronous copies from an accelerator to the host, which never waits for the device."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:
-    """Start to copy a few numbers to the host; the result returns them, as ``x.flatten().tolist()``.
+    """Start to copy a small tensor to the host, and return a function that returns ``x.flatten().tolist()``.
 
-    Read a step later, they have long arrived. ``x.tolist()`` would wait for all that was launched in the meantime.
+    Call the function a step later, when the copy is complete. ``x.tolist()`` would wait for all kernels launched before it.
 
     Examples:
         >>> read_later(torch.tensor([1.0, 2.0]))()
@@ -18,13 +18,13 @@ def read_later(x: Tensor) -> Callable[[], list[float]]:
     flat = x.detach().flatten()
     if flat.device.type == "cpu":
         return flat.tolist
-    arrived = torch.Event(flat.device.type)
+    copied = torch.Event(flat.device.type)
     copy = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
-    arrived.record()
+    copied.record()
 
     def read() -> list[float]:
-        arrived.synchronize()
-        found: list[float] = copy.tolist()
-        return found
+        copied.synchronize()
+        numbers: list[float] = copy.tolist()
+        return numbers
 
     return read

@@ -1,4 +1,4 @@
-"""One random stream for all ranks: what one process would draw is what rank 0 would draw."""
+"""Random numbers of a loss that every rank computes alike: all ranks draw those of rank 0."""
 
 import random
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from contrastive_zoo.world import World
 
 @contextmanager
 def one_stream(world: World, device: torch.device | None = None) -> Iterator[None]:
-    """Within it every rank draws from rank 0's generators: torch's (CPU and ``device``'s), NumPy's and Python's.
+    """Run the body with rank 0's generators on every rank: torch's (CPU and ``device``), NumPy's and Python's.
 
-    Afterwards rank 0's generators have moved on by what was drawn, as they would in one process; the others' stand
-    where they stood, so that dropout and augmentation stay different from rank to rank.
+    Afterwards rank 0's generators have advanced, as on one process. The other ranks' generators are restored, so that
+    dropout and augmentation stay different between ranks.
 
     Args:
-        world: whose ranks.
-        device: the accelerator whose generator is drawn from, if any.
+        world: the ranks.
+        device: the accelerator whose generator the body uses, if any.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
@@ -31,7 +31,7 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
         yield
         return
     own = _states(device)
-    _restore(of_rank_0(own, world), device)
+    _restore(broadcast_states(own, world), device)
     try:
         yield
     finally:
@@ -39,15 +39,15 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
             _restore(own, device)
 
 
-class Watch:
-    """Notices whether a loss draws random numbers or changes its buffers, and takes that back.
+class StateWatch:
+    """Detects whether a loss draws random numbers or changes its buffers, and undoes that.
 
     Args:
-        loss: whose buffers.
-        device: the accelerator whose generator is watched, if any.
+        loss: the module with the buffers.
+        device: the accelerator with the generator, if any.
 
     Examples:
-        >>> watch = Watch(torch.nn.Identity())
+        >>> watch = StateWatch(torch.nn.Identity())
         >>> _ = torch.rand(1)
         >>> watch.has_changed(), watch.undo(), watch.has_changed()
         (True, None, False)
@@ -58,24 +58,24 @@ class Watch:
         self.buffers = [(x, x.clone()) for x in loss.buffers()]
 
     def has_changed(self) -> bool:
-        """Whether any of it has moved since."""
+        """Return whether a generator or a buffer has changed since construction."""
         states = zip(_states(self.device), self.states, strict=True)
-        return any(not torch.equal(now, then) for now, then in [*states, *self.buffers])
+        return any(not torch.equal(present, before) for present, before in [*states, *self.buffers])
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Generators and buffers as they were."""
+        """Restore the generators and buffers."""
         _restore(self.states, self.device)
-        for now, then in self.buffers:
-            now.copy_(then)
+        for buffer, before in self.buffers:
+            buffer.copy_(before)
 
 
-def of_rank_0(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:
-    """Rank 0's generator states, in one message; each as long everywhere.
+def broadcast_states(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:
+    """Return rank 0's generator states, by one message; each has the same length on every rank.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
-        >>> of_rank_0([torch.tensor([3]), torch.tensor([0.5])], ALONE)
+        >>> broadcast_states([torch.tensor([3]), torch.tensor([0.5])], ALONE)
         [tensor([3]), tensor([0.5000])]
     """
     packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)

@@ -1,4 +1,4 @@
-"""Wrappers inside of wrappers: found where a loss is made distributed, since gathering twice is wrong without an error."""
+"""Distributed wrappers inside of losses and miners: two of them would gather twice, and return a wrong value silently."""
 
 import functools
 import types
@@ -13,15 +13,15 @@ _LIBRARY = "pytorch_metric_learning"
 _LOSSES = {("contrastive_zoo", "DistributedLoss"), (_LIBRARY, "DistributedLossWrapper")}
 _MINERS = {("contrastive_zoo", "DistributedMiner"), (_LIBRARY, "DistributedMinerWrapper")}
 _ATTRIBUTES = {"loss": {(_LIBRARY, "DistributedLossWrapper")}, "miner": _MINERS}
-"""What is unwrapped where it is outermost, by the name of the attribute that holds what is inside."""
+"""Outermost wrappers that are taken off, by the name of the attribute that holds the wrapped object."""
 
 
 def unwrapped_loss(caller: str, loss: F) -> F:
-    """The loss inside of pytorch-metric-learning's DistributedLossWrapper; any other loss as it is.
+    """Return the loss inside of pytorch-metric-learning's DistributedLossWrapper; any other loss unchanged.
 
     Args:
-        caller: first word of a complaint.
-        loss: to be made distributed.
+        caller: the first word of an error.
+        loss: the loss to be distributed.
 
     Raises:
         ValueError: a class in place of an instance; a wrapper somewhere inside of the loss.
@@ -36,12 +36,12 @@ def unwrapped_loss(caller: str, loss: F) -> F:
 
 
 def unwrapped_miner(caller: str, miner: F, *, process_group: Any = None) -> F:
-    """The miner inside of a DistributedMiner, or of pytorch-metric-learning's wrapper; any other miner as it is.
+    """Return the miner inside of a DistributedMiner or of pytorch-metric-learning's wrapper; any other miner unchanged.
 
     Args:
-        caller: first word of a complaint.
-        miner: that is to see all ranks' rows, or None.
-        process_group: of ``caller``, among whose rows is mined.
+        caller: the first word of an error.
+        miner: the miner that needs all ranks' rows, or None.
+        process_group: the process group of ``caller``.
 
     Raises:
         ValueError: a class in place of an instance; a wrapper somewhere inside of the miner; a DistributedMiner of another
@@ -53,13 +53,14 @@ def unwrapped_miner(caller: str, miner: F, *, process_group: Any = None) -> F:
     own_group = getattr(miner, "process_group", None) if _kind(miner) in _MINERS else None
     if own_group is not None and own_group is not process_group:
         raise ValueError(
-            f"{caller}: the DistributedMiner has a process group of its own, whose rows are not those of this loss. Pass "
-            "the bare miner, or give both the same process_group."
+            f"{caller}: the DistributedMiner has a process group of its own, with other rows than this loss. Pass the bare "
+            "miner, or give both the same process_group."
         )
     return _unwrapped(caller, "miner", miner)
 
 
 def _unwrapped(caller: str, role: str, x: Any) -> Any:
+    """Return x without its outermost wrapper; refuse a class, and a wrapper anywhere inside."""
     if isinstance(x, type):
         raise ValueError(
             f"{caller}: a {role} is an instance, got the class {x.__name__}. Pass an instance, {x.__name__}(...)."
@@ -68,20 +69,20 @@ def _unwrapped(caller: str, role: str, x: Any) -> Any:
         x = getattr(x, role)
     for place, found in _inside(x, role, set()):
         kind = _kind(found)
-        if kind not in _LOSSES | _MINERS or (found is x and kind[0] == "contrastive_zoo"):  # which its caller refuses
+        if kind not in _LOSSES | _MINERS or (found is x and kind[0] == "contrastive_zoo"):  # the caller refuses it
             continue
-        whose = "" if kind[0] == "contrastive_zoo" else "pytorch-metric-learning's "
+        library = "" if kind[0] == "contrastive_zoo" else "pytorch-metric-learning's "
         raise ValueError(
-            f"{caller}: {place} is {whose}{kind[1]}, which gathers all ranks' rows by itself. {caller} gathers them, too: "
-            "each row would count once for every rank, and the value would be wrong. Pass the bare "
+            f"{caller}: {place} is {library}{kind[1]}, which gathers all ranks' rows. {caller} gathers them, too: each row "
+            "would count once for every rank, and the value would be wrong. Pass the bare "
             f"{'loss' if kind in _LOSSES else 'miner'} there; {caller}, outermost, is enough."
         )
     return x
 
 
 def _inside(x: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """An object and what it is made of, with the place of each as code spells it."""
-    if id(x) in seen:
+    """Yield an object and its parts, each with the expression that reaches it."""
+    if id(x) in seen:  # ids: parts may refer to each other, be unhashable, or compare elementwise
         return
     seen.add(id(x))
     yield place, x
@@ -90,6 +91,7 @@ def _inside(x: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(x: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of an object, each with the suffix of its expression."""
     if isinstance(x, nn.Module):
         inside = {**vars(x).get("_modules", {}), **vars(x)}
         hidden = ("_parameters", "_buffers", "_modules")
@@ -107,26 +109,26 @@ def _parts(x: Any) -> Iterator[tuple[str, Any]]:
         yield ".keywords", x.keywords
     elif isinstance(x, types.MethodType):
         yield from _wrappers((".__self__", x.__self__))
-    elif isinstance(
-        x, types.FunctionType
-    ):  # of a function nothing but what it calls by itself: others may be a trainer
+    elif isinstance(x, types.FunctionType):
+        # only wrappers that it closes over: any other object may be a trainer, whose parts are none of the loss's
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         yield from _wrappers(*((f"'s {name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)))
 
 
 def _wrappers(*found: tuple[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return those that are wrappers themselves."""
     return ((name, x) for name, x in found if _kind(x) in _LOSSES | _MINERS)
 
 
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # a variable that is bound later
+    except ValueError:  # the variable has no value yet
         return False
 
 
 def _kind(x: Any) -> tuple[str, str]:
-    """Package and name of the wrapper class that x is of, or that its class is derived from."""
+    """Return package and name of the wrapper class that x is an instance of; empty strings if it is none."""
     for kind in type(x).__mro__:
         found = kind.__module__.partition(".")[0], kind.__name__
         if found in _LOSSES | _MINERS:

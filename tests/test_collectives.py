@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import contrastive_zoo as cz
 from contrastive_zoo import world as world_module
-from contrastive_zoo.collectives.adjoints import winners
+from contrastive_zoo.collectives.adjoints import extreme_shares
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
@@ -31,11 +31,11 @@ ROOTS = st.integers(0, 3)
 
 @dataclass(frozen=True)
 class Collective:
-    """One of them in one mode, on this rank's x.
+    """One collective in one mode, on this rank's x.
 
     Args:
         run: ``run(x, at)``.
-        expected: from everybody's x, what every rank gets.
+        expected: computes every rank's result from all ranks' x.
         wrong_adjoint: ``wrong_adjoint(dy, x, at)``, a mistake that people make.
         brings: how many rows each rank brings: its ``"own"``, as many as ``"all"``, or all on the root, one elsewhere.
     """
@@ -48,7 +48,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class At:
-    """Where the rows are, and who is the root."""
+    """The shard sizes, and the root."""
 
     sizes: tuple[int, ...]
     root: int = 0
@@ -190,7 +190,7 @@ def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed,
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 @pytest.mark.parametrize("run", [cz.all_reduce, cz.reduce, cz.reduce_scatter], ids=lambda run: run.__name__)
-def test_a_mean_of_whole_numbers_is_on_one_process_what_it_is_on_two(run, dtype, worlds: Worlds) -> None:
+def test_a_mean_of_integers_is_the_same_on_one_process_and_two(run, dtype, worlds: Worlds) -> None:
     def job() -> list:
         results: list[Tensor] = []
         shards = (
@@ -204,7 +204,7 @@ def test_a_mean_of_whole_numbers_is_on_one_process_what_it_is_on_two(run, dtype,
         close(found, expected)
 
 
-def test_numbers_that_round_are_summed_in_32_bits(worlds: Worlds) -> None:
+def test_16_bit_numbers_are_summed_in_32_bits(worlds: Worlds) -> None:
     # bfloat16 counts 256, 258, 260: 256 + 1 is 256 again, but 256 + 1 + 1 + 1 is 259 and rounds once, to 260
     def job() -> list[list[float]]:
         x = torch.ones(4, dtype=torch.bfloat16)
@@ -247,7 +247,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_may_lie_in_memory_as_they_like(layout: str, worlds: Worlds) -> None:
+def test_rows_may_have_any_strides(layout: str, worlds: Worlds) -> None:
     def brought(rank: int) -> Tensor:
         return LAYOUTS[layout](numbers(4, 4, seed=rank))
 
@@ -318,7 +318,7 @@ def test_the_backward_pass_is_the_adjoint(name: str, sizes, root, worlds: Worlds
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_wrong_adjoint_is_caught(name: str, worlds: Worlds) -> None:
+def test_a_wrong_adjoint_is_detected(name: str, worlds: Worlds) -> None:
     collective = LINEAR[name]
 
     def mutant(x: Tensor, at: At) -> Tensor:
@@ -328,7 +328,7 @@ def test_a_wrong_adjoint_is_caught(name: str, worlds: Worlds) -> None:
 
 
 @given(sizes=st.integers(1, 4).map(lambda size: (1,) * size))
-def test_a_replicated_parameter_gets_everybodys_gradient(sizes, worlds: Worlds) -> None:
+def test_a_replicated_parameter_gets_the_sum_of_all_ranks_gradients(sizes, worlds: Worlds) -> None:
     def job() -> Tensor:
         x = numbers(2, 3, seed=0).requires_grad_()
         y = cz.replicated(x)
@@ -368,12 +368,12 @@ def test_a_sum_goes_backward_through_a_result_without_or_with_one_number(name: s
 
 
 def partial_loss(value: Tensor, rank: int) -> Tensor:
-    """What rank ``rank`` makes of its result."""
+    """Return rank ``rank``'s part of L."""
     return (numbers(*value.shape, seed=40 + rank) * value**2).sum() + value.sin().sum()
 
 
 def one_process(name: str, xs: list[Tensor], at: At, seen_by: Sequence[int]) -> Tensor:
-    """L of everybody's x, on one process; ``seen_by`` counts each rank's part, or only one where all are the same."""
+    """Return L of all ranks' x, on one process; ``seen_by`` counts each rank's part, or one if all are the same."""
     outputs = ALL[name].expected(xs, at)
     return sum((partial_loss(outputs[rank], rank if len(seen_by) > 1 else 0) for rank in seen_by), torch.zeros(()))
 
@@ -426,15 +426,15 @@ def test_complete_means_that_every_rank_computes_the_same_from_the_result(name, 
         close(found, wanted)
 
 
-def test_a_maximum_whose_adjoint_is_a_maximum_is_caught(worlds: Worlds) -> None:
-    """The forward pass's own op reused in the backward pass, and winners that do not share."""
+def test_a_maximum_whose_adjoint_is_a_maximum_is_detected(worlds: Worlds) -> None:
+    """The backward pass uses the forward pass's op, and ties do not share the gradient."""
 
     def job() -> list[Tensor]:
         world = World.of()
         x = torch.tensor([[1.0, 2.0], [2.0, 2.0], [2.0, 0.0]][world.rank]).requires_grad_()
         won = (x.detach() == 2.0).float()
         mutants = [
-            lambda dy: cz.all_reduce(dy, "max") * winners(x, cz.all_reduce(x.detach(), "max"), world),
+            lambda dy: cz.all_reduce(dy, "max") * extreme_shares(x, cz.all_reduce(x.detach(), "max"), world),
             lambda dy: cz.all_reduce(dy) * won,
         ]
         results = [cz.all_reduce(x, "max")]
@@ -526,7 +526,7 @@ def test_a_device_mesh_of_one_dimension_names_a_group(worlds: Worlds) -> None:
         assert "mesh['dp']" in refusal
 
 
-def test_a_process_outside_the_group_is_told(worlds: Worlds) -> None:
+def test_a_process_outside_the_group_raises(worlds: Worlds) -> None:
     def job() -> str | None:
         group = dist.new_group([0, 2])
         text = said(lambda: cz.all_reduce(torch.ones(1), process_group=group))
@@ -542,7 +542,7 @@ def test_a_process_outside_the_group_is_told(worlds: Worlds) -> None:
     assert "process 1 is not in the group" in outside
 
 
-def test_a_world_is_taken_as_it_is() -> None:
+def test_a_world_is_returned_unchanged() -> None:
     world = World(0, 1)
     assert World.of(world) is world
 
@@ -567,7 +567,7 @@ WAYS = {
 
 
 def both_ways(job: Callable[[], Any]) -> list[tuple[Any, int]]:
-    """What comes of it if everything goes from rank to rank directly, and if nothing does; and how much did not."""
+    """Return the results with direct messages only, and with none; and the number of other messages."""
     found, before = [], (world_module._SMALL, world_module.all_gather_single, dist.all_reduce)
     try:
         for small in (2**30, -1):
@@ -582,7 +582,7 @@ def both_ways(job: Callable[[], Any]) -> list[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_small_messages_and_large_ones_come_out_alike(name: str, worlds: Worlds) -> None:
+def test_small_and_large_messages_give_the_same_result(name: str, worlds: Worlds) -> None:
     run, expected = WAYS[name]
     of_ranks = worlds.run(3, lambda: both_ways(lambda: run(numbers(4, 2, seed=dist.get_rank()))))
     for (direct, few), (round_the_ring, many) in of_ranks:
@@ -592,7 +592,7 @@ def test_small_messages_and_large_ones_come_out_alike(name: str, worlds: Worlds)
 
 
 @pytest.mark.parametrize("make", [cz.NTXent, cz.Clip], ids=lambda make: make.__name__)
-def test_losses_of_small_and_large_messages_come_out_alike(make: Callable[[], Any], worlds: Worlds) -> None:
+def test_losses_of_small_and_large_messages_are_equal(make: Callable[[], Any], worlds: Worlds) -> None:
     sizes = (3, 0, 2)
     views = numbers(2, 5, 4, seed=1)
 
@@ -657,7 +657,7 @@ def good() -> list[float]:
 
 
 @pytest.mark.parametrize("mistake", SAME_MISTAKE)
-def test_a_mistake_of_all_ranks_is_one_sentence(mistake: str, worlds: Worlds) -> None:
+def test_the_same_mistake_on_all_ranks_raises_once_without_ranks(mistake: str, worlds: Worlds) -> None:
     bad, words = SAME_MISTAKE[mistake]
     text, after = complaint(worlds, 2, bad, good)
     assert words in text
@@ -716,7 +716,7 @@ DISAGREE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("mistake", DISAGREE)
-def test_ranks_that_disagree_raise_the_same_sentence(mistake: str, worlds: Worlds) -> None:
+def test_ranks_that_disagree_raise_the_same_error(mistake: str, worlds: Worlds) -> None:
     bad, words = DISAGREE[mistake]
     text, after = complaint(worlds, 3, bad, good)
     assert all(word in text for word in words), text

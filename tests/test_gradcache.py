@@ -1,4 +1,4 @@
-"""A step through chunks leaves behind what a step at once leaves behind: gradients, random numbers, buffers."""
+"""A step in chunks has the effects of a step at once: gradients, random numbers, buffers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import contrastive_zoo as cz
-from contrastive_zoo import gradcache
-from contrastive_zoo.gradcache import GradCache, cached_step
+from contrastive_zoo.gradcache import GradCache, cached_step, chunked_encoder
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, complaint, distance, mine, numbers
@@ -132,7 +131,7 @@ def test_grad_output_is_honoured(factor: float) -> None:
     same([*gradients(cached), loss_fn.temperature.log_scale.grad], expected)
 
 
-def test_gradients_add_up_and_may_be_asked_for() -> None:
+def test_gradients_accumulate_and_autograd_grad_returns_them() -> None:
     x, loss_fn = numbers(6, IN, seed=0), cz.SupCon()
     at_once, cached = mlp(), mlp()
     encode = GradCache(cached, 4)
@@ -165,7 +164,7 @@ def test_frozen_parameters_and_no_grad() -> None:
     assert not GradCache(model.requires_grad_(False), 2)(x).requires_grad
 
 
-def test_outputs_that_are_no_rows_of_numbers_have_no_gradient() -> None:
+def test_integer_outputs_have_no_gradient() -> None:
     class WithLengths(nn.Linear):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"z": super().forward(x), "lengths": torch.full((len(x),), IN)}
@@ -179,7 +178,7 @@ def test_outputs_that_are_no_rows_of_numbers_have_no_gradient() -> None:
 
 
 def chunk_by_chunk(model: nn.Module, x: Tensor, chunk_size: int, loss_fn: Callable[..., Tensor]) -> None:
-    """The step that is replayed: all chunks with a graph, at once in memory."""
+    """Run the reference step: all chunks with a graph, in memory at once."""
     loss_fn(torch.cat([model(part) for part in x.split(chunk_size)])).backward()
 
 
@@ -196,13 +195,13 @@ def test_dropout_is_the_same_in_both_passes() -> None:
 
     other = mlp(nn.Dropout(0.5))
     torch.manual_seed(5)
-    with patch.object(gradcache, "_set_random_states", lambda *_: None):
+    with patch.object(chunked_encoder, "set_random_states", lambda *_: None):
         cached_step(other, x.split(3), lambda z: z.exp().mean())
     assert max(distance(a, b) for a, b in zip(gradients(other), gradients(plain), strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["spectral norm", "batch norm"])
-def test_buffers_move_once(kind: str) -> None:
+def test_buffers_are_updated_once(kind: str) -> None:
     def make() -> nn.Module:
         model = mlp(nn.BatchNorm1d(6)) if kind == "batch norm" else mlp()
         if kind == "spectral norm":
@@ -258,20 +257,20 @@ def _plain(model: nn.Module, x: Tensor, scaler: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------------- several ranks
 
-WAYS = ["DDP inside", "DDP around", "DDP, cached_step", "DDP, chunks or none", "by hand", "by hand, cached_step"]
+SETUPS = ["DDP inside", "DDP around", "DDP, cached_step", "DDP, chunks or none", "by hand", "by hand, cached_step"]
 
 
-def step_on_ranks(way: str, shards: tuple[int, ...], chunk_size: int) -> tuple[float, Gradients, float, int]:
-    """On every rank: value, gradients, the temperature's gradient, and how often gradients travelled."""
+def step_on_ranks(setup: str, shards: tuple[int, ...], chunk_size: int) -> tuple[float, Gradients, float, int]:
+    """Return value, gradients, the temperature's gradient, and how often DDP reduced gradients, on every rank."""
     rank = dist.get_rank()
     model = mlp()
     loss_fn = cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature(0.5))).double()
     x, y = (mine(part, shards) for part in (numbers(sum(shards), IN, seed=0), labels(sum(shards))))
-    travelled = 0
+    reductions = 0
 
     def count(_, bucket):
-        nonlocal travelled
-        travelled += 1
+        nonlocal reductions
+        reductions += 1
         return dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True).get_future().then(_first)
 
     def ddp(module: nn.Module) -> nn.Module:
@@ -280,40 +279,40 @@ def step_on_ranks(way: str, shards: tuple[int, ...], chunk_size: int) -> tuple[f
         return wrapped
 
     size = chunk_size + rank  # ranks need not even agree on the size of a chunk
-    inside = "DDP" in way and way != "DDP around"
+    inside = "DDP" in setup and setup != "DDP around"
     encode = GradCache(ddp(model) if inside else model, size)
-    if way == "DDP around":
+    if setup == "DDP around":
         encode = ddp(encode)
-    chunks = [] if way == "DDP, chunks or none" and not len(x) else x.split(size)
-    if "cached_step" in way or "none" in way:
+    chunks = [] if setup == "DDP, chunks or none" and not len(x) else x.split(size)
+    if "cached_step" in setup or "none" in setup:
         value = cached_step(encode.model, chunks, loss_fn, y)
     else:
         value = loss_fn(encode(x), y)
         value.backward()
-    if "by hand" in way:
+    if "by hand" in setup:
         cz.average_gradients(model)
-    return value.item(), gradients(model), loss_fn.loss.temperature.log_scale.grad.item(), travelled
+    return value.item(), gradients(model), loss_fn.loss.temperature.log_scale.grad.item(), reductions
 
 
 def _first(future: Any) -> Tensor:
     return future.value()[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setup", SETUPS)
 @given(shards=splits((1, 2, 3), least=2, most=7), chunk_size=st.integers(1, 3))
-def test_gradients_are_those_of_one_process_at_once(way: str, shards, chunk_size: int, worlds: Worlds) -> None:
+def test_gradients_are_those_of_one_process_at_once(setup: str, shards, chunk_size: int, worlds: Worlds) -> None:
     n = sum(shards)
     model, loss_fn = mlp(), cz.SupCon(temperature=cz.LearnableTemperature(0.5)).double()
     expected = loss_fn(model(numbers(n, IN, seed=0)), labels(n))
     expected.backward()
-    for value, found, temperature, travelled in worlds.run(len(shards), step_on_ranks, way, shards, chunk_size):
+    for value, found, temperature, reductions in worlds.run(len(shards), step_on_ranks, setup, shards, chunk_size):
         assert value == pytest.approx(expected.item(), abs=1e-10)
         assert temperature == pytest.approx(loss_fn.temperature.log_scale.grad.item(), abs=1e-10)
         same(found, gradients(model))
-        assert travelled == ("DDP" in way)  # one bucket, once
+        assert reductions == ("DDP" in setup)  # one bucket, once
 
 
-def test_two_towers_under_ddp_travel_once_also_with_uneven_numbers_of_chunks(worlds: Worlds) -> None:
+def test_ddp_reduces_two_towers_once_with_uneven_numbers_of_chunks(worlds: Worlds) -> None:
     def job(shared: bool) -> tuple[list[Gradients], int]:
         rank, counted = dist.get_rank(), []
         x, y = (mine(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in (0, 1))
@@ -334,14 +333,14 @@ def test_two_towers_under_ddp_travel_once_also_with_uneven_numbers_of_chunks(wor
         left, right = mlp(seed=1), mlp(seed=1 if shared else 2)
         towers = (left, left) if shared else (left, right)
         cz.InfoNCE()(*(tower(numbers(8, IN, seed=seed)) for seed, tower in enumerate(towers))).backward()
-        for found, travelled in worlds.run(3, job, shared):
-            assert travelled == len(found)
+        for found, reductions in worlds.run(3, job, shared):
+            assert reductions == len(found)
             for gradient, tower in zip(found, towers, strict=False):
                 same(gradient, gradients(tower))
 
 
 def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> None:
-    """A spectral norm's vectors move with each forward pass; DDP copies rank 0's to all before."""
+    """Each forward pass updates a spectral norm's vectors; DDP copies rank 0's to all ranks before."""
 
     def job(cached: bool) -> tuple[Gradients, Gradients]:
         torch.manual_seed(0)
@@ -366,7 +365,7 @@ def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> No
         same(found[1], expected[1])
 
 
-def test_the_hooks_of_fsdp_collect_gradients(worlds: Worlds) -> None:
+def test_hooks_of_fsdp_collect_gradients(worlds: Worlds) -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
 
     def job() -> Gradients:
@@ -400,7 +399,7 @@ def _odd() -> tuple[Tensor, Tensor]:
 
 BAD: dict[str, Callable[[], Any]] = {
     "the global batch is empty": lambda: cached_step(mlp(), [], torch.sum),
-    "Bring an empty one there": lambda: cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
+    "Pass an empty chunk there": lambda: cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
     "chunks carry a gradient": lambda: cached_step(
         mlp(), [numbers(2, IN, seed=0).requires_grad_(dist.get_rank() == 1)], torch.sum
     ),

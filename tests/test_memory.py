@@ -1,4 +1,4 @@
-"""Memory is linear in the number of rows: no N × N matrix is ever held."""
+"""Memory is linear in the batch: no N × N matrix is stored."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 ROWS, BUDGET, LIMIT = 8_192, 32 * 2**20, 100 * 2**20
-"""The matrix of their similarities has 256 MiB in float32, of which the budget keeps an eighth."""
+"""Their similarity matrix has 256 MiB in float32; the budget allows an eighth of it."""
 
 MEASURE = """
 import gc, re, sys
@@ -43,7 +43,7 @@ CALLS = {
 
 
 def peak(name: str, rows: int = ROWS) -> int:
-    """Bytes beyond what the process held before, at the highest."""
+    """Return the peak of additional bytes."""
     script = textwrap.dedent(MEASURE).format(call=CALLS[name], rows=rows, budget=BUDGET)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -60,5 +60,5 @@ def test_forward_and_backward_stay_linear_in_the_rows(name: str) -> None:
 
 
 @linux
-def test_a_dense_matrix_would_be_seen() -> None:
+def test_a_dense_matrix_is_detected() -> None:
     assert peak("dense", 3 * ROWS // 4) > 3 * LIMIT

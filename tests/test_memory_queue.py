@@ -1,4 +1,4 @@
-"""The memory holds what one process would remember, and a loss against it is one function on every number of ranks."""
+"""The memory holds what it holds on one process, and a loss against it is the same function on any number of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ D = 3
 
 
 def one_by_one(size: int, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """What a ring holds after these rows, entered one after the other; by slot."""
+    """Return the content of a ring by slot, after these rows have entered one by one."""
     slots: dict[int, tuple[Tensor, Tensor]] = {}
     for turn, pair in enumerate(zip(rows, labels, strict=True)):
         slots[turn % size] = pair
@@ -47,7 +47,7 @@ def one_by_one(size: int, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
 
 
 def enqueued(size: int, steps: list[tuple[int, ...]], masked: bool) -> tuple[dict[str, Tensor], list[Tensor], int]:
-    """On every rank: its ring after these steps, and where its own rows went."""
+    """Return each rank's ring after these steps, and the slots of its own rows."""
     memory = MemoryQueue(size, D, dtype=torch.float64)
     slots = []
     for step, shards in enumerate(steps):
@@ -68,7 +68,7 @@ def batch(step: int, n: int, masked: bool = False) -> tuple[Tensor, Tensor, Tens
     size=st.integers(1, 12),
     masked=st.booleans(),
 )
-def test_the_ring_holds_what_entered_last(steps, size, masked, worlds: Worlds) -> None:
+def test_the_ring_holds_the_last_embeddings(steps, size, masked, worlds: Worlds) -> None:
     batches = [batch(step, sum(shards), masked) for step, shards in enumerate(steps)]
     rows = torch.cat([x[mask] for x, _, mask in batches])
     labels = torch.cat([y[mask] for _, y, mask in batches])
@@ -82,7 +82,7 @@ def test_the_ring_holds_what_entered_last(steps, size, masked, worlds: Worlds) -
 
 
 @given(shards=splits((1, 2, 3), least=1), size=st.integers(1, 12), masked=st.booleans())
-def test_slots_say_where_my_rows_are(shards, size, masked, worlds: Worlds) -> None:
+def test_slots_index_the_local_rows(shards, size, masked, worlds: Worlds) -> None:
     found = worlds.run(len(shards), enqueued, size, [(3,) + (0,) * (len(shards) - 1), shards], masked)
     rows, _, mask = batch(1, sum(shards), masked)
     slots = torch.cat([slots[1] for _, slots, _ in found])
@@ -92,7 +92,7 @@ def test_slots_say_where_my_rows_are(shards, size, masked, worlds: Worlds) -> No
     assert not there[~mask].any()
 
 
-def test_a_saved_ring_goes_on_bit_by_bit_on_another_number_of_ranks(worlds: Worlds) -> None:
+def test_a_saved_ring_continues_bit_by_bit_on_another_number_of_ranks(worlds: Worlds) -> None:
     def first(steps: list[tuple[int, ...]]) -> bytes:
         file = io.BytesIO()
         memory = MemoryQueue(7, D, dtype=torch.float64)
@@ -158,7 +158,7 @@ def labelled(step: int, n: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all enter", "some enter"])
 @pytest.mark.parametrize(("name", "kept", "miner"), PML, ids=lambda x: x if isinstance(x, str) else "")
-def test_losses_from_elsewhere_compare_as_in_pytorch_metric_learning(name, kept, miner, masked: bool) -> None:
+def test_third_party_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, masked: bool) -> None:
     from pytorch_metric_learning.losses import CrossBatchMemory as Theirs
 
     inner, mined = pml(name, kept, miner)
@@ -226,7 +226,7 @@ def dense_batch_hard(z: Tensor, labels: Tensor, memory: Tensor, remembered: Tens
 
 
 @pytest.mark.parametrize("size", [1, 4, 9, 100])
-def test_a_row_loss_meets_the_memory_without_its_own_copy(size: int) -> None:
+def test_a_row_loss_is_compared_with_the_memory_without_its_own_copy(size: int) -> None:
     ours = CrossBatchMemory(BatchHard().double(), size, D, dtype=torch.float64)
     entered = 0
     for step, n in enumerate([5, 3, 7, 1]):
@@ -255,13 +255,13 @@ def test_a_row_loss_meets_the_memory_without_its_own_copy(size: int) -> None:
         BatchHard,
     ],
 )
-def test_a_memory_that_holds_the_batch_alone_is_the_batch(make: Callable[[], nn.Module]) -> None:
+def test_a_memory_of_the_batch_alone_equals_the_batch(make: Callable[[], nn.Module]) -> None:
     rows, labels = labelled(0, 9)
     close(CrossBatchMemory(make().double(), 20, D, dtype=torch.float64)(rows, labels), make().double()(rows, labels))
 
 
 def moco(queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
-    """MoCo's loss, as its authors' code has it: a query's own key against the queue alone."""
+    """MoCo's loss as in its authors' code: a query's own key against the queue alone."""
     q, k, x = (F.normalize(rows, dim=1) for rows in (queries, keys, negatives))
     logits = torch.cat([(q * k).sum(1, keepdim=True), q @ x.T], 1) / 0.2
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.int64))
@@ -278,7 +278,7 @@ def test_negatives_are_earlier_keys(inner: Any) -> None:
         earlier.append(keys)
 
 
-def test_without_negatives_in_the_batch_info_nce_is_mocos() -> None:
+def test_without_in_batch_negatives_info_nce_equals_moco() -> None:
     inner = cz.InfoNCE(temperature=0.2, in_batch_negatives=False)
     ours, theirs = (CrossBatchMemory(x, 9, D, dtype=torch.float64) for x in (inner, moco))
     for step, n in enumerate([4, 3, 6, 2]):
@@ -430,7 +430,7 @@ def test_every_invariant_holds(recipe: Recipe, shards: tuple[int, ...], worlds: 
 
 
 class State(NamedTuple):
-    """All there is to a run."""
+    """The full state of a run."""
 
     step: int
     encoder: dict[str, Tensor]
@@ -509,7 +509,7 @@ def spoilt_states() -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("text", spoilt_states())
 @pytest.mark.parametrize("inside", [False, True], ids=["queue", "memory"])
-def test_a_state_that_makes_no_sense_is_refused_and_leaves_the_ring(text: str, inside: bool) -> None:
+def test_an_impossible_state_is_refused_and_changes_nothing(text: str, inside: bool) -> None:
     whole = CrossBatchMemory(cz.SupCon(), 4, 2)
     memory = whole.memory
     memory.enqueue(numbers(3, 2, seed=0), torch.arange(3))
@@ -522,7 +522,7 @@ def test_a_state_that_makes_no_sense_is_refused_and_leaves_the_ring(text: str, i
         assert torch.equal(x, before[name]), name
 
 
-def test_states_that_make_sense_are_taken() -> None:
+def test_possible_states_are_loaded() -> None:
     for count in (0, 2, 4, 7):
         memory, other = (MemoryQueue(4, 2, dtype=torch.float64) for _ in range(2))
         memory.enqueue(numbers(count, 2, seed=0), torch.arange(count))
@@ -551,7 +551,7 @@ def test_the_momentum_encoder_is_a_moving_average() -> None:
 
 
 @pytest.mark.parametrize(("momentum", "same"), [(1.0, False), (0.0, True)])
-def test_its_extremes_are_exact(momentum: float, same: bool) -> None:
+def test_momentum_0_and_1_are_exact(momentum: float, same: bool) -> None:
     encoder = nn.Linear(3, 3)
     keys = MomentumEncoder(encoder, momentum=momentum)
     before = copy.deepcopy(keys.state_dict())
@@ -560,7 +560,7 @@ def test_its_extremes_are_exact(momentum: float, same: bool) -> None:
     assert torch.equal(keys.encoder.weight, encoder.weight if same else before["encoder.weight"])
 
 
-def test_its_buffers_are_its_own_or_copied() -> None:
+def test_the_momentum_encoders_buffers_are_its_own_or_copied() -> None:
     for buffers in ("own", "copy"):
         encoder = nn.BatchNorm1d(2)
         keys = MomentumEncoder(encoder, buffers=buffers)
@@ -572,7 +572,7 @@ def test_its_buffers_are_its_own_or_copied() -> None:
         assert torch.allclose(theirs, torch.full((2,), 0.1 if buffers == "own" else 0.5))
 
 
-def test_it_takes_ddp_off(worlds: Worlds) -> None:
+def test_the_momentum_encoder_copies_without_ddp(worlds: Worlds) -> None:
     def job() -> list[str]:
         model = DistributedDataParallel(nn.Linear(2, 2))
         keys = MomentumEncoder(model)
@@ -666,7 +666,7 @@ def test_bad_rows_are_refused_on_every_rank_and_nothing_enters(text: str, worlds
     assert text in said
 
 
-def test_memories_that_differ_are_found(worlds: Worlds) -> None:
+def test_memories_that_differ_are_refused(worlds: Worlds) -> None:
     def bad() -> None:
         loss = CrossBatchMemory(cz.SupCon(), 8, D)
         loss.memory.pointer.fill_(dist.get_rank())

@@ -4,8 +4,8 @@ from typing import get_type_hints
 
 from pytorch_metric_learning import losses
 
-from contrastive_zoo.adapters import pml_native, pml_sharded
-from contrastive_zoo.adapters.pml_native import REFUSED, TRANSLATED
+from contrastive_zoo.adapters import pml_sharded
+from contrastive_zoo.adapters.pml_native.translation import COMPOSITES, NO_LOSS, REFUSED, TRANSLATED
 
 
 def as_markdown() -> str:
@@ -18,12 +18,12 @@ def as_markdown() -> str:
         | `AngularLoss` | it compares unit rows with negatives that are not normalised, this library's all unit rows. | yes |
     """
     lines = ["| pytorch-metric-learning | native | sharded |", "|---|---|---|"]
-    no_losses = {kind for kind, why in REFUSED.items() if why == pml_native._NO_LOSS}
+    no_losses = {kind for kind, why in REFUSED.items() if why == NO_LOSS}
     for kind in sorted({*TRANSLATED, *REFUSED} - no_losses, key=lambda x: x.__name__):
         native = f"`{get_type_hints(TRANSLATED[kind])['return'].__name__}`" if kind in TRANSLATED else REFUSED[kind]
         if kind is losses.SelfSupervisedLoss:
             native = "`NTXent`, `InfoNCE`, or what its loss is, called with views"
-        sharded = "as its losses" if kind in pml_native._OF_OTHERS else pml_sharded.REFUSED.get(kind, "yes")
+        sharded = "as its losses" if kind in COMPOSITES else pml_sharded.REFUSED.get(kind, "yes")
         lines.append(f"| `{kind.__name__}` | {native} | {sharded} |")
     return "\n".join(lines) + "\n"
 

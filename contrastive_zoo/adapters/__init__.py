@@ -1,1 +1,1 @@
-"""Losses of other libraries, whole. Each module imports its library; none is imported before it is asked for."""
+"""Adapters for losses of other libraries. Each module imports its library, so import only the one that you use."""

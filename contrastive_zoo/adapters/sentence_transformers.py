@@ -1,8 +1,8 @@
-"""Losses of sentence-transformers on the sentences of all ranks; called, and trained with, as they are.
+"""Losses of sentence-transformers on the sentences of all ranks, with unchanged calls and trainers.
 
-Such a loss holds its encoder and calls it itself, on tokens. Tokens are not gathered: during the call the encoder
-returns all ranks' embeddings of a column, gathered in rank order. What the loss then does with them (rank, weigh,
-classify, truncate) every rank does alike, and so each holds the complete gradient.
+Such a loss holds its encoder and calls it on tokens. Tokens are not gathered: during the call the encoder returns all
+ranks' embeddings of a column, gathered in rank order. Every rank then computes the same loss from them, and so holds the
+complete gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,40 +24,40 @@ from contrastive_zoo.wrapper_options import GradReduction
 
 
 class DistributedSentenceLoss(nn.Module):
-    """A loss of sentence-transformers as a function of the sentences of all ranks.
+    """Compute a loss of sentence-transformers on the sentences of all ranks.
 
-    L is what ``loss(sentence_features, labels)`` returns on one process that holds all ranks' rows, in rank order. For
-    every split of the rows every rank returns L; after the trainer's reduction the encoder's gradient is ∂L/∂θ; the
-    gradient of the loss's own parameters (a classifier, a projection) is ∂L/∂φ on every rank, before any reduction.
-    These parameters and the loss's buffers are rank 0's from the first call between ranks on. On one process nothing
-    changes.
+    Let L be the value of ``loss(sentence_features, labels)`` on one process that holds all ranks' rows in rank order. For
+    every split of the rows, every rank returns L. After the gradient all-reduce of DDP the encoder's gradient is ∂L/∂θ.
+    The gradient of the loss's own parameters (a classifier, a projection) is ∂L/∂φ on every rank, before any reduction.
+    The first call with several ranks copies these parameters and the loss's buffers from rank 0. One process computes
+    ``loss`` unchanged.
 
-    The trainer finds everything where the loss has it: ``model``, to put DDP in its place (also for losses that call
-    their encoder otherwise), ``get_config_dict()``, ``citation``, parameters. Of losses that contain others
-    (MatryoshkaLoss) wrap the outermost one. What the encoder draws, dropout say, is each rank's own.
+    The wrapper has the loss's attributes, so a trainer works unchanged: it replaces ``model`` by DDP (whatever name the
+    loss gives its encoder) and reads ``get_config_dict()``, ``citation`` and parameters. Of losses that contain others
+    (MatryoshkaLoss) wrap the outermost one. Each rank draws its own dropout masks in the encoder.
 
     Args:
         loss: any loss around a ``SentenceTransformer`` that asks it for ``sentence_embedding``.
-        process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
-            the call.
-        grad_reduction: what the trainer does with the ranks' gradients; ``SentenceTransformerTrainer`` averages,
+        process_group: the ranks: a process group, a 1-d DeviceMesh, or None for the default group at the time of the
+            call.
+        grad_reduction: how the trainer reduces the ranks' gradients; ``SentenceTransformerTrainer`` averages them,
             ``"mean"``. ``"sum"``: a sum communication hook, a divide factor of 1.
         check_finite: whether embeddings with NaN or infinite values are refused.
 
     Raises:
         ValueError: an unknown ``grad_reduction``; a loss without a ``SentenceTransformer``, one that recomputes
             embeddings in its backward pass (``Cached…``, mini-batched ``MegaBatchMarginLoss``), one with
-            ``gather_across_devices=True``, one that trains two encoders or a decoder. At the call, if there are several
-            ranks, on every rank alike: ranks that bring different columns, widths or dtypes, columns or labels that are
-            not one per row, NaN or infinite embeddings, no rows at all; ``AdaptiveLayerLoss`` around a compiled encoder.
+            ``gather_across_devices=True``, one that trains two encoders or a decoder. At the call with several ranks, on
+            every rank alike: ranks that differ in columns, widths or dtypes, columns or labels that are not one per row,
+            NaN or infinite embeddings, an empty global batch; ``AdaptiveLayerLoss`` around a compiled encoder.
 
     Example:
         >>> import torch
         >>> from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
-        >>> class Read(nn.Module):                     # an encoder of numbers instead of words
+        >>> class Identity(nn.Module):                 # an encoder of numbers instead of words
         ...     def forward(self, features):
         ...         return {"sentence_embedding": features["x"]}
-        >>> loss_fn = DistributedSentenceLoss(CosineSimilarityLoss(SentenceTransformer(modules=[Read()], device="cpu")))
+        >>> loss_fn = DistributedSentenceLoss(CosineSimilarityLoss(SentenceTransformer(modules=[Identity()], device="cpu")))
         >>> loss_fn([{"x": torch.eye(2)}, {"x": torch.ones(2, 2)}], torch.ones(2))      # (1 − 1/√2)²
         tensor(0.0858)
     """
@@ -79,7 +79,7 @@ class DistributedSentenceLoss(nn.Module):
         encoders = _encoders(loss)
         if problem := _problem(loss, encoders):
             raise ValueError(f"DistributedSentenceLoss: {type(loss).__name__} {problem}")
-        # first, so that parameters of the encoder are called as in the bare loss
+        # first, so that the encoder's parameters have the same names as in the bare loss
         self.model: nn.Module = encoders["model"] if "model" in encoders else next(iter(encoders.values()))
         self.loss = loss
         self.process_group = process_group
@@ -87,10 +87,10 @@ class DistributedSentenceLoss(nn.Module):
         self.check_finite = check_finite
         self._guides = [x for x in encoders.values() if x is not self.model]
         self._holders = [(x, name) for x in loss.modules() for name, y in x.named_children() if y is self.model]
-        self._in_step = False
+        self._parameters_are_equal = False
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
-        """The loss of all ranks' rows, from the local ones.
+        """Return the loss of all ranks' rows, given the local ones.
 
         Args:
             sentence_features: for each column the encoder's inputs for the local rows.
@@ -98,66 +98,66 @@ class DistributedSentenceLoss(nn.Module):
         """
         world = World.of(self.process_group)
         session = Session(world.rank, world.size, world.group, Options(self.check_finite))
-        for module, attribute in self._holders:  # a trainer puts DDP into ``model`` and into no other attribute
+        for module, attribute in self._holders:  # a trainer replaces ``model`` by DDP, and no other attribute
             setattr(module, attribute, self.model)
         if session.size == 1:
             return self.loss(sentence_features, labels)
-        value = self._together(list(sentence_features), labels, session)
+        value = self._of_all_ranks(list(sentence_features), labels, session)
         if self.grad_reduction == "sum":
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
 
-    def _together(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
-        """The loss on all ranks' embeddings and labels, computed by every rank alike."""
+    def _of_all_ranks(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
+        """Return the loss on all ranks' embeddings and labels; every rank computes the same."""
         name, encoder = type(self.loss).__name__, _core(self.model)
-        brought = {"labels": labels} if isinstance(labels, Tensor) else {}
+        named = {"labels": labels} if isinstance(labels, Tensor) else {}
         problem = _problem_compiled(self.loss, encoder)
         settings = {"grad_reduction": self.grad_reduction, "number of columns": len(columns)}
-        known = meet(name, brought, world=world, problem=problem, settings=settings)
-        rows = known[0] if known else None
+        found = meet(name, named, world=world, problem=problem, settings=settings)
+        rows = found[0] if found else None
         if isinstance(labels, Tensor) and rows is not None:
             refuse_empty(name, rows)
             labels = all_gather(labels, gradient="complete", shards=rows, process_group=world)
-        self._meet_parameters(encoder, world)
+        self._copy_parameters_from_rank_0(encoder, world)
 
         device = next((x.device for x in self.model.parameters()), None)
-        with ExitStack() as stream, ExitStack() as patches:
+        with ExitStack() as shared_stream, ExitStack() as patches:
 
             def gathered_encode(encode: Callable[..., Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal rows
-                stream.close()  # encoders draw by themselves, losses together
+                shared_stream.close()  # encoders draw from each rank's own generator, losses from rank 0's
                 output = encode(*args, **kwargs)
                 z, rows = _gathered(name, output["sentence_embedding"], rows, world)
-                stream.enter_context(one_stream(world, device))
+                shared_stream.enter_context(one_stream(world, device))
                 return {**output, "sentence_embedding": z}
 
             for model in (encoder, *self._guides):
-                patches.enter_context(_answering(model, gathered_encode))
-            # merged columns would come back column by column within each rank
+                patches.enter_context(_patched_forward(model, gathered_encode))
+            # a merged call would return the columns of one rank after the other, not all ranks' rows of a column
             patches.enter_context(column_merging_disabled())
-            stream.enter_context(one_stream(world, device))
+            shared_stream.enter_context(one_stream(world, device))
             return self.loss(columns, labels)
 
     def __getattr__(self, name: str) -> Any:
-        """What is not ours is the loss's: ``get_config_dict``, ``citation``, its settings."""
+        """Return the loss's attribute: ``get_config_dict``, ``citation``, its settings."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("loss"), name)
 
-    def _meet_parameters(self, encoder: nn.Module, world: World) -> None:
-        """Start every rank from rank 0's parameters of the loss: ranks with different seeds drew different ones."""
-        if self._in_step:
+    def _copy_parameters_from_rank_0(self, encoder: nn.Module, world: World) -> None:
+        """Copy the loss's own parameters and buffers from rank 0, once: ranks with different seeds drew different ones."""
+        if self._parameters_are_equal:
             return
-        encoders = {id(x) for model in (encoder, *self._guides) for x in (*model.parameters(), *model.buffers())}
+        of_encoders = {x for model in (encoder, *self._guides) for x in (*model.parameters(), *model.buffers())}
         for x in (*self.loss.parameters(), *self.loss.buffers()):
-            if id(x) not in encoders:
+            if x not in of_encoders:
                 x.data.copy_(broadcast(x.detach(), process_group=world))
-        self._in_step = True
+        self._parameters_are_equal = True
 
 
 def _encoders(loss: nn.Module) -> dict[str, nn.Module]:
-    """The sentence encoders that a loss, or a loss within it, holds, by the attribute's name."""
+    """Return the sentence encoders of a loss and of the losses inside it, by attribute name."""
     found: dict[str, nn.Module] = {}
     for name, child in loss.named_children():
         if isinstance(child, SentenceTransformer):
@@ -168,7 +168,7 @@ def _encoders(loss: nn.Module) -> dict[str, nn.Module]:
 
 
 def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
-    """Why the loss cannot be computed from all ranks' embeddings, in words; None if it can."""
+    """Return why the loss cannot be computed from all ranks' embeddings, in words; None if it can."""
     parts = list(loss.modules())
     if not encoders:
         return (
@@ -194,20 +194,21 @@ def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
 
 
 def _problem_compiled(loss: nn.Module, encoder: nn.Module) -> str | None:
+    """Return why the loss does not work with a compiled encoder, in words; None if it does."""
     if not isinstance(encoder, SentenceTransformer) and any(isinstance(x, AdaptiveLayerLoss) for x in loss.modules()):
         return "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
     return None
 
 
 def _core(model: nn.Module) -> nn.Module:
-    """What DDP or FSDP wraps: losses look inside for the layers. Compiled code stays closed."""
+    """Return the encoder inside of DDP or FSDP, whose layers some losses read; a compiled module is returned as it is."""
     while not isinstance(model, SentenceTransformer) and not hasattr(model, "_orig_mod") and hasattr(model, "module"):
         model = cast(nn.Module, model.module)
     return model
 
 
 def _gathered(name: str, z: Tensor, rows: Shards | None, world: World) -> tuple[Tensor, Shards]:
-    """All ranks' embeddings of one column, and their shard sizes, equal to those of the labels or the first column."""
+    """Return all ranks' embeddings of one column, and the shard sizes, equal to those of the labels or first column."""
     problem = None
     if rows is not None and len(z) != rows.size:
         problem = (
@@ -221,14 +222,14 @@ def _gathered(name: str, z: Tensor, rows: Shards | None, world: World) -> tuple[
 
 
 @contextmanager
-def _answering(model: nn.Module, answer: Callable[..., Any]) -> Iterator[None]:
-    """Within it ``model(…)`` is ``answer(forward, …)``."""
-    forward, patched = model.forward, "forward" in vars(model)
-    model.forward = lambda *args, **kwargs: answer(forward, *args, **kwargs)
+def _patched_forward(model: nn.Module, patch: Callable[..., Any]) -> Iterator[None]:
+    """Run the body with ``model(…)`` replaced by ``patch(forward, …)``."""
+    forward, is_instance_attribute = model.forward, "forward" in vars(model)
+    model.forward = lambda *args, **kwargs: patch(forward, *args, **kwargs)
     try:
         yield
     finally:
-        if patched:
+        if is_instance_attribute:
             model.forward = forward
         else:
             del model.forward

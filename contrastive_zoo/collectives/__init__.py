@@ -1,26 +1,26 @@
 """The collectives of torch.distributed as differentiable functions, each with its adjoint beside it.
 
-What "gradient" means here. The ranks together compute one number L. A tensor that lives on several ranks is several
-variables, one per rank, and each rank's gradient is the derivative of L by *its* variable. The adjoint of a collective
-then follows from its matrix: where the forward pass copies, the backward pass sums, and where it sums, it copies.
+The gradient. The ranks together compute one number L. A tensor that lives on several ranks is several variables, one per
+rank, and each rank's gradient is the derivative of L with respect to its own variable. A collective is a linear map, and
+its adjoint is the transposed matrix: if the forward pass copies, the backward pass sums; if it sums, it copies.
 
 | forward                  | backward (``gradient="partial"``) | backward (``gradient="complete"``) |
 |--------------------------|-----------------------------------|------------------------------------|
 | all_reduce(sum)          | all_reduce(sum)                   | the gradient itself                |
 | all_reduce(mean)         | all_reduce(sum) / W               | the gradient itself / W            |
 | all_reduce(max)          | all_reduce(sum), to the winners   | the gradient itself, to the winners|
-| all_gather               | reduce_scatter(sum)               | my own slice                       |
+| all_gather               | reduce_scatter(sum)               | this rank's slice                  |
 | reduce(sum) to dst       | broadcast from dst                |                                    |
 | broadcast from src       | reduce(sum) to src                |                                    |
 | scatter from src         | gather to src                     |                                    |
 | gather to dst            | scatter from dst                  |                                    |
 | reduce_scatter(sum)      | all_gather                        |                                    |
-| replicated (no movement) | all_reduce(sum)                   |                                    |
+| replicated (no message)  | all_reduce(sum)                   |                                    |
 
-``gradient="complete"`` is for results from which every rank computes the *same* thing: each then holds the whole
-derivative already, and summing W equal copies would count it W times.
+``gradient="complete"`` is for results from which every rank computes the same L: each rank then holds the complete
+derivative, and a sum of W equal copies would be W times too large.
 
-Every rank must call the backward pass through what it got, in the same order, as it must the forward pass.
+Every rank must run the backward pass through its result, in the same order, as it must run the forward pass.
 """
 
 from contrastive_zoo.collectives.adjoints import Gradient, gather_together, scale_gradient
@@ -38,12 +38,12 @@ from contrastive_zoo.collectives.functions import (
 )
 from contrastive_zoo.collectives.transport import (
     Reduction,
-    add_up_rows,
     derived,
     exchange_rows,
     extreme_over_ranks,
     gather_rows,
     packed,
+    reduce_scatter_rows,
     scatters_sums,
     start_gather,
 )
@@ -51,7 +51,6 @@ from contrastive_zoo.collectives.transport import (
 __all__ = [
     "Gradient",
     "Reduction",
-    "add_up_rows",
     "all_gather",
     "all_reduce",
     "broadcast",
@@ -65,6 +64,7 @@ __all__ = [
     "packed",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_rows",
     "replicated",
     "scale_gradient",
     "scatter",

@@ -1,4 +1,4 @@
-"""The collectives as functions of autograd: each forward pass and, beside it, its adjoint."""
+"""The collectives as autograd functions: each forward pass and its adjoint."""
 
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -11,11 +11,11 @@ from torch import Tensor
 from contrastive_zoo.collectives.transport import (
     OPS,
     Reduction,
-    add_up_rows,
     as_bytes,
     exchange_rows,
     from_bytes,
     gather_rows,
+    reduce_scatter_rows,
     reduced,
     reduced_everywhere,
     unpacked,
@@ -34,14 +34,14 @@ class AllReduce(Function):
         ctx.op, ctx.gradient, ctx.world = op, gradient, world
         y = reduced_everywhere(x, op, world)
         if op in ("max", "min"):
-            ctx.save_for_backward(winners(x, y, world))
+            ctx.save_for_backward(extreme_shares(x, y, world))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradient == "partial":
             dy = AllReduce.apply(dy, "sum", "partial", ctx.world)
-        else:  # every rank holds the same dy, and goes on with it for its own x
+        else:  # every rank holds the same complete dy
             dy = Replicated.apply(dy, ctx.world)
         return _to_sources(dy, ctx), None, None, None
 
@@ -54,10 +54,10 @@ class Reduce(Function):
         ctx.dst, ctx.op, ctx.world = dst, op, world
         y = reduced(x, op, world, lambda wide: dist.reduce(wide, op=OPS[op], group=world.group, group_dst=dst))
         if world.rank != dst:
-            y = torch.zeros_like(y)  # torch leaves a half-finished sum here
+            y = torch.zeros_like(y)  # torch leaves a partial sum in it
         if op in ("max", "min"):
-            best = Broadcast.apply(y, dst, world)
-            ctx.save_for_backward(winners(x, best, world))
+            extreme = Broadcast.apply(y, dst, world)
+            ctx.save_for_backward(extreme_shares(x, extreme, world))
         return y
 
     @staticmethod
@@ -96,7 +96,7 @@ class AllGather(Function):
 
 
 class _Gathered(Function):
-    """y = the gathered x of all ranks, from which every rank computes the same;  dx = factor · this rank's slice of dy."""
+    """y = the gathered x of all ranks, from which every rank computes the same L;  dx = factor · this rank's slice of dy."""
 
     @staticmethod
     def forward(
@@ -119,16 +119,16 @@ class _Gathered(Function):
 def gather_together(
     rows: Sequence[Tensor], shards: Sequence[Shards], world: World, payload: Tensor | None = None, *, factor: int = 1
 ) -> list[Tensor]:
-    """:func:`all_gather` with ``gradient="complete"`` of several tensors whose splits are known.
+    """Gather several tensors at once, each as :func:`all_gather` with ``gradient="complete"`` does.
 
-    Tensors with equal splits share a message; there is none if :func:`packed` rows were the handshake's payload.
+    Tensors with equal shard sizes share a message. If :func:`packed` rows were the handshake's payload, there is none.
 
     Args:
-        rows: of this rank.
-        shards: the split of each of them.
-        world: the processes.
-        payload: [W, bytes], what :func:`packed` made of the same rows on every rank; None if it was not sent.
-        factor: what the gradient of this rank's rows is multiplied by.
+        rows: this rank's tensors.
+        shards: the shard sizes of each of them.
+        world: the ranks.
+        payload: [W, bytes], the :func:`packed` rows of every rank; None if they were not sent.
+        factor: multiplies the gradient of this rank's rows.
 
     Examples:
         >>> gather_together([torch.ones(1, 2), torch.tensor([7])], [Shards((1,))] * 2, World())
@@ -139,11 +139,11 @@ def gather_together(
     if payload is not None:
         return list(_Gathered.apply(shards, world, factor, unpacked(payload, rows, shards), *rows))
     found: list[Tensor | None] = [None] * len(rows)
-    for alike in dict.fromkeys(shards):
-        which = [index for index, x in enumerate(shards) if x == alike]
-        parts = [as_bytes(rows[index].detach()) for index in which]
-        gathered = gather_rows(torch.cat(parts, 1), alike, world).split([x.shape[1] for x in parts], 1)
-        for index, part in zip(which, gathered, strict=True):
+    for split in dict.fromkeys(shards):
+        indices = [index for index, x in enumerate(shards) if x == split]
+        parts = [as_bytes(rows[index].detach()) for index in indices]
+        gathered = gather_rows(torch.cat(parts, 1), split, world).split([x.shape[1] for x in parts], 1)
+        for index, part in zip(indices, gathered, strict=True):
             found[index] = from_bytes(part.clone(memory_format=torch.contiguous_format), rows[index])
     return list(_Gathered.apply(shards, world, factor, found, *rows))
 
@@ -167,7 +167,7 @@ class ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shards: Shards, world: World, over: int = 1) -> Tensor:
         ctx.shards, ctx.world, ctx.over = shards, world, over
-        return add_up_rows(rows.detach(), shards, world, over=over)
+        return reduce_scatter_rows(rows.detach(), shards, world, over=over)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -204,12 +204,12 @@ class Scatter(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx = Gather.apply(dy, ctx.src, ctx.shards, ctx.world)
         if ctx.world.rank != ctx.src:
-            dx = torch.cat([dx, dx.new_zeros(ctx.count, *dx.shape[1:])])  # what was brought for its width alone
+            dx = torch.cat([dx, dx.new_zeros(ctx.count, *dx.shape[1:])])  # rows that only declared the width
         return dx, None, None, None
 
 
 class Replicated(Function):
-    """y_r = x, which every rank holds already;  dx = Σ_r dy_r on every rank."""
+    """y_r = x, the same on every rank;  dx = Σ_r dy_r on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
@@ -221,13 +221,14 @@ class Replicated(Function):
         return AllReduce.apply(dy, "sum", "complete", ctx.world), None
 
 
-def winners(x: Tensor, best: Tensor, world: World) -> Tensor:
-    """Each rank's share in a maximum: 1 where it alone holds it, 1/k among k that tie, 0 elsewhere."""
-    won = (x.detach() == best).to(x.dtype if x.is_floating_point() else torch.float32)
-    return won / reduced_everywhere(won, "sum", world)
+def extreme_shares(x: Tensor, extreme: Tensor, world: World) -> Tensor:
+    """Return this rank's share in an elementwise extreme: 1 if it alone holds it, 1/k if k ranks tie, 0 otherwise."""
+    holds = (x.detach() == extreme).to(x.dtype if x.is_floating_point() else torch.float32)
+    return holds / reduced_everywhere(holds, "sum", world)
 
 
 def _to_sources(dy: Tensor, ctx: Any) -> Tensor:
+    """Return this rank's part of the gradient: divided for a mean, multiplied by its share for an extreme."""
     if ctx.op == "mean":
         return dy / ctx.world.size
     return dy * ctx.saved_tensors[0] if ctx.op in ("max", "min") else dy
@@ -247,10 +248,10 @@ class _ScaleGradient(Function):
 
 
 def scale_gradient(x: Any, factor: float) -> Any:
-    """x itself, whose gradient comes out ``factor`` times as large; anything without a gradient as it is.
+    """Return x with its gradient multiplied by ``factor``; anything without a gradient unchanged.
 
     Raises:
-        ValueError: x is a dataclass, into which nobody looks for tensors.
+        ValueError: x is a dataclass, which is not searched for tensors.
     """
     if is_dataclass(x):
         raise ValueError(

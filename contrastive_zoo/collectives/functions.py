@@ -1,4 +1,4 @@
-"""The collectives that users call, with their checks, and the sums of those whose ranks have met already."""
+"""The public collectives with their checks, and sums without checks for ranks that have agreed already."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ from contrastive_zoo.world import Processes, Shards, World
 
 
 def mean_over_ranks(x: Tensor, world: World) -> Tensor:
-    """The mean of all ranks' x, without gradient, for those who have met already; divided in at least 32 bits.
+    """Return the mean of all ranks' x without gradient, checks or handshake; the division has at least 32 bits.
 
     Example:
         >>> mean_over_ranks(torch.tensor(2.0), World())
@@ -33,7 +33,7 @@ def mean_over_ranks(x: Tensor, world: World) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
-    """:func:`all_reduce` for those who have met already: no checks, no message but its own.
+    """Return the sum of all ranks' x, as :func:`all_reduce` does, without checks or handshake.
 
     Example:
         >>> sum_over_ranks(torch.tensor(2.0), gradient="complete", world=World())
@@ -50,10 +50,10 @@ def all_reduce(
 
     Args:
         x: the same shape and dtype on every rank. 16-bit numbers are summed in 32 bits.
-        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; of equal extremes each gets an equal share of the gradient.
-        gradient: ``"partial"`` if each rank goes on to compute its own part of L from the result (gradients are
-            summed), ``"complete"`` if all compute the same from it (they are not).
-        process_group: whose ranks; None is the default group at the time of the call.
+        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; equal extremes share the gradient equally.
+        gradient: ``"partial"`` if each rank computes its own part of L from the result (gradients are summed),
+            ``"complete"`` if every rank computes the same L from it (they are not).
+        process_group: the ranks; None is the default group at the time of the call.
 
     Raises:
         ValueError: unknown ``op`` or ``gradient``, or ranks that disagree on shape or dtype.
@@ -70,16 +70,16 @@ def all_reduce(
 
 @uncompiled
 def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Processes = None) -> Tensor:
-    """Reduce x elementwise over all ranks to rank ``dst``; the others get zeros.
+    """Reduce x elementwise over all ranks to rank ``dst``; the other ranks get zeros.
 
-    The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on ``dst`` and
-    ``result.sum()``, which is zero, elsewhere. The gradients of those zeros are not read.
+    The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on ``dst``, and
+    ``result.sum()``, which is zero, on the other ranks. The gradients of those zeros are not read.
 
     Args:
         x: the same shape and dtype on every rank.
         dst: rank within the group.
         op: as for :func:`all_reduce`.
-        process_group: whose ranks.
+        process_group: the ranks.
 
     Raises:
         ValueError: unknown ``op``, a ``dst`` outside the group, or ranks that disagree on shape or dtype.
@@ -95,18 +95,18 @@ def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Pro
 
 
 def _averageable(x: Tensor, op: Reduction) -> Tensor:
-    """x, as fractions if they are whole numbers (or truths) to be averaged."""
+    """Return x; integers and booleans as floating-point numbers if ``op`` is the mean."""
     return x / 1 if op == "mean" and not x.is_floating_point() else x
 
 
 @uncompiled
 def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Tensor:
-    """Everybody gets rank ``src``'s x; its gradient is the sum of everybody's, the other ranks' x get zeros.
+    """Return rank ``src``'s x on every rank; its gradient is the sum over ranks, the other ranks' x get zeros.
 
     Args:
-        x: the same shape and dtype on every rank; values count on ``src`` alone. Any dtype.
+        x: the same shape and dtype on every rank; only the values of ``src`` are read. Any dtype.
         src: rank within the group.
-        process_group: whose ranks.
+        process_group: the ranks.
 
     Raises:
         ValueError: a ``src`` outside the group, or ranks that disagree on shape or dtype.
@@ -124,16 +124,16 @@ def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Te
 def all_gather(
     rows: Tensor, *, gradient: Gradient = "partial", shards: Shards | None = None, process_group: Processes = None
 ) -> Tensor:
-    """All ranks' rows, in rank order; each rank may bring another number of them, also none.
+    """Return all ranks' rows in rank order; ranks may hold different numbers of rows, including zero.
 
-    The adjoint is a reduce-scatter: my rows' gradient is the sum over ranks of what each of them sent back.
+    The adjoint is a reduce-scatter: the gradient of this rank's rows is the sum of their gradients over ranks.
 
     Args:
         rows: [n, …], same trailing shape and dtype on every rank. Any dtype.
-        gradient: ``"partial"`` if each rank goes on to compute its own part of L from the rows (gradients are summed),
-            ``"complete"`` if every rank computes the same L from them (each keeps its own slice, nothing travels).
-        shards: everybody's sizes if already known; spares their exchange, and the checks.
-        process_group: whose ranks.
+        gradient: ``"partial"`` if each rank computes its own part of L from the rows (gradients are summed),
+            ``"complete"`` if every rank computes the same L from them (each takes its own slice, without a message).
+        shards: the shard sizes if all ranks know them; then there is no handshake and no check.
+        process_group: the ranks.
 
     Returns:
         [Σ n, …].
@@ -155,13 +155,13 @@ def all_gather(
 def reduce_scatter(
     rows: Tensor, *, shards: Shards | None = None, op: Reduction = "sum", process_group: Processes = None
 ) -> Tensor:
-    """Sum everybody's [N, …] and keep my slice of it. The adjoint is an all-gather.
+    """Return this rank's slice of the sum of all ranks' [N, …]. The adjoint is an all-gather.
 
     Args:
         rows: [N, …], the same shape and dtype on every rank.
-        shards: which rows belong to whom; None splits them as evenly as ``torch.tensor_split``.
+        shards: the slice of each rank; None splits the rows as evenly as ``torch.tensor_split``.
         op: ``"sum"`` or ``"mean"``.
-        process_group: whose ranks.
+        process_group: the ranks.
 
     Returns:
         [n, …], this rank's slice.
@@ -191,14 +191,14 @@ def reduce_scatter(
 
 @uncompiled
 def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Tensor:
-    """All ranks' rows, in rank order, on rank ``dst``; the others get [0, …]. The adjoint is a scatter from ``dst``.
+    """Return all ranks' rows in rank order on rank ``dst``, and [0, …] elsewhere. The adjoint is a scatter from ``dst``.
 
-    Every rank must run backward through its result: ``result.sum()``, a sum of nothing, where it is empty.
+    Every rank must run backward through its result; on the other ranks through ``result.sum()``, which is zero.
 
     Args:
         rows: [n, …], same trailing shape and dtype on every rank; n may differ.
         dst: rank within the group.
-        process_group: whose ranks.
+        process_group: the ranks.
 
     Raises:
         ValueError: a ``dst`` outside the group, or ranks that disagree on trailing shape or dtype.
@@ -216,13 +216,13 @@ def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Te
 def scatter(
     rows: Tensor, sizes: Sequence[int] | None = None, *, src: int = 0, process_group: Processes = None
 ) -> Tensor:
-    """Rank ``src`` deals out its rows, the first ``sizes[0]`` to rank 0 and so on. The adjoint is a gather to ``src``.
+    """Split rank ``src``'s rows over the ranks, the first ``sizes[0]`` to rank 0 and so on. The adjoint is a gather.
 
     Args:
-        rows: on ``src`` [Σ sizes, …]; elsewhere any number of rows, none will do, of the same trailing shape and dtype.
-        sizes: one number a rank, read on ``src``; None splits the rows as evenly as ``torch.tensor_split``.
+        rows: on ``src`` [Σ sizes, …]; elsewhere any number of rows, also 0, of the same trailing shape and dtype.
+        sizes: one number per rank, read on ``src``; None splits the rows as evenly as ``torch.tensor_split``.
         src: rank within the group.
-        process_group: whose ranks.
+        process_group: the ranks.
 
     Returns:
         [sizes[rank], …].
@@ -236,25 +236,25 @@ def scatter(
     """
     world = World.of(process_group)
     total = len(rows) if rows.ndim else 0
-    deal = list(_even(total, world.size)) if sizes is None else list(sizes)
+    wanted = list(_even(total, world.size)) if sizes is None else list(sizes)
     problem = None
-    if world.rank == src and (len(deal) != world.size or sum(deal) != total or min(deal) < 0):
-        problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {deal}."
+    if world.rank == src and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0):
+        problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {wanted}."
     _agree_on_rows("scatter", rows, world, problem=problem, src=src)
-    padded = (deal + [0] * world.size)[: world.size]
+    padded = (wanted + [0] * world.size)[: world.size]
     shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
     return rows if world.size == 1 else Scatter.apply(rows, src, shards, world)
 
 
 @uncompiled
 def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
-    """x, a parameter of which every rank holds the same copy; its gradient is the sum of what all ranks find.
+    """Return x, a parameter with the same value on every rank; its gradient is the sum over ranks.
 
-    With it each rank may use the parameter for its own rows only, and still gets the complete gradient.
+    Each rank may then use the parameter for its own rows only, and still gets the complete gradient.
 
     Args:
         x: equal on every rank.
-        process_group: whose ranks.
+        process_group: the ranks.
 
     Example:
         >>> t = torch.tensor(0.1, requires_grad=True)
@@ -269,11 +269,12 @@ _NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshap
 
 
 def _agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
-    """Every rank brings the same shape, dtype and settings, and the settings are known ones."""
+    """Check that shape, dtype and settings are valid and the same on every rank."""
     _agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
 
 
 def _agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None = None, **settings: object) -> Shards:
+    """Check that trailing shape, dtype and settings are valid and the same on every rank; return the shard sizes."""
     if "op" in settings and settings["op"] not in OPS:
         problem = f"op is one of {', '.join(OPS)}, got {settings['op']!r}."
     if "gradient" in settings and settings["gradient"] not in ("partial", "complete"):
@@ -283,10 +284,10 @@ def _agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None
         problem = f"rank {root} is not one of the group's ranks 0 … {world.size - 1}."
     if rows.ndim == 0:
         problem = _NO_ROWS
-    tolerant = Session.of(world, check_finite=False)
-    return meet(name, {"x": rows}, world=tolerant, problem=problem, settings=settings)[0]
+    unchecked = Session.of(world, check_finite=False)
+    return meet(name, {"x": rows}, world=unchecked, problem=problem, settings=settings)[0]
 
 
 def _even(total: int, parts: int) -> tuple[int, ...]:
-    """As ``torch.tensor_split`` splits."""
+    """Return the sizes into which ``torch.tensor_split`` splits."""
     return tuple(total // parts + (rank < total % parts) for rank in range(parts))

@@ -1,4 +1,4 @@
-"""Bytes of rows between ranks, without gradient: what the differentiable collectives are made of."""
+"""Messages between ranks, without gradient: the building blocks of the differentiable collectives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -36,45 +36,47 @@ def _row_bytes(rows: Tensor) -> int:
     return rows.shape[1:].numel() * rows.dtype.itemsize
 
 
-def from_bytes(moved: Tensor, like: Tensor) -> Tensor:
-    return moved.view(like.dtype).reshape(len(moved), *like.shape[1:])
+def from_bytes(data: Tensor, like: Tensor) -> Tensor:
+    """Return what :func:`as_bytes` packed, in the dtype and trailing shape of ``like``."""
+    return data.view(like.dtype).reshape(len(data), *like.shape[1:])
 
 
 def gather_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """The rows of all ranks in rank order; not to be written to where the session has a cache."""
+    """Return the rows of all ranks in rank order; do not write to them, as the session's cache may hold them."""
     return start_gather(rows, shards, world)()
 
 
 def start_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
-    """Start to gather the rows of all ranks; calling the result waits for them."""
+    """Start to gather the rows of all ranks; the returned function waits for them."""
     if world.size == 1:
         return lambda: rows
     cache = world.cache if isinstance(world, Session) else None
     if cache is None:
-        return _started(rows, shards, world)
-    return lambda: cache.gather(rows, shards, lambda x, of: _started(x, of, world)())
+        return _start_uncached_gather(rows, shards, world)
+    return lambda: cache.gather(rows, shards, lambda x, of: _start_uncached_gather(x, of, world)())
 
 
-def _started(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
-    mine = as_bytes(rows)
-    highest = max(shards.sizes)
-    if len(mine) < highest:
-        mine = torch.cat([mine, mine.new_zeros(highest - len(mine), mine.shape[1])])
-    wait = world.start_gather(mine)
+def _start_uncached_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
+    local = as_bytes(rows)
+    largest = max(shards.sizes)
+    if len(local) < largest:
+        local = torch.cat([local, local.new_zeros(largest - len(local), local.shape[1])])
+    wait = world.start_gather(local)
 
-    def arrived() -> Tensor:
+    def finish() -> Tensor:
         parts = wait()
-        if min(shards.sizes) == highest:
+        if min(shards.sizes) == largest:
             return from_bytes(parts.flatten(0, 1), rows)
         return from_bytes(torch.cat([x[:size] for x, size in zip(parts, shards.sizes, strict=True)]), rows)
 
-    return arrived
+    return finish
 
 
 def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Tensor:
-    """``function(*rows)``, as many rows as all of ``rows`` together, whose own rows must be of equal number.
+    """Return ``function(*rows)`` such that a session with a cache need not gather it if it has gathered ``rows``.
 
-    Each rank can repeat it on rows of another, so that a session with a cache need not gather the result.
+    The cache applies the function to the other ranks' rows. All of ``rows`` have the same length, and the result is as
+    long as all of them together.
 
     Examples:
         >>> derived(lambda x: x[:, :1], torch.tensor([[1, 2], [3, 4]]), world=World()).tolist()
@@ -85,25 +87,27 @@ def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Ten
 
 
 def scatters_sums(shards: Shards, world: World) -> bool:
-    """Whether :func:`add_up_rows` is the backend's own reduce-scatter."""
+    """Return whether :func:`reduce_scatter_rows` uses the backend's own reduce-scatter."""
     return world.on_accelerators and len(set(shards.sizes)) == 1
 
 
-def add_up_rows(rows: Tensor, shards: Shards, world: World, *, over: int = 1) -> Tensor:
-    """My slice of the sum of everybody's [N, …], divided by ``over`` in at least 32 bits: a mean fits where a sum does not.
+def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int = 1) -> Tensor:
+    """Return this rank's slice of the sum of all ranks' [N, …] divided by ``over``.
 
-    A reduce-scatter where the backend has one of its own and slices are even, as NCCL does: it needs no room for what
-    every rank sends. Otherwise an all-to-all and a local sum in rank order: the same bytes, for uneven slices too, and
-    half of what gloo's reduce-scatter moves, which is an all-reduce underneath.
+    Sum and division have at least 32 bits: a mean may fit into 16 bits although the sum overflows.
+
+    If shards are even and the backend has its own reduce-scatter (NCCL), that is used: it needs no buffer for all ranks'
+    parts. Otherwise an all-to-all and a local sum in rank order send the same number of bytes, also for uneven shards.
+    gloo's reduce-scatter would send twice as many, as it is an all-reduce internally.
     """
     if world.size == 1:
         return rows
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
     if scatters_sums(shards, world):
-        everybody = rows.to(wide).contiguous()
-        mine = everybody.new_empty(shards.size, *rows.shape[1:])
-        reduce_scatter_single(mine, everybody, group=world.group)
-        return (mine if over == 1 else mine / over).to(rows.dtype)
+        wide_rows = rows.to(wide).contiguous()
+        total = wide_rows.new_empty(shards.size, *rows.shape[1:])
+        reduce_scatter_single(total, wide_rows, group=world.group)
+        return (total if over == 1 else total / over).to(rows.dtype)
     parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
     parts = parts.view(world.size, shards.size, *rows.shape[1:])
     total = parts.sum(0, dtype=wide)
@@ -111,20 +115,20 @@ def add_up_rows(rows: Tensor, shards: Shards, world: World, *, over: int = 1) ->
 
 
 def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Tensor:
-    """Elementwise extreme, without gradient."""
+    """Return the elementwise extreme over all ranks, without gradient."""
     return x if world.size == 1 else reduced_everywhere(x, op, world)
 
 
 def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
-    """``send[r]`` of my rows to rank r, ``receive[r]`` rows from it, both in rank order."""
-    mine = as_bytes(rows)
-    got = mine.new_empty(sum(receive), mine.shape[1])
-    dist.all_to_all_single(got, mine, list(receive), list(send), group=world.group)
-    return from_bytes(got, rows)
+    """Send ``send[r]`` of these rows to rank r, and return ``receive[r]`` rows from each rank r, in rank order."""
+    local = as_bytes(rows)
+    received = local.new_empty(sum(receive), local.shape[1])
+    dist.all_to_all_single(received, local, list(receive), list(send), group=world.group)
+    return from_bytes(received, rows)
 
 
 def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]) -> Tensor:
-    """``run`` on a copy of x, 16-bit numbers summed in 32."""
+    """Return a copy of x that ``run`` has reduced in place; 16-bit numbers are reduced in 32 bits."""
     wide = x.detach().to(torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype, copy=True)
     wide = wide.contiguous()
     run(wide)
@@ -134,7 +138,7 @@ def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]
 
 
 def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
-    """An all-reduce; what is small is gathered and reduced in rank order, so that every rank has the same bits."""
+    """Return the all-reduced x; a small x is gathered and reduced in rank order, so every rank has the same bits."""
 
     def run(y: Tensor) -> None:
         if world.sends_directly(y):
@@ -146,7 +150,7 @@ def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
 
 
 def packed(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Rows as the bytes of a handshake's payload.
+    """Return tensors as the bytes of a handshake's payload.
 
     Examples:
         >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)])

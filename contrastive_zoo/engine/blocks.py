@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.collectives import add_up_rows, derived, exchange_rows, scatters_sums, start_gather
+from contrastive_zoo.collectives import derived, exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
 from contrastive_zoo.engine.precision import is_narrow
 from contrastive_zoo.world import Shards, World
 
@@ -93,7 +93,7 @@ class Gathered:
             return merge_at_owners(total, list(parts), self.blocks[1:], self.world)
         by_rank = {block.ahead: part for block, part in zip(self.blocks, [total, *parts], strict=True)}
         everybody = torch.cat([by_rank[rank] for rank in range(self.world.size)])
-        return total.copy_(add_up_rows(everybody, self.shards, self.world))
+        return total.copy_(reduce_scatter_rows(everybody, self.shards, self.world))
 
     @property
     def _all_meet_all(self) -> bool:

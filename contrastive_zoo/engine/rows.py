@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import add_up_rows, all_gather, gather_rows, replicated, sum_over_ranks
+from contrastive_zoo.collectives import all_gather, gather_rows, reduce_scatter_rows, replicated, sum_over_ranks
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.dense_mode import is_dense
@@ -316,6 +316,6 @@ class _Sweep:
                 dcolumns += by_columns
             for total, part in zip(dparameters, by_parameters, strict=True):
                 total += part
-        dcolumns = add_up_rows(dcolumns, self.layout.column_shards, self.layout.world)
+        dcolumns = reduce_scatter_rows(dcolumns, self.layout.column_shards, self.layout.world)
         dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
         return [losses, counts, dz, dcolumns, *dparameters]

@@ -1,4 +1,4 @@
-"""A memory of earlier batches: the ring of rows, any loss against it, and the slowly moving encoder that fills it."""
+"""Memories of earlier batches: the queue, losses against it, and the momentum encoder that computes its keys."""
 
 from contrastive_zoo.memory.cross_batch import CrossBatchMemory
 from contrastive_zoo.memory.momentum import MomentumEncoder

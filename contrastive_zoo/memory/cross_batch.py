@@ -1,4 +1,4 @@
-"""Any loss against a memory of earlier batches."""
+"""A loss that compares the batch with a memory of earlier batches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,45 +17,46 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.panelwise import PanelLoss
 from contrastive_zoo.loss_base.preparation import begin, prepared
 from contrastive_zoo.loss_base.row_loss import RowLoss
-from contrastive_zoo.memory.queue import MemoryQueue, given
-from contrastive_zoo.memory.uses import name_of, takes_of
+from contrastive_zoo.memory.memory_input import loss_name, memory_input
+from contrastive_zoo.memory.queue import MemoryQueue, present
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.world import Shards, World
 
 
 class CrossBatchMemory(Loss):
-    """``loss`` against a memory of earlier batches of all ranks.
+    """Compute ``loss`` against a memory M of earlier batches of all ranks; embeddings in M carry no gradient.
 
-    How depends on what ``loss`` takes. M is the memory; what lies in it carries no gradient.
+    The arguments of ``loss`` decide how M is used:
 
-    - **Labels**: SupCon, SINCERE, NCA, TupletMargin and SupSigmoid, any :class:`contrastive_zoo.RowLoss` that leaves
-      ``forward`` as it is (most pair and triplet losses of the zoo, and yours), and losses from elsewhere that take
-      ``ref_emb`` and ``ref_labels``, as pytorch-metric-learning's do. Called ``loss(embeddings, labels)``. The batch
-      enters M; then each of its rows is an anchor and is compared with M, but not with its own copy:
+    - **Labels**: SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss` that does not
+      override ``forward`` (most pair and triplet losses), and third-party losses that take ``ref_emb`` and
+      ``ref_labels``, such as pytorch-metric-learning's. Call it ``loss(embeddings, labels)``. The batch enters M; then
+      each of its embeddings is an anchor and is compared with M, except with its own copy:
 
           L = mean_i loss_i(z_i against M without i)
 
-    - **Negatives**: :class:`contrastive_zoo.InfoNCE` and other losses with shared ``negatives``; functions of
-      ``(queries, keys, negatives)`` from elsewhere, which are given all ranks' rows. Called ``loss(queries, keys)``. M
-      serves as negatives; then the keys enter it. InfoNCE compares a query with the batch's other keys, too; with
-      ``in_batch_negatives=False`` it is MoCo's loss, of a query's own key and M alone.
+    - **Negatives**: :class:`contrastive_zoo.InfoNCE` and other losses that take ``negatives``; third-party functions of
+      ``(queries, keys, negatives)``, which receive all ranks' embeddings. Call it ``loss(queries, keys)``. M serves as
+      negatives; then the keys enter it. InfoNCE also compares a query with the batch's other keys; with
+      ``in_batch_negatives=False`` it is MoCo's loss, which compares a query with its own key and M alone.
 
-    Slots not yet filled are never compared. In eval mode nothing enters M, and rows are compared with it as it is.
+    Slots that are not yet filled are never compared. In eval mode M does not change.
 
     Args:
         loss: as above.
-        size: rows of M.
+        size: number of embeddings in M.
         embedding_size: their width d.
-        miner: for a loss with labels from elsewhere: ``miner(embeddings, labels, ref_emb, ref_labels)`` on all ranks'
-            rows, whose tuples are passed on as ``indices_tuple`` without those of a row and its copy. None is all pairs.
-        dtype: in which M is kept, see :class:`MemoryQueue`.
-        check_finite: whether rows with NaN or infinite values are refused.
+        miner: for a third-party loss with labels: ``miner(embeddings, labels, ref_emb, ref_labels)`` on all ranks'
+            embeddings. Its tuples, without those of an embedding and its copy, are passed on as ``indices_tuple``. None
+            is all pairs.
+        dtype: of the embeddings in M, see :class:`MemoryQueue`.
+        check_finite: whether embeddings with NaN or infinite values are refused.
 
     Raises:
         ValueError: a loss that takes neither, a class in place of its instance, a miner with a loss that takes none, or a
-            size or width below 1. At the
-            call, on every rank alike: rows of another width, labels or a mask that are not one per row, NaN or infinite
-            rows, no rows at all, or ranks whose memories do not stand at the same place.
+            size or width below 1. At the call, on every rank alike: embeddings of another width, labels or a mask that
+            are not one per row, NaN or infinite embeddings, an empty global batch, or memories that differ in size,
+            pointer or fill.
 
     Example:
         >>> import contrastive_zoo as cz
@@ -85,10 +86,10 @@ class CrossBatchMemory(Loss):
         check_finite: bool = True,
     ) -> None:
         super().__init__(check_finite=check_finite)
-        self.takes = takes_of(loss)
-        if miner is not None and self.takes != "references":
+        self.memory_input = memory_input(loss)
+        if miner is not None and self.memory_input != "references":
             raise ValueError(
-                f"CrossBatchMemory: {name_of(loss)} takes no miner's indices. Leave the miner out, or pass a loss that "
+                f"CrossBatchMemory: {loss_name(loss)} takes no miner's indices. Leave the miner out, or pass a loss that "
                 "takes labels and indices_tuple."
             )
         self.loss = loss
@@ -104,35 +105,35 @@ class CrossBatchMemory(Loss):
         enqueue_mask: Bool[Tensor, " n"] | None = None,
         world: World | None = None,
     ) -> Tensor:
-        """The loss of my rows against the memory, which then is one batch further.
+        """Return the loss of the local rows against the memory, and add the batch to the memory.
 
         Args:
             rows: [n, d] embeddings, or queries.
             partners: [n] labels, or [n, d] keys.
             enqueue_mask: with labels, as in pytorch-metric-learning: rows that enter and are no anchors; the others are
                 anchors and do not enter. With keys: which of them enter; all are compared.
-            world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
+            world: the ranks that hold rows; None is this process alone. ``DistributedLoss`` passes its process group.
         """
         world = self.local() if world is None else world
         shards = self._begin(rows, partners, enqueue_mask, world)
-        if self.takes in ("negatives", "own negatives"):
+        if self.memory_input in ("negatives", "sharded negatives"):
             value = self._against_negatives(rows, partners, shards, world)
             self._enqueue(partners, None, enqueue_mask, shards, world)
             return value
         slots = self._enqueue(rows, partners, enqueue_mask, shards, world)
         if enqueue_mask is not None:
-            everywhere = gather_rows(enqueue_mask, shards, world)
-            rows, partners, slots = rows[~enqueue_mask], partners[~enqueue_mask], slots[~everywhere.to(slots.device)]
+            all_masks = gather_rows(enqueue_mask, shards, world).to(slots.device)
+            rows, partners, slots = rows[~enqueue_mask], partners[~enqueue_mask], slots[~all_masks]
             shards = world.shards(rows)
-        if self.takes == "panels":
-            return self._by_panels(rows, partners, slots, shards, world)
+        if self.memory_input == "candidates":
+            return self._against_candidates(rows, partners, slots, shards, world)
         return self._against_references(rows, partners, slots, shards, world)
 
     def _begin(self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, world: World) -> Shards:
-        """Agree with all ranks that these rows and this memory fit together."""
-        with_labels = self.takes in ("panels", "references")
+        """Agree with all ranks on the rows and the memory; return the shard sizes."""
+        with_labels = self.memory_input in ("candidates", "references")
         names = ("embeddings", "labels") if with_labels else ("queries", "keys")
-        named = dict(zip(names, (rows, partners), strict=True)) | given(enqueue_mask=enqueue_mask)
+        named = dict(zip(names, (rows, partners), strict=True)) | present(enqueue_mask=enqueue_mask)
         if with_labels:
             problem = labelled_problem(rows, partners)
         else:
@@ -142,44 +143,48 @@ class CrossBatchMemory(Loss):
         problem = problem or self.memory.problem(
             rows if with_labels else partners, enqueue_mask=enqueue_mask, name=names[0] if with_labels else names[1]
         )
-        own: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if isinstance(self.loss, RowLoss):
-            own = {"reduction": self.loss.reduction, "normalize": self.loss.normalize}
+            settings = {"reduction": self.loss.reduction, "normalize": self.loss.normalize}
         elif isinstance(self.loss, Loss):
-            own = dict(self.loss.settings())
-        if isinstance(self.loss, Loss) and (of_loss := self.loss.settings_problem()):
-            problem = problem or f"{name_of(self.loss)}: {of_loss}"
-        return begin("CrossBatchMemory", named, problem=problem, world=world, **own, **self.memory.place())[0]
+            settings = dict(self.loss.settings())
+        if isinstance(self.loss, Loss) and (settings_problem := self.loss.settings_problem()):
+            problem = problem or f"{loss_name(self.loss)}: {settings_problem}"
+        compared = settings | self.memory.compared_state()
+        return begin("CrossBatchMemory", named, problem=problem, world=world, **compared)[0]
 
     def _enqueue(
         self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
     ) -> Int[Tensor, " N"]:
-        """The slots of all ranks' rows."""
+        """Add the rows to the memory in train mode; return the slots of all ranks' rows, −1 for rows that are not in it."""
         if self.training:
             return self.memory.write(rows.detach(), labels, mask, shards, world)
         return torch.full((shards.total,), -1, device=self.memory.ids.device)
 
-    def _remembered(self, like: Tensor) -> Tensor:
+    def _stored(self, like: Tensor) -> Tensor:
+        """Return the embeddings in the memory, in the dtype and on the device of ``like``."""
         return self.memory.rows.to(like)
 
     def _against_negatives(self, queries: Tensor, keys: Tensor, shards: Shards, world: World) -> Tensor:
-        negatives = self._remembered(keys)
-        if self.takes == "own negatives":  # it gathers what ranks bring, so each brings its share of the ring
-            return self.loss(queries, keys, negatives=negatives[self.memory.share(world).mine], world=world)
-        everybody = (all_gather(x, gradient="complete", shards=shards, process_group=world) for x in (queries, keys))
+        negatives = self._stored(keys)
+        if (
+            self.memory_input == "sharded negatives"
+        ):  # the loss gathers them, so each rank passes its shard of the memory
+            return self.loss(queries, keys, negatives=negatives[self.memory.shards(world).mine], world=world)
+        gathered = (all_gather(x, gradient="complete", shards=shards, process_group=world) for x in (queries, keys))
         with one_stream(world, queries.device):
-            return self.loss(*everybody, negatives=negatives)
+            return self.loss(*gathered, negatives=negatives)
 
-    def _by_panels(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
-        """My anchors against the ring, of which each rank brings its share as columns."""
+    def _against_candidates(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
+        """Compare the local anchors with the memory; each rank provides its shard of the memory as candidates."""
         loss: Any = self.loss
         panels = loss.panelwise() if isinstance(loss, PanelLoss) else loss
-        normalize = getattr(loss, "normalize", True)  # of a loss that has no choice rows are unit rows
-        share = self.memory.share(world)
-        columns = self._remembered(rows)[share.mine]
+        normalize = getattr(loss, "normalize", True)  # a loss without this setting always normalizes
+        share = self.memory.shards(world)
+        columns = self._stored(rows)[share.mine]
         numbers = torch.arange(share.total, device=rows.device)[share.mine]
         return sum_over_anchors(
-            _NotItsOwnCopy(panels),
+            _WithoutOwnCopy(panels),
             prepared(rows, normalize=normalize, world=world),
             labels,
             shards=shards,
@@ -192,47 +197,47 @@ class CrossBatchMemory(Loss):
         )
 
     def _against_references(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
-        """All ranks' anchors against the ring, on every rank alike: a loss from elsewhere knows no ranks."""
+        """Compare all ranks' anchors with the memory on every rank alike: a third-party loss does not know of ranks."""
         rows = all_gather(rows, gradient="complete", shards=shards, process_group=world)
         labels = all_gather(labels, shards=shards, process_group=world)
         slots = slots.to(rows.device)
-        remembered, their_labels = self._remembered(rows), self.memory.labels.to(labels)
+        references, ref_labels = self._stored(rows), self.memory.labels.to(labels)
         with one_stream(world, rows.device):
             if self.miner is None:
-                indices = _all_pairs(labels, their_labels)
+                indices = _all_pairs(labels, ref_labels)
             else:
-                indices = tuple(self.miner(rows, labels, remembered, their_labels))
-            return self.loss(rows, labels, _without_own_copies(indices, slots), remembered, their_labels)
+                indices = tuple(self.miner(rows, labels, references, ref_labels))
+            return self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
 
 
-class _NotItsOwnCopy(nn.Module):
-    """A loss by panels whose panels leave out the column that is a copy of the anchor; companions say which it is."""
+class _WithoutOwnCopy(nn.Module):
+    """A row-wise loss that leaves out the candidate that is the anchor's copy: the one with the anchor's slot number."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss, self.terms = loss, getattr(loss, "terms", 1)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Those of the loss, which may be none of ``nn.Module``'s own."""
+        """Yield the loss's parameters; a row-wise loss may hold tensors that ``nn.Module`` does not list."""
         return ((f"loss.{name}", x) for name, x in self.loss.named_parameters())
 
     def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         ((slots, numbers),) = panel.companions
-        others = slots[:, None] != numbers
+        is_other = slots[:, None] != numbers
         loss: Any = self.loss
-        return loss.on_panel(replace(panel, positive=panel.positive & others, companions=()))
+        return loss.on_panel(replace(panel, positive=panel.positive & is_other, companions=()))
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
-    """(anchor, positive, anchor, negative), as pytorch-metric-learning enumerates them."""
-    alike = labels[:, None] == ref_labels
-    return *alike.nonzero(as_tuple=True), *(~alike).nonzero(as_tuple=True)
+    """Return (anchors, positives, anchors, negatives), as pytorch-metric-learning enumerates them."""
+    same = labels[:, None] == ref_labels
+    return *same.nonzero(as_tuple=True), *(~same).nonzero(as_tuple=True)
 
 
 def _without_own_copies(indices: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:
-    """The same pairs or triplets without those whose positive is the anchor's copy in the memory."""
+    """Return the pairs or triplets without those whose positive is the anchor's copy in the memory."""
     anchors, positives, *rest = indices
-    others = slots[anchors] != positives
+    is_other = slots[anchors] != positives
     if len(indices) == 4:
-        return anchors[others], positives[others], *rest
-    return anchors[others], positives[others], rest[0][others]
+        return anchors[is_other], positives[is_other], *rest
+    return anchors[is_other], positives[is_other], rest[0][is_other]

@@ -1,4 +1,4 @@
-"""The slowly moving copy of an encoder that fills a memory."""
+"""The momentum encoder, which computes the keys of a memory."""
 
 import copy
 from typing import Any, Literal
@@ -8,17 +8,17 @@ from torch import nn
 
 
 class MomentumEncoder(nn.Module):
-    """A slowly moving copy of an encoder, which makes a memory's keys consistent over many steps.
+    """A moving average of an encoder's parameters, whose keys change little over many steps.
 
         θ_k ← m θ_k + (1 − m) θ_q        at every update
 
-    It needs no gradient and carries none. Its ``state_dict`` holds its parameters and buffers.
+    Its outputs carry no gradient. Its ``state_dict`` holds its parameters and buffers.
 
     Args:
-        encoder: what is copied, now; DDP around it is taken off. The copy does not hold on to it.
+        encoder: copied at construction, without DDP around it.
         momentum: m in [0, 1]. An attribute, for schedules.
-        buffers: ``"own"``, as in MoCo: the copy's buffers are moved by its own forward passes, so that BatchNorm keeps
-            the statistics of the keys. ``"copy"``: taken over from the encoder at every update.
+        buffers: ``"own"``, as in MoCo: the copy's own forward passes update its buffers, so BatchNorm has the statistics of
+            the keys. ``"copy"``: every update copies the encoder's buffers.
 
     Raises:
         ValueError: a momentum outside [0, 1], unknown ``buffers``; at an update, an encoder with other parameters.
@@ -41,41 +41,41 @@ class MomentumEncoder(nn.Module):
                 "MomentumEncoder: momentum is in [0, 1] and buffers 'own' or 'copy', got "
                 f"momentum={momentum}, buffers={buffers!r}. MoCo's momentum is 0.999."
             )
-        self.encoder = copy.deepcopy(_inner(encoder)).requires_grad_(False)
+        self.encoder = copy.deepcopy(_without_ddp(encoder)).requires_grad_(False)
         self.momentum = momentum
         self.buffers_from = buffers
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the copy makes of it, without gradient."""
+        """Return the copy's output, without gradient."""
         return self.encoder(*args, **kwargs)
 
     @torch.no_grad()
     def update(self, encoder: nn.Module) -> None:
-        """Move towards ``encoder``; call it after each optimiser step.
+        """Move the parameters towards those of ``encoder``; call it after each optimizer step.
 
         Args:
-            encoder: the one that was copied, as it is now.
+            encoder: the encoder that was copied.
         """
-        theirs = dict(_inner(encoder).named_parameters())
-        ours = dict(self.encoder.named_parameters())
-        if {k: x.shape for k, x in theirs.items()} != {k: x.shape for k, x in ours.items()}:
-            other = next(iter(theirs.keys() ^ ours.keys()), None) or next(
-                name for name in ours if ours[name].shape != theirs[name].shape
+        source, target = _without_ddp(encoder), self.encoder
+        new, old = dict(source.named_parameters()), dict(target.named_parameters())
+        if {k: x.shape for k, x in new.items()} != {k: x.shape for k, x in old.items()}:
+            other = next(iter(new.keys() ^ old.keys()), None) or next(
+                name for name in old if old[name].shape != new[name].shape
             )
             raise ValueError(
                 f"MomentumEncoder: update takes the encoder that was copied, got one that differs in {other!r}."
             )
-        for name, parameter in ours.items():
-            parameter.lerp_(theirs[name].to(parameter), 1 - self.momentum)
+        for name, parameter in old.items():
+            parameter.lerp_(new[name].to(parameter), 1 - self.momentum)
         if self.buffers_from == "copy":
-            for buffer, theirs_now in zip(self.encoder.buffers(), _inner(encoder).buffers(), strict=True):
-                buffer.copy_(theirs_now)
+            for buffer, new_buffer in zip(target.buffers(), source.buffers(), strict=True):
+                buffer.copy_(new_buffer)
 
     def extra_repr(self) -> str:
         return f"momentum={self.momentum}, buffers={self.buffers_from!r}"
 
 
-def _inner(module: nn.Module) -> nn.Module:
-    """What is inside DDP."""
+def _without_ddp(module: nn.Module) -> nn.Module:
+    """Return the module inside of DDP, or the module itself."""
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

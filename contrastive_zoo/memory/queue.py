@@ -1,4 +1,4 @@
-"""The last rows of all ranks: a ring."""
+"""A ring buffer of the last embeddings of all ranks."""
 
 from typing import Any
 
@@ -16,26 +16,26 @@ from contrastive_zoo.world import Processes, Shards, World
 
 
 class MemoryQueue(nn.Module):
-    """The last ``size`` rows of all ranks, and a label beside each: a ring, the same bytes on every rank.
+    """Store the last ``size`` embeddings of all ranks with a label each: a ring buffer, the same bytes on every rank.
 
-    Rows enter in rank order, as one process that holds all of them would enter them one by one: the oldest row is
-    overwritten first, a batch larger than the ring leaves its last ``size`` rows, and how rows were cut into batches
-    and shards cannot be seen afterwards. Rows, labels, the place of the next row and the number of rows are buffers: a
-    ``state_dict`` continues bit by bit, on another number of processes, too.
+    Embeddings enter in rank order, one by one, as on one process that holds all of them. The oldest is overwritten first;
+    a batch larger than the ring leaves its last ``size`` embeddings. So the content does not depend on how embeddings were
+    split into batches and shards. Embeddings, labels, the slot of the next one and their number are buffers: a
+    ``state_dict`` restores them bit by bit, also on another number of processes.
 
     Args:
-        size: rows that are remembered.
-        embedding_size: width d of a row.
-        dtype: in which rows are kept; None is torch's default. As of any buffer, ``module.double()`` changes it.
+        size: number of embeddings that fit.
+        embedding_size: width d of an embedding.
+        dtype: of the stored embeddings; None is torch's default. ``module.double()`` changes it, as of any buffer.
 
     Raises:
         ValueError: a size or width below 1, or a dtype that is not floating. RuntimeError, as of any module: a
-            ``state_dict`` that does not fit or makes no sense (more rows than fit, a pointer outside of the ring, NaN or
-            infinite rows); the memory then stays as it was.
+            ``state_dict`` of another shape or with impossible values (more embeddings than fit, a pointer outside of the
+            ring, NaN or infinite values); the memory then does not change.
 
     Example:
         >>> memory = MemoryQueue(3, embedding_size=1)
-        >>> memory.enqueue(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))   # row 0 did not stay
+        >>> memory.enqueue(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))   # row 3 overwrites row 0
         tensor([-1,  1,  2,  0])
         >>> memory.rows.T, len(memory)
         (tensor([[4., 2., 3.]]), 3)
@@ -70,7 +70,7 @@ class MemoryQueue(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """All of the ring or nothing: rows under another's pointer would be overwritten out of turn."""
+        """Load all buffers or none: embeddings with another ring's pointer would be overwritten in the wrong order."""
         names = [prefix + name for name in ("embeddings", "ids", "pointer", "filled")]
         if missing := [name for name in names if name not in state_dict]:
             missing_keys.extend(missing)
@@ -81,7 +81,7 @@ class MemoryQueue(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _state_problem(self, embeddings: Tensor, ids: Tensor, pointer: Tensor, filled: Tensor) -> str | None:
-        """What is wrong with a saved ring, in words; None if nothing is, or if it holds no numbers yet (meta)."""
+        """Return what is wrong with a saved ring, in words; None if nothing is, or if its tensors are on the meta device."""
         for name, saved in (("embeddings", embeddings), ("ids", ids), ("pointer", pointer), ("filled", filled)):
             own = getattr(self, name)
             if saved.shape != own.shape or saved.is_floating_point() != own.is_floating_point():
@@ -102,30 +102,30 @@ class MemoryQueue(nn.Module):
 
     @property
     def size(self) -> int:
-        """Rows that fit."""
+        """Return the number of embeddings that fit."""
         return len(self.embeddings)
 
     def __len__(self) -> int:
-        """Rows that are there."""
+        """Return the number of stored embeddings."""
         return int(self.filled)
 
     @property
     def rows(self) -> Float[Tensor, "m d"]:
-        """What is remembered, by slot: a copy, since slots are overwritten while a graph may still need them."""
+        """Return the stored embeddings by slot: a copy, since slots are overwritten while a graph may still need them."""
         return self.embeddings[: len(self)].clone()
 
     @property
     def labels(self) -> Int[Tensor, " m"]:
-        """The labels of :attr:`rows`; 0 where none were given."""
+        """Return the labels of :attr:`rows`; 0 where none were given."""
         return self.ids[: len(self)].clone()
 
-    def share(self, world: World) -> Shards:
-        """A split of :attr:`rows` over the ranks: together they bring each row once.
+    def shards(self, world: World) -> Shards:
+        """Return a split of :attr:`rows` over the ranks, as even as possible.
 
         Example:
             >>> memory = MemoryQueue(5, embedding_size=1)
             >>> _ = memory.enqueue(torch.ones(5, 1))
-            >>> memory.share(World(rank=1, size=2)).mine
+            >>> memory.shards(World(rank=1, size=2)).mine
             slice(3, 5, None)
         """
         return Shards(tuple((len(self) + rank) // world.size for rank in reversed(range(world.size))), world.rank)
@@ -139,56 +139,56 @@ class MemoryQueue(nn.Module):
         enqueue_mask: Bool[Tensor, " n"] | None = None,
         process_group: Processes = None,
     ) -> Int[Tensor, " n"]:
-        """Remember my rows and those of all other ranks. Every rank must call it.
+        """Store the rows of all ranks. Every rank must call it.
 
         Args:
-            rows: [n, d], n may differ between ranks. No gradient is remembered.
-            labels: one integer a row.
-            enqueue_mask: which of my rows to remember; None is all.
-            process_group: whose ranks.
+            rows: [n, d] of this rank, n may differ between ranks. They are stored without gradient.
+            labels: one integer per row.
+            enqueue_mask: which of this rank's rows to store; None is all.
+            process_group: the ranks.
 
         Returns:
-            The slot of each of my rows; −1 if it is not there.
+            The slot of each of this rank's rows; −1 for a row that is not stored.
 
         Raises:
             ValueError: on every rank alike: rows of another width, labels or a mask that are not one per row, NaN or
-                infinite rows, or ranks that bring different kinds of rows.
+                infinite rows, or ranks that differ in dtype or arguments.
         """
         world = World.of(process_group)
         rows = rows.detach()
-        named = {"rows": rows} | given(labels=labels, enqueue_mask=enqueue_mask)
+        named = {"rows": rows} | present(labels=labels, enqueue_mask=enqueue_mask)
         problem = self.problem(rows, labels, enqueue_mask)
-        (shards, *_) = meet("MemoryQueue", named, world=world, problem=problem, settings=self.place())
+        (shards, *_) = meet("MemoryQueue", named, world=world, problem=problem, settings=self.compared_state())
         return self.write(rows, labels, enqueue_mask, shards, world)[shards.mine]
 
     @torch.no_grad()
     def write(
         self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
     ) -> Int[Tensor, " N"]:
-        """:meth:`enqueue` for those who have met already; the slots of all ranks' rows."""
-        kept = self.embeddings.device
-        rows = gather_rows(rows, shards, world).to(kept)
+        """Store the rows without checks or handshake; return the slots of all ranks' rows."""
+        device = self.embeddings.device
+        rows = gather_rows(rows, shards, world).to(device)
         labels = self.ids.new_zeros(len(rows)) if labels is None else gather_rows(labels, shards, world).to(self.ids)
-        mask = torch.ones_like(labels).bool() if mask is None else gather_rows(mask, shards, world).to(kept)
-        arriving = mask.nonzero().flatten()
-        turns = torch.arange(len(arriving), device=kept)
-        staying = arriving[-self.size :]
+        mask = torch.ones_like(labels).bool() if mask is None else gather_rows(mask, shards, world).to(device)
+        entering = mask.nonzero().flatten()
+        order = torch.arange(len(entering), device=device)
+        stored = entering[-self.size :]
         slots = torch.full_like(labels, -1)
-        slots[staying] = ((self.pointer + turns) % self.size)[-self.size :]
-        self.embeddings[slots[staying]] = rows[staying].to(self.embeddings.dtype)
-        self.ids[slots[staying]] = labels[staying]
-        self.pointer.add_(len(arriving)).remainder_(self.size)
-        self.filled.add_(len(arriving)).clamp_(max=self.size)
+        slots[stored] = ((self.pointer + order) % self.size)[-self.size :]
+        self.embeddings[slots[stored]] = rows[stored].to(self.embeddings.dtype)
+        self.ids[slots[stored]] = labels[stored]
+        self.pointer.add_(len(entering)).remainder_(self.size)
+        self.filled.add_(len(entering)).clamp_(max=self.size)
         return slots
 
-    def place(self) -> dict[str, Any]:
-        """What must be the same on every rank before rows enter."""
+    def compared_state(self) -> dict[str, Any]:
+        """Return the state that must be the same on every rank before rows enter."""
         return {"the memory's size": self.size, "the memory's pointer": int(self.pointer), "its fill": len(self)}
 
     def problem(
         self, rows: Tensor, labels: Tensor | None = None, enqueue_mask: Tensor | None = None, name: str = "rows"
     ) -> str | None:
-        """Why these cannot enter, in words; None if they can."""
+        """Return why these rows cannot enter, in words; None if they can."""
         width = self.embeddings.shape[1]
         if found := rows_problem(name, rows):
             return found
@@ -204,5 +204,6 @@ class MemoryQueue(nn.Module):
         return f"size={self.size}, embedding_size={self.embeddings.shape[1]}, dtype={self.embeddings.dtype}"
 
 
-def given(**tensors: Tensor | None) -> dict[str, Tensor]:
+def present(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Return the tensors that are not None."""
     return {name: x for name, x in tensors.items() if x is not None}

@@ -1,4 +1,4 @@
-"""pytorch-metric-learning's losses as this library's own: the same number and gradients, or a reason why not."""
+"""Translations of pytorch-metric-learning's losses have the same value and gradients, or are refused with a reason."""
 
 import copy
 import inspect
@@ -29,7 +29,7 @@ LABELS = torch.tensor([0, 2, 0, 1, 4, 0, 2, 4, 0, 1, 3, 0, 4, 2])  # one row of 
 
 
 class Case(NamedTuple):
-    """A loss, a miner, and what it is called with if that is not labelled rows."""
+    """A loss, its miner and its call form."""
 
     loss: Callable[[], Any]
     miner: Callable[[], Any] | None = None
@@ -127,7 +127,7 @@ def result(loss: Any, given: list[Tensor], *indices: Any) -> Result:
 
 
 def as_ours(theirs: Tensor, ours: Tensor) -> Tensor:
-    """A gradient of [d, C k] weights as one of [C, k, d]; proxies and β lie alike."""
+    """Return a gradient of [d, C k] weights as one of [C, k, d]; proxies and β have one layout."""
     return theirs.reshape(ours.shape) if theirs.shape == ours.shape or ours.ndim < 2 else theirs.T.reshape(ours.shape)
 
 
@@ -149,7 +149,7 @@ def theirs(case: Case, given: list[Tensor], seed: int = 0) -> Result:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradients_are_theirs(name: str) -> None:
+def test_value_and_gradients_equal_pytorch_metric_learning(name: str) -> None:
     case = CASES[name]
     for seed in range(3):
         given = rows(case.call, seed)
@@ -177,7 +177,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize(("name", "setting"), [(name, x) for name, settings in MUTANTS.items() for x in settings])
-def test_a_wrong_setting_shows(name: str, setting: str) -> None:
+def test_a_wrong_setting_is_detected(name: str, setting: str) -> None:
     case = CASES[name]
     native, given = to_native(*made(case)), rows(case.call, 0)
     assert hasattr(native, setting)
@@ -185,14 +185,14 @@ def test_a_wrong_setting_shows(name: str, setting: str) -> None:
     assert error(result(native, given), theirs(case, given)) > 1e-5
 
 
-def test_weights_in_another_order_show() -> None:
+def test_weights_in_another_order_are_detected() -> None:
     case, given = CASES["SubCenterArcFace"], rows("labels", 0)
     native: Any = to_native(*made(case))
     native.weights = nn.Parameter(native.weights.detach().mT.reshape(native.weights.shape))
     assert error(result(native, given), theirs(case, given)) > 1e-3
 
 
-def test_the_table_names_what_comes_out() -> None:
+def test_the_table_names_the_returned_class() -> None:
     for case in CASES.values():
         loss, miner = made(case)
         named = get_type_hints(TRANSLATED[type(loss)])["return"]
@@ -252,12 +252,12 @@ REASONS: list[tuple[Callable[[], Any], Callable[[], Any] | None, str]] = [
 
 
 @pytest.mark.parametrize(("loss", "miner", "why"), REASONS)
-def test_what_is_not_the_same_is_refused_with_a_reason(loss: Any, miner: Any, why: str) -> None:
+def test_an_inexact_translation_is_refused_with_a_reason(loss: Any, miner: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"has no exact translation: .*{why}"):
         to_native(loss(), miner and miner())
 
 
-def test_weights_are_copied_and_nothing_is_drawn() -> None:
+def test_weights_are_copied_without_random_numbers() -> None:
     loss = L.SubCenterArcFaceLoss(num_classes=3, embedding_size=2)
     loss.W.requires_grad_(False)
     before = torch.get_rng_state()
@@ -271,7 +271,7 @@ def test_weights_are_copied_and_nothing_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", ["ArcFace", "Margin, learnt", "MultiSimilarity, mined", "TripletMargin, semi-hard"])
-def test_distributed_loss_prefers_it(name: str, worlds: Worlds) -> None:
+def test_distributed_loss_prefers_the_native_loss(name: str, worlds: Worlds) -> None:
     case, (z, labels) = CASES[name], rows("labels", 0)
 
     def job(z: Tensor, labels: Tensor) -> Result:
@@ -283,12 +283,12 @@ def test_distributed_loss_prefers_it(name: str, worlds: Worlds) -> None:
     expected = theirs(case, [z, labels])
     for shards in [(5, 9), (0, 11, 3)]:
         found = worlds.run(len(shards), job, each=list(zip(split(z, shards), split(labels, shards), strict=True)))
-        everybody = torch.cat([x.rows[0] for x in found]) / len(shards)
+        gradient = torch.cat([x.rows[0] for x in found]) / len(shards)
         for x in found:
-            assert error(Result(x.value, [everybody], x.parameters), expected) <= EXACT
+            assert error(Result(x.value, [gradient], x.parameters), expected) <= EXACT
 
 
-def test_distributed_loss_keeps_what_has_no_translation() -> None:
+def test_distributed_loss_keeps_a_loss_without_translation() -> None:
     loss = L.AngularLoss()
     assert cz.DistributedLoss(loss, prefer_native=True).loss is loss
 
@@ -341,7 +341,7 @@ def gradients(loss: Any, value: Tensor, leaves: list[Tensor]) -> Result:
 
 
 def called(name: str, given: list[Tensor], native: bool = True) -> Result:
-    """As that library's users call it: views to SelfSupervisedLoss, a reference to VICRegLoss, mined indices."""
+    """Call it as in pytorch-metric-learning: views for SelfSupervisedLoss, ``ref_emb`` for VICRegLoss, mined indices."""
     loss, miner = made(CASES[name])
     if native:
         loss = cz.DistributedLoss(loss, miner=miner, prefer_native=True)
@@ -355,7 +355,7 @@ def called(name: str, given: list[Tensor], native: bool = True) -> Result:
 
 
 def same(ours: Result, theirs: Result, tolerance: float = EXACT) -> bool:
-    """Also in what is NaN, if they are to be exact."""
+    """Return whether they are equal; exact comparisons include which values are NaN."""
     pairs = [(ours.value, theirs.value), *zip(ours.rows, theirs.rows, strict=True)]
     pairs += [(x, as_ours(y, x)) for x, y in zip(ours.parameters, theirs.parameters, strict=True)]
     for x, y in pairs:
@@ -369,9 +369,9 @@ def same(ours: Result, theirs: Result, tolerance: float = EXACT) -> bool:
 
 @pytest.mark.filterwarnings("ignore:var:UserWarning")
 @pytest.mark.parametrize(("name", "batch"), BATCHES)
-def test_degenerate_batches_are_theirs(name: str, batch: str) -> None:
+def test_degenerate_batches_equal_pytorch_metric_learning(name: str, batch: str) -> None:
     given = degenerate(name, batch)
-    # their arccos of a cosine near 1 loses half of the digits, and its derivative at 1 is NaN; ours is the limit
+    # pytorch-metric-learning's arccos near 1 loses half of the digits and its derivative at 1 is NaN; ours is the limit
     arccos = name == "TupletMargin" and "equal" in batch
     assert same(called(name, given), called(name, given, native=False), tolerance=1e-6 if arccos else EXACT)
 
@@ -394,7 +394,7 @@ def test_degenerate_batches_over_ranks(name: str, shards: tuple[int, ...], world
 def over_ranks(
     job: Callable[..., Result], given: list[Tensor], shards: tuple[int, ...], worlds: Worlds
 ) -> list[Result]:
-    """What each rank found, with the gradient that the encoder gets in place of its rows'."""
+    """Return each rank's result, with the averaged gradient of all rows instead of that of its own."""
     found = worlds.run(len(shards), job, each=list(zip(*(split(x, shards) for x in given), strict=True)))
     rows = [torch.cat([x.rows[i] for x in found]) / len(shards) for i in range(len(found[0].rows))]
     return [Result(x.value, rows, x.parameters) for x in found]
@@ -407,12 +407,12 @@ def test_distinct_classes_over_ranks_are_nan_everywhere(worlds: Worlds) -> None:
         assert x.value.isnan()
 
 
-def test_no_rows_on_one_process_are_theirs() -> None:
+def test_an_empty_batch_on_one_process_equals_pytorch_metric_learning() -> None:
     given = [normal(0), torch.zeros(0, dtype=torch.long)]
     assert same(called("SupCon", given), called("SupCon", given, native=False))
 
 
-def test_a_variant_bears_the_name_of_its_loss() -> None:
+def test_a_variant_has_the_name_of_its_base() -> None:
     for case in CASES.values():
         native = to_native(*made(case))
         assert not type(native).__name__.startswith("_")
@@ -423,7 +423,7 @@ def test_a_variant_bears_the_name_of_its_loss() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.call == "views"])
-def test_two_views_are_called_their_way(name: str, worlds: Worlds) -> None:
+def test_two_views_are_called_as_in_pytorch_metric_learning(name: str, worlds: Worlds) -> None:
     given = rows("views", 0)
     expected = called(name, given, native=False)
     assert same(called(name, given), expected)
@@ -439,7 +439,7 @@ MORE = ["SupCon", "NTXent", "TripletMargin, smooth", "MultipleLosses, named", *W
 
 
 def trained(name: str, *given: Tensor, more: str, native: bool, grad_reduction: str = "mean") -> list[Result]:
-    """Three steps: what this library's loss takes, then what only the original takes, then again; weights learn."""
+    """Train three steps; the second one passes arguments that only the original takes."""
     loss, _ = made(CASES[name])
     size = torch.distributed.get_world_size() if native and torch.distributed.is_initialized() else 1
     if native:
@@ -468,7 +468,9 @@ def trained(name: str, *given: Tensor, more: str, native: bool, grad_reduction: 
     ("name", "more"),
     [(name, "indices") for name in MORE] + [("SupCon", "references"), ("Margin, by class", "references")],
 )
-def test_what_only_the_original_takes_it_computes(name: str, more: str, grad_reduction: str, worlds: Worlds) -> None:
+def test_the_original_computes_calls_that_the_native_loss_does_not_take(
+    name: str, more: str, grad_reduction: str, worlds: Worlds
+) -> None:
     z, other = rows("views", 0)
     given = [z, LABELS, other, LABELS.flip(0)]
     expected = trained(name, *given, more=more, native=False)
@@ -487,7 +489,7 @@ def test_what_only_the_original_takes_it_computes(name: str, more: str, grad_red
                 assert same(Result(x[step].value, encoder, own), expected[step]), (shards, step)
 
 
-def test_one_miner_is_enough_for_the_original_too() -> None:
+def test_the_original_refuses_a_second_miner() -> None:
     z, labels = rows("labels", 0)
     loss_fn = cz.DistributedLoss(L.TripletMarginLoss(), miner=M.BatchHardMiner(), prefer_native=True)
     with pytest.raises(ValueError, match="has a miner of its own"):
@@ -505,7 +507,7 @@ def test_ranks_that_call_it_differently_are_refused(worlds: Worlds) -> None:
             return cz.DistributedLoss(L.SupConLoss(), prefer_native=True, check_distinct=False)(z, labels, **more)
 
         def settled(first: int = first) -> Any:
-            """The same after three steps, when rows travel with sizes."""
+            """The same after three steps, when the handshake carries the rows."""
             loss_fn = cz.DistributedLoss(L.SupConLoss(), prefer_native=True, check_distinct=False)
             for _ in range(3):
                 loss_fn(z, labels)

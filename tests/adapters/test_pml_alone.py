@@ -1,4 +1,4 @@
-"""On one process, with a process group and without, nobody notices the wrapper: every class of the library."""
+"""On one process, with and without a process group, DistributedLoss is transparent for every loss of the library."""
 
 import copy
 import io
@@ -74,7 +74,7 @@ CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def outcome(loss: Callable[..., Any], name: str) -> Any:
-    """All that can be seen of a call: what it returns, gradients, what is raised."""
+    """Everything observable of a call: return value, gradients, error."""
     args, kwargs = CALLS[name]()
     torch.manual_seed(5)
     try:
@@ -91,7 +91,7 @@ def outcome(loss: Callable[..., Any], name: str) -> Any:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """To the bit."""
+    """Return whether they are equal bit by bit."""
     ours, theirs = tree_leaves(found), tree_leaves(expected)
     return len(ours) == len(theirs) and all(
         torch.equal(x.nan_to_num(), y.nan_to_num()) and x.dtype == y.dtype and torch.equal(x.isnan(), y.isnan())
@@ -105,7 +105,7 @@ IN_SHORT = ("rows and labels", "two views", "reference rows", "nothing", "too fe
 
 
 def noticed(loss: str, grad_reduction: str, calls: Iterable[str] = CALLS) -> list[str]:
-    """The calls in which the wrapper shows."""
+    """Return the calls that the wrapper changes."""
 
     def wrapped() -> nn.Module:
         return cz.DistributedLoss(Case(loss).made()[0], grad_reduction=grad_reduction)
@@ -118,11 +118,11 @@ def noticed(loss: str, grad_reduction: str, calls: Iterable[str] = CALLS) -> lis
 
 
 @pytest.mark.parametrize("loss", parts(losses))
-def test_no_call_shows_it_without_a_process_group(loss: str) -> None:
+def test_every_call_is_equal_without_a_process_group(loss: str) -> None:
     assert noticed(loss, "mean") == []
 
 
-def test_no_call_shows_it_in_a_world_of_one(worlds: Worlds) -> None:
+def test_every_call_is_equal_with_a_process_group_of_one(worlds: Worlds) -> None:
     def job() -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -131,7 +131,7 @@ def test_no_call_shows_it_in_a_world_of_one(worlds: Worlds) -> None:
     assert worlds.run(1, job, timeout=120) == [[]]
 
 
-def test_a_wrapper_that_shows_is_caught() -> None:
+def test_a_wrapper_that_changes_a_call_is_detected() -> None:
     assert not same(
         outcome(lambda *a, **k: 2 * losses.ContrastiveLoss()(*a, **k), "by name"),
         outcome(losses.ContrastiveLoss(), "by name"),
@@ -173,7 +173,7 @@ def test_it_can_be_copied_and_saved(name: str) -> None:
         assert same(outcome(other, call), expected)
 
 
-def test_an_attribute_that_is_set_reaches_the_loss() -> None:
+def test_setting_an_attribute_sets_it_on_the_loss() -> None:
     wrapper = cz.DistributedLoss(losses.NTXentLoss())
     wrapper.temperature = 0.5
     wrapper.note = "of the wrapper"
@@ -185,7 +185,7 @@ def test_an_attribute_that_is_set_reaches_the_loss() -> None:
     assert (again.temperature, again.note, again.check_finite) == (0.5, "of the wrapper", False)
 
 
-def test_the_wrappers_own_names_come_first() -> None:
+def test_the_wrappers_own_attributes_take_precedence() -> None:
     memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), WIDTH)
     wrapper = cz.DistributedLoss(memory)
     assert wrapper.loss is memory
@@ -204,7 +204,7 @@ def test_attributes_of_a_loss_inside_ddp_are_read_too(worlds: Worlds) -> None:
     assert worlds.run(1, job) == [0.25]
 
 
-def test_a_miner_by_itself_shows_neither() -> None:
+def test_a_wrapped_miner_is_equal_too() -> None:
     _, miner = Case("TripletMarginLoss", "BatchHardMiner").made()
     assert miner is not None
     wrapper = DistributedMiner(miner)

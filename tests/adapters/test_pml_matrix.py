@@ -29,7 +29,7 @@ def rows(worlds: Worlds) -> list[Row]:
     return measure(worlds, cases(), some_splits)
 
 
-def test_everything_is_as_on_one_process(rows: list[Row]) -> None:
+def test_all_cases_equal_one_process(rows: list[Row]) -> None:
     assert [f"{row.case}: {row.wrong}" for row in rows if row.wrong] == []
 
 
@@ -44,7 +44,7 @@ def test_every_exported_loss_is_compared_by_itself_on_every_split(loss: str, row
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
 @pytest.mark.parametrize("loss", parts(losses))
-def test_there_is_something_to_compare(loss: str) -> None:
+def test_every_loss_has_a_comparison(loss: str) -> None:
     found = pml_matrix.alone(Case(loss)).numbers
     assert found["value 0 of step 0"].abs() > 1e-6
     assert all(x.abs().max() > 1e-9 for name, x in found.items() if name.startswith(("encoder", "parameter")))
@@ -72,7 +72,7 @@ def test_base_classes_that_are_left_out_are_exported() -> None:
     assert set(BASES) <= {name for module in MODULES for name in vars(module)}
 
 
-def test_a_new_export_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_export_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     class NewLoss(losses.ContrastiveLoss):
         def __init__(self, needs_to_be_told: int) -> None:
             super().__init__()
@@ -96,17 +96,17 @@ def test_the_page_shows_what_was_measured(rows: list[Row]) -> None:
 
 
 class ByHand(nn.Module):
-    """What DistributedLoss does where all ranks hold as many rows and the trainer averages; mutants make mistakes."""
+    """A model of DistributedLoss for even shards and a trainer that averages; its mutants make mistakes."""
 
     def __init__(self, loss: nn.Module, miner: Any = None, **settings: Any) -> None:
         super().__init__()
         self.loss, self.miner = loss, miner
 
-    def everybody(self, rows: Tensor) -> Tensor:
+    def gathered(self, rows: Tensor) -> Tensor:
         return cz.all_gather(rows, gradient="partial")
 
     def forward(self, **rows: Tensor) -> Any:
-        rows = {name: self.everybody(x) for name, x in rows.items()}
+        rows = {name: self.gathered(x) for name, x in rows.items()}
         indices = () if self.miner is None else (self.miner(*rows.values()),)
         return self.loss(*rows.values(), *indices)
 
@@ -121,20 +121,20 @@ class TimesW(ByHand):
 
 
 class OwnSlice(ByHand):
-    def everybody(self, rows: Tensor) -> Tensor:
+    def gathered(self, rows: Tensor) -> Tensor:
         return cz.all_gather(rows, gradient="complete")
 
 
 class OwnRowsFirst(ByHand):
-    def everybody(self, rows: Tensor) -> Tensor:
+    def gathered(self, rows: Tensor) -> Tensor:
         sizes = [None] * dist.get_world_size()
         dist.all_gather_object(sizes, len(rows))
-        parts = list(super().everybody(rows).split(sizes))
+        parts = list(super().gathered(rows).split(sizes))
         return torch.cat([parts.pop(dist.get_rank()), *parts])
 
 
 class OwnChance(ByHand):
-    """The right gather, but miners draw from each rank's own stream."""
+    """The gather is right, but miners draw from each rank's own generator."""
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_mutants_are_caught(mutant: Callable[..., Any], case: Case, worlds: Worl
     assert row.wrong
 
 
-def test_without_a_mistake_it_is_right(worlds: Worlds) -> None:
+def test_the_model_without_a_mutant_is_right(worlds: Worlds) -> None:
     of = map(Case, ("ContrastiveLoss", "ProxyAnchorLoss", "NTXentLoss", "CrossBatchMemory"))
     assert [row.wrong for row in measure(worlds, of, even, ByHand)] == [{}] * 4
 

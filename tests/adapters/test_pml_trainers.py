@@ -1,4 +1,4 @@
-"""The library's own trainers and records, on two processes what they are on one."""
+"""pytorch-metric-learning's trainers and records are the same on two processes as on one."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how the
 
 STEPS, BATCH, D, CLASSES = 4, 8, 4, 3
 SHARES = {1: (8,), 2: (3, 5)}
-"""Samples of each batch by rank."""
+"""Samples of each batch, by rank."""
 
 
 def data() -> TensorDataset:
@@ -31,7 +31,7 @@ def data() -> TensorDataset:
 
 
 def my_samples() -> list[int]:
-    """Of every batch my part, in order."""
+    """Yield this rank's part of every batch, in order."""
     shares = SHARES[dist.get_world_size()]
     start = sum(shares[: dist.get_rank()])
     return [BATCH * step + start + i for step in range(STEPS) for i in range(shares[dist.get_rank()])]
@@ -66,7 +66,7 @@ def cascaded() -> Recipe:
 
 
 def train(recipe: Any, *, distributed: bool) -> list[Tensor]:
-    """All weights after an epoch."""
+    """Return all weights after an epoch."""
     torch.manual_seed(0)
     kind, models, functions, mining = recipe()
     models = {name: x.double() for name, x in {"trunk": nn.Linear(3, D), **models}.items()}
@@ -101,7 +101,7 @@ def train(recipe: Any, *, distributed: bool) -> list[Tensor]:
 @pytest.mark.parametrize(
     "recipe", [metric_loss_only, with_proxies, with_classifier, cascaded], ids=lambda x: x.__name__
 )
-def test_a_trainer_trains_what_it_trains_on_one_process(recipe: Any, worlds: Worlds) -> None:
+def test_a_trainer_computes_the_weights_of_one_process(recipe: Any, worlds: Worlds) -> None:
     (expected,) = worlds.run(1, train, recipe, distributed=False)
     for by_rank in worlds.run(2, train, recipe, distributed=True):
         for found, wanted in zip(by_rank, expected, strict=True):
@@ -134,7 +134,7 @@ def test_a_trainer_that_makes_indices_of_its_own_is_refused(worlds: Worlds) -> N
 
 
 def records(module: nn.Module) -> dict[str, Any]:
-    """Everything that the modules inside keep for a logger."""
+    """Return everything that inner modules record for a logger."""
     return {
         f"{where}.{name}": getattr(part, name)
         for where, part in module.named_modules()
@@ -178,7 +178,7 @@ def test_records_are_of_the_global_batch(worlds: Worlds) -> None:
 
 
 def test_record_keeper_finds_what_a_wrapped_miner_records() -> None:
-    """It asks for these two attributes, and names the table after the class."""
+    """The record keeper reads two attributes, and names the table after the class."""
     miner = miners.TripletMarginMiner(margin=0.5, collect_stats=True)
     wrapped = DistributedMiner(miner)
     rows, labels = numbers(BATCH, D, seed=1), torch.arange(BATCH) % CLASSES
@@ -194,7 +194,7 @@ def test_record_keeper_finds_what_a_wrapped_miner_records() -> None:
 
 
 @pytest.mark.parametrize("shards", [(4, 4), (3, 5), (8, 0)], ids=str)
-def test_a_mask_of_what_is_remembered_is_gathered(shards: tuple[int, ...], worlds: Worlds) -> None:
+def test_the_enqueue_mask_is_gathered(shards: tuple[int, ...], worlds: Worlds) -> None:
     rows, labels = numbers(BATCH, D, seed=1), torch.arange(BATCH) % CLASSES
     mask = torch.tensor([True, False, True, True, False, False, True, False])
 

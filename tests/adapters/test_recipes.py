@@ -118,7 +118,7 @@ class ClassMeans(nn.Module):
 
 
 def local_rows(view1: Tensor, view2: Tensor) -> Tensor:
-    """My anchors against everybody's rows, gathered with gradient: what lightly and open_clip do between ranks."""
+    """Compare local anchors with all ranks' rows, gathered with gradient, as lightly and open_clip do."""
     z, others = torch.cat([view1, view2]), torch.cat([cz.all_gather(view1), cz.all_gather(view2)])
     n, total, start = len(view1), len(others) // 2, cz.World.of().shards(view1).start if dist.is_initialized() else 0
     rows = torch.cat([torch.arange(n), total + torch.arange(n)]) + start
@@ -164,7 +164,7 @@ def trial(
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_one_line_makes_it_the_loss_of_the_global_batch(recipe: Recipe, worlds: Worlds) -> None:
+def test_distributed_loss_computes_the_loss_of_the_global_batch(recipe: Recipe, worlds: Worlds) -> None:
     for shards in SPLITS:
         on = trial(recipe.after, recipe.call, shards, worlds)
         for invariant in (*CONTRACT, same_state):
@@ -172,7 +172,7 @@ def test_one_line_makes_it_the_loss_of_the_global_batch(recipe: Recipe, worlds: 
 
 
 @pytest.mark.parametrize("recipe", [x for x in RECIPES if x.name != "a formula of gathered views"], ids=str)
-def test_one_line_serves_trainers_that_sum(recipe: Recipe, worlds: Worlds) -> None:
+def test_distributed_loss_supports_trainers_that_sum(recipe: Recipe, worlds: Worlds) -> None:
     def make() -> Any:
         made = recipe.after()
         for part in made.modules():
@@ -185,7 +185,7 @@ def test_one_line_serves_trainers_that_sum(recipe: Recipe, worlds: Worlds) -> No
 
 
 def broken(make: Callable[[], Any], call: Call, shards: tuple[int, ...], worlds: Worlds) -> set[str]:
-    """Names of the invariants that do not hold."""
+    """Return the names of the invariants that do not hold."""
 
     def holds(invariant: Invariant) -> bool:
         try:
@@ -199,7 +199,7 @@ def broken(make: Callable[[], Any], call: Call, shards: tuple[int, ...], worlds:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_without_it_the_invariants_complain(recipe: Recipe, worlds: Worlds) -> None:
+def test_without_distributed_loss_invariants_fail(recipe: Recipe, worlds: Worlds) -> None:
     found = broken(recipe.before, recipe.call, (1, 4), worlds)
     assert {"same_value_on_every_rank", "same_encoder_gradient"} <= found
     assert ("same_state" in found) == (recipe.name in STATEFUL)
@@ -226,7 +226,7 @@ def test_parts_are_those_of_the_global_batch(shards: tuple[int, ...], worlds: Wo
 
 
 def states(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], Any], splits: list[tuple[int, ...]]) -> list[Any]:
-    """The loss's buffers after each step; every step deals its rows otherwise."""
+    """Return the loss's buffers after each step; every step splits its rows differently."""
     loss, found = make().double(), []
     step_loss = wrap(loss)
     for step, shards in enumerate(splits):
@@ -260,7 +260,7 @@ def percent(found: Tensor, expected: Tensor) -> str:
 
 
 def row(recipe: Recipe, make: Callable[[], Any], worlds: Worlds) -> str:
-    """What the page tells of two processes with two and six samples: value (mean over ranks), gradients, state."""
+    """Return what the page states for two processes with two and six samples: value (mean over ranks), gradients, state."""
     on = trial(make, recipe.call, (2, 6), worlds)
     alone, by_rank = on.alone(), on.together()
 
@@ -281,7 +281,7 @@ def row(recipe: Recipe, make: Callable[[], Any], worlds: Worlds) -> str:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_the_page_tells_what_was_wrong(recipe: Recipe, worlds: Worlds) -> None:
+def test_the_page_states_the_measured_errors(recipe: Recipe, worlds: Worlds) -> None:
     assert row(recipe, recipe.before, worlds) in PAGE.read_text(encoding="utf-8").splitlines()
     numbers_after = row(recipe, recipe.after, worlds).split("|")[2:-1]
     assert {x.strip() for x in numbers_after} <= {"0 %", "–", "the same"}

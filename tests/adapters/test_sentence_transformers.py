@@ -50,7 +50,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Words(nn.Module):
-    """The mean of a sentence's word vectors, bent a little."""
+    """The mean of a sentence's word vectors, through a nonlinearity."""
 
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def measured(case: Case, loss: Any, model: SentenceTransformer, rows: slice) -> 
 
 
 def alone(case: Case, build: Callable[[], SentenceTransformer] = words) -> Found:
-    """What the bare loss computes on all rows, in this process."""
+    """Return what the bare loss computes on all rows, in this process."""
     model = build()
     torch.manual_seed(100)
     random.seed(100)
@@ -229,7 +229,7 @@ def together(
     grad_reduction: str = "mean",
     wrap: Callable[..., Any] = DistributedSentenceLoss,
 ) -> Found | None:
-    """On each of the first ranks of a world of three; its own parameters begin otherwise on every rank."""
+    """Run it on the first ranks of a world of three; its own parameters start differently on every rank."""
     ranks, rank = range(len(shards)), dist.get_rank()
     within = nullcontext() if len(shards) == 3 else groups(ranks, range(len(shards), 3))
     with within as group:
@@ -279,7 +279,7 @@ def test_ranks_compute_what_one_process_computes(name: str, worlds: Worlds) -> N
 
 
 @pytest.mark.parametrize("name", ["BatchHardTripletLoss", "SoftmaxLoss", "GISTEmbedLoss", "MatryoshkaLoss"])
-def test_ddp_is_found_wherever_the_loss_holds_its_encoder(name: str, worlds: Worlds) -> None:
+def test_ddp_is_used_wherever_the_loss_holds_its_encoder(name: str, worlds: Worlds) -> None:
     expected = alone(CASES[name])
     found = in_world(worlds, CASES[name], (3, 1, 2), ddp=True)
     assert_same(found, expected)
@@ -311,7 +311,7 @@ def bert(path: str) -> SentenceTransformer:
 
 @pytest.mark.parametrize("ddp", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_losses_of_layers_see_everybodys_layers(name: str, ddp: bool, checkpoint: str, worlds: Worlds) -> None:
+def test_losses_of_layers_see_all_ranks_layers(name: str, ddp: bool, checkpoint: str, worlds: Worlds) -> None:
     def build() -> SentenceTransformer:
         return bert(checkpoint)
 
@@ -330,7 +330,7 @@ def test_compiled_layers_are_refused(checkpoint: str, worlds: Worlds) -> None:
     assert "Do not compile it" in (texts[0] or "")
 
 
-def test_a_compiled_encoder_answers_for_everybody(worlds: Worlds) -> None:
+def test_a_compiled_encoder_returns_all_ranks_embeddings(worlds: Worlds) -> None:
     case, shards = CASES["CoSENTLoss"], (3, 1, 2)
 
     def wrap(loss: Any, **settings: Any) -> DistributedSentenceLoss:
@@ -346,7 +346,7 @@ def bare(loss: nn.Module, **_: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bare_loss_would_be_caught(name: str, worlds: Worlds) -> None:
+def test_the_bare_loss_is_detected(name: str, worlds: Worlds) -> None:
     expected, found = alone(CASES[name]), in_world(worlds, CASES[name], (3, 1, 2), wrap=bare)
     with pytest.raises(AssertionError):
         assert_same(found, expected)
@@ -354,7 +354,7 @@ def test_the_bare_loss_would_be_caught(name: str, worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_name_the_mend(name: str) -> None:
+def test_refusals_name_the_fix(name: str) -> None:
     make, text = REFUSED[name]
     with pytest.raises(ValueError, match=re.escape(text)):
         DistributedSentenceLoss(make(words()))
@@ -371,7 +371,7 @@ def test_an_unknown_reduction_is_refused() -> None:
 
 
 def complaints() -> list[str | None]:
-    """What every rank is told when rank 1 alone has something wrong."""
+    """Return the error of every rank for each mistake of rank 1 alone."""
     mistaken = dist.get_rank() == 1
     cosent, classifier = CASES["CoSENTLoss"], CASES["SoftmaxLoss"]
 
@@ -403,7 +403,7 @@ def test_bad_input_is_refused_on_every_rank_alike(worlds: Worlds) -> None:
 
 
 def draws() -> tuple[Tensor, Tensor]:
-    """What the encoder of each rank drops of the same sentences, and what the loss then draws."""
+    """Return which features each rank's encoder drops from the same sentences, and what the loss then draws."""
 
     class Drawing(nn.Module):
         def __init__(self, model: SentenceTransformer) -> None:
@@ -421,14 +421,14 @@ def draws() -> tuple[Tensor, Tensor]:
     return found[:-3].view(3, N, D), found[-3:]
 
 
-def test_encoders_draw_by_themselves_and_losses_together(worlds: Worlds) -> None:
+def test_encoders_draw_per_rank_and_losses_from_one_stream(worlds: Worlds) -> None:
     by_rank = worlds.run(3, draws)
     for embeddings, loss in by_rank:
         assert not torch.equal(embeddings[0] == 0, embeddings[1] == 0)
         assert torch.equal(loss, by_rank[0][1])
 
 
-def test_the_loss_shows_through() -> None:
+def test_attributes_of_the_loss_are_readable() -> None:
     model = words()
     inner = mnrl(model, scale=7.0)
     loss = DistributedSentenceLoss(inner)
@@ -441,7 +441,7 @@ def test_the_loss_shows_through() -> None:
     assert again.model is again.loss.model is not model
 
 
-def test_the_encoder_is_itself_again_afterwards() -> None:
+def test_the_encoders_forward_is_restored() -> None:
     model = words()
     loss = DistributedSentenceLoss(CASES["CoSENTLoss"].make(model))
     with pytest.raises(IndexError):

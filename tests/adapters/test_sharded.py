@@ -15,8 +15,17 @@ from pytorch_metric_learning import regularizers as G
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.adapters import pml_sharded
-from contrastive_zoo.adapters.pml_sharded import EVALUATED, REFUSED, refusal, sharded
+from contrastive_zoo.adapters.pml_sharded import (
+    EVALUATED,
+    REFUSED,
+    anchor_batch,
+    library_code,
+    mining,
+    reducers,
+    refusal,
+    sharded,
+    sharded_loss,
+)
 from contrastive_zoo.loss_call import paired_problem
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
@@ -128,11 +137,11 @@ LABELS = {
     (1, 2): [0, 0, 1],
     (2, 1): [3, 3, 3],
 }
-"""Shards, and labels that are unevenly many."""
+"""Labels by shard sizes; classes differ in size."""
 
 
 class Rows(NamedTuple):
-    """Embeddings and labels, and perhaps others to compare them with."""
+    """Embeddings and labels, with or without reference embeddings and labels."""
 
     z: Tensor
     labels: Tensor
@@ -145,7 +154,7 @@ class Rows(NamedTuple):
         z, others = (torch.randn(len(labels) + k, WIDTH, generator=generator, dtype=torch.float64) for k in (0, 1))
         return cls(z, labels, others, torch.cat([labels.flip(0), torch.tensor([2])])) if references else cls(z, labels)
 
-    def dealt(self, shards: tuple[int, ...]) -> list[tuple[Tensor | None, ...]]:
+    def split(self, shards: tuple[int, ...]) -> list[tuple[Tensor | None, ...]]:
         more = (*shards[:-1], shards[-1] + 1)
         parts = [split(x, shards if i < 2 else more) for i, x in enumerate(self) if x is not None]
         return list(zip(*parts, strict=True))
@@ -164,7 +173,7 @@ def result(loss: nn.Module, value: Tensor, rows: list[Tensor]) -> Result:
 
 
 def whole(case: Case, rows: Rows) -> Result:
-    """What one process computes, in the library's own words."""
+    """Return what pytorch-metric-learning computes on one process."""
     torch.manual_seed(0)
     loss, miner = case.loss().double(), case.miner and case.miner()
     leaves = [x.clone().requires_grad_() for x in (rows.z, rows.references) if x is not None]
@@ -188,9 +197,9 @@ def a_rank(case: Case, *rows: Tensor) -> Result:
 
 
 def error(case: Case, shards: tuple[int, ...], worlds: Worlds, job: Any = a_rank, references: bool = False) -> float:
-    """How far value and gradients are from one process's."""
+    """Return the largest difference of value and gradients from one process's."""
     rows = Rows.of(shards, references)
-    expected, found = whole(case, rows), worlds.run(len(shards), job, case, each=rows.dealt(shards), timeout=10.0)
+    expected, found = whole(case, rows), worlds.run(len(shards), job, case, each=rows.split(shards), timeout=10.0)
     errors = [distance(x.value, expected.value) for x in found]
     for nth, gradient in enumerate(expected.gradients):
         errors.append(distance(torch.cat([x.gradients[nth] for x in found]), gradient))
@@ -215,7 +224,7 @@ MINERS = [x for x in vars(M).values() if inspect.isclass(x) and x is not M.BaseM
 
 
 @pytest.mark.parametrize("miner", MINERS, ids=lambda x: x.__name__)
-def test_every_miner_is_asked_for_my_anchors(miner: Any, worlds: Worlds) -> None:
+def test_every_miner_mines_for_the_local_anchors(miner: Any, worlds: Worlds) -> None:
     settings = {"num_bins": 5} if miner is M.UniformHistogramMiner else {}
     for loss in (lambda: L.TripletMarginLoss(0.3), lambda: L.ContrastiveLoss()):
         assert error(Case(loss, lambda: miner(**settings)), (5, 7), worlds) <= EXACT
@@ -225,7 +234,7 @@ FEW = [name for name in [*PAIRS, *ALONE] if not name.endswith("drawn")]
 
 
 @pytest.mark.parametrize("shards", [(2, 2), (1, 2), (2, 1)], ids=str)
-def test_what_a_batch_lacks_is_not_what_a_rank_lacks(shards: tuple[int, ...], worlds: Worlds) -> None:
+def test_a_rank_without_pairs_takes_the_branch_of_the_batch(shards: tuple[int, ...], worlds: Worlds) -> None:
     wrong = {name: e for name in FEW if (e := error((PAIRS | ALONE)[name], shards, worlds)) > EXACT}
     assert not wrong
 
@@ -242,8 +251,8 @@ def test_views_are_rows_of_the_same_sample(worlds: Worlds) -> None:
         leaves = [rows.z.clone().requires_grad_(), rows.references[:12].clone().requires_grad_()]
         loss = L.SelfSupervisedLoss(L.NTXentLoss(), symmetric=symmetric)
         expected = result(loss, loss(*leaves), leaves)
-        dealt = zip(*(split(x.detach(), (5, 7)) for x in leaves), strict=True)
-        found = worlds.run(2, job, symmetric, each=list(dealt))
+        each = zip(*(split(x.detach(), (5, 7)) for x in leaves), strict=True)
+        found = worlds.run(2, job, symmetric, each=list(each))
         assert max(distance(x.value, expected.value) for x in found) <= EXACT
         for nth in (0, 1):
             assert distance(torch.cat([x.gradients[nth] for x in found]), expected.gradients[nth]) <= EXACT
@@ -259,7 +268,7 @@ def test_distributed_loss_in_shards(trainer: str, worlds: Worlds) -> None:
         return result(loss, loss_fn(z, labels), [z])
 
     case, rows = PAIRS["Margin, learnt by class, mined"], Rows.of((5, 7), references=False)
-    expected, found = whole(case, rows), worlds.run(2, job, each=rows.dealt((5, 7)))
+    expected, found = whole(case, rows), worlds.run(2, job, each=rows.split((5, 7)))
     rows_scale, own_scale = (2, 1) if trainer == "mean" else (1, 0.5)
     assert max(distance(x.value, expected.value) for x in found) <= EXACT
     assert distance(torch.cat([x.gradients[0] for x in found]), rows_scale * expected.gradients[0]) <= EXACT
@@ -278,7 +287,7 @@ def test_each_rank_evaluates_its_own_anchors_only(worlds: Worlds) -> None:
 
     rows = Rows.of((5, 7), references=False)
     for name in ("MultiSimilarity, mined", "Triplet, semi-hard", "Triplet, smooth, hardest", "SupCon, mined"):
-        assert worlds.run(2, job, PAIRS[name], each=rows.dealt((5, 7))) == [[(5, 12)] * 2, [(7, 12)] * 2]
+        assert worlds.run(2, job, PAIRS[name], each=rows.split((5, 7))) == [[(5, 12)] * 2, [(7, 12)] * 2]
 
 
 # --------------------------------------------------------------------------------------------------------------- mutants
@@ -289,46 +298,53 @@ def with_itself(ids: Tensor, all_ids: Tensor, start: int) -> tuple[None, Tensor,
     return None, alike, ~alike
 
 
-def mean_of_ranks(reducer: Any, info: Any, part: Any) -> tuple[Tensor, float]:
+def mean_of_ranks(reducer: Any, info: Any, batch: Any) -> tuple[Tensor, float]:
     count = max(1, len(info["losses"]))
     return info["losses"].sum() / count, 1.0
 
 
-def as_their_wrapper_mines(miner: Any, part: Any) -> Any:
-    return miner(part.rows, part.labels, part.columns, part.column_labels)
+def as_their_wrapper_mines(miner: Any, batch: Any) -> Any:
+    return miner(batch.anchors, batch.labels, batch.candidates, batch.candidate_labels)
 
 
-MUTANTS: dict[str, tuple[str, Any, str, tuple[int, ...]]] = {
-    "an anchor is its own positive": ("block_masks", with_itself, "NTXent", (5, 7)),
-    "columns without gradient": ("all_gather", lambda x, **_: cz.all_gather(x.detach()), "Contrastive", (5, 7)),
-    "a mean of the ranks' means": ("_REDUCERS", {R.MeanReducer: mean_of_ranks}, "MultiSimilarity", (5, 7)),
-    "parameters of a rank's own": ("replicated", lambda x, **_: x, "Margin, learnt", (5, 7)),
+MUTANTS: dict[str, tuple[Any, str, Any, str, tuple[int, ...]]] = {
+    "an anchor is its own positive": (anchor_batch, "block_masks", with_itself, "NTXent", (5, 7)),
+    "columns without gradient": (
+        anchor_batch,
+        "all_gather",
+        lambda x, **_: cz.all_gather(x.detach()),
+        "Contrastive",
+        (5, 7),
+    ),
+    "a mean of the ranks' means": (reducers, "REDUCERS", {R.MeanReducer: mean_of_ranks}, "MultiSimilarity", (5, 7)),
+    "parameters of a rank's own": (sharded_loss, "replicated", lambda x, **_: x, "Margin, learnt", (5, 7)),
     "a miner that sees the anchor": (
-        "_MINERS",
+        mining,
+        "MINERS",
         {M.BatchHardMiner: as_their_wrapper_mines},
         "Triplet, smooth, hardest",
         (5, 7),
     ),
-    "no padding": ("_padding_needed", lambda local, *_: [0] * len(local), "MultiSimilarity", (1, 2)),
+    "no padding": (library_code, "padding_needed", lambda local, *_: [0] * len(local), "MultiSimilarity", (1, 2)),
 }
-"""What is replaced, by what, and where that shows."""
+"""Module, attribute, replacement, and the case and shards that detect it."""
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name: str, worlds: Worlds) -> None:
-    what, wrong, case, shards = MUTANTS[name]
+    module, attribute, wrong, case, shards = MUTANTS[name]
 
     def job(case: Case, *rows: Tensor) -> Result:
-        known = getattr(pml_sharded, what)
-        with patch.object(pml_sharded, what, {**known, **wrong} if isinstance(wrong, dict) else wrong):
+        right = getattr(module, attribute)
+        with patch.object(module, attribute, {**right, **wrong} if isinstance(wrong, dict) else wrong):
             return a_rank(case, *rows)
 
     assert error(PAIRS[case], shards, worlds, job) > 1e-4
 
 
-def test_a_miner_without_a_rule_of_its_own_is_asked_on_all_rows(worlds: Worlds) -> None:
+def test_any_other_miner_is_called_on_all_rows(worlds: Worlds) -> None:
     def job(case: Case, *rows: Tensor) -> Result:
-        with patch.object(pml_sharded, "_MINERS", {}):
+        with patch.object(mining, "MINERS", {}):
             return a_rank(case, *rows)
 
     for name in ("MultiSimilarity, mined", "Triplet, semi-hard"):
@@ -347,11 +363,11 @@ def test_every_export_is_evaluated_or_refused_with_a_reason() -> None:
     exported = {name for name, x in vars(L).items() if inspect.isclass(x)} - NOT_LOSSES - WRAPPERS
     assert exported == {x.__name__ for x in [*EVALUATED, *REFUSED]}
     assert not set(EVALUATED) & set(REFUSED)
-    known = {*pml_sharded._REDUCERS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
+    known = {*reducers.REDUCERS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
     assert {x for x in vars(R).values() if inspect.isclass(x)} == known
 
 
-def test_a_refusal_is_everybody_s(worlds: Worlds) -> None:
+def test_every_rank_refuses(worlds: Worlds) -> None:
     def rows() -> tuple[Tensor, Tensor]:
         rank = World.of().rank
         return torch.eye(3)[: 2 + rank], torch.arange(2 + rank)
@@ -384,7 +400,7 @@ def test_a_refusal_is_everybody_s(worlds: Worlds) -> None:
         (lambda: nn.Identity(), "none of the losses"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_with_a_reason(loss: Callable[[], Any], why: str) -> None:
+def test_a_loss_that_cannot_be_sharded_is_refused_with_a_reason(loss: Callable[[], Any], why: str) -> None:
     assert why in (refusal(loss()) or "")
     with pytest.raises(ValueError, match=f"cannot be evaluated in shards: .*{why}.* Leave mode='sharded' out"):
         sharded(loss(), None, {"embeddings": torch.eye(2), "labels": torch.arange(2)}, {}, World())
@@ -403,7 +419,7 @@ def test_arguments_that_a_loss_does_not_take_are_refused() -> None:
             sharded(loss, miner, {"embeddings": z, "labels": labels} | more, shards, World())
 
 
-def test_indices_of_all_rows_are_shared_out(worlds: Worlds) -> None:
+def test_indices_of_all_rows_are_split_over_ranks(worlds: Worlds) -> None:
     rows = Rows.of((5, 7), references=False)
     for miner in (M.BatchHardMiner(), M.PairMarginMiner()):
         indices = miner(rows.z, rows.labels)
@@ -415,7 +431,7 @@ def test_indices_of_all_rows_are_shared_out(worlds: Worlds) -> None:
             return sharded(L.ContrastiveLoss(), None, named | {"indices_tuple": indices}, shards, world)
 
         expected = L.ContrastiveLoss()(rows.z, rows.labels, indices)
-        assert max(distance(x, expected) for x in worlds.run(2, job, each=rows.dealt((5, 7)))) <= EXACT
+        assert max(distance(x, expected) for x in worlds.run(2, job, each=rows.split((5, 7)))) <= EXACT
 
 
 # ------------------------------------------------------------------------------------- what one rank alone has wrong
@@ -438,7 +454,7 @@ MODES = ("sharded", "replicated")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("counts", [(3, 5), (2, 4)], ids=str)
 def test_views_of_unequal_length_are_refused_on_every_rank(mode: Any, counts: tuple[int, int], worlds: Worlds) -> None:
-    """(3, 5) against (5, 3) are as many in all; each row would be paired with another sample's."""
+    """(3, 5) and (5, 3) have equal totals, but rows would be paired with those of other samples."""
     for symmetric in (True, False):
 
         def bad(symmetric: bool = symmetric) -> Any:
@@ -491,7 +507,7 @@ def test_rows_that_are_shifted_between_ranks_are_refused(name: str, words: str, 
         {"embeddings": torch.eye(3), "labels": None, "temperature": torch.tensor(1.0), "ref_emb": None},
     ],
 )
-def test_what_fits_together_is_no_problem(arguments: dict[str, Any]) -> None:
+def test_matching_arguments_are_no_problem(arguments: dict[str, Any]) -> None:
     assert paired_problem(arguments) is None
 
 
@@ -508,7 +524,7 @@ def test_three_dimensions_and_a_rank_without_rows(worlds: Worlds) -> None:
 
 
 def beyond(name: str) -> Any:
-    """What the library raises where there are rows, or labels, that only rank 1 has."""
+    """Call a loss that raises on rank 1 only, for its rows or labels."""
     rank = World.of().rank
     torch.manual_seed(0)  # the same weights everywhere
     z, labels = rows_of_rank((0, 4) if name.endswith("no rows") else (3, 4)), torch.tensor([0, 1, 2, 0])
@@ -539,7 +555,7 @@ class RaisesOnOneRank(M.BaseMiner):
 @pytest.mark.parametrize(
     "name", ["ArcFace", "ArcFace, no rows", "Margin", "P2SGrad", "P2SGrad, no rows", "weights of classes", "miner"]
 )
-def test_what_one_rank_raises_all_raise(name: str, worlds: Worlds) -> None:
+def test_every_rank_raises_the_error_of_one(name: str, worlds: Worlds) -> None:
     text, after = complaint(worlds, 2, lambda: beyond(name), good)
     assert "rank 1: " in text
     # a rank without rows evaluates one of the batch's labels, which is wrong there, too
@@ -549,7 +565,7 @@ def test_what_one_rank_raises_all_raise(name: str, worlds: Worlds) -> None:
 
 
 def test_weights_are_normalised_before_they_are_cast(worlds: Worlds) -> None:
-    """As the library does, whose weights stay in 32 bits until the first rows in 64 come."""
+    """The library's weights have 32 bits until the first call with 64-bit embeddings."""
 
     def steps(wrap: Callable[[Any], Any], z: Tensor, labels: Tensor) -> list[Tensor]:
         torch.manual_seed(0)
@@ -596,6 +612,6 @@ def test_indices_without_labels(worlds: Worlds) -> None:
         text = said(lambda: cz.DistributedLoss(loss, mode="sharded")(z, indices_tuple=indices))
         return cz.DistributedLoss(loss)(z, indices_tuple=indices), text
 
-    for value, text in worlds.run(2, job, each=rows.dealt((5, 7))):
+    for value, text in worlds.run(2, job, each=rows.split((5, 7))):
         assert distance(value, expected) <= EXACT
         assert "call loss(embeddings, labels), also with indices_tuple" in (text or "")

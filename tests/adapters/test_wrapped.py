@@ -1,4 +1,4 @@
-"""Wrappers inside of wrappers: taken off where that is exact, refused in words where it is not."""
+"""An outermost wrapper is taken off, an inner wrapper is refused."""
 
 import functools
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def one_process(name: str, bare: Callable[..., Any], z: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("name", TAKEN_OFF)
-def test_what_can_be_taken_off_is_taken_off(name: str, worlds: Worlds) -> None:
+def test_an_outermost_wrapper_is_taken_off(name: str, worlds: Worlds) -> None:
     make, wrap = TAKEN_OFF[name]
 
     def job(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -77,7 +77,7 @@ def test_what_can_be_taken_off_is_taken_off(name: str, worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("inner", [DistributedMinerWrapper, lambda x: x], ids=["theirs", "bare"])
-def test_a_miner_in_their_wrapper_mines_once(inner: Callable[..., Any], worlds: Worlds) -> None:
+def test_a_wrapped_miner_mines_once(inner: Callable[..., Any], worlds: Worlds) -> None:
     def job(z: Tensor, labels: Tensor) -> list[Tensor]:
         return list(cz.DistributedMiner(inner(miners.BatchHardMiner()))(z, labels))
 
@@ -89,7 +89,7 @@ def test_a_miner_in_their_wrapper_mines_once(inner: Callable[..., Any], worlds: 
 
 
 class Holder(nn.Module):
-    """A user's loss that keeps others where torch does not see them."""
+    """A user's loss that stores other losses where torch does not find them."""
 
     def __init__(self, **held: Any) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _closure(inner: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_is_refused_with_its_place(name: str) -> None:
+def test_an_inner_wrapper_is_refused_with_its_place(name: str) -> None:
     make, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         make()
@@ -184,8 +184,8 @@ def test_a_miner_of_another_group_is_refused() -> None:
         cz.DistributedLoss(triplets(), miner=miner)
 
 
-def test_a_trainer_that_holds_a_loss_may_lend_it_a_method() -> None:
-    """A bound method of what holds other distributed losses is no wrapper inside of a wrapper."""
+def test_a_bound_method_of_a_trainer_is_no_inner_wrapper() -> None:
+    """A bound method of an object that holds distributed losses is no inner wrapper."""
 
     class Trainer(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a loss compares rows with besides the batch: how a memory serves it."""
+"""How a memory reaches a loss: as candidates, as negatives or as reference embeddings."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,25 +11,31 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.panelwise import PanelLoss
 from contrastive_zoo.loss_base.row_loss import RowLoss
 
-Takes = Literal["panels", "own negatives", "references", "negatives"]
+MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
+"""The loss compares the anchors with the memory as candidates; takes each rank's shard of it as ``negatives``; takes it as
+``ref_emb`` and ``ref_labels``; or takes all of it as ``negatives``."""
 
 
-def takes_of(loss: Any) -> Takes:
-    """What a loss compares rows with besides the batch."""
+def memory_input(loss: Any) -> MemoryInput:
+    """Return how the loss takes a memory.
+
+    Raises:
+        ValueError: it is no instance, cannot be called, or takes none.
+    """
     if problem := instance_problem(loss):
         raise ValueError(f"CrossBatchMemory: {problem}")
     if not callable(loss):
         raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
     if isinstance(loss, PanelLoss) or (isinstance(loss, RowLoss) and type(loss).forward is RowLoss.forward):
-        return "panels"
+        return "candidates"
     parameters = _parameters(loss)
-    needed = [name for name, x in parameters.items() if x.default is x.empty and name != "negatives"]
-    if "negatives" in parameters and len(needed) == 2:
-        return "own negatives" if isinstance(loss, Loss) else "negatives"
+    required = [name for name, x in parameters.items() if x.default is x.empty and name != "negatives"]
+    if "negatives" in parameters and len(required) == 2:
+        return "sharded negatives" if isinstance(loss, Loss) else "negatives"
     if not isinstance(loss, Loss) and {"indices_tuple", "ref_emb", "ref_labels"} <= parameters.keys():
         return "references"
     raise ValueError(
-        f"CrossBatchMemory: {name_of(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
+        f"CrossBatchMemory: {loss_name(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
         "SupSigmoid, a RowLoss, InfoNCE, a loss that takes ref_emb and ref_labels (pytorch-metric-learning's pair and "
         "triplet losses), or a function of (queries, keys, negatives)."
     )
@@ -39,9 +45,10 @@ def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
     function = getattr(type(loss), "function", None) if isinstance(loss, Loss) else None
     try:
         return inspect.signature(function or (loss.forward if isinstance(loss, nn.Module) else loss)).parameters
-    except ValueError:  # a built-in
+    except ValueError:  # a built-in function has no signature
         return {}
 
 
-def name_of(loss: Any) -> str:
+def loss_name(loss: Any) -> str:
+    """Return the name of a function, or of a module's class."""
     return getattr(loss, "__name__", type(loss).__name__)

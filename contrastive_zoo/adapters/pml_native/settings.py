@@ -1,0 +1,153 @@
+"""Distances, reducers and numbers of pytorch-metric-learning's losses as settings of this library's losses."""
+
+from numbers import Real
+from typing import Any
+
+from pytorch_metric_learning import distances, reducers
+
+Settings = dict[str, Any]
+"""Keyword arguments of this library's constructors."""
+
+
+class NoExactTranslation(Exception):  # noqa: N818
+    """Says why a loss has no exact translation."""
+
+
+def normalizes(distance: Any) -> bool:
+    """Return whether the distance divides embeddings by their 2-norm.
+
+    Raises:
+        NoExactTranslation: it divides by another norm.
+    """
+    if distance.normalize_embeddings and distance.p != 2:
+        raise NoExactTranslation(f"embeddings are divided by their {distance.p}-norm.")
+    return distance.normalize_embeddings
+
+
+def similarity_settings(loss: Any) -> Settings:
+    """Return the settings of a loss of cosines or dot products.
+
+    Raises:
+        NoExactTranslation: the loss uses another distance.
+    """
+    distance = loss.distance
+    if type(distance) not in (distances.CosineSimilarity, distances.DotProductSimilarity) or distance.power != 1:
+        raise NoExactTranslation(f"it compares by {spelled(distance)}, this library's by cosine or dot product.")
+    return {"normalize": normalizes(distance)}
+
+
+def require_cosine(loss: Any) -> None:
+    """Check that the loss compares by cosine similarity.
+
+    Raises:
+        NoExactTranslation: it does not.
+    """
+    if not similarity_settings(loss)["normalize"]:
+        raise NoExactTranslation("its embeddings are not normalised.")
+
+
+def euclidean_settings(loss: Any, power: int = 1) -> Settings:
+    """Return the settings of a loss of Euclidean distances, or of squared ones (power 2).
+
+    Raises:
+        NoExactTranslation: the loss uses another distance.
+    """
+    distance = loss.distance
+    if type(distance) is not distances.LpDistance or (distance.p, distance.power) != (2, power):
+        squared = " squared" if power == 2 else ""
+        raise NoExactTranslation(f"it compares by {spelled(distance)}, this library's by{squared} Euclidean distance.")
+    return {"normalize": normalizes(distance)}
+
+
+def metric_settings(distance: Any) -> Settings:
+    """Return the settings of a loss that takes any of three metrics.
+
+    Raises:
+        NoExactTranslation: the distance is none of them.
+    """
+    if type(distance) is distances.LpDistance and distance.p == 2 and distance.power in (1, 2):
+        metric = "distance" if distance.power == 1 else "squared distance"
+    elif type(distance) in (distances.CosineSimilarity, distances.DotProductSimilarity) and distance.power == 1:
+        metric = "similarity"
+    else:
+        raise NoExactTranslation(f"it compares by {spelled(distance)}, which is no metric of this library.")
+    return {"metric": metric, "normalize": normalizes(distance)}
+
+
+def spelled(distance: Any) -> str:
+    """Return the distance as an error message names it."""
+    settings = {name: getattr(distance, name, None) for name in ("p", "power")}
+    return f"{type(distance).__name__}({', '.join(f'{name}={x}' for name, x in settings.items())})"
+
+
+def require_same_distance(loss: Any, miner: Any) -> None:
+    """Check that the miner compares as the loss does.
+
+    Raises:
+        NoExactTranslation: it does not.
+    """
+    if metric_settings(miner.distance) != metric_settings(loss.distance):
+        raise NoExactTranslation(
+            f"the miner compares by {spelled(miner.distance)}, the loss by {spelled(loss.distance)}."
+        )
+
+
+def reduction_settings(loss: Any, **options: Settings) -> Settings:
+    """Return the option for the loss's reducer: ``mean``, ``nonzero`` (the mean of losses above 0), ``sum``, ``divisor``.
+
+    Raises:
+        NoExactTranslation: there is no option for its reducer.
+    """
+    reducer = loss.reducer
+    parts = [reducer]
+    if type(reducer) is reducers.MultipleReducers:
+        parts = [dict(reducer.reducers).get(x, reducer.default_reducer) for x in loss.sub_loss_names()]
+    kinds = {_reducer_kind(x) for x in parts}
+    if len(kinds) > 1:
+        raise NoExactTranslation(f"its parts are reduced differently, by {', '.join(type(x).__name__ for x in parts)}.")
+    (kind,) = kinds
+    if kind not in options:
+        raise NoExactTranslation(f"{type(parts[0]).__name__} has no option here.")
+    return options[kind]
+
+
+def _reducer_kind(reducer: Any) -> str:
+    if type(reducer) in (reducers.AvgNonZeroReducer, reducers.ThresholdReducer):
+        return "nonzero" if reducer.low == 0 and reducer.high is None else "threshold"
+    names = {reducers.MeanReducer: "mean", reducers.SumReducer: "sum", reducers.DivisorReducer: "divisor"}
+    return names.get(type(reducer), "other")
+
+
+MEAN_OR_SUM: dict[str, Settings] = {"mean": {}, "sum": {"reduction": "sum"}}
+NONZERO_OR_SUM: dict[str, Settings] = {"nonzero": {"average": "nonzero"}, "sum": {"reduction": "sum"}}
+AVERAGES: dict[str, Settings] = {**NONZERO_OR_SUM, "mean": {"average": "all"}}
+
+
+def number_settings(loss: Any, *same: str, **renamed: str) -> Settings:
+    """Return attributes that are plain numbers, under this library's names.
+
+    Args:
+        loss: the loss or miner that has the attributes.
+        same: attributes with one name in both libraries.
+        renamed: this library's name = the other library's name.
+
+    Raises:
+        NoExactTranslation: an attribute is not a number, such as a parameter.
+    """
+    names = dict(zip(same, same, strict=True)) | renamed
+    values = {name: getattr(loss, attribute) for name, attribute in names.items()}
+    for name, x in values.items():
+        if not isinstance(x, Real):
+            raise NoExactTranslation(f"its {names[name]} is {type(x).__name__}, not a number.")
+    return {name: float(x) for name, x in values.items()}
+
+
+def require_positive(x: float, name: str) -> float:
+    """Return x.
+
+    Raises:
+        NoExactTranslation: x is 0 or less.
+    """
+    if not x > 0:
+        raise NoExactTranslation(f"{name} is {x}, and not positive.")
+    return x

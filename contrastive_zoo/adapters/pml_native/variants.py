@@ -1,0 +1,44 @@
+"""Bases of the variants that return pytorch-metric-learning's values on degenerate batches."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.world import World
+
+K = TypeVar("K", bound=type[Loss])
+
+
+def named_as_its_base(cls: K) -> K:
+    """Give a variant the name of the public loss that it derives from: errors and ``repr`` then name a loss users know."""
+    cls.__name__ = next(x.__name__ for x in cls.__mro__ if x.__name__[0] != "_")
+    return cls
+
+
+class ZeroBelowCount(RowLoss):
+    """A row loss whose value and gradient are 0 if :meth:`is_zero` of two counts over all ranks is true."""
+
+    @uncompiled
+    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
+        world = self.local() if world is None else world
+        self._counts: list[Tensor] = []
+        value = super().forward(*rows, world=world, **named_rows)
+        counts, self._counts = torch.stack([value.new_zeros(2, dtype=torch.long), *self._counts]).sum(0), []
+        return value * ~self.is_zero(sum_over_ranks(counts, gradient="complete", world=world))
+
+    def count(self, first: Tensor, second: Tensor) -> None:
+        """Add a block's share of the two counts."""
+        self._counts.append(torch.stack([first, second]))
+
+    def is_zero(self, counts: Tensor) -> Tensor:
+        """Return whether the loss is 0, given the two counts over all ranks.
+
+        Raises:
+            NotImplementedError: a subclass defines it.
+        """
+        raise NotImplementedError

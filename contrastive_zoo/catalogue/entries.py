@@ -1,0 +1,97 @@
+"""The catalogue of losses: one entry per loss, by family."""
+
+from contrastive_zoo.catalogue.entry import Entry
+
+_PAIRS = "softmax over pairs"
+_SIGMOID = "sigmoid over pairs"
+_MARGINS = "margins over pairs and triplets"
+_CLASSES = "proxies and classifiers"
+_STATISTICS = "feature statistics"
+_CLUSTERS = "clusters and teachers"
+
+_ROWS = "rows: 3 GEMM"
+_ROWS_4 = "rows: 4 GEMM"
+_ONE_TOWER = "softmax, one tower: 2 GEMM, 1.5 kept"
+_TWO_TOWERS = "softmax, two towers: 4 GEMM, 3 kept"
+_CLASS_WEIGHTS = "classes: 4 GEMM of N × d × C"
+_SUB_CENTERS = "classes: 4 GEMM of N × d × kC"
+_MOMENTS = "moments: d × d, no pairs"
+
+_SIZES = (("num_classes", 64), ("embedding_size", 3))
+_PML, _ST, _LIGHTLY, _CLIP = "pytorch-metric-learning", "sentence-transformers", "lightly", "open_clip"
+
+# fmt: off
+_ENTRIES = (
+    Entry("nt-xent", "NTXent", "views", _PAIRS, _ONE_TOWER,
+          peers=f"{_LIGHTLY} NTXentLoss, {_PML} SelfSupervisedLoss(NTXentLoss())"),
+    Entry("info-nce", "InfoNCE", "views", _PAIRS, _TWO_TOWERS),
+    Entry("clip", "Clip", "views", _PAIRS, _TWO_TOWERS, peers=f"{_CLIP} ClipLoss"),
+    Entry("clip-distillation", "ClipDistillation", "other", _PAIRS, _ROWS,
+          inputs="x, y, teacher_x, teacher_y", peers=f"{_CLIP} DistillClipLoss"),
+    Entry("sup-con", "SupCon", "labels", _PAIRS, _ONE_TOWER, peers=f"{_PML} SupConLoss"),
+    Entry("sup-con-in", "SupCon", "labels", _PAIRS, _ROWS, (("variant", "in"),)),
+    Entry("multi-positive", "MultiPositive", "other", _PAIRS, _ROWS, inputs="queries, keys, ids"),
+    Entry("dcl", "DCL", "views", _PAIRS, _ROWS, peers=f"{_LIGHTLY} DCLLoss"),
+    Entry("dclw", "DCLW", "views", _PAIRS, _ROWS, peers=f"{_LIGHTLY} DCLWLoss"),
+    Entry("hcl", "HCL", "views", _PAIRS, _ROWS),
+    Entry("debiased", "Debiased", "views", _PAIRS, _ROWS),
+    Entry("mnrl", "MNRL", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept; rows with hardness",
+          inputs="queries, documents, negatives, owners", peers=f"{_ST} MultipleNegativesRankingLoss"),
+    Entry("gist", "GIST", "other", _PAIRS, _ROWS,
+          inputs="anchors, positives, guide_anchors, guide_positives", peers=f"{_ST} GISTEmbedLoss"),
+    Entry("mil-nce", "MILNCE", "other", _PAIRS, _TWO_TOWERS, inputs="videos [n, d], texts [n, k, d]"),
+    Entry("sincere", "SINCERE", "labels", _PAIRS, _ROWS, peers=f"{_PML} NTXentLoss"),
+    Entry("nca", "NCA", "labels", _PAIRS, _ROWS, peers=f"{_PML} NCALoss"),
+    Entry("n-pairs", "NPairs", "labels", _PAIRS, _ROWS, peers=f"{_PML} NPairsLoss"),
+    Entry("tuplet-margin", "TupletMargin", "labels", _PAIRS, _ROWS, peers=f"{_PML} TupletMarginLoss"),
+
+    Entry("siglip", "SigLIP", "views", _SIGMOID, _ROWS, peers=f"{_CLIP} SigLipLoss"),
+    Entry("sup-sigmoid", "SupSigmoid", "labels", _SIGMOID, _ROWS),
+
+    Entry("signal-to-noise", "SignalToNoise", "labels", _MARGINS, _ROWS_4,
+          peers=f"{_PML} SignalToNoiseRatioContrastiveLoss"),
+    Entry("contrastive", "Contrastive", "labels", _MARGINS, _ROWS_4, peers=f"{_PML} ContrastiveLoss"),
+    Entry("triplet", "Triplet", "labels", _MARGINS, _ROWS,
+          peers=f"{_PML} TripletMarginLoss, {_ST} BatchAllTripletLoss"),
+    Entry("triplet-hard", "Triplet", "labels", _MARGINS, _ROWS, (("mining", "hard"),),
+          peers=f"{_PML} TripletMarginLoss + BatchHardMiner, {_ST} BatchHardTripletLoss"),
+    Entry("triplet-semi-hard", "Triplet", "labels", _MARGINS, _ROWS, (("mining", "semi-hard"),),
+          peers=f"{_PML} TripletMarginLoss + TripletMarginMiner(type_of_triplets='semihard')"),
+    Entry("multi-similarity", "MultiSimilarity", "labels", _MARGINS, _ROWS, peers=f"{_PML} MultiSimilarityLoss"),
+    Entry("circle", "Circle", "labels", _MARGINS, _ROWS, peers=f"{_PML} CircleLoss"),
+    Entry("lifted-structure", "LiftedStructure", "labels", _MARGINS, "rows, twice: 7 GEMM",
+          peers=f"{_PML} LiftedStructureLoss"),
+    Entry("generalized-lifted-structure", "GeneralizedLiftedStructure", "labels", _MARGINS, _ROWS,
+          peers=f"{_PML} GeneralizedLiftedStructureLoss"),
+    Entry("margin", "Margin", "labels", _MARGINS, _ROWS, peers=f"{_PML} MarginLoss"),
+    Entry("ranked-list", "RankedList", "labels", _MARGINS, _ROWS, peers=f"{_PML} RankedListLoss"),
+    Entry("fast-ap", "FastAP", "labels", _MARGINS, _ROWS, peers=f"{_PML} FastAPLoss"),
+    Entry("smooth-ap", "SmoothAP", "labels", _MARGINS, _ROWS, peers=f"{_PML} SmoothAPLoss"),
+    Entry("angular", "Angular", "labels", _MARGINS, "rows: about 4 GEMM per positive", peers=f"{_PML} AngularLoss"),
+
+    Entry("normalized-softmax", "NormalizedSoftmax", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES,
+          peers=f"{_PML} NormalizedSoftmaxLoss"),
+    Entry("cos-face", "CosFace", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES, peers=f"{_PML} CosFaceLoss"),
+    Entry("arc-face", "ArcFace", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES, peers=f"{_PML} ArcFaceLoss"),
+    Entry("sub-center-arc-face", "ArcFace", "labels", _CLASSES, _SUB_CENTERS, (*_SIZES, ("sub_centers", 3)),
+          peers=f"{_PML} SubCenterArcFaceLoss"),
+    Entry("proxy-nca", "ProxyNCA", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES, peers=f"{_PML} ProxyNCALoss"),
+    Entry("proxy-anchor", "ProxyAnchor", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES, peers=f"{_PML} ProxyAnchorLoss"),
+    Entry("soft-triple", "SoftTriple", "labels", _CLASSES, _SUB_CENTERS, (*_SIZES, ("sub_centers", 2)),
+          peers=f"{_PML} SoftTripleLoss"),
+
+    Entry("vicreg", "VICReg", "views", _STATISTICS, _MOMENTS, peers=f"{_PML} VICRegLoss, {_LIGHTLY} VICRegLoss"),
+    Entry("barlow-twins", "BarlowTwins", "views", _STATISTICS, _MOMENTS, peers=f"{_LIGHTLY} BarlowTwinsLoss"),
+    Entry("spectral-contrastive", "SpectralContrastive", "views", _STATISTICS, _MOMENTS),
+    Entry("align-uniform", "AlignUniform", "views", _STATISTICS, "softmax, one tower, twice",
+          peers=f"{_LIGHTLY} HypersphereLoss"),
+
+    Entry("swav", "SwAV", "views", _CLUSTERS, "N × K, Sinkhorn", (("num_prototypes", 5), ("embedding_size", 3)),
+          peers=f"{_LIGHTLY} SwaVLoss"),
+    Entry("dino", "DINO", "views", _CLUSTERS, "N × k, no pairs", (("out_dim", 3),),
+          inputs="student, teacher", peers=f"{_LIGHTLY} DINOLoss"),
+)
+# fmt: on
+
+CATALOGUE = {entry.name: entry for entry in _ENTRIES}
+"""All losses by name."""
