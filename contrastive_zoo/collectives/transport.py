@@ -24,7 +24,10 @@ _ACROSS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 def flat_bytes(rows: Tensor) -> Tensor:
     """The bytes of a tensor of any dtype, [bytes]: what every backend can send."""
-    return rows.contiguous().view(-1).view(torch.uint8)
+    flat = rows.contiguous().view(-1)
+    if flat.stride() != (1,):  # contiguous() keeps the stride 0 of a single expanded number, which view() refuses
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def as_bytes(rows: Tensor) -> Tensor:
