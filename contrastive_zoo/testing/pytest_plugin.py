@@ -208,11 +208,11 @@ def _outcome(error: Any) -> BaseException:
 
 
 def _what_cannot_be_pickled(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
-    from contrastive_zoo.testing import _rank
+    from contrastive_zoo.testing import _pickling
 
     def problem(value: Any) -> str | None:
         try:
-            _rank.dumps(value)
+            _pickling.dump_job(value)
         except Exception as reason:
             return f"{type(value).__name__}: {str(reason).partition(chr(10))[0]}"
         return None
