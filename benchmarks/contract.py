@@ -38,7 +38,7 @@ def errors(case: Case, worlds: Worlds) -> list[float]:
     worst = [0.0, 0.0, 0.0]
     for seed, shards in enumerate(SPLITS):
         trial = Trial(case, GlobalBatch(shards, d=3, seed=seed), worlds)
-        worst = list(map(max, worst, compared(trial, trial.together(), trial.alone())))
+        worst = list(map(max, worst, compared(trial, trial.on_ranks(), trial.on_one_process())))
     return worst
 
 
@@ -47,8 +47,8 @@ def errors_at_steps(case: Case, worlds: Worlds) -> list[list[float]]:
     worst = [[0.0, 0.0, 0.0] for _ in range(STEPS)]
     for shards in ((3, 4), (1, 6, 4)):
         trial = Trial(case, GlobalBatch(shards, d=3, seed=1), worlds)
-        ranks, _ = trial.trained(trial.training)
-        for step, alone in enumerate(trial.trained_alone(trial.training)[:STEPS]):
+        ranks, _ = trial.train_on_ranks(trial.training)
+        for step, alone in enumerate(trial.train_on_one_process(trial.training)[:STEPS]):
             worst[step] = list(map(max, worst[step], compared(trial, [by_step[step] for by_step in ranks], alone)))
     return worst
 

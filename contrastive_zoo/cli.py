@@ -66,7 +66,7 @@ def check(
     Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
     """
     _need("testing", "cloudpickle", "hypothesis", "rich")
-    from contrastive_zoo import reports
+    from contrastive_zoo import console
     from contrastive_zoo.testing.check import examine
     from contrastive_zoo.testing.invariants import INVARIANTS
 
@@ -77,7 +77,7 @@ def check(
     sys.path.insert(0, os.getcwd())
     make, name, form = _target(target, dict(map(_setting, setting or [])), wrap)
     try:
-        with reports.progress(f"checking {name}", examples) as advance:
+        with console.progress(f"checking {name}", examples) as advance:
             report = examine(
                 make,
                 world_sizes=sorted(set(world_size or (1, 2, 3, 4))),
@@ -91,7 +91,7 @@ def check(
     except (ValueError, TypeError, RuntimeError) as error:
         typer.echo(f"{name}: could not be checked. {error}", err=True)
         raise typer.Exit(2) from None
-    reports.show(report)
+    console.show(report)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     raise typer.Exit(0 if report.ok else 1)
@@ -101,10 +101,10 @@ def check(
 def list_losses() -> None:
     """Show the losses of the zoo."""
     _need("cli", "rich")
-    from contrastive_zoo import reports
+    from contrastive_zoo import console
     from contrastive_zoo.catalogue import CATALOGUE
 
-    reports.show_catalogue(CATALOGUE.values())
+    console.show_catalogue(CATALOGUE.values())
 
 
 def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable[[], Any], str, str | None]:

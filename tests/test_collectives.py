@@ -22,7 +22,7 @@ from contrastive_zoo.world import Shards, World
 from tests.helpers import close, complaint, distance, groups, numbers, said
 
 DTYPES = [torch.int64, torch.int32, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64]
-SHARDS = splits((1, 2, 3, 4), least=0, most=3)
+SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 ROOTS = st.integers(0, 3)
 
 

@@ -300,7 +300,7 @@ def _first(future: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@given(shards=splits((1, 2, 3), least=2, most=7), chunk_size=st.integers(1, 3))
+@given(shards=splits((1, 2, 3), min_samples=2, max_per_rank=7), chunk_size=st.integers(1, 3))
 def test_gradients_are_those_of_one_process_at_once(way: str, shards, chunk_size: int, worlds: Worlds) -> None:
     n = sum(shards)
     model, loss_fn = mlp(), cz.SupCon(temperature=cz.LearnableTemperature(0.5)).double()

@@ -15,7 +15,7 @@ from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import complaint, groups, mine, split
 
-SHARDS = splits((1, 2, 3, 4), least=0, most=3)
+SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 
 
 def brute_force(ids: Sequence[int]) -> PairMasks:

@@ -64,7 +64,9 @@ def batch(step: int, n: int, masked: bool = False) -> tuple[Tensor, Tensor, Tens
 
 @settings(max_examples=10)
 @given(
-    steps=st.integers(1, 3).flatmap(lambda W: st.lists(splits((W,), least=0, most=5), min_size=1, max_size=5)),
+    steps=st.integers(1, 3).flatmap(
+        lambda W: st.lists(splits((W,), min_samples=0, max_per_rank=5), min_size=1, max_size=5)
+    ),
     size=st.integers(1, 12),
     masked=st.booleans(),
 )
@@ -81,7 +83,7 @@ def test_the_ring_holds_what_entered_last(steps, size, masked, worlds: Worlds) -
         assert not state["embeddings"][length:].any()
 
 
-@given(shards=splits((1, 2, 3), least=1), size=st.integers(1, 12), masked=st.booleans())
+@given(shards=splits((1, 2, 3), min_samples=1), size=st.integers(1, 12), masked=st.booleans())
 def test_slots_say_where_my_rows_are(shards, size, masked, worlds: Worlds) -> None:
     found = worlds.run(len(shards), enqueued, size, [(3,) + (0,) * (len(shards) - 1), shards], masked)
     rows, _, mask = batch(1, sum(shards), masked)

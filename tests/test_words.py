@@ -35,7 +35,7 @@ COVERED = (
     "contrastive_zoo/demo",
     "contrastive_zoo/catalogue.py",
     "contrastive_zoo/cli.py",
-    "contrastive_zoo/reports.py",
+    "contrastive_zoo/console.py",
     "benchmarks/scaling.py",
     "benchmarks/suite/report.py",
 )

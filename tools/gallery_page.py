@@ -19,7 +19,7 @@ import torch
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
-from contrastive_zoo.testing.diagnosis import CLOSE, compare
+from contrastive_zoo.testing.diagnosis import CLOSE, compare, is_near
 from contrastive_zoo.testing.gallery import GALLERY, Recipe
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.trial import Case, Trial
@@ -35,7 +35,7 @@ SHORT = (
     ("the same, loss × W", "own slice × W"),
     ("pytorch-metric-learning's wrapper", "pml wrapper, proxies"),
     ("the same with `efficient=True`", "pml wrapper, efficient"),
-    ("local rows against detached gathered columns (OpenCLIP `local_loss`)", "detached columns"),
+    ("local rows against detached gathered columns (OpenCLIP `local_loss`)", "detached candidates"),
     ("local rows, gather with a reduce-scatter backward (lightly, OpenCLIP `gather_with_grad`)", "local loss"),
     ("the same, ranks' means averaged", "mean of means"),
     ("`DistributedLoss(loss)`", "DistributedLoss, any loss"),
@@ -117,7 +117,7 @@ def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
         recipe.case.make,
         world_sizes=(1, 2, 3),
         call=recipe.call,
-        grad_reduction=recipe.trainer,
+        grad_reduction=recipe.grad_reduction,
         max_examples=max_examples,
         worlds=worlds,
         name=recipe.name,
@@ -132,7 +132,7 @@ def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
     trial = Trial(case, batch, worlds)
     world_size = len(batch.shards)
     try:
-        alone, together = trial.alone(), trial.together()
+        alone, together = trial.on_one_process(), trial.on_ranks()
     except RankError as error:
         died = any(isinstance(x, ChildProcessError) for x in error.errors.values())
         return Measured(world_size, failure="process dies" if died else "raises" if error.errors else "hangs")
@@ -171,7 +171,7 @@ def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str,
 
 def _range(numbers: Sequence[float]) -> str:
     digits = 0 if max(numbers) > 10 else 2
-    while any(f"{x:.{digits}f}" == f"{1:.{digits}f}" and not _near(x, 1.0) for x in numbers):
+    while any(f"{x:.{digits}f}" == f"{1:.{digits}f}" and not is_near(x, 1.0) for x in numbers):
         digits += 1  # a ratio that differs from 1 must not be printed as 1.00
     low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
     return low if low == high else f"{low} to {high}" if low.startswith("-") else f"{low}–{high}"
@@ -180,7 +180,7 @@ def _range(numbers: Sequence[float]) -> str:
 def _value(found: Measured) -> tuple[str, dict[str, list[float]]]:
     """What kind of value, and the numbers to go with it."""
     first = found.values[0]
-    if not all(_near(x, first) for x in found.values):
+    if not all(is_near(x, first) for x in found.values):
         return "differs per rank", {"×{}": list(found.values)}
     factor = _factor(first, found.world_size)
     return (factor, {}) if factor else ("wrong", {"×{}": [first]})
@@ -191,7 +191,7 @@ def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, dic
     ratio, cosine = of
     if ratio < CLOSE:
         return "none", {}
-    if not _near(cosine, 1.0):
+    if not is_near(cosine, 1.0):
         off = (ratio**2 + 1 - 2 * ratio * cosine) ** 0.5
         return "wrong direction", {"cos {}": [cosine], "{} % off": [100 * off]}
     factor = _factor(ratio, world_size)
@@ -200,11 +200,7 @@ def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, dic
 
 def _factor(ratio: float, world_size: int) -> str | None:
     named = {"right": 1.0, "W×": float(world_size), "1/W": 1 / world_size}
-    return next((name for name, factor in named.items() if _near(ratio, factor)), None)
-
-
-def _near(found: float, expected: float) -> bool:
-    return abs(found - expected) <= CLOSE * max(1.0, abs(expected))
+    return next((name for name, factor in named.items() if is_near(ratio, factor)), None)
 
 
 def _strong(text: str) -> str:

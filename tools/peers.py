@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.testing.recipe import Pairs, Recipe, ranks
+from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, Recipe, rank_and_size
 from contrastive_zoo.testing.trial import Call, Case
 
 WIDTH = 8
@@ -32,7 +32,7 @@ class Peer(Recipe):
     @property
     def case(self) -> Case:
         """The recipe as a case under test."""
-        return Case(partial(make, self.name), call=self.call, grad_reduction=self.trainer, name=self.name)
+        return Case(partial(make, self.name), call=self.call, grad_reduction=self.grad_reduction, name=self.name)
 
     @property
     def importable(self) -> bool:
@@ -112,7 +112,7 @@ def _() -> Any:
 
     _as_torchrun_would()
     accelerator = Accelerator(cpu=True)
-    return Pairs(gathered=lambda x: accelerator.gather(x) + 0 * x.sum() if ranks()[1] > 1 else x)
+    return DenseInfoNCE(gather=lambda x: accelerator.gather(x) + 0 * x.sum() if rank_and_size()[1] > 1 else x)
 
 
 @peer("Fabric all_gather", library="lightning_fabric", mistake="uneven shards", call="views")
@@ -121,7 +121,7 @@ def _() -> Any:
     from lightning_fabric import Fabric
 
     _as_torchrun_would()
-    fabric = Fabric(accelerator="cpu", devices=ranks()[1], strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=rank_and_size()[1], strategy="ddp")
     fabric.launch()
 
     def gathered(x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _() -> Any:
         assert isinstance(gathered, Tensor)
         return gathered.flatten(0, 1)
 
-    return Pairs(gathered=gathered)
+    return DenseInfoNCE(gather=gathered)
 
 
 class _Given(nn.Module):
@@ -146,12 +146,12 @@ def _() -> Any:
     """sentence-transformers' `MultipleNegativesRankingLoss(model, gather_across_devices=True)`"""
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-    loss = MultipleNegativesRankingLoss(_Given(), gather_across_devices=ranks()[1] > 1)  # type: ignore[arg-type]
+    loss = MultipleNegativesRankingLoss(_Given(), gather_across_devices=rank_and_size()[1] > 1)  # type: ignore[arg-type]
     return lambda view1, view2: loss([{"sentence_embedding": view1}, {"sentence_embedding": view2}], torch.empty(0))
 
 
 def _as_torchrun_would() -> None:
-    rank, size = map(str, ranks())
+    rank, size = map(str, rank_and_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "none"}.items():
         os.environ.setdefault(name, value)

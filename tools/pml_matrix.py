@@ -245,7 +245,7 @@ class Found:
 Wrap = Callable[..., Any]
 
 
-def together(case: Case, shards: Sequence[int], grad_reduction: str, wrap: Wrap = DistributedLoss) -> Found:
+def on_ranks(case: Case, shards: Sequence[int], grad_reduction: str, wrap: Wrap = DistributedLoss) -> Found:
     """Two steps on this rank's part of the batches, gradients reduced as the trainer would."""
 
     def call(loss: nn.Module, miner: nn.Module | None) -> Callable[..., Any]:
@@ -269,7 +269,7 @@ def together(case: Case, shards: Sequence[int], grad_reduction: str, wrap: Wrap 
     return found
 
 
-def alone(case: Case) -> Found:
+def on_one_process(case: Case) -> Found:
     """Two steps of the bare loss on all rows: what is to come out."""
 
     def call(loss: nn.Module, miner: nn.Module | None) -> Callable[..., Any]:
@@ -382,10 +382,10 @@ def judged(of_size: Sequence[tuple[Case, tuple[int, ...]]], wrap: Wrap = Distrib
         warnings.simplefilter("ignore")  # the library's own, about how it calls torch and NumPy
         for case, shards in of_size:
             if case not in expected:
-                expected[case] = alone(case)
+                expected[case] = on_one_process(case)
             # the sum of a trainer that adds up is tried where shards are uneven
             trainer = "sum" if len(set(shards)) > 1 and min(shards) > 0 else "mean"
-            different = difference(together(case, shards, trainer, wrap), expected[case], case.tolerance)
+            different = difference(on_ranks(case, shards, trainer, wrap), expected[case], case.tolerance)
             verdicts.append((expected[case].error, different))
     return verdicts
 

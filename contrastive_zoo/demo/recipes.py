@@ -144,5 +144,5 @@ TRIPLET = Job("pml triplet, mined", OneTower, pml_triplet, "average_gradients", 
 RIGHT = (CROSS_VIEW, SUP_CON, TRIPLET)
 WRONG = (
     replace(CROSS_VIEW, title="keeps own slice", loss=KeepsOwnSlice),
-    replace(CROSS_VIEW, title="detached columns", loss=DetachedColumns),
+    replace(CROSS_VIEW, title="detached candidates", loss=DetachedColumns),
 )

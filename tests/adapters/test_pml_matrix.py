@@ -45,7 +45,7 @@ def test_every_exported_loss_is_compared_by_itself_on_every_split(loss: str, row
 @pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
 @pytest.mark.parametrize("loss", parts(losses))
 def test_there_is_something_to_compare(loss: str) -> None:
-    found = pml_matrix.alone(Case(loss)).numbers
+    found = pml_matrix.on_one_process(Case(loss)).numbers
     assert found["value 0 of step 0"].abs() > 1e-6
     assert all(x.abs().max() > 1e-9 for name, x in found.items() if name.startswith(("encoder", "parameter")))
 
@@ -79,7 +79,7 @@ def test_a_new_export_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(losses, "NewLoss", NewLoss, raising=False)
     assert "NewLoss" in parts(losses)
-    assert "needs_to_be_told" in (pml_matrix.alone(Case("NewLoss")).error or "")
+    assert "needs_to_be_told" in (pml_matrix.on_one_process(Case("NewLoss")).error or "")
 
 
 def test_the_page_shows_what_was_measured(rows: list[Row]) -> None:

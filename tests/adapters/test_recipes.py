@@ -262,7 +262,7 @@ def percent(found: Tensor, expected: Tensor) -> str:
 def row(recipe: Recipe, make: Callable[[], Any], worlds: Worlds) -> str:
     """What the page tells of two processes with two and six samples: value (mean over ranks), gradients, state."""
     on = trial(make, recipe.call, (2, 6), worlds)
-    alone, by_rank = on.alone(), on.together()
+    alone, by_rank = on.on_one_process(), on.on_ranks()
 
     def flat(found: dict[str, Tensor]) -> Tensor:
         return torch.cat([x.double().flatten() for x in found.values()])

@@ -8,7 +8,7 @@ from hypothesis import given
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing import check
+from contrastive_zoo.testing import examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.gallery import GALLERY, Recipe, make
@@ -22,7 +22,7 @@ RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
 
 @pytest.fixture(autouse=True)
 def shrink_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "SHRINKING", 0.5)
+    monkeypatch.setattr(examination, "SHRINKING", 0.5)
 
 
 @pytest.mark.parametrize("recipe", GALLERY.values(), ids=lambda recipe: recipe.name)
@@ -31,7 +31,7 @@ def test_the_doctor_names_the_mistake(recipe: Recipe, impatient: Worlds) -> None
         partial(make, recipe.name),
         world_sizes=(2, 3),
         call=recipe.call,
-        grad_reduction=recipe.trainer,
+        grad_reduction=recipe.grad_reduction,
         max_examples=8,
         worlds=impatient,
         name=recipe.name,
@@ -130,7 +130,7 @@ def test_the_report_in_plain_types(impatient: Worlds) -> None:
     assert report["ok"] is False
     assert report["invariants"]["same_value"]["holds"] is False
     assert report["invariants"]["same_value"]["batch"].startswith("GlobalBatch(")
-    assert report["invariants"]["honours_grad_output"] == {"holds": True}
+    assert report["invariants"]["scales_with_grad_output"] == {"holds": True}
     assert report["invariants"]["same_at_later_steps"] == {"holds": None}  # not tried: its first step is wrong already
     assert report["diagnosis"]["mistake"] == "local negatives"
 

@@ -51,7 +51,7 @@ def rows(worlds: Worlds) -> list[gallery_page.Row]:
         uneven = gallery_page.measure(case, gallery_page.UNEVEN, worlds)
         return gallery_page.Row(GALLERY[name], even, uneven, Report(name, (1, 2), "mean"))
 
-    names = ["own slice", "own slice × W", "detached columns", "mean of means", "DistributedLoss, any loss"]
+    names = ["own slice", "own slice × W", "detached candidates", "mean of means", "DistributedLoss, any loss"]
     return [row(name) for name in names]
 
 
