@@ -92,11 +92,11 @@ CATALOGUE = {
             "NTXent",
             "views",
             _PAIRS,
-            "softmax, one tower: 2 GEMM, 1.5 kept",
+            "softmax, one tower: 2 GEMM, 1.5 cached",
             peers=f"{_LIGHTLY} NTXentLoss, {_PML} SelfSupervisedLoss(NTXentLoss())",
         ),
-        Entry("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept"),
-        Entry("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept", peers=f"{_CLIP} ClipLoss"),
+        Entry("info-nce", "InfoNCE", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 cached"),
+        Entry("clip", "Clip", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 cached", peers=f"{_CLIP} ClipLoss"),
         Entry(
             "clip-distillation",
             "ClipDistillation",
@@ -107,7 +107,7 @@ CATALOGUE = {
             peers=f"{_CLIP} DistillClipLoss",
         ),
         Entry(
-            "sup-con", "SupCon", "labels", _PAIRS, "softmax, one tower: 2 GEMM, 1.5 kept", peers=f"{_PML} SupConLoss"
+            "sup-con", "SupCon", "labels", _PAIRS, "softmax, one tower: 2 GEMM, 1.5 cached", peers=f"{_PML} SupConLoss"
         ),
         Entry("sup-con-in", "SupCon", "labels", _PAIRS, "rows: 3 GEMM", (("variant", "in"),)),
         Entry("multi-positive", "MultiPositive", "other", _PAIRS, "rows: 3 GEMM", inputs="queries, keys, ids"),
@@ -120,7 +120,7 @@ CATALOGUE = {
             "MNRL",
             "views",
             _PAIRS,
-            "softmax, two towers: 4 GEMM, 3 kept; rows with hardness",
+            "softmax, two towers: 4 GEMM, 3 cached; rows with hardness",
             inputs="queries, documents, negatives, owners",
             peers=f"{_ST} MultipleNegativesRankingLoss",
         ),
@@ -138,7 +138,7 @@ CATALOGUE = {
             "MILNCE",
             "other",
             _PAIRS,
-            "softmax, two towers: 4 GEMM, 3 kept",
+            "softmax, two towers: 4 GEMM, 3 cached",
             inputs="videos [n, d], texts [n, k, d]",
         ),
         Entry("sincere", "SINCERE", "labels", _PAIRS, "rows: 3 GEMM", peers=f"{_PML} NTXentLoss"),
