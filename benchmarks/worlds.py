@@ -1,4 +1,4 @@
-"""How long one example takes on a live world: a small loss made, run forward and backward, and sent back.
+"""Time of one example on a live world: construct a small loss, run forward and backward, return the result.
 
 python benchmarks/worlds.py
 """
