@@ -35,7 +35,7 @@ LABELLED = {"SupCon", "Triplet", "ProxyAnchor", "pml TripletMarginLoss, miner"}
 
 
 def collectives(name: str) -> list[int]:
-    """Return the numbers of a third step, whose inline payload has its final size: small batch, then large. Runs on a rank."""
+    """Return the numbers of a third step, with the final size of the inline payload: small batch, then large."""
     torch.manual_seed(0)
     loss = LOSSES[name]()
     found = []
