@@ -20,7 +20,7 @@ from contrastive_zoo import gradcache
 from contrastive_zoo.gradcache import GradCache, cached_step
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, complaint, distance, mine, numbers
+from tests.helpers import close, common_error, distance, local_shard, numbers
 
 IN, D = 4, 3
 Gradients = list[Tensor]
@@ -266,7 +266,7 @@ def step_on_ranks(way: str, shards: tuple[int, ...], chunk_size: int) -> tuple[f
     rank = dist.get_rank()
     model = mlp()
     loss_fn = cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature(0.5))).double()
-    x, y = (mine(part, shards) for part in (numbers(sum(shards), IN, seed=0), labels(sum(shards))))
+    x, y = (local_shard(part, shards) for part in (numbers(sum(shards), IN, seed=0), labels(sum(shards))))
     travelled = 0
 
     def count(_, bucket):
@@ -316,7 +316,7 @@ def test_gradients_are_those_of_one_process_at_once(way: str, shards, chunk_size
 def test_two_towers_under_ddp_travel_once_also_with_uneven_numbers_of_chunks(worlds: Worlds) -> None:
     def job(shared: bool) -> tuple[list[Gradients], int]:
         rank, counted = dist.get_rank(), []
-        x, y = (mine(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in (0, 1))
+        x, y = (local_shard(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in (0, 1))
         models = [mlp(seed=1), mlp(seed=1 if shared else 2)]
 
         def count(_, bucket):
@@ -350,7 +350,7 @@ def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> No
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss_fn = cz.DistributedLoss(cz.SupCon(temperature=0.5))
         for step in range(6):
-            x, y = (mine(part, (5, 3)) for part in (numbers(8, IN, seed=step), labels(8)))
+            x, y = (local_shard(part, (5, 3)) for part in (numbers(8, IN, seed=step), labels(8)))
             optimizer.zero_grad()
             if cached and step % 2:
                 cached_step(ddp, x.split(5), loss_fn, y)
@@ -375,7 +375,7 @@ def test_the_hooks_of_fsdp_collect_gradients(worlds: Worlds) -> None:
         model = mlp()
         fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         model.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
-        x, y = (mine(part, (5, 3)) for part in (numbers(8, IN, seed=0), labels(8)))
+        x, y = (local_shard(part, (5, 3)) for part in (numbers(8, IN, seed=0), labels(8)))
         cached_step(model, x.tensor_split(3), cz.DistributedLoss(cz.SupCon()), y)
         return [x.grad.full_tensor() for x in model.parameters()]
 
@@ -415,7 +415,7 @@ BAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("text", BAD)
 def test_bad_input_is_refused_on_every_rank(text: str, worlds: Worlds) -> None:
-    said, after = complaint(worlds, 2, BAD[text], lambda: encode_two().item())
+    said, after = common_error(worlds, 2, BAD[text], lambda: encode_two().item())
     assert said.startswith(("cached_step: ", "GradCache: "))
     assert text in said
     assert after[0] == after[1]

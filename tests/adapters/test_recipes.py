@@ -18,7 +18,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, Broken, Invariant, same_state
 from contrastive_zoo.testing.trial import Call, Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, mine, numbers
+from tests.helpers import close, distance, local_shard, numbers
 
 SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]
 
@@ -208,7 +208,7 @@ def test_without_it_the_invariants_complain(recipe: Recipe, worlds: Worlds) -> N
 
 def parts_of(loss: Callable[..., Any], shards: tuple[int, ...]) -> Any:
     z, y = numbers(5, 2, seed=1), torch.tensor([0, 1, 0, 1, 0])
-    return loss(mine(z, shards), mine(y, shards))
+    return loss(local_shard(z, shards), local_shard(y, shards))
 
 
 @pytest.mark.parametrize("shards", [(1, 4), (2, 0, 3)], ids=str)
@@ -231,7 +231,7 @@ def states(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], Any], spli
     step_loss = wrap(loss)
     for step, shards in enumerate(splits):
         z, y = numbers(6, 2, seed=step), torch.arange(6) % 4
-        step_loss(mine(z, shards).requires_grad_(), mine(y, shards))
+        step_loss(local_shard(z, shards).requires_grad_(), local_shard(y, shards))
         found.append({name: x.clone() for name, x in loss.named_buffers()})
     return found
 
