@@ -1,4 +1,4 @@
-"""Batch-all triplets: value against pytorch-metric-learning, then memory and seconds where all triplets number 10⁹.
+"""Batch-all triplets: value against pytorch-metric-learning, then memory and seconds with 10⁹ triplets.
 
 Run: python benchmarks/batch_all_triplet.py [rows] [classes] [d]
 """
@@ -15,7 +15,7 @@ from contrastive_zoo.losses.triplet import Triplet
 
 
 def batch(rows: int, classes: int, d: int) -> tuple[Tensor, Tensor]:
-    """Gaussian rows around class centres."""
+    """Draw Gaussian embeddings around class centres."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(rows) % classes
     centres = torch.randn(classes, d, generator=generator)
@@ -23,13 +23,13 @@ def batch(rows: int, classes: int, d: int) -> tuple[Tensor, Tensor]:
 
 
 def step(loss: torch.nn.Module, z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and gradient."""
+    """Return value and gradient."""
     value = loss(z, labels)
     return value.detach(), torch.autograd.grad(value, z)[0]
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process so far."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

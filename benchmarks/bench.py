@@ -2,9 +2,10 @@
 
 python benchmarks/bench.py [--full] [--docs] [--peers FOLDER] [--only TEXT …]
 
-pip install --no-deps --target FOLDER lightly open_clip_torch, whose losses are read from their files, past the packages'
-imports of torchvision. A peer that is not there is named as absent. With a CUDA device the cases of the group "gpu" run, on
-it. Results are kept in benchmarks/results; --only measures again what has these words in its name, --pages nothing.
+The losses of lightly and open_clip are read from their files, because the packages import torchvision:
+pip install --no-deps --target FOLDER lightly open_clip_torch. A peer that is not installed is reported as absent. With a
+CUDA device only the cases of the group "gpu" run, on the GPU. Results are stored in benchmarks/results; --only measures the
+cases whose name or group contains a text, --pages measures none.
 """
 
 import argparse
@@ -22,166 +23,183 @@ from typing import Any
 import torch
 from scaling import write_scaling
 from suite.cases import BARE, CASES, GEMM, Case
-from suite.harness import Absent, Patience, extra_memory, machine, off, race
-from suite.report import Results, stored, summary, versions, write_benchmarks, write_readme
+from suite.harness import Absent, StoppingRule, extra_memory, machine, relative_error, time_interleaved
+from suite.report import Results, load_results, summary, versions, write_benchmarks, write_readme
 from torch import Tensor
 
 from contrastive_zoo.testing.worlds import Worlds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULTS = Path(__file__).parent / "results"
-QUICK, FULL = Patience(rounds=2, seconds=5.0), Patience(rounds=7, seconds=60.0)
+QUICK, FULL = StoppingRule(rounds=2, seconds=5.0), StoppingRule(rounds=7, seconds=60.0)
 MANY = ("small", "scaling")
-"""Groups of many cases; each gets a quarter of the time, and so do those of few rows."""
+"""Groups of many cases; a case of these or of few rows gets a quarter of the time."""
 SMALL = 512
 ROWS_FOR_ERRORS = 1024
 
 
-def contest(case: Case, ways: Sequence[str], patience: Patience) -> dict[str, Any]:
-    """The race, and who was absent; here, or on a rank."""
+def measure_times(case: Case, implementations: Sequence[str], rule: StoppingRule) -> dict[str, Any]:
+    """Measure the times of the implementations and report the absent ones; runs in this process or on a rank."""
     found: dict[str, Any] = {"absent": {}}
     runners = {GEMM: case.bare(GEMM, DEVICE)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peers' own
-        for way in ways:
+        warnings.simplefilter("ignore")  # warnings of peers
+        for implementation in implementations:
             try:
-                runners[way] = (case.bare if way in BARE else case.step)(way, DEVICE)
+                runners[implementation] = (case.bare if implementation in BARE else case.step)(implementation, DEVICE)
             except Absent as why:
-                found["absent"][way] = str(why)
-        found["rounds"] = race(runners, patience)
-    there = set().union(*found["rounds"])
-    found["absent"] |= {way: "out of memory" for way in runners if way != GEMM and way not in there}
+                found["absent"][implementation] = str(why)
+        found["rounds"] = time_interleaved(runners, rule)
+    present = set().union(*found["rounds"])
+    found["absent"] |= {
+        implementation: "out of memory"
+        for implementation in runners
+        if implementation != GEMM and implementation not in present
+    }
     return found
 
 
-def errors(case: Case, ways: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Of value and gradient against the dense formula in 64 bits, each the largest; here, or on a rank."""
+def errors(case: Case, implementations: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return the largest relative errors of value and gradient against the dense formula in float64."""
     if case.group != "adversarial":
         case = replace(case, rows=min(case.rows, ROWS_FOR_ERRORS))
-    whole = [exact(x) for x in replace(case, shards=()).inputs(DEVICE)]
+    whole = [in_float64(x) for x in replace(case, shards=()).inputs(DEVICE)]
     truth = replace(case, dtype="float64", shards=()).function("dense")(*whole)
     truth.backward()
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for way in ways:
-            if way in BARE:
+        for implementation in implementations:
+            if implementation in BARE:
                 continue
             inputs = case.inputs(DEVICE)
             try:
-                value = case.function(way)(*inputs)
+                value = case.function(implementation)(*inputs)
             except Absent:
                 continue
             value.backward()
-            found[way] = off(value.detach(), truth.detach()), slope_off(case, inputs, whole)
+            found[implementation] = relative_error(value.detach(), truth.detach()), gradient_error(case, inputs, whole)
     return found
 
 
-def exact(x: Tensor) -> Tensor:
-    """The same numbers in 64 bits."""
+def in_float64(x: Tensor) -> Tensor:
+    """Return the same numbers in float64."""
     return x.detach().double().requires_grad_() if x.is_floating_point() else x
 
 
-def slope_off(case: Case, inputs: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
-    """How far my rows' gradients are from the truth's; on ranks they are W times these."""
+def gradient_error(case: Case, inputs: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
+    """Return the relative error of the local gradients, which are W times the reference on ranks."""
     worst = 0.0
-    for mine, all_rows in zip(inputs, whole, strict=True):
-        if mine.grad is None or all_rows.grad is None:
+    for local, all_rows in zip(inputs, whole, strict=True):
+        if local.grad is None or all_rows.grad is None:
             continue
         parts = [size * len(all_rows) // case.rows for size in case.shards]
         expected = all_rows.grad.split(parts)[torch.distributed.get_rank()] if parts else all_rows.grad
-        if len(mine):
+        if len(local):
             largest = all_rows.grad.abs().max()
-            worst = max(worst, ((mine.grad.double() / case.world - expected).abs().max() / largest).item())
+            worst = max(worst, ((local.grad.double() / case.world - expected).abs().max() / largest).item())
     return worst
 
 
-def weigh(case: Case, way: str) -> float:
-    """Bytes at the peak of one step, in this process."""
+def step_memory(case: Case, implementation: str) -> float:
+    """Return the peak memory of one step in this process, in bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return extra_memory(replace(case, rows=SMALL).step(way, DEVICE), case.step(way, DEVICE))
+        return extra_memory(replace(case, rows=SMALL).step(implementation, DEVICE), case.step(implementation, DEVICE))
 
 
-def weighed(case: Case, way: str, folders: Sequence[str]) -> float | str:
-    """The same in a process of its own; or why not."""
+def memory_in_new_process(case: Case, implementation: str, folders: Sequence[str]) -> float | str:
+    """Return the peak memory of one step in a new process, in bytes, or the error."""
     peers = [x for folder in folders for x in ("--peers", folder)]
-    command = [sys.executable, __file__, *peers, "--weigh", str(CASES.index(case)), way]
+    command = [sys.executable, __file__, *peers, "--memory-of", str(CASES.index(case)), implementation]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
     return float(done.stdout.splitlines()[-1])
 
 
-def measured(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[str, Any]:
-    """All of one case."""
-    ways = (*case.ways, *(case.full_ways if given.full else ()))
-    patience = FULL if given.full else QUICK
+def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[str, Any]:
+    """Return all measurements of one case."""
+    implementations = (*case.implementations, *(case.full_implementations if given.full else ()))
+    rule = FULL if given.full else QUICK
     if case.group in MANY or case.rows <= SMALL:
-        patience = replace(patience, seconds=patience.seconds / 4)
+        rule = replace(rule, seconds=rule.seconds / 4)
     found: dict[str, Any] = {}
-    if ways:
+    if implementations:
         if case.shards:
-            found = worlds.run(case.world, contest, case, ways, patience, timeout=3600.0)[0]
+            found = worlds.run(case.world, measure_times, case, implementations, rule, timeout=3600.0)[0]
         else:
-            found = contest(case, ways, patience)
-        found["rounds"] = [{way: float(f"{x:.5g}") for way, x in x.items()} for x in found["rounds"]]
-    if ways and case.group == "adversarial" and case.shards:
-        by_rank = worlds.run(case.world, errors, case, ways, timeout=600.0)
-        found["errors"] = {way: [max(x[way][i] for x in by_rank) for i in (0, 1)] for way in by_rank[0]}
+            found = measure_times(case, implementations, rule)
+        found["rounds"] = [
+            {implementation: float(f"{x:.5g}") for implementation, x in x.items()} for x in found["rounds"]
+        ]
+    if implementations and case.group == "adversarial" and case.shards:
+        by_rank = worlds.run(case.world, errors, case, implementations, timeout=600.0)
+        found["errors"] = {
+            implementation: [max(x[implementation][i] for x in by_rank) for i in (0, 1)]
+            for implementation in by_rank[0]
+        }
     elif case.group in ("softmax", "rows", "adversarial", "gpu"):
-        found["errors"] = errors(case, ways)
-    if case.weighed:
+        found["errors"] = errors(case, implementations)
+    if case.memory_of:
         with ThreadPoolExecutor(2 if DEVICE == "cpu" and case.rows <= 32768 else 1) as pool:
-            said = dict(
-                zip(case.weighed, pool.map(lambda way: weighed(case, way, given.peers), case.weighed), strict=True)
+            memory = dict(
+                zip(
+                    case.memory_of,
+                    pool.map(
+                        lambda implementation: memory_in_new_process(case, implementation, given.peers), case.memory_of
+                    ),
+                    strict=True,
+                )
             )
-        found["memory"] = {way: x for way, x in said.items() if not isinstance(x, str)}
-        found.setdefault("absent", {}).update({way: x for way, x in said.items() if isinstance(x, str)})
+        found["memory"] = {implementation: x for implementation, x in memory.items() if not isinstance(x, str)}
+        found.setdefault("absent", {}).update(
+            {implementation: x for implementation, x in memory.items() if isinstance(x, str)}
+        )
     return found
 
 
-def chosen(case: Case, given: argparse.Namespace) -> bool:
-    """Whether to measure this one, here and now."""
+def is_selected(case: Case, given: argparse.Namespace) -> bool:
+    """Return whether to measure a case in this run."""
     named = not given.only or any(text == case.group or text in case.name for text in given.only)
     return named and (case.group == "gpu") == (DEVICE == "cuda") and (given.full or not case.full)
 
 
 def main() -> None:
-    """Measure, keep, tell."""
+    """Measure, store the results, write the pages and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="more cases, more repeats")
     parser.add_argument("--docs", action="store_true", help="write docs/pages/benchmarks.md and scaling.md")
-    parser.add_argument("--pages", action="store_true", help="measure nothing, write the pages from what is kept")
-    parser.add_argument("--peers", action="append", default=[], metavar="FOLDER", help="where others' packages lie")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="of a case's name or group")
-    parser.add_argument("--weigh", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--pages", action="store_true", help="measure nothing, write the pages from stored results")
+    parser.add_argument("--peers", action="append", default=[], metavar="FOLDER", help="folder with packages of peers")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="text in a case's name or group")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     sys.path += given.peers
-    if given.weigh:
-        print(weigh(CASES[int(given.weigh[0])], given.weigh[1]))
+    if given.memory_of:
+        print(step_memory(CASES[int(given.memory_of[0])], given.memory_of[1]))
         return
     file = RESULTS / ("cuda.json" if DEVICE == "cuda" else "cpu.json")
     if not given.pages:
-        cases = [case for case in CASES if chosen(case, given)]
+        cases = [case for case in CASES if is_selected(case, given)]
         if not cases:
             parser.error(f"no case has any of {', '.join(given.only)} in its name")
-        kept = stored(file)["cases"] if given.only and file.exists() else {}
-        results: Results = {"machine": machine() | {"peers": versions()}, "full": given.full, "cases": kept}
+        cases_before = load_results(file)["cases"] if given.only and file.exists() else {}
+        results: Results = {"machine": machine() | {"peers": versions()}, "full": given.full, "cases": cases_before}
         file.parent.mkdir(exist_ok=True)
         with Worlds() as worlds:
             for case in cases:
                 start = time.perf_counter()
-                results["cases"].setdefault(case.group, {})[case.name] = measured(case, worlds, given)
+                results["cases"].setdefault(case.group, {})[case.name] = measure_case(case, worlds, given)
                 print(f"{time.perf_counter() - start:6.1f} s  {case.name}", file=sys.stderr, flush=True)
-                file.write_text(json.dumps(results, indent=1))  # as it goes, so that an end with Ctrl-C loses nothing
+                file.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
     if given.docs or given.pages:
-        by_device = {x.stem: stored(x) for x in sorted(RESULTS.glob("*.json"))}
+        by_device = {x.stem: load_results(x) for x in sorted(RESULTS.glob("*.json"))}
         write_benchmarks(by_device)
         if "cpu" in by_device:
             write_scaling(by_device["cpu"])
             write_readme(by_device["cpu"])
-    print(summary(stored(file)))
+    print(summary(load_results(file)))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ STEPS = 4
 
 
 def wrapped(name: str, trainer: str) -> Any:
-    """A loss of the zoo, with a learnt temperature where it has one."""
+    """Construct a loss of the zoo, with a learnable temperature if it has a temperature."""
     loss = CATALOGUE[name].make()
     if isinstance(loss.settings().get("temperature"), float):
         loss.temperature = cz.LearnableTemperature(0.2)
@@ -34,27 +34,27 @@ def wrapped(name: str, trainer: str) -> Any:
 
 
 def errors(case: Case, worlds: Worlds) -> list[float]:
-    """Of value, encoder and parameter gradient: the largest over all splits."""
+    """Return the largest errors of value, encoder and parameter gradient over all splits."""
     worst = [0.0, 0.0, 0.0]
     for seed, shards in enumerate(SPLITS):
         trial = Trial(case, GlobalBatch(shards, d=3, seed=seed), worlds)
-        worst = list(map(max, worst, compared(trial, trial.together(), trial.alone())))
+        worst = list(map(max, worst, compared(trial, trial.on_ranks(), trial.on_one_process())))
     return worst
 
 
 def errors_at_steps(case: Case, worlds: Worlds) -> list[list[float]]:
-    """The same at each step of a training: as it is, uneven, one sample on each rank, all on rank 0; W = 2 and 3."""
+    """Return these errors at each step of a training (even, uneven, one sample per rank, all on rank 0); W = 2 and 3."""
     worst = [[0.0, 0.0, 0.0] for _ in range(STEPS)]
     for shards in ((3, 4), (1, 6, 4)):
         trial = Trial(case, GlobalBatch(shards, d=3, seed=1), worlds)
-        ranks, _ = trial.trained(trial.training)
-        for step, alone in enumerate(trial.trained_alone(trial.training)[:STEPS]):
+        ranks, _ = trial.train_on_ranks(trial.training)
+        for step, alone in enumerate(trial.train_on_one_process(trial.training)[:STEPS]):
             worst[step] = list(map(max, worst[step], compared(trial, [by_step[step] for by_step in ranks], alone)))
     return worst
 
 
 def compared(trial: Trial, by_rank: list[Any], alone: Any) -> list[float]:
-    """Errors of value, encoder and parameter gradient, each relative to the larger of 1 and what it is compared with."""
+    """Return the errors of value, encoder and parameter gradient, relative to the larger of 1 and the expected one."""
     values = torch.tensor([found.value for found in by_rank], dtype=torch.float64)
     found = [error(values, torch.full_like(values, alone.value))]
     for what in ("encoder", "parameters"):
@@ -64,12 +64,12 @@ def compared(trial: Trial, by_rank: list[Any], alone: Any) -> list[float]:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the larger of 1 and the largest number expected."""
+    """Return the largest difference, relative to the larger of 1 and the largest expected element."""
     return ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
 
 
 def main() -> None:
-    """Print a row per loss and trainer, then one per typical loss and number at each step."""
+    """Print a row for each loss and trainer, then one for each typical loss at each step."""
     table = Table("loss", "trainer", "value", "encoder gradient", "parameter gradient", box=None)
     with Worlds() as worlds:
         for name, entry in CATALOGUE.items():

@@ -1,4 +1,4 @@
-"""Hold the invariants against the gallery's right recipes on random batches; every finding would be a false alarm.
+"""Test the invariants on the gallery's right recipes with random batches; every finding is a false alarm.
 
 python benchmarks/false_alarms.py [examples]
 """
@@ -14,7 +14,7 @@ from contrastive_zoo.testing.worlds import Worlds
 
 
 def broken(invariant: Invariant, trial: Trial) -> str | None:
-    """What the invariant says against it; None if it holds."""
+    """Return the message of a broken invariant; None if it holds."""
     try:
         invariant(trial)
     except Broken as complaint:
@@ -23,7 +23,7 @@ def broken(invariant: Invariant, trial: Trial) -> str | None:
 
 
 def main(examples: int = 2000) -> None:
-    """Right recipes in turn; every fourth batch under all invariants, the others under the contract's."""
+    """Test right recipes in turn: all invariants on every fourth batch, those of the contract on the others."""
     right = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
     generator, alarms = random.Random(0), 0
     with Worlds(timeout=60.0) as worlds:

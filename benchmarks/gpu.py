@@ -1,4 +1,4 @@
-"""Times of the Triton kernels on this GPU, beside what the chip can do and what dense formulas take.
+"""Times of the Triton kernels on this GPU, with the limits of the device and the times of dense formulas.
 
     python benchmarks/gpu.py [--quick] [--out FILE]
 
@@ -58,7 +58,7 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
 
 
 def median_ms(step: Callable[[], object], *, seconds: float = 1.0) -> float:
-    """Milliseconds of a step, by events around each one; as many as fit into the time, five unless they take seconds."""
+    """Return the milliseconds of a step, by events around each step; as many steps as fit into the time limit."""
     step()
     times: list[float] = []
     while sum(times) < 1e3 * seconds * (5 if len(times) < 5 else 1) and len(times) < 100:
@@ -82,7 +82,7 @@ def _exponentials(out, COUNT: tl.constexpr) -> None:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """FLOP, bytes and exponentials per second."""
+    """Measured rates of the device: FLOP, bytes and exponentials per second."""
 
     flop: float
     bytes: float
@@ -100,7 +100,7 @@ class Ceilings:
         )
 
     def model_ms(self, name: str, n: int, d: int) -> float:
-        """The least time of a loss of n rows a side, of n rows altogether of NT-Xent."""
+        """Return the lower bound of the time of a loss with n rows per side (NT-Xent: n rows in total)."""
         flop = PRODUCTS[name] * 2 * n * n * d / self.flop
         moved = 3 * 2 * WEIGHTS[name] * n * n / self.bytes
         return 1e3 * max(flop, moved, EXPONENTIALS[name] * n * n / self.exp)
@@ -113,7 +113,7 @@ class Ceilings:
 
 
 def steps(name: str, loss: Loss, n: int, d: int) -> Callable[[], Tensor]:
-    """A step of forward and backward on the next of several inputs, together larger than L2."""
+    """Return a function that runs forward and backward on the next of several inputs, together larger than L2."""
     rows = n // 2 if name == "NT-Xent" else n
     count = max(2, -(-(2**28) // (4 * rows * d)))
     numbers = [torch.tensor(x, device=DEVICE, requires_grad=True) for x in (20.0, -10.0)]
@@ -132,7 +132,7 @@ def steps(name: str, loss: Loss, n: int, d: int) -> Callable[[], Tensor]:
 
 
 def peak_mb(step: Callable[[], object]) -> float:
-    """Megabytes (10⁶) beyond what is there before the step."""
+    """Return the peak memory of a step minus the memory before it, in MB (10⁶ bytes)."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -142,7 +142,7 @@ def peak_mb(step: Callable[[], object]) -> float:
 
 
 def attempt(measure: Callable[[Callable[[], object]], float], step: Callable[[], object]) -> str:
-    """A number, or why there is none."""
+    """Format a number, or the reason why there is none."""
     try:
         return f"{measure(step):.3g}"
     except torch.OutOfMemoryError:
@@ -151,7 +151,7 @@ def attempt(measure: Callable[[Callable[[], object]], float], step: Callable[[],
 
 
 def large(sizes: list[tuple[int, int]], ceilings: Ceilings) -> Iterator[str]:
-    """A table of kernels and eager dense formulas."""
+    """Return a table of kernels and eager dense formulas."""
     yield "| loss | B | d | kernel ms | model ms | model / kernel | kernel MB | dense eager ms | dense MB |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for n, d in sizes:
@@ -169,7 +169,7 @@ def large(sizes: list[tuple[int, int]], ceilings: Ceilings) -> Iterator[str]:
 
 
 def small(sizes: list[int], d: int = 768) -> Iterator[str]:
-    """A table of kernels and compiled dense formulas."""
+    """Return a table of kernels and compiled dense formulas."""
     yield "| loss | B | kernel ms | dense compiled ms |"
     yield "|---|---|---|---|"
     for name, (kernel, dense) in LOSSES.items():

@@ -1,4 +1,4 @@
-"""Peak extra memory of every loss, forward and backward, on one process; each in a process of its own (Linux).
+"""Peak extra memory of every loss, forward and backward, on one process; each in a new process (Linux).
 
 python benchmarks/memory.py [--rows 8192 16384] [--width 128] [--docs] [name …]
 """
@@ -67,20 +67,20 @@ Additional MB at the peak, by total number of samples.
 
 
 def resident(what: str) -> float:
-    """This process's resident memory in MB: VmRSS now, or VmHWM at its highest so far."""
+    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def made(entry: Entry, width: int) -> torch.nn.Module:
-    """The loss, of sizes that somebody would train with."""
+    """Construct the loss, with typical sizes."""
     sizes = {"num_classes": CLASSES, "num_prototypes": CLASSES, "embedding_size": width, "out_dim": width}
     settings = {name: sizes.get(name, value) for name, value in entry.settings}
     return replace(entry, settings=tuple(settings.items())).make()
 
 
 def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
-    """As many rows in total as told, split between the arguments that the catalogue names."""
+    """Return the arguments of the loss, with the given number of rows in total."""
 
     def drawn(n: int, *more: int, learnt: bool = True) -> Tensor:
         return torch.randn(n, *more, width, requires_grad=learnt)
@@ -96,7 +96,7 @@ def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
 
 
 def measure(name: str, rows: int, width: int) -> None:
-    """Print the peak above what the process held after a small step, and the seconds of the large one."""
+    """Print the peak memory of a large step minus the memory after a small one, and its seconds."""
     entry = CATALOGUE[name]
     loss = made(entry, width)
     loss(*arguments(entry, CLASSES, width)).backward()
@@ -106,7 +106,7 @@ def measure(name: str, rows: int, width: int) -> None:
 
 
 def measured(name: str, rows: int, width: int) -> float:
-    """MB, from a process of its own; shows them with the seconds."""
+    """Return the MB of a loss, measured in a new process; print them with the seconds."""
     command = [sys.executable, __file__, "--here", "--rows", str(rows), "--width", str(width), name]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     megabytes, seconds = map(float, said.split())
@@ -115,7 +115,7 @@ def measured(name: str, rows: int, width: int) -> float:
 
 
 def main() -> None:
-    """Measure the losses named, or all."""
+    """Measure the named losses, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--width", type=int, default=128)

@@ -1,4 +1,4 @@
-"""How many collectives one step of typical losses takes on two ranks: forward and backward pass, small and large batch.
+"""Number of collectives of a step of typical losses on two ranks: forward and backward, small and large batch.
 
 python benchmarks/messages.py
 """
@@ -35,7 +35,7 @@ LABELLED = {"SupCon", "Triplet", "ProxyAnchor", "pml TripletMarginLoss, miner"}
 
 
 def collectives(name: str) -> list[int]:
-    """Of a third step, when ranks have learnt how many bytes follow a header: small batch, then large; run on a rank."""
+    """Return the numbers of a third step, with the final size of the inline payload: small batch, then large."""
     torch.manual_seed(0)
     loss = LOSSES[name]()
     found = []
@@ -50,7 +50,7 @@ def collectives(name: str) -> list[int]:
 
 
 def main() -> None:
-    """Print a row per loss."""
+    """Print a row for each loss."""
     table = Table("loss", "small batch", "large batch", box=None)
     with Worlds() as worlds:
         for name in LOSSES:

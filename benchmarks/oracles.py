@@ -1,4 +1,4 @@
-"""lightly's and open_clip's own loss modules against ours: largest differences of value and gradient, in float64.
+"""Largest differences in float64 between lightly's and open_clip's loss modules and this library's: value and gradient.
 
 pip install --no-deps --target peers lightly open_clip_torch
 python benchmarks/oracles.py peers
@@ -36,13 +36,13 @@ BARE = {
     ),
     "open_clip": ("open_clip",),
 }
-"""What imports more than is installed, and stays empty."""
+"""Packages whose ``__init__`` needs packages that are not installed; it is replaced by an empty one."""
 SEEDS, ROWS, WIDTH = range(5), 9, 4
 LIMIT = 1e-10
 
 
 def opened(package: str) -> bool:
-    """Whether the package is there; from now on its files can be imported, without its ``__init__``."""
+    """Return whether the package is installed, and make its files importable without its ``__init__``."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         return False
@@ -55,7 +55,7 @@ def opened(package: str) -> bool:
 
 @dataclass(frozen=True)
 class Oracle:
-    """A class of theirs, and what is the same of ours.
+    """A class of a peer, and the equivalent of this library.
 
     Args:
         home: the module it is in.
@@ -72,7 +72,7 @@ class Oracle:
     views: int = 2
 
     def differences(self) -> tuple[float, float]:
-        """Of value and gradient, the largest over all seeds, relative to the larger of 1 and theirs."""
+        """Return the largest errors of value and gradient over all seeds, relative to the larger of 1 and the peer's."""
         theirs, ours = self.pair(getattr(importlib.import_module(self.home), self.name))
         worst = [0.0, 0.0]
         for seed in SEEDS:
@@ -88,19 +88,19 @@ class Oracle:
 
 
 def rows(seed: int) -> Tensor:
-    """The same for a seed."""
+    """Return the errors for one seed."""
     z = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     z[1], z[3] = z[0], -z[2]
     return z.requires_grad_()
 
 
 def unit(*views: Tensor) -> list[Tensor]:
-    """What open_clip's models do before the loss."""
+    """Normalise, as open_clip's models do before the loss."""
     return [F.normalize(view, dim=1) for view in views]
 
 
 def swav(cls: Any) -> Any:
-    """Their prototypes are a layer before the loss."""
+    """Apply the prototypes, which are a layer before the peer's loss."""
     prototypes = rows(seed=99).detach()
     crops, (c,) = cls(), unit(prototypes)
 
@@ -113,7 +113,7 @@ def swav(cls: Any) -> Any:
 
 
 def dino(cls: Any) -> Any:
-    """The student's first two views are also the teacher's, from other weights; after a step that moved the centre."""
+    """Compare after a step that changed the centre; the first two views have a student and a teacher output."""
     t = 2**-5  # theirs rounds it to 32 bits
     losses = cls(output_dim=WIDTH, teacher_temp=t).double(), cz.DINO(WIDTH, teacher_temperature=t).double()
     teacher = [rows(seed=98).detach(), rows(seed=97).detach()]
@@ -130,7 +130,7 @@ def dino(cls: Any) -> Any:
 
 
 def distilled(cls: Any) -> Any:
-    """They return two numbers and train on the sum."""
+    """Return the sum of the two values that the peer returns."""
     teacher = [rows(seed=98).detach(), rows(seed=97).detach()]
 
     def theirs(*views: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ ORACLES = [
 
 
 def main() -> None:
-    """Print a row per loss."""
+    """Print a row for each loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", help="where lightly and open_clip lie unpacked")
     sys.path[:0] = parser.parse_args().folders

@@ -1,4 +1,4 @@
-"""Losses of open_clip and lightly behind one line, against themselves on one process: the largest errors in float64.
+"""Largest errors in float64 of open_clip's and lightly's losses under DistributedLoss, against one process.
 
 python benchmarks/recipes.py
 
@@ -27,7 +27,7 @@ from contrastive_zoo.testing.worlds import Worlds
 
 
 def module(name: str) -> Any:
-    """A module without the ``__init__`` of the packages around it."""
+    """Import a module without the ``__init__`` of its packages."""
     package = name.partition(".")[0]
     if package not in sys.modules:
         spec = find_spec(package)
@@ -42,7 +42,7 @@ def module(name: str) -> Any:
 
 
 class WithScale(nn.Module):
-    """What open_clip's model holds and its losses are called with."""
+    """Hold the parameters of open_clip's model and call its losses with them."""
 
     def __init__(self, loss: Callable[..., Tensor], *, bias: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class WithScale(nn.Module):
 
 
 def ntxent(trainer: str) -> Any:
-    """Lightly's, which does not gather."""
+    """Construct lightly's loss without its own gather."""
     if (
         "torchvision" not in sys.modules and find_spec("torchvision") is None
     ):  # of which one class is imported and none used
@@ -68,13 +68,13 @@ def ntxent(trainer: str) -> Any:
 
 
 def open_clip(name: str, trainer: str) -> Any:
-    """open_clip's for a world of one."""
+    """Construct open_clip's loss for one process."""
     loss = cz.DistributedLoss(getattr(module("open_clip.loss"), name)(), grad_reduction=trainer)
     return WithScale(loss, bias=name == "SigLipLoss")
 
 
 def main() -> None:
-    """Print a row per loss and trainer."""
+    """Print a row for each loss and trainer."""
     table = Table("loss", "trainer", "value", "encoder gradient", "parameter gradient", box=None)
     makers = {
         "open_clip ClipLoss": partial(open_clip, "ClipLoss"),

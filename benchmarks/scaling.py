@@ -1,4 +1,4 @@
-"""A model of one step on W ranks: what is multiplied, touched, sent and waited for, at rates fitted to what was measured.
+"""A model of one step on W ranks: FLOP, memory traffic, elements sent and latency, at rates fitted to measurements.
 
 python benchmarks/scaling.py
 
@@ -20,7 +20,7 @@ from suite.harness import quartiles
 from suite.report import PAGES, number, picture, table
 
 FLOAT = 4
-"""Bytes of a number."""
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Option:
 
     @property
     def name(self) -> str:
-        """As the page says it."""
+        """Return the name on the page."""
         return ("kept" if self.kept else "tiled") + (", ring" if self.ring else ", gathered")
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """What one rank does in a step."""
+    """The amounts of work of one rank in a step."""
 
     flop: float
     touched: float
@@ -49,7 +49,7 @@ class Amounts:
 
 
 class Rates(NamedTuple):
-    """Seconds for one of each of :class:`Amounts`."""
+    """Seconds for one unit of each of :class:`Amounts`."""
 
     flop: float
     touched: float
@@ -59,7 +59,7 @@ class Rates(NamedTuple):
 
 
 def amounts(option: Option, b: int, d: int, ranks: int) -> Amounts:
-    """Of a softmax loss with b rows of similarities and width d on each rank."""
+    """Return the amounts of a softmax loss with b anchors of width d on each rank."""
     half = 0.5 if option.towers == 1 else 1.0
     cells, others = half * b * b * ranks, b * (ranks - 1)
     products = 3 if option.kept else 4
@@ -75,7 +75,7 @@ def amounts(option: Option, b: int, d: int, ranks: int) -> Amounts:
 
 
 def bytes_held(option: Option, b: int, d: int, ranks: int) -> float:
-    """A rank's memory beyond its inputs."""
+    """Return the memory of a rank beyond its inputs, in bytes."""
     half = 0.5 if option.towers == 1 else 1.0
     similarities = half * b * b * ranks if option.kept else 0
     received = 3 * b * d if option.ring else (1 + half) * b * ranks * d
@@ -92,36 +92,35 @@ OPTIONS = {
 
 
 class Point(NamedTuple):
-    """One measurement, and what the model says."""
+    """One measurement and its amounts."""
 
     what: str
     amounts: Amounts
     measured: float
 
     def seconds(self, rates: Rates) -> float:
-        """By the model."""
+        """Return the seconds that the model predicts."""
         return float(np.dot(astuple(self.amounts), rates))
 
 
 def points(results: dict[str, Any]) -> list[Point]:
-    """All that was measured of the group; ranks beyond the cores take turns."""
+    """Return the measurements of the group; ranks beyond the number of cores share cores."""
     found = []
     for case in CASES:
         kept = results["cases"].get("scaling", {}).get(case.name) if case.group == "scaling" else None
-        for way in case.ways if kept else ():
-            option = Option(towers=2 if case.loss == "CLIP" else 1, **OPTIONS[way])
+        for implementation in case.implementations if kept else ():
+            option = Option(towers=2 if case.loss == "CLIP" else 1, **OPTIONS[implementation])
             work = astuple(amounts(option, case.shards[0], case.width, case.world))
             turns = max(1.0, case.world / results["machine"]["cores"])
-            seconds = quartiles([x[way] for x in kept["rounds"] if way in x])[1]
-            title = (
-                f"{case.loss}, b = {case.shards[0]:,}, d = {case.width}, W = {case.world}: {way.removeprefix('ours, ')}"
-            )
+            seconds = quartiles([x[implementation] for x in kept["rounds"] if implementation in x])[1]
+            option_name = implementation.removeprefix("ours, ")
+            title = f"{case.loss}, b = {case.shards[0]:,}, d = {case.width}, W = {case.world}: {option_name}"
             found.append(Point(title, Amounts(*(turns * x for x in work)), seconds))
     return found
 
 
 def fitted(measured: Sequence[Point]) -> Rates:
-    """The non-negative rates whose relative errors are least in squares."""
+    """Return the non-negative rates with the least squared relative errors."""
     shares = np.array([[x / point.measured for x in astuple(point.amounts)] for point in measured])
     unit = shares.max(0).clip(min=1e-300)  # columns of one magnitude
     rates, _ = nnls(shares / unit, np.ones(len(measured)))
@@ -133,7 +132,7 @@ def fitted(measured: Sequence[Point]) -> Rates:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One rank's device, as assumed."""
+    """The assumed device of a rank."""
 
     flop: float  # a second, of matrix products
     touched: float  # bytes a second, of what passes over tiles
@@ -145,7 +144,7 @@ class Gpu:
     machine: int = 8  # ranks
 
     def rates(self, ranks: int) -> Rates:
-        """Seconds."""
+        """Return the seconds of the amounts."""
         link = self.inside if ranks <= self.machine else self.outside
         return Rates(1 / self.flop, 1 / self.touched, 1 / link, self.latency, self.step)
 
@@ -158,7 +157,7 @@ LIMITS = ("matrix products", "passes over tiles", "network", "network", "fixed c
 
 
 class Forecast(NamedTuple):
-    """Of one size and option on paper."""
+    """The predicted step of one size and option."""
 
     seconds: float
     shares: list[float]
@@ -166,7 +165,7 @@ class Forecast(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """Return the name of the largest term."""
         of = {name: sum(x for other, x in zip(LIMITS, self.shares, strict=True) if other == name) for name in LIMITS}
         return max(of, key=lambda name: of[name])
 
@@ -183,7 +182,7 @@ def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
 
 
 def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Forecast] | None:
-    """The quickest option that fits half of the memory."""
+    """Return the fastest option that fits into half of the memory."""
     options = [Option(towers, kept, ring) for kept in (True, False) for ring in (False, True)]
     able = [(x, forecast(x, rows, ranks, gpu)) for x in options]
     return min((x for x in able if x[1].held <= gpu.memory / 2), key=lambda x: x[1].seconds, default=None)
@@ -271,7 +270,7 @@ The limits:
 
 
 def write_scaling(results: dict[str, Any]) -> None:
-    """The page and its figure; nothing if the results hold no case of the group."""
+    """Write the page and its figure; do nothing if the results have no case of the group."""
     measured = points(results)
     if not measured:
         return
@@ -303,7 +302,7 @@ def write_scaling(results: dict[str, Any]) -> None:
 
 
 def rate_table(rates: Rates) -> str:
-    """In units that one knows."""
+    """Format a rate in common units."""
 
     def per_second(seconds: float, unit: str) -> str:
         return f"{1e-9 / seconds:,.1f} {unit}" if seconds else "too quick to be seen"
@@ -321,18 +320,18 @@ def rate_table(rates: Rates) -> str:
 
 
 def fit_table(measured: Sequence[Point], rates: Rates) -> str:
-    """Milliseconds, and by how much the model is off, case by case."""
+    """Return a table of milliseconds and errors of the model, one case per row."""
     lines: dict[str, list[str]] = {}
     for x in measured:
         case, _, _ = x.what.partition(": ")
         wrong = x.seconds(rates) / x.measured - 1
         lines.setdefault(case, []).append(f"{number(1e3 * x.measured)} ({wrong:+.0%})")
-    ways = [way.removeprefix("ours, ") for way in OPTIONS]
-    return table(["ms (error of the model)", *ways], [[case, *cells] for case, cells in lines.items()])
+    implementations = [implementation.removeprefix("ours, ") for implementation in OPTIONS]
+    return table(["ms (error of the model)", *implementations], [[case, *cells] for case, cells in lines.items()])
 
 
 def assumption_table() -> str:
-    """What GPUS says."""
+    """Return a table of the assumed devices."""
     gpu = GPUS["TF32"]
     products = ", ".join(f"{x.flop / 1e12:.0f} TFLOP/s {name}" for name, x in GPUS.items())
     return table(
@@ -350,7 +349,7 @@ def assumption_table() -> str:
 
 
 def paper_table() -> str:
-    """Every size that is not absurd."""
+    """Return a table of predictions for realistic sizes."""
     lines = []
     for rows in ROWS:
         for ranks in RANKS:
@@ -367,7 +366,7 @@ def paper_table() -> str:
 
 
 def draw(axes: Any, results: dict[str, Any]) -> bool:
-    """Seconds a step against ranks, for each number of rows."""
+    """Draw seconds per step against ranks, for each number of rows."""
     ranks = [2**x for x in range(3, 11)]
     for rows in ROWS:
         line = [(w, found[1].seconds) for w in ranks if (found := best(rows, w, GPUS["bf16"]))]
@@ -381,7 +380,7 @@ def draw(axes: Any, results: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Write the page from what is kept."""
+    """Write the page from stored results."""
     write_scaling(json.loads((Path(__file__).parent / "results" / "cpu.json").read_text(encoding="utf-8")))
 
 

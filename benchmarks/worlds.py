@@ -1,4 +1,4 @@
-"""How long one example takes on a live world: a small loss made, run forward and backward, and sent back.
+"""Time of one example on a live world: construct a small loss, run forward and backward, return the result.
 
 python benchmarks/worlds.py
 """
@@ -8,7 +8,7 @@ import time
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.gallery import GALLERY
-from contrastive_zoo.testing.trial import AS_IS, measure
+from contrastive_zoo.testing.trial import UNCHANGED, measure
 from contrastive_zoo.testing.worlds import Worlds
 
 REPEATS = 200
@@ -25,7 +25,7 @@ def main() -> None:
             batch, seconds = GlobalBatch((3,) * world_size), []
             for _ in range(REPEATS):
                 start = time.perf_counter()
-                worlds.run(world_size, measure, case, batch, AS_IS)
+                worlds.run(world_size, measure, case, batch, UNCHANGED)
                 seconds.append(time.perf_counter() - start)
             seconds.sort()
             median, late = statistics.median(seconds), seconds[int(0.95 * REPEATS)]

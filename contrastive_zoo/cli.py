@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.callback()
 def commands() -> None:
-    """Any contrastive or metric-learning loss, the same function on W processes as on one."""
+    """Check and list contrastive losses that are the same function on W processes as on one."""
 
 
 @app.command()
@@ -28,7 +29,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the pictures.", file_okay=False)] = Path("demo-output"),
 ) -> None:
     """Train three losses on one process and on two, and show that both trainings agree. Takes less than a minute."""
-    _need("demo", "cloudpickle", "faiss", "matplotlib", "pytorch_metric_learning", "rich", "sklearn")
+    _require("demo", "cloudpickle", "faiss", "matplotlib", "pytorch_metric_learning", "rich", "sklearn")
     from contrastive_zoo.demo import demo
 
     raise typer.Exit(0 if demo(output) else 1)
@@ -65,8 +66,8 @@ def check(
 
     Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
     """
-    _need("testing", "cloudpickle", "hypothesis", "rich")
-    from contrastive_zoo import reports
+    _require("testing", "cloudpickle", "hypothesis", "rich")
+    from contrastive_zoo import console
     from contrastive_zoo.testing.check import examine
     from contrastive_zoo.testing.invariants import INVARIANTS
 
@@ -75,13 +76,13 @@ def check(
     if target is None:
         raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
     sys.path.insert(0, os.getcwd())
-    make, name, form = _target(target, dict(map(_setting, setting or [])), wrap)
+    make, name, call_form = _target(target, dict(map(_setting, setting or [])), wrap)
     try:
-        with reports.progress(f"checking {name}", examples) as advance:
+        with console.progress(f"checking {name}", examples) as advance:
             report = examine(
                 make,
                 world_sizes=sorted(set(world_size or (1, 2, 3, 4))),
-                call=form if call == "auto" and form else call,  # type: ignore[arg-type]
+                call=call_form if call == "auto" and call_form else call,  # type: ignore[arg-type]
                 grad_reduction=trainer.value,
                 max_examples=examples,
                 width=width,
@@ -91,7 +92,7 @@ def check(
     except (ValueError, TypeError, RuntimeError) as error:
         typer.echo(f"{name}: could not be checked. {error}", err=True)
         raise typer.Exit(2) from None
-    reports.show(report)
+    console.show(report)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     raise typer.Exit(0 if report.ok else 1)
@@ -100,15 +101,15 @@ def check(
 @app.command("list")
 def list_losses() -> None:
     """Show the losses of the zoo."""
-    _need("cli", "rich")
-    from contrastive_zoo import reports
+    _require("cli", "rich")
+    from contrastive_zoo import console
     from contrastive_zoo.catalogue import CATALOGUE
 
-    reports.show_catalogue(CATALOGUE.values())
+    console.show_catalogue(CATALOGUE.values())
 
 
 def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable[[], Any], str, str | None]:
-    """Return a function that makes the loss, its name, and its call form if known."""
+    """Return a function that constructs the loss, its name, and its call form; None outside the catalogue."""
     from contrastive_zoo.catalogue import CATALOGUE
     from contrastive_zoo.distributed import DistributedLoss
 
@@ -125,22 +126,20 @@ def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable
         names = ", ".join(CATALOGUE)
         raise typer.BadParameter(f"{target!r} is neither module:function nor a loss of the catalogue ({names}).")
     try:
-        found = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        factory: Any = operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise typer.BadParameter(f"{target}: {error}.") from None
-    factory: Any = found
 
     def make() -> Any:
-        made = factory(**settings)
-        return DistributedLoss(made) if wrap else made
+        loss = factory(**settings)
+        return DistributedLoss(loss) if wrap else loss
 
     name = f"{attribute}({', '.join(f'{key}={value!r}' for key, value in settings.items())})" if settings else attribute
     return make, f"DistributedLoss({name})" if wrap else name, None
 
 
 def _setting(text: str) -> tuple[str, Any]:
+    """Parse ``name=value``; the value is JSON, or else a string."""
     name, separator, value = text.partition("=")
     if not separator:
         raise typer.BadParameter(f"--set takes name=value, got {text!r}.")
@@ -151,13 +150,14 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _explain(name: str, invariants: dict[str, Any]) -> None:
+    """Print the meaning of an invariant and exit."""
     if name not in invariants:
         raise typer.BadParameter(f"no invariant {name!r}. The invariants are: {', '.join(invariants)}.")
     typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
     raise typer.Exit(0)
 
 
-def _need(extra: str, *packages: str) -> None:
+def _require(extra: str, *packages: str) -> None:
     """Exit with the name of the extra to install if a package is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
         typer.echo(f"This needs {', '.join(missing)}: pip install contrastive_zoo[{extra}]", err=True)
@@ -165,22 +165,22 @@ def _need(extra: str, *packages: str) -> None:
 
 
 def main() -> None:
-    """The console script."""
-    app(_spread(sys.argv[1:]))
+    """Run the console script."""
+    app(_repeat_option(sys.argv[1:]))
 
 
-def _spread(arguments: list[str]) -> list[str]:
-    """``--world-size 1 2 4`` as ``--world-size 1 --world-size 2 --world-size 4``, which is what typer reads.
+def _repeat_option(arguments: list[str]) -> list[str]:
+    """Turn ``--world-size 1 2 4`` into ``--world-size 1 --world-size 2 --world-size 4``, which typer accepts.
 
     Example:
-        >>> _spread(["check", "--world-size", "1", "2", "--json", "a"])
+        >>> _repeat_option(["check", "--world-size", "1", "2", "--json", "a"])
         ['check', '--world-size', '1', '--world-size', '2', '--json', 'a']
     """
-    spread: list[str] = []
+    repeated: list[str] = []
     for argument in arguments:
-        after_number = len(spread) > 1 and spread[-2] in ("--world-size", "-W") and argument.isdigit()
-        spread += [spread[-2], argument] if after_number else [argument]
-    return spread
+        follows_number = len(repeated) > 1 and repeated[-2] in ("--world-size", "-W") and argument.isdigit()
+        repeated += [repeated[-2], argument] if follows_number else [argument]
+    return repeated
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ RECIPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "own slice overwritten": lambda q, k, s: whole(q, k, s, overwritten),
     "overwritten, loss × W": lambda q, k, s: whole(q, k, s, overwritten) * dist.get_world_size(),
     "my rows × live own slice, loss × W": lambda q, k, s: local(q, k, s, overwritten) * dist.get_world_size(),
-    "my rows × detached columns": lambda q, k, s: local(q, k, s, detached),
+    "my rows × detached candidates": lambda q, k, s: local(q, k, s, detached),
     "my rows × reduce-scatter gather": lambda q, k, s: local(q, k, s, cz.all_gather),
     "all rows × reduce-scatter gather": lambda q, k, s: whole(q, k, s, cz.all_gather),
     "DistributedLoss(InfoNCE(…))": ours,

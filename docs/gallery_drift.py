@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contrastive_zoo.demo.recipes import TwoTowers
 from contrastive_zoo.demo.training import HELD_OUT, Digits
-from contrastive_zoo.testing.gallery import GALLERY, two_way
+from contrastive_zoo.testing.gallery import GALLERY, symmetric_cross_entropy
 from contrastive_zoo.testing.worlds import Worlds
 
 PICTURE = Path(__file__).parent / "pages" / "figures" / "gallery_drift.png"
@@ -28,7 +28,7 @@ DRAWN = {  # Paul Tol's colours, told apart with any colour vision
     "DistributedLoss, any loss": ("#0B2545", (0, (4, 2.5))),
     "own slice": ("#CC3311", "-"),
     "own slice × W": ("#EE7733", (0, (1, 1))),
-    "detached columns": ("#009988", (0, (6, 1, 1, 1))),
+    "detached candidates": ("#009988", (0, (6, 1, 1, 1))),
     "mean of means": ("#AA4499", (0, (3, 1))),
     "local negatives": ("#777777", "-"),
 }
@@ -47,7 +47,7 @@ def curve(name: str, digits: Digits) -> dict[int, float]:
     @torch.no_grad()
     def held_out() -> float:
         a, b = (F.normalize(x, dim=1) for x in encoder(digits.images[:HELD_OUT]))
-        return two_way(scale * a @ b.T).item()
+        return symmetric_cross_entropy(scale * a @ b.T).item()
 
     rank, shares = dist.get_rank(), SHARES[dist.get_world_size()]
     start, stop = (round(BATCH * sum(shares[:r])) for r in (rank, rank + 1))

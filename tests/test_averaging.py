@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import contrastive_zoo as cz
 from contrastive_zoo import averaging
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, complaint, groups, numbers
+from tests.helpers import close, common_error, groups, numbers
 
 Gradients = dict[str, Tensor | None]
 
@@ -144,7 +144,7 @@ def test_modules_that_differ_are_refused_on_every_rank(what: str, worlds: Worlds
             parameter.grad = torch.zeros_like(parameter)
         cz.average_gradients(model)
 
-    text, after = complaint(worlds, 2, bad, good)
+    text, after = common_error(worlds, 2, bad, good)
     assert text.startswith("average_gradients: ranks disagree on")
     assert all(word in text for word in ("rank 0", "rank 1", *words)), text
     assert after == [0.5, 0.5]
@@ -181,7 +181,7 @@ def test_what_is_no_module_is_refused_on_every_rank(what: str, which: str, world
     def bad() -> None:
         cz.average_gradients(make() if which == "every rank" or dist.get_rank() == 1 else nn.Linear(2, 2))
 
-    text, after = complaint(worlds, 2, bad, good)
+    text, after = common_error(worlds, 2, bad, good)
     assert words in text
     assert after == [0.5, 0.5]
     with pytest.raises(ValueError, match=words.split(".")[0]):
@@ -196,7 +196,7 @@ def test_distributed_tensors_are_refused_on_every_rank(worlds: Worlds) -> None:
         fully_shard(model)
         cz.average_gradients(model)
 
-    text, after = complaint(worlds, 2, bad, good)
+    text, after = common_error(worlds, 2, bad, good)
     assert "are DTensors (weight)" in text
     assert "leave average_gradients out" in text
     assert after == [0.5, 0.5]

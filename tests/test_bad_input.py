@@ -15,7 +15,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, complaint, numbers
+from tests.helpers import close, common_error, numbers
 
 Wrap = Callable[..., Callable[..., Any]]
 
@@ -378,7 +378,7 @@ def test_every_rank_says_the_same_and_goes_on(name: str, world_size: int, worlds
         last = dist.get_rank() == dist.get_world_size() - 1
         mistake.call(mistake.everybody or last, cz.DistributedLoss)
 
-    text, after = complaint(worlds, world_size, bad, good)
+    text, after = common_error(worlds, world_size, bad, good)
     for words in mistake.words:
         assert words in text
     assert "|" not in text, "the format in which ranks compare notes is nobody's business"
@@ -402,7 +402,7 @@ def test_all_the_guilty_are_named(worlds: Worlds) -> None:
     def bad() -> None:
         cz.DistributedLoss(cz.SupCon())(z(), y(4 + dist.get_rank()))
 
-    text, _ = complaint(worlds, 3, bad, good)
+    text, _ = common_error(worlds, 3, bad, good)
     assert "rank 1: labels are one per row, got 5" in text
     assert "rank 2: labels are one per row, got 6" in text
     assert "rank 0" not in text

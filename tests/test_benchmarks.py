@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, at sizes where nothing is worth measuring; no time is asserted."""
+"""The benchmarks' arithmetic, at small sizes; no time is asserted."""
 
 import sys
 from dataclasses import astuple, replace
@@ -16,11 +16,11 @@ sys.path.append(str(ROOT / "benchmarks"))
 import bench  # noqa: E402
 import scaling  # noqa: E402
 from suite import harness, report  # noqa: E402
-from suite.cases import ASKS, BARE, CASES, LOSSES, SOFTMAX, Case  # noqa: E402
-from suite.harness import Absent, Patience  # noqa: E402
+from suite.cases import BARE, CASES, LOSSES, SOFTMAX, TARGETS, Case  # noqa: E402
+from suite.harness import Absent, StoppingRule  # noqa: E402
 
 ROUNDS = [{"GEMM": 1.0, "ours": 2.0, "peer": 10.0}, {"GEMM": 2.0, "ours": 3.0}, {"GEMM": 1.0, "ours": 4.0}]
-ONCE = Patience(rounds=1, seconds=0.0, reading=0.0)
+ONCE = StoppingRule(rounds=1, seconds=0.0, reading=0.0)
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
@@ -32,7 +32,7 @@ def test_a_ratio_is_taken_round_by_round() -> None:
 
 
 class Clock:
-    """Readings as told, in turns of their own for everybody; and who was read when."""
+    """Prepared readings of each implementation, and the order in which they are read."""
 
     def __init__(self, **seconds: list[float]) -> None:
         self.seconds, self.read = seconds, []
@@ -48,112 +48,124 @@ class Clock:
         return seconds
 
 
-def race(monkeypatch: pytest.MonkeyPatch, clock: Clock, patience: Patience) -> list[harness.Round]:
+def time_interleaved(monkeypatch: pytest.MonkeyPatch, clock: Clock, rule: StoppingRule) -> list[harness.Round]:
     monkeypatch.setattr(harness, "reading", clock)
-    return harness.race(clock.runners, patience)
+    return harness.time_interleaved(clock.runners, rule)
 
 
-def test_everybody_has_the_rounds_promised_and_no_more_when_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_implementations_have_the_minimum_of_rounds_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(GEMM=[1.0], slow=[9.0], quick=[2.0, 2.0, 1.0, 2.0])
-    rounds = race(monkeypatch, clock, Patience(rounds=2, seconds=18.0, spread=0.0))
+    rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=2, seconds=18.0, spread=0.0))
     assert [sorted(x) for x in rounds] == [["GEMM", "quick", "slow"]] * 2 + [["GEMM", "quick"]] * 2  # its share is 6 s
     assert [name for name, _ in clock.read[3:9]] == ["GEMM", "slow", "quick", "slow", "quick", "GEMM"]  # another begins
 
 
-def test_who_is_settled_stops_before_the_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_settled_implementation_stops_before_its_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(GEMM=[1.0], steady=[2.0], restless=[1.0, 3.0] * 20)
-    rounds = race(monkeypatch, clock, Patience(rounds=2, seconds=60.0, spread=0.1))
+    rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=2, seconds=60.0, spread=0.1))
     assert sum("steady" in x for x in rounds) == 6
     assert 8 < sum("restless" in x for x in rounds) < harness.MOST_ROUNDS
 
 
 def test_a_doubtful_figure_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(GEMM=[1.0], sure=[2.0, 2.0, 2.0, 2.2] * 20, doubtful=[1.0, 3.0] * 20)
-    rounds = race(monkeypatch, clock, Patience(rounds=2, seconds=24.0, spread=0.0))
+    rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=2, seconds=24.0, spread=0.0))
     assert sum("sure" in x for x in rounds) == 4  # eight seconds
     assert 32 <= sum(x.get("doubtful", 0) for x in rounds) <= 34
 
 
-def test_what_is_quick_is_called_often_and_what_does_not_fit_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_implementations_are_called_often_and_those_out_of_memory_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(GEMM=[0.5], tiny=[0.001], huge=[torch.inf])
-    rounds = race(monkeypatch, clock, Patience(rounds=1, seconds=0.0, reading=0.02))
+    rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=1, seconds=0.0, reading=0.02))
     assert rounds == [{"GEMM": 0.5, "tiny": 0.001}]
     assert ("tiny", 20) in clock.read
 
 
-def test_memory_is_what_is_needed_beyond_what_is_held() -> None:
+def test_memory_is_the_peak_minus_the_memory_before() -> None:
     held, mib = torch.ones(2**22), 2**20
     assert harness.extra_memory(lambda: None, lambda: torch.ones(2**24).sum()) > 60 * mib
     assert harness.extra_memory(lambda: None, lambda: held.sum()) < 30 * mib
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name not in SOFTMAX])
-def test_all_ways_of_a_loss_are_the_same_loss(loss: str) -> None:
+def test_all_implementations_of_a_loss_are_the_same_loss(loss: str) -> None:
     slow = ("dense, compiled", "sentence-transformers MNRL", "by hand")
-    ways = [way for way in LOSSES[loss].ways if way not in slow and "_with_grad" not in way and "ring" not in way]
-    found = bench.errors(Case("softmax", loss, 64, 8), ways)
+    implementations = [
+        implementation
+        for implementation in LOSSES[loss].implementations
+        if implementation not in slow and "_with_grad" not in implementation and "ring" not in implementation
+    ]
+    found = bench.errors(Case("softmax", loss, 64, 8), implementations)
     assert {"ours", "dense"} <= set(found)
     assert max(max(x) for x in found.values()) < 1e-4, found
 
 
-def test_ranks_race_and_differ_from_one_process_by_rounding(worlds: Worlds) -> None:
+def test_ranks_are_timed_and_differ_from_one_process_by_rounding(worlds: Worlds) -> None:
     even = Case("ranks", "CLIP", 12, 4, shards=(6, 6))
-    ways = ("ours", "ours, tiled, ring", "by hand")
-    for found in worlds.run(2, bench.contest, even, ways, ONCE):
-        assert [set(x) for x in found["rounds"]] == [{"GEMM", *ways}]
+    implementations = ("ours", "ours, tiled, ring", "by hand")
+    for found in worlds.run(2, bench.measure_times, even, implementations, ONCE):
+        assert [set(x) for x in found["rounds"]] == [{"GEMM", *implementations}]
     uneven = Case("adversarial", "NT-Xent", 16, 4, shards=(0, 16))
-    for case, of in ((replace(even, group="adversarial"), ways), (uneven, ("ours, tiled", "ours, kept"))):
+    for case, of in ((replace(even, group="adversarial"), implementations), (uneven, ("ours, tiled", "ours, kept"))):
         for errors in worlds.run(2, bench.errors, case, of):
             assert set(errors) == set(of)
             assert max(max(x) for x in errors.values()) < 1e-4, errors
 
 
-def test_who_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def away(case: Case) -> Any:
         raise Absent("peer is not installed")
 
-    monkeypatch.setitem(LOSSES["CLIP"].ways, "peer", away)
+    monkeypatch.setitem(LOSSES["CLIP"].implementations, "peer", away)
     case = Case("softmax", "CLIP", 8, 4, ("ours", "peer"))
-    found = bench.contest(case, case.ways, ONCE)
+    found = bench.measure_times(case, case.implementations, ONCE)
     assert found["absent"] == {"peer": "peer is not installed"}
     monkeypatch.setattr(report, "CASES", [case])
     assert "absent: peer is not installed" in report.times({"cases": {"softmax": {case.name: found}}}, "softmax")
 
 
-def test_every_figure_asked_for_is_measured() -> None:
-    for ask in ASKS:
-        case = next(x for x in CASES if x.name == ask.case)
-        ways = {"GEMM", *case.ways, *case.full_ways} if ask.what == "time" else {"bound", "GB", *case.weighed}
-        assert {ask.of, ask.to} <= ways, ask
+def test_every_target_is_measured() -> None:
+    for target in TARGETS:
+        case = next(x for x in CASES if x.name == target.case)
+        implementations = (
+            {"GEMM", *case.implementations, *case.full_implementations}
+            if target.what == "time"
+            else {"bound", "GB", *case.memory_of}
+        )
+        assert {target.of, target.to} <= implementations, target
     keys = [(case.group, case.name) for case in CASES]
     assert len(keys) == len(set(keys))
     assert all(
-        way in LOSSES[case.loss].ways or way in BARE
+        implementation in LOSSES[case.loss].implementations or implementation in BARE
         for case in CASES
-        for way in (*case.ways, *case.full_ways, *case.weighed)
+        for implementation in (*case.implementations, *case.full_implementations, *case.memory_of)
     )
 
 
-def test_a_limit_is_held_from_its_own_side() -> None:
+def test_limits_from_above_and_from_below() -> None:
     found = {"rounds": [{"GEMM": 1.0, "ours": 2.0, "peer": 10.0}], "memory": {"ours": 2.0**30, "peer": 2.0**33}}
-    least = report.Ask("", "ours", "peer", 5, at_least=True)
-    assert report.answers(least, found)[0] == [5.0]
-    assert report.answers(replace(least, what="memory"), found)[0] == [8.0]
-    assert report.answers(report.Ask("", "ours", "GEMM", 2), found)[0] == [2.0]
-    assert report.answers(report.Ask("", "ours", "GB", 24, "memory"), found)[0] == [1.0]
-    assert report.answers(report.Ask("", "ours", "other", 2), {"absent": {"other": "away"}}) == ([], "away")
+    least = report.Target("", "ours", "peer", 5, at_least=True)
+    assert report.measurements(least, found)[0] == [5.0]
+    assert report.measurements(replace(least, what="memory"), found)[0] == [8.0]
+    assert report.measurements(report.Target("", "ours", "GEMM", 2), found)[0] == [2.0]
+    assert report.measurements(report.Target("", "ours", "GB", 24, "memory"), found)[0] == [1.0]
+    assert report.measurements(report.Target("", "ours", "other", 2), {"absent": {"other": "away"}}) == ([], "away")
 
 
 # ------------------------------------------------------------------------------------------------------------- scaling
 
 
 @pytest.mark.parametrize(("towers", "kept", "units"), [(2, False, 4), (2, True, 3), (1, False, 2), (1, True, 1.5)])
-def test_the_model_counts_products(towers: int, kept: bool, units: float) -> None:
+def test_the_model_counts_matmuls(towers: int, kept: bool, units: float) -> None:
     found = scaling.amounts(scaling.Option(towers, kept), 128, 16, 4)
     assert found.flop == units * 2 * 128 * 16 * 512
 
 
-def test_the_model_counts_what_travels() -> None:
+def test_the_model_counts_elements_sent() -> None:
     gathered, ring = (scaling.amounts(scaling.Option(2, ring=x), 128, 16, 4) for x in (False, True))
     assert gathered.sent == 4 * 3 * 128 * (2 * 16 + 3)
     assert ring.sent == 4 * 3 * 128 * (3 * 16 + 3)
@@ -185,7 +197,7 @@ def test_the_ring_is_taken_where_gathering_does_not_fit() -> None:
     assert many[1].held <= gpu.memory / 2 < scaling.forecast(scaling.Option(2), 2**24, 1024, gpu).held
 
 
-def test_pages_are_written_from_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pages_are_written_from_stored_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
     for module in (report, scaling):
         monkeypatch.setattr(module, "PAGES", tmp_path)
@@ -196,11 +208,14 @@ def test_pages_are_written_from_what_is_kept(monkeypatch: pytest.MonkeyPatch, tm
     }
     for case in CASES:
         if case.group != "gpu" and not case.full:
-            ways = {way: 2.0 if way == "ours, tiled" else 3.0 for way in case.ways}
+            implementations = {
+                implementation: 2.0 if implementation == "ours, tiled" else 3.0
+                for implementation in case.implementations
+            }
             found = {
-                "rounds": [{"GEMM": 1.0, **ways}] * 3,
+                "rounds": [{"GEMM": 1.0, **implementations}] * 3,
                 "absent": {},
-                "memory": dict.fromkeys(case.weighed, 2.0**20),
+                "memory": dict.fromkeys(case.memory_of, 2.0**20),
             }
             results["cases"].setdefault(case.group, {})[case.name] = found
     readme = tmp_path / "README.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from contrastive_zoo import cli, reports
+from contrastive_zoo import cli, console
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.diagnosis import DIAGNOSES
@@ -70,7 +70,7 @@ def test_a_loss_of_pytorch_metric_learning(wrap: bool) -> None:
 def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     batch = GlobalBatch((1, 2))
     finding = Finding(INVARIANTS[0], "rank 1 died [/some/path.cc:537] [bold]", batch)
-    reports.show(Report("a[b]c", (1, 2), "mean", 3, [finding], DIAGNOSES["hang"], 1.0))
+    console.show(Report("a[b]c", (1, 2), "mean", 3, [finding], DIAGNOSES["hang"], 1.0))
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/some/path.cc:537]" in shown
     assert "a[b]c is not" in shown

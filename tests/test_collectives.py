@@ -19,10 +19,10 @@ from contrastive_zoo.collectives.adjoints import extreme_shares
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
-from tests.helpers import close, complaint, distance, groups, numbers, said
+from tests.helpers import close, common_error, distance, error_message, groups, numbers
 
 DTYPES = [torch.int64, torch.int32, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64]
-SHARDS = splits((1, 2, 3, 4), least=0, most=3)
+SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 ROOTS = st.integers(0, 3)
 
 
@@ -196,7 +196,10 @@ def test_a_mean_of_integers_is_the_same_on_one_process_and_two(run, dtype, world
         shards = (
             {"shards": Shards((2, 0)[: dist.get_world_size()], dist.get_rank())} if run is cz.reduce_scatter else {}
         )
-        return [said(lambda: results.append(run(torch.tensor([1, 0]).to(dtype), op="mean", **shards))), *results]
+        return [
+            error_message(lambda: results.append(run(torch.tensor([1, 0]).to(dtype), op="mean", **shards))),
+            *results,
+        ]
 
     (refusal, *alone), (also_refusal, *together) = worlds.run(1, job)[0], worlds.run(2, job)[0]
     assert refusal == also_refusal
@@ -513,7 +516,7 @@ def test_a_device_mesh_of_one_dimension_names_a_group(worlds: Worlds) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         whole, x = init_device_mesh("cpu", (4,)), torch.tensor([dist.get_rank()])
         found = [cz.all_gather(x, process_group=group).tolist() for group in (mesh["dp"], mesh["tp"], whole)]
-        refusal = said(lambda: cz.all_gather(x, process_group=mesh))
+        refusal = error_message(lambda: cz.all_gather(x, process_group=mesh))
         dist.barrier()
         for group in mesh.get_all_groups():
             dist.destroy_process_group(group)
@@ -529,7 +532,7 @@ def test_a_device_mesh_of_one_dimension_names_a_group(worlds: Worlds) -> None:
 def test_a_process_outside_the_group_raises(worlds: Worlds) -> None:
     def job() -> str | None:
         group = dist.new_group([0, 2])
-        text = said(lambda: cz.all_reduce(torch.ones(1), process_group=group))
+        text = error_message(lambda: cz.all_reduce(torch.ones(1), process_group=group))
         dist.barrier()
         if dist.get_rank() != 1:
             dist.destroy_process_group(group)
@@ -659,7 +662,7 @@ def good() -> list[float]:
 @pytest.mark.parametrize("mistake", SAME_MISTAKE)
 def test_the_same_mistake_on_all_ranks_raises_once_without_ranks(mistake: str, worlds: Worlds) -> None:
     bad, words = SAME_MISTAKE[mistake]
-    text, after = complaint(worlds, 2, bad, good)
+    text, after = common_error(worlds, 2, bad, good)
     assert words in text
     assert text.startswith(mistake.split()[0])
     assert after == [[0.0, 1.0]] * 2
@@ -718,6 +721,6 @@ DISAGREE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("mistake", DISAGREE)
 def test_ranks_that_disagree_raise_the_same_error(mistake: str, worlds: Worlds) -> None:
     bad, words = DISAGREE[mistake]
-    text, after = complaint(worlds, 3, bad, good)
+    text, after = common_error(worlds, 3, bad, good)
     assert all(word in text for word in words), text
     assert after == [[0.0, 1.0, 2.0]] * 3

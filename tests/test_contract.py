@@ -19,8 +19,8 @@ from contrastive_zoo.testing.invariants import (
     TOLERANCE,
     Broken,
     Invariant,
-    draws_are_shared,
     finite_at_extremes,
+    same_random_numbers,
     same_sharded_gradient,
 )
 from contrastive_zoo.testing.strategies import dtypes, global_batches, temperatures, views
@@ -91,7 +91,7 @@ def test_the_contract_holds_for_a_learnt_temperature(entry: Entry, batch, traine
     trial = Trial(Entry(entry.name, learnt, entry.dense, entry.call, entry.views).case(trainer), batch, worlds)
     for invariant in CONTRACT:
         invariant(trial)
-    assert trial.alone().parameters
+    assert trial.on_one_process().parameters
 
 
 @given(batch=global_batches(), number=views())
@@ -144,7 +144,7 @@ class NoisyHard(BatchHard):
 @pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
 def test_an_own_loss_that_draws_draws_the_same_everywhere(shards, trainer, worlds: Worlds) -> None:
     entry = Entry("NoisyHard", NoisyHard, dense_batch_hard, call="labels")
-    assert draws_are_shared(Trial(entry.case(trainer), GlobalBatch(shards, d=3, seed=5), worlds))
+    assert same_random_numbers(Trial(entry.case(trainer), GlobalBatch(shards, d=3, seed=5), worlds))
 
 
 @pytest.mark.parametrize("trainer", ["mean", "sum"])
@@ -158,7 +158,7 @@ def test_sharded_weights_inside_a_composition(shards, trainer, worlds: Worlds) -
 
 
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
-@given(batch=global_batches(rows=["duplicates", "collinear", "zeros", "huge", "tiny"]), temperature=temperatures())
+@given(batch=global_batches(kinds=["duplicates", "collinear", "zeros", "huge", "tiny"]), temperature=temperatures())
 def test_extremes_stay_finite(entry: Entry, batch, temperature, worlds: Worlds) -> None:
     finite_at_extremes(Trial(entry.case(temperature=temperature), batch, worlds))
 
@@ -166,11 +166,11 @@ def test_extremes_stay_finite(entry: Entry, batch, temperature, worlds: Worlds) 
 @pytest.mark.parametrize("invariant", INVARIANTS, ids=str)
 def test_each_invariant_catches_its_mutant(invariant: Invariant, impatient: Worlds) -> None:
     case = GALLERY[invariant.catches].case
-    rows = "huge" if invariant is finite_at_extremes else "gaussian"
+    kind = "huge" if invariant is finite_at_extremes else "gaussian"
     complaints = []
     for shards in [(3, 3), (2, 4), (1, 3, 2)]:
         try:
-            invariant(Trial(case, GlobalBatch(shards, seed=1, rows=rows), impatient))
+            invariant(Trial(case, GlobalBatch(shards, seed=1, kind=kind), impatient))
         except Broken as broken:
             complaints.append(str(broken))
     assert complaints

@@ -1,4 +1,4 @@
-"""A short run of the whole demo: the right jobs agree, the wrong recipes drift, the pictures are there."""
+"""A short run of the whole demo: right jobs agree with one process, wrong recipes differ, pictures are written."""
 
 import io
 from dataclasses import replace
@@ -18,31 +18,35 @@ PNG = b"\x89PNG"
 
 @pytest.fixture(scope="module")
 def short():
-    """Four steps of everything."""
+    """Return the digits and the comparisons of all jobs after four steps."""
     console = Console(file=io.StringIO(), width=80)
     digits = contrastive_zoo.demo.Digits.load()
     return digits, *compare(digits, console, steps=4)
 
 
-def test_two_processes_end_where_one_does(short):
+def test_two_processes_end_with_the_parameters_of_one(short):
     _, right, _ = short
     assert [c.job.title for c in right] == [job.title for job in RIGHT]
     for c in right:
-        assert len(c.together) == 2
-        assert c.alone.parameters.dtype == torch.float64
-        assert c.drift <= TOLERANCE
-        assert c.disagreement == 0
-        assert c.together[0].curve == pytest.approx(c.alone.curve, rel=1e-9)
-        assert (c.alone.before[0] != c.alone.after[0]).any(), "nothing was learnt, so nothing was compared"
+        assert len(c.two_processes) == 2
+        assert c.one_process.parameters.dtype == torch.float64
+        assert c.difference <= TOLERANCE
+        assert c.difference_between_ranks == 0
+        assert c.two_processes[0].curve == pytest.approx(c.one_process.curve, rel=1e-9)
+        assert (c.one_process.before[0] != c.one_process.after[0]).any(), (
+            "the parameters did not change, so the comparison says nothing"
+        )
 
 
-def test_the_wrong_recipes_drift(short):
+def test_the_wrong_recipes_differ(short):
     _, right, wrong = short
     assert [c.job.title for c in wrong] == [job.title for job in WRONG]
     for c in wrong:
-        assert c.together[0].curve[0] == pytest.approx(right[0].alone.curve[0], rel=1e-9), "same start, same measure"
-        assert c.drift > 1e-4
-        assert c.disagreement == 0, "DDP keeps the ranks in step; it is the gradient that is wrong"
+        assert c.two_processes[0].curve[0] == pytest.approx(right[0].one_process.curve[0], rel=1e-9), (
+            "same parameters, same held-out loss"
+        )
+        assert c.difference > 1e-4
+        assert c.difference_between_ranks == 0, "DDP makes the ranks equal; the gradient is wrong"
 
 
 def test_it_prints_draws_and_succeeds(short, tmp_path, monkeypatch):
@@ -62,13 +66,13 @@ def test_it_prints_draws_and_succeeds(short, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("by", [1e-6, float("nan")])
-def test_a_drift_is_a_failure(short, by):
+def test_a_difference_is_a_failure(short, by):
     _, right, _ = short
-    bent = replace(right[1].together[1], parameters=right[1].together[1].parameters + by)
-    failed = replace(right[1], together=(right[1].together[0], bent))
+    changed = replace(right[1].two_processes[1], parameters=right[1].two_processes[1].parameters + by)
+    failed = replace(right[1], two_processes=(right[1].two_processes[0], changed))
     printed = io.StringIO()
     assert not _verdict((right[0], failed), Console(file=printed, width=200))
-    assert "FAILED SupCon: W=2 (40% + 60% of every batch) ended" in printed.getvalue()
+    assert "FAILED SupCon: W=2 (40% + 60% of every batch) differs" in printed.getvalue()
 
 
 @pytest.mark.parametrize(("agree", "status"), [(True, 0), (False, 1)])
@@ -77,7 +81,7 @@ def test_the_exit_status_is_the_verdict(monkeypatch, tmp_path, agree, status):
     assert CliRunner().invoke(app, ["demo", "--output", str(tmp_path)]).exit_code == status
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("contrastive_zoo.cli.find_spec", lambda name: None if name == "faiss" else object())
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 2

@@ -22,7 +22,7 @@ from contrastive_zoo.mining import DistributedMiner
 from contrastive_zoo.session import meet
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import close, complaint, mine, numbers, said
+from tests.helpers import close, common_error, error_message, local_shard, numbers
 
 N, D = 7, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -105,7 +105,7 @@ def test_parts_are_global_and_gradients_right(name: str, shards: Sequence[int], 
 
     def job() -> Any:
         loss = cz.DistributedLoss(Scaled(returns), grad_reduction=trainer)
-        return one_step(loss, mine(x, shards), mine(LABELS, shards))
+        return one_step(loss, local_shard(x, shards), local_shard(LABELS, shards))
 
     value, encoder, parameter = one_step(Scaled(returns), x, LABELS)
     found = worlds.run(len(shards), job)
@@ -163,7 +163,7 @@ def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worl
 
     def job() -> Any:
         torch.manual_seed(rank())
-        rows, labels = mine(x, shards).requires_grad_(), mine(LABELS, shards)
+        rows, labels = local_shard(x, shards).requires_grad_(), local_shard(LABELS, shards)
         indices = DistributedMiner(last_of_all)(rows, labels)
         references = DistributedMiner(last_of_all)(rows, labels, rows, labels)
         outside = cz.DistributedLoss(foreign)(rows, labels, indices)
@@ -242,7 +242,7 @@ def test_every_rank_says_the_same_and_goes_on(name: str, worlds: Worlds) -> None
     def bad() -> None:
         bad_calls()[name][0]()
 
-    text, after = complaint(worlds, 2, bad, good)
+    text, after = common_error(worlds, 2, bad, good)
     for words in bad_calls()[name][1]:
         assert words in text
     assert len(set(after)) == 1
@@ -251,7 +251,7 @@ def test_every_rank_says_the_same_and_goes_on(name: str, worlds: Worlds) -> None
 def test_some_are_refused_on_one_process_too() -> None:
     for name in ("two miners", "a miner of no tuple"):
         call, words = bad_calls()[name]
-        assert all(word in (said(call) or "") for word in words)
+        assert all(word in (error_message(call) or "") for word in words)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_value_that_differs_between_ranks_is_noticed(name: str, world_size: in
         loss(z(), y())
         loss(z(), y())
 
-    text, after = complaint(worlds, world_size, bad, good)
+    text, after = common_error(worlds, world_size, bad, good)
     if name == "weights":
         assert "Own: the loss's parameters or buffers differ between ranks: weight has norm" in text
     else:
@@ -349,7 +349,7 @@ def test_an_alarm_is_raised_once_and_sampled(worlds: Worlds) -> None:
         loss = cz.DistributedLoss(of_own_chance(lambda: float(rank() * (next(calls) in wrong))))
         heard, done = [], 0
         while done < EVERY_NTH_CALL + 3:
-            if said(lambda: loss(z(), y())) is None:
+            if error_message(lambda: loss(z(), y())) is None:
                 done += 1
             else:
                 heard.append(done)
@@ -378,7 +378,7 @@ def test_ranks_that_were_told_different_things(loss: Any, setting: str, worlds: 
         told = {"grad_reduction": ["mean", "sum"], "mode": ["replicated", "sharded"]}[setting][rank()]
         cz.DistributedLoss(loss, **{setting: told})(z(), y())
 
-    text, _ = complaint(worlds, 2, bad, good)
+    text, _ = common_error(worlds, 2, bad, good)
     assert f"ranks disagree on {setting}: rank 0 has" in text
 
 
@@ -471,7 +471,7 @@ def test_rows_that_travel_with_their_sizes_are_as_many_as_they_are(make: Callabl
         loss = cz.DistributedLoss(make(), grad_reduction="sum")
         found = []
         for sizes, both in zip(steps, given, strict=True):
-            a, b = (mine(x, sizes).requires_grad_() for x in both)
+            a, b = (local_shard(x, sizes).requires_grad_() for x in both)
             value = loss(a, b)
             found.append([value.detach(), *torch.autograd.grad(value, (a, b))])
         return found
@@ -537,7 +537,7 @@ def test_other_shapes_than_before(worlds: Worlds) -> None:
         loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True)
         for _ in range(3):
             loss(z(), z())
-        return said(lambda: loss(z(n), z(n)))
+        return error_message(lambda: loss(z(n), z(n)))
 
     text = "NTXent: static_shapes=True, but this rank brought [3, 3] rows of "
     assert all(found.startswith(text) for found in worlds.run(2, job, 3))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import mine, numbers
+from tests.helpers import local_shard, numbers
 
 N, D, CLASSES, STEPS = 7, 3, 3, 4
 LABELS = torch.tensor([0, 1, 0, 2, 1, 2, 0])
@@ -78,7 +78,7 @@ def test_state_is_the_same_to_the_byte(make: type[nn.Module], shards: Sequence[i
     def job() -> list[list[Tensor]]:
         torch.manual_seed(torch.distributed.get_rank())
         loss = make()
-        return trained(loss, cz.DistributedLoss(loss), lambda x: mine(x, shards))
+        return trained(loss, cz.DistributedLoss(loss), lambda x: local_shard(x, shards))
 
     def alone() -> list[list[Tensor]]:
         torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_state_of_a_rank_by_itself_is_another(make: type[nn.Module], worlds: Wor
 
     def job() -> list[list[Tensor]]:
         loss = make()
-        return trained(loss, loss, lambda x: mine(x, (3, 4)))
+        return trained(loss, loss, lambda x: local_shard(x, (3, 4)))
 
     first, second = worlds.run(2, job)
     assert not all(torch.equal(x, y) for x, y in zip(first[-1], second[-1], strict=True))

@@ -19,7 +19,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.gradcache import GradCache, cached_step, chunked_encoder
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, complaint, distance, mine, numbers
+from tests.helpers import close, common_error, distance, local_shard, numbers
 
 IN, D = 4, 3
 Gradients = list[Tensor]
@@ -265,7 +265,7 @@ def step_on_ranks(setup: str, shards: tuple[int, ...], chunk_size: int) -> tuple
     rank = dist.get_rank()
     model = mlp()
     loss_fn = cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature(0.5))).double()
-    x, y = (mine(part, shards) for part in (numbers(sum(shards), IN, seed=0), labels(sum(shards))))
+    x, y = (local_shard(part, shards) for part in (numbers(sum(shards), IN, seed=0), labels(sum(shards))))
     reductions = 0
 
     def count(_, bucket):
@@ -299,7 +299,7 @@ def _first(future: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-@given(shards=splits((1, 2, 3), least=2, most=7), chunk_size=st.integers(1, 3))
+@given(shards=splits((1, 2, 3), min_samples=2, max_per_rank=7), chunk_size=st.integers(1, 3))
 def test_gradients_are_those_of_one_process_at_once(setup: str, shards, chunk_size: int, worlds: Worlds) -> None:
     n = sum(shards)
     model, loss_fn = mlp(), cz.SupCon(temperature=cz.LearnableTemperature(0.5)).double()
@@ -315,7 +315,7 @@ def test_gradients_are_those_of_one_process_at_once(setup: str, shards, chunk_si
 def test_ddp_reduces_two_towers_once_with_uneven_numbers_of_chunks(worlds: Worlds) -> None:
     def job(shared: bool) -> tuple[list[Gradients], int]:
         rank, counted = dist.get_rank(), []
-        x, y = (mine(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in (0, 1))
+        x, y = (local_shard(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in (0, 1))
         models = [mlp(seed=1), mlp(seed=1 if shared else 2)]
 
         def count(_, bucket):
@@ -349,7 +349,7 @@ def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> No
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss_fn = cz.DistributedLoss(cz.SupCon(temperature=0.5))
         for step in range(6):
-            x, y = (mine(part, (5, 3)) for part in (numbers(8, IN, seed=step), labels(8)))
+            x, y = (local_shard(part, (5, 3)) for part in (numbers(8, IN, seed=step), labels(8)))
             optimizer.zero_grad()
             if cached and step % 2:
                 cached_step(ddp, x.split(5), loss_fn, y)
@@ -374,7 +374,7 @@ def test_hooks_of_fsdp_collect_gradients(worlds: Worlds) -> None:
         model = mlp()
         fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         model.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
-        x, y = (mine(part, (5, 3)) for part in (numbers(8, IN, seed=0), labels(8)))
+        x, y = (local_shard(part, (5, 3)) for part in (numbers(8, IN, seed=0), labels(8)))
         cached_step(model, x.tensor_split(3), cz.DistributedLoss(cz.SupCon()), y)
         return [x.grad.full_tensor() for x in model.parameters()]
 
@@ -414,7 +414,7 @@ BAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("text", BAD)
 def test_bad_input_is_refused_on_every_rank(text: str, worlds: Worlds) -> None:
-    said, after = complaint(worlds, 2, BAD[text], lambda: encode_two().item())
+    said, after = common_error(worlds, 2, BAD[text], lambda: encode_two().item())
     assert said.startswith(("cached_step: ", "GradCache: "))
     assert text in said
     assert after[0] == after[1]

@@ -13,7 +13,7 @@ from contrastive_zoo.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, s
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import said
+from tests.helpers import error_message
 
 
 def statement(rows: int = 0, **given: Any) -> Statement:
@@ -68,7 +68,9 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
                     Statement("Other", problem="no"),
                     statement(3, fingerprint=7, same=1),
                 ]
-                said(lambda bring=bring, kind=kind: shake_hands(bring[(kind + dist.get_rank()) % 4], World.of()))
+                error_message(
+                    lambda bring=bring, kind=kind: shake_hands(bring[(kind + dist.get_rank()) % 4], World.of())
+                )
             lengths.append(messages.sent[0].size or 0)
         return lengths
 
@@ -104,7 +106,7 @@ def test_one_error_on_every_rank(name: str, worlds: Worlds) -> None:
     brought, words = ERRORS[name]
 
     def job() -> tuple[str | None, list[int]]:
-        text = said(lambda: shake_hands(Statement("Loss", **brought[dist.get_rank()]), World.of()))
+        text = error_message(lambda: shake_hands(Statement("Loss", **brought[dist.get_rank()]), World.of()))
         return text, list(shake_hands(Statement("Loss", sizes=[3]), World.of()).shards[0].sizes)
 
     (text, after), other = worlds.run(2, job)

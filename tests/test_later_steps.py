@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import close, complaint, groups, mine, numbers, said
+from tests.helpers import close, common_error, error_message, groups, local_shard, numbers
 
 D = 3
 STEPS = [(2, 2), (2, 2), (3, 1), (0, 4), (4, 0), (1, 1), (5, 2)]
@@ -73,7 +73,7 @@ def a_training(
             if whole.requires_grad:
                 own = mine_.grad / len(sizes) if trainer == "mean" else mine_.grad
                 found.append(own)
-                expected.append(mine(whole.grad, sizes))
+                expected.append(local_shard(whole.grad, sizes))
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             found.append(reduced(p.grad, trainer, p))
             expected.append(torch.zeros_like(q) if q.grad is None else q.grad)
@@ -88,12 +88,12 @@ def a_training(
 
 def two_towers(step: int, sizes: Sequence[int]) -> Any:
     whole = [numbers(sum(sizes), D, seed=10 * step + k).requires_grad_() for k in (1, 2)]
-    return [mine(x, sizes).requires_grad_() for x in whole], {}, whole, {}
+    return [local_shard(x, sizes).requires_grad_() for x in whole], {}, whole, {}
 
 
 def labelled(step: int, sizes: Sequence[int]) -> Any:
     whole = [numbers(sum(sizes), D, seed=10 * step + 1).requires_grad_(), torch.arange(sum(sizes)) % 3]
-    parts = [mine(whole[0], sizes).requires_grad_(), mine(whole[1], sizes)]
+    parts = [local_shard(whole[0], sizes).requires_grad_(), local_shard(whole[1], sizes)]
     return parts, {}, whole, {}
 
 
@@ -101,7 +101,7 @@ def with_owners(step: int, sizes: Sequence[int]) -> Any:
     """Queries, documents, a hard negative for each, and whose it is among this rank's queries."""
     args, _, whole, _ = two_towers(step, sizes)
     hard = numbers(sum(sizes), D, seed=10 * step + 3).requires_grad_()
-    args.append(mine(hard, sizes).requires_grad_())
+    args.append(local_shard(hard, sizes).requires_grad_())
     whole.append(hard)
     return args, {"owners": torch.arange(sizes[rank()])}, whole, {"owners": torch.arange(sum(sizes))}
 
@@ -275,7 +275,7 @@ WORDS = {
 def test_a_disagreement_is_one_error_on_every_rank(name: str, at: int, world_size: int, worlds: Worlds) -> None:
     if at and name in ("class", "temperature", "proxies"):
         pytest.skip("these differ from the first call on")
-    text, _ = complaint(worlds, world_size, disagreeing(name, at), good)
+    text, _ = common_error(worlds, world_size, disagreeing(name, at), good)
     assert WORDS[name].format(other=world_size - 1) in text
 
 
@@ -288,7 +288,7 @@ def test_an_argument_with_a_default_is_missing_on_one_rank(worlds: Worlds) -> No
         owners = [] if dist.get_rank() else [torch.tensor([0, 1, 2])]
         wrapped(*rows, *owners)
 
-    text, _ = complaint(worlds, 2, job, good)
+    text, _ = common_error(worlds, 2, job, good)
     assert "rank 0 has queries, documents, negatives, owners, rank 1 has queries, documents, negatives." in text
 
 
@@ -342,7 +342,7 @@ def test_embeddings_that_were_gathered_before(worlds: Worlds) -> None:
     def gathered() -> None:
         cz.DistributedLoss(cz.NTXent())(numbers(4, D, seed=1), numbers(4, D, seed=2))
 
-    text, _ = complaint(worlds, 2, gathered, good)
+    text, _ = common_error(worlds, 2, gathered, good)
     assert "NTXent: every rank brought the very same embeddings" in text
 
     def coincidence() -> None:
@@ -393,7 +393,7 @@ def test_anchors_of_a_loss_that_draws_cannot_be_told_apart(worlds: Worlds) -> No
         loss.reduction = "none"
         cz.DistributedLoss(loss)(z(), y())
 
-    text, _ = complaint(worlds, 2, bad, good)
+    text, _ = common_error(worlds, 2, bad, good)
     assert "reduction='none'" in text
 
 
@@ -426,7 +426,7 @@ def test_a_memory_is_not_filled_twice_by_a_checkpoint(reentrant: bool, worlds: W
         loss = cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 8, D))
         checkpoint(loss, z().float(), z(seed=1).float(), use_reentrant=reentrant).backward()
 
-    text, _ = complaint(worlds, 2, bad, good)
+    text, _ = common_error(worlds, 2, bad, good)
     assert "CrossBatchMemory: a backward pass computes the loss again, as torch.utils.checkpoint does" in text
 
 
@@ -447,7 +447,7 @@ def test_a_last_batch_of_one_row(dtype: torch.dtype, d: int, labels: torch.dtype
             for n in (sizes, (3, 2), sizes):
                 rows = numbers(sum(n), d, seed=1, dtype=torch.float32).to(dtype)
                 classes = (torch.arange(sum(n)) % 2).to(labels)
-                found.append(loss(mine(rows, n), mine(classes, n)).detach())
+                found.append(loss(local_shard(rows, n), local_shard(classes, n)).detach())
         return found
 
     first, second = worlds.run(2, job)
@@ -463,7 +463,7 @@ def test_views_that_shift_between_ranks_are_refused_at_every_step(worlds: Worlds
         loss(z(), z(seed=1))
         loss(z(3 + rank()), z(4 - rank(), seed=1))
 
-    text, _ = complaint(worlds, 2, bad, good)
+    text, _ = common_error(worlds, 2, bad, good)
     assert "views must pair row by row" in text
 
 
@@ -485,7 +485,7 @@ def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
         bad = z().detach()
         bad[0] = torch.nan
         loss = cz.DistributedLoss(cz.InfoNCE(), process_group=World.of(), check_finite=False, check_distinct=False)
-        return said(lambda: loss(bad, z(seed=1))), bool(loss(bad, z(seed=1)).isnan())
+        return error_message(lambda: loss(bad, z(seed=1))), bool(loss(bad, z(seed=1)).isnan())
 
     assert worlds.run(2, job) == [(None, True)] * 2
 
@@ -499,7 +499,7 @@ def test_what_names_no_processes(group: Any) -> None:
 def test_a_process_outside_the_group(worlds: Worlds) -> None:
     def job() -> str | None:
         loss = cz.DistributedLoss(cz.InfoNCE(), process_group=dist.GroupMember.NON_GROUP_MEMBER)
-        return said(lambda: loss(z(), z(seed=1)))
+        return error_message(lambda: loss(z(), z(seed=1)))
 
     assert all("is not in the group it was given" in (text or "") for text in worlds.run(2, job))
 
@@ -517,7 +517,7 @@ def test_arguments_that_are_one_tensor_on_some_rank_only(worlds: Worlds) -> None
         rows = z()
         cz.DistributedLoss(lambda a, b: (a @ b.T).sum())(rows, rows.clone() if rank() else rows)
 
-    text, _ = complaint(worlds, 2, bad, good)
+    text, _ = common_error(worlds, 2, bad, good)
     assert "ranks disagree on which arguments are one tensor" in text
 
 

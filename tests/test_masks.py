@@ -13,9 +13,9 @@ import contrastive_zoo as cz
 from contrastive_zoo.masks import PairMasks, block_masks
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import complaint, groups, mine, split
+from tests.helpers import common_error, groups, local_shard, split
 
-SHARDS = splits((1, 2, 3, 4), least=0, most=3)
+SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 
 
 def brute_force(ids: Sequence[int]) -> PairMasks:
@@ -40,7 +40,7 @@ def view_ids(sizes: Sequence[int], views: int) -> list[list[int]]:
 
 def right(worlds: Worlds, make: Callable[[Tensor], PairMasks], ids: Tensor, sizes: Sequence[int]) -> bool:
     """Whether every rank's masks are its rows of the global batch's."""
-    found = worlds.run(len(sizes), lambda: make(mine(ids, sizes)))
+    found = worlds.run(len(sizes), lambda: make(local_shard(ids, sizes)))
     expected = zip(*(split(mask, sizes) for mask in brute_force(ids.tolist())), strict=True)
     return all(
         torch.equal(x, y)
@@ -73,7 +73,7 @@ def test_masks_of_labels_are_those_of_the_global_batch(sizes, data, worlds: Worl
 @given(sizes=SHARDS, seed=st.integers(0, 99))
 def test_every_pair_is_in_exactly_one_mask(sizes, seed: int, worlds: Worlds) -> None:
     labels = torch.randint(3, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
-    for masks in worlds.run(len(sizes), lambda: cz.pair_masks(mine(labels, sizes))):
+    for masks in worlds.run(len(sizes), lambda: cz.pair_masks(local_shard(labels, sizes))):
         assert (torch.stack(list(masks)).sum(0) == 1).all()
 
 
@@ -81,7 +81,7 @@ def test_masks_pair_with_the_columns_of_all_gather(worlds: Worlds) -> None:
     sizes, labels = (2, 0, 3), torch.tensor([4, 5, 4, 4, 6])
 
     def job() -> bool:
-        ids = mine(labels, sizes)
+        ids = local_shard(labels, sizes)
         masks, columns = cz.pair_masks(ids), cz.all_gather(ids)
         return torch.equal(masks.positive | masks.self, ids[:, None] == columns)
 
@@ -142,6 +142,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence_on_every_rank(mistake: str, worlds: Worlds) -> None:
     bad, words = MISTAKES[mistake]
-    text, after = complaint(worlds, 2, bad, lambda: cz.sample_ids(1).item())
+    text, after = common_error(worlds, 2, bad, lambda: cz.sample_ids(1).item())
     assert all(word in text for word in words), text
     assert after == [0, 1]

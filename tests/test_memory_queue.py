@@ -27,7 +27,7 @@ from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, complaint, mine, numbers
+from tests.helpers import close, common_error, local_shard, numbers
 
 D = 3
 
@@ -52,7 +52,9 @@ def enqueued(size: int, steps: list[tuple[int, ...]], masked: bool) -> tuple[dic
     slots = []
     for step, shards in enumerate(steps):
         rows, labels, mask = batch(step, sum(shards), masked)
-        found = memory.enqueue(*(mine(x, shards) for x in (rows, labels)), enqueue_mask=mine(mask, shards))
+        found = memory.enqueue(
+            *(local_shard(x, shards) for x in (rows, labels)), enqueue_mask=local_shard(mask, shards)
+        )
         slots.append(found)
     return memory.state_dict(), slots, len(memory)
 
@@ -64,7 +66,9 @@ def batch(step: int, n: int, masked: bool = False) -> tuple[Tensor, Tensor, Tens
 
 @settings(max_examples=10)
 @given(
-    steps=st.integers(1, 3).flatmap(lambda W: st.lists(splits((W,), least=0, most=5), min_size=1, max_size=5)),
+    steps=st.integers(1, 3).flatmap(
+        lambda W: st.lists(splits((W,), min_samples=0, max_per_rank=5), min_size=1, max_size=5)
+    ),
     size=st.integers(1, 12),
     masked=st.booleans(),
 )
@@ -81,7 +85,7 @@ def test_the_ring_holds_the_last_embeddings(steps, size, masked, worlds: Worlds)
         assert not state["embeddings"][length:].any()
 
 
-@given(shards=splits((1, 2, 3), least=1), size=st.integers(1, 12), masked=st.booleans())
+@given(shards=splits((1, 2, 3), min_samples=1), size=st.integers(1, 12), masked=st.booleans())
 def test_slots_index_the_local_rows(shards, size, masked, worlds: Worlds) -> None:
     found = worlds.run(len(shards), enqueued, size, [(3,) + (0,) * (len(shards) - 1), shards], masked)
     rows, _, mask = batch(1, sum(shards), masked)
@@ -97,14 +101,14 @@ def test_a_saved_ring_continues_bit_by_bit_on_another_number_of_ranks(worlds: Wo
         file = io.BytesIO()
         memory = MemoryQueue(7, D, dtype=torch.float64)
         for step, shards in enumerate(steps):
-            memory.enqueue(*(mine(x, shards) for x in batch(step, sum(shards))[:2]))
+            memory.enqueue(*(local_shard(x, shards) for x in batch(step, sum(shards))[:2]))
         torch.save(memory.state_dict(), file)
         return file.getvalue()
 
     def then(saved: bytes, shards: tuple[int, ...]) -> dict[str, Tensor]:
         memory = MemoryQueue(7, D, dtype=torch.float64)
         memory.load_state_dict(torch.load(io.BytesIO(saved)))
-        memory.enqueue(*(mine(x, shards) for x in batch(2, sum(shards))[:2]))
+        memory.enqueue(*(local_shard(x, shards) for x in batch(2, sum(shards))[:2]))
         return memory.state_dict()
 
     (saved, *_) = worlds.run(3, first, [(2, 0, 3), (1, 1, 2)])
@@ -381,9 +385,9 @@ def trained(recipe: Recipe, masked: bool, trainer: str) -> tuple[Tensor, list[Te
     values = []
     for step in range(10):
         shards = SHARDS[dist.get_world_size()][step % len(SHARDS[dist.get_world_size()])]
-        x, y = mine(numbers(8, 4, seed=step), shards), mine(numbers(8, 4, seed=100 + step), shards)
-        labels = mine(torch.arange(8) * (step + 1) % 5, shards)
-        mask = {"enqueue_mask": mine(torch.arange(8) % 3 > 0, shards)} if masked else {}
+        x, y = local_shard(numbers(8, 4, seed=step), shards), local_shard(numbers(8, 4, seed=100 + step), shards)
+        labels = local_shard(torch.arange(8) * (step + 1) % 5, shards)
+        mask = {"enqueue_mask": local_shard(torch.arange(8) % 3 > 0, shards)} if masked else {}
         z = model(torch.cat([x, y]))
         rows = (z[: len(x)], z[len(x) :].detach()) if recipe.call == "views" else (z[: len(x)], labels)
         optimizer.zero_grad()
@@ -457,7 +461,7 @@ def moco_on_digits(images: Tensor, start: State | None, stop: int) -> tuple[Tens
         batch = images[torch.randperm(len(images), generator=generator)[:40]]
         views = [batch + 0.3 * torch.randn(batch.shape, generator=generator, dtype=batch.dtype) for _ in range(2)]
         shards = (40,) if world.size == 1 else (13 + step % 9, 27 - step % 9)
-        view1, view2 = (mine(view, shards) for view in views)
+        view1, view2 = (local_shard(view, shards) for view in views)
         optimizer.zero_grad()
         loss = loss_fn(encoder(view1), keys(view2))
         loss.backward()
@@ -661,7 +665,7 @@ def test_bad_rows_are_refused_on_every_rank_and_nothing_enters(text: str, worlds
         finally:
             assert len(loss.memory) == 0
 
-    said, _ = complaint(worlds, 2, bad, lambda: None)
+    said, _ = common_error(worlds, 2, bad, lambda: None)
     assert said.startswith("CrossBatchMemory: ")
     assert text in said
 
@@ -672,5 +676,5 @@ def test_memories_that_differ_are_refused(worlds: Worlds) -> None:
         loss.memory.pointer.fill_(dist.get_rank())
         cz.DistributedLoss(loss)(ROWS, torch.arange(2))
 
-    said, _ = complaint(worlds, 2, bad, lambda: None)
+    said, _ = common_error(worlds, 2, bad, lambda: None)
     assert "the memory's pointer: rank 0 has 0, rank 1 has 1" in said

@@ -1,4 +1,4 @@
-"""What the package costs to import, what it names, and which of its rooms may know which."""
+"""What an import of the package loads, which names it has, and which of its modules may import which."""
 
 import ast
 import importlib
@@ -34,31 +34,35 @@ LAYERS = [
 ]
 """Arrows point from later ones to earlier ones."""
 
-WHERE_ASKED_FOR = {
+INSIDE_FUNCTIONS = {
     "distributed": {"adapters.pml_native"},
     "distributed_step": {"adapters.pml_sharded"},
     "wrapper_options": {"adapters.pml_sharded"},
 }
-"""What a module of the core imports inside a function only: it needs a library that few have installed."""
+"""Modules that a module of the core imports inside a function only, because they need an optional library."""
 
-ABOUT_LOSSES = {"testing.gallery", "testing.gallery_steps", "testing.recipe"}
-"""The rooms of testing whose subject is particular losses: the exhibits."""
+ENTRY_POINTS = {"cli", "console", "demo"}
+"""What users start; no other module imports them."""
+
+GALLERY = "testing.gallery"
+"""The package of testing whose subject is particular losses."""
 
 
 def modules(under: str = "") -> list[str]:
-    """Names of all modules below a package of ours, without our own name."""
+    """Return the names of all modules of a subpackage, without the package's name."""
     files = sorted((PACKAGE / under.replace(".", "/")).rglob("*.py"))
     names = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in files]
     return [name.removesuffix("__init__").rstrip(".") for name in names]
 
 
 def tree(module: str) -> ast.Module:
+    """Parse a module of the package."""
     path = PACKAGE.joinpath(*module.split("."))
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """Full names of what is imported anywhere in it, ``from a import b`` as ``a.b``."""
+    """Yield the full names of all imports inside a node, ``from a import b`` as ``a.b``."""
     for x in ast.walk(node):
         if isinstance(x, ast.Import):
             yield from (alias.name for alias in x.names)
@@ -67,20 +71,21 @@ def imported(node: ast.AST) -> Iterator[str]:
             yield from (f"{x.module}.{alias.name}" for alias in x.names)
 
 
-def ours(module: str) -> set[str]:
-    """Modules of ours that it imports, without our own name."""
+def imported_modules(module: str) -> set[str]:
+    """Return the modules of the package that a module imports, without the package's name."""
     found = {name.removeprefix(f"{NAME}.") for name in imported(tree(module)) if name.startswith(f"{NAME}.")}
     known = set(modules())
     return {name if name in known else name.rpartition(".")[0] for name in found}
 
 
 def layer(module: str) -> int | None:
-    room = module.partition(".")[0]
-    return next((i for i, rooms in enumerate(LAYERS) if room in rooms), None)
+    """Return the layer of a module; None outside the core."""
+    top = module.partition(".")[0]
+    return next((i for i, names in enumerate(LAYERS) if top in names), None)
 
 
 def fresh(script: str) -> list[str]:
-    """What a new interpreter prints as JSON."""
+    """Run a script in a new interpreter and return the JSON that it prints."""
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -111,7 +116,7 @@ def test_using_the_library_imports_no_optional_package() -> None:
 
 
 @pytest.mark.parametrize("name", cz.__all__)
-def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+def test_every_public_name_exists_and_has_a_docstring(name: str) -> None:
     thing = getattr(cz, name)
     home = cz._HOMES.get(name)
     if home is None:
@@ -120,7 +125,7 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     assert getattr(importlib.import_module(home), name) is thing
     assert thing.__doc__
     if hasattr(thing, "__qualname__"):
-        assert thing.__module__ == home, "its home is where it is defined"
+        assert thing.__module__ == home, "the module is the one that defines the name"
 
 
 def test_dir_lists_the_public_names() -> None:
@@ -128,7 +133,7 @@ def test_dir_lists_the_public_names() -> None:
     assert len(set(cz.__all__)) == len(cz.__all__)
 
 
-def test_a_star_import_brings_them_all() -> None:
+def test_a_star_import_imports_all_public_names() -> None:
     found: dict[str, object] = {}
     exec(f"from {NAME} import *", found)
     assert set(cz.__all__) <= set(found)
@@ -145,7 +150,7 @@ def test_the_table_of_names_is_a_stub_that_exports_each_of_them() -> None:
 
 @pytest.mark.parametrize("name", ["NTXnet", "world", "torch"])
 def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
-    # submodules that somebody has imported are attributes of any package, but nothing is imported on the way
+    # a submodule becomes an attribute of the package when it is imported; here none is
     script = "import json, contrastive_zoo\n"
     script += f"try: contrastive_zoo.{name}\nexcept AttributeError as error: print(json.dumps(str(error)))"
     assert fresh(script) == f"module 'contrastive_zoo' has no attribute {name!r}"
@@ -160,22 +165,27 @@ def test_the_package_imports_nothing_from_outside_the_wheel(module: str) -> None
 
 
 @pytest.mark.parametrize("module", modules("adapters"))
-def test_adapters_do_not_import_what_tests_them(module: str) -> None:
-    assert not {other for other in ours(module) if other.partition(".")[0] in ("testing", "cli", "demo")}
+def test_adapters_do_not_import_testing(module: str) -> None:
+    assert not {other for other in imported_modules(module) if other.partition(".")[0] in {"testing"} | ENTRY_POINTS}
 
 
 @pytest.mark.parametrize("module", [module for module in modules() if layer(module) is not None])
-def test_arrows_point_one_way(module: str) -> None:
+def test_imports_point_to_lower_layers(module: str) -> None:
     here = layer(module)
-    for other in ours(module) - WHERE_ASKED_FOR.get(module, set()):
+    for other in imported_modules(module) - INSIDE_FUNCTIONS.get(module, set()):
         there = layer(other)
-        assert there is not None, f"{module} imports {other}, which stands outside the core"
-        same_room = module.partition(".")[0] == other.partition(".")[0]
-        assert there < here or same_room, f"{module} imports {other}, which stands above or beside it"
+        assert there is not None, f"{module} imports {other}, which is outside the core"
+        same_package = module.partition(".")[0] == other.partition(".")[0]
+        assert there < here or same_package, f"{module} imports {other}, which is in the same layer or above"
 
 
-@pytest.mark.parametrize("module", WHERE_ASKED_FOR)
-def test_adapters_are_imported_where_they_are_asked_for(module: str) -> None:
+@pytest.mark.parametrize("module", [module for module in modules() if module.partition(".")[0] not in ENTRY_POINTS])
+def test_entry_points_are_not_imported(module: str) -> None:
+    assert not {other for other in imported_modules(module) if other.partition(".")[0] in ENTRY_POINTS}
+
+
+@pytest.mark.parametrize("module", INSIDE_FUNCTIONS)
+def test_adapters_are_imported_inside_functions(module: str) -> None:
     assert not [
         name
         for statement in tree(module).body
@@ -186,20 +196,20 @@ def test_adapters_are_imported_where_they_are_asked_for(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", modules())
-def test_no_module_of_ours_is_imported_by_a_string(module: str) -> None:
+def test_no_module_of_the_package_is_imported_by_a_string(module: str) -> None:
     calls = [x for x in ast.walk(tree(module)) if isinstance(x, ast.Call) and "import_module" in ast.unparse(x.func)]
     assert not [ast.unparse(x) for x in calls if NAME in ast.unparse(x.args[0])]
 
 
-def test_the_arrows_are_really_read() -> None:
-    assert ours("losses.nt_xent") >= {"engine.softmax", "loss_base.loss", "world"}
-    assert "distributed" in ours("testing.gallery")
+def test_imports_are_found() -> None:
+    assert imported_modules("losses.nt_xent") >= {"engine.softmax", "loss_base.loss", "world"}
+    assert "distributed" in imported_modules("testing.gallery.gather")
     assert {layer(name) for name in ("world", "engine.rows", "distributed", "cli")} == {1, 7, 13, None}
 
 
 @pytest.mark.parametrize("module", [*modules("losses"), *modules("loss_base")])
-def test_losses_know_nothing_of_processes(module: str) -> None:
-    """They pass a World on; the one exception is the warning that a bare loss sees its own rows only."""
+def test_losses_do_not_depend_on_rank_or_world_size(module: str) -> None:
+    """They only pass a World on; the exception is the warning that a loss without wrapper sees local samples only."""
     code = tree(module)
     assert not [name for name in imported(code) if name.startswith("torch.distributed")]
     allowed = {
@@ -216,8 +226,8 @@ def test_losses_know_nothing_of_processes(module: str) -> None:
             assert x.id not in ("rank", "world_size", "dist"), ast.unparse(x)
 
 
-@pytest.mark.parametrize("module", [module for module in modules("testing") if module not in ABOUT_LOSSES])
-def test_testing_knows_no_particular_loss(module: str) -> None:
-    known = {other.partition(".")[0] for other in ours(module)}
-    assert not known & {"losses", "engine", "distributed", "catalogue"}
-    assert "" not in known, "names of the package itself are losses, too"
+@pytest.mark.parametrize("module", [module for module in modules("testing") if not module.startswith(GALLERY)])
+def test_testing_does_not_depend_on_losses(module: str) -> None:
+    found = {other.partition(".")[0] for other in imported_modules(module)}
+    assert not found & {"losses", "engine", "distributed", "catalogue"}
+    assert "" not in found, "names of the package itself include losses"

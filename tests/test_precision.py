@@ -21,7 +21,7 @@ from contrastive_zoo.engine.precision import products_of
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import close, mine, numbers
+from tests.helpers import close, local_shard, numbers
 from tests.losses import zoo_softmax
 from tests.test_contract import WHOLE_ZOO
 from tests.zoo import ZOO, BatchHard, Entry, dense_nt_xent, dense_sup_con
@@ -460,7 +460,7 @@ def data(name: str, n: int) -> list[Tensor]:
 
 
 def own(rows: Sequence[Tensor], shards: Sequence[int]) -> list[Tensor]:
-    return [mine(x, shards).requires_grad_(x.is_floating_point()) for x in rows]
+    return [local_shard(x, shards).requires_grad_(x.is_floating_point()) for x in rows]
 
 
 def by_view(x: Tensor, shards: Sequence[int], views: int) -> list[Tensor]:
@@ -526,7 +526,7 @@ def test_second_derivatives_under_dense_reach_across_ranks(name, shards, worlds:
         with cz.dense():
             value = function.run(*here, world=World.of())
         gradients = torch.autograd.grad(value, floating(here), create_graph=True)
-        mixed = sum((x * mine(v, shards)).sum() for x, v in zip(gradients, along, strict=True))
+        mixed = sum((x * local_shard(v, shards)).sum() for x, v in zip(gradients, along, strict=True))
         return list(torch.autograd.grad(mixed, floating(here)))
 
     anchors = function.anchors(*rows)

@@ -14,7 +14,7 @@ from contrastive_zoo.testing.trial import Call, Case, GradReduction
 
 @dataclass(frozen=True)
 class Entry:
-    """A loss, how it is called, and its definition in plain torch on one process (given temperature and labels)."""
+    """A loss, its call form, and its definition in plain torch on one process (given temperature and labels)."""
 
     name: str
     make: Callable[..., Any]
@@ -23,7 +23,7 @@ class Entry:
     views: int = 2
 
     def case(self, grad_reduction: GradReduction = "mean", **settings: Any) -> Case:
-        """The loss under DistributedLoss."""
+        """Return the loss under DistributedLoss as a case."""
         make = self.make
         return Case(
             lambda: cz.DistributedLoss(make(**settings), grad_reduction=grad_reduction),
@@ -38,11 +38,11 @@ class Entry:
 
 
 def dense_nt_xent(*views: Tensor, temperature: Any) -> Tensor:
-    """Written from the paper, pair by pair."""
+    """Return NT-Xent, written from the paper, pair by pair."""
     z = F.normalize(torch.cat(views), dim=1)
-    n, own = len(views[0]), torch.eye(len(z), dtype=torch.bool)
-    logits = (z @ z.T / temperature).masked_fill(own, -torch.inf)
-    positive = torch.eye(n).bool().repeat(len(views), len(views)) & ~own
+    n, self_pair = len(views[0]), torch.eye(len(z), dtype=torch.bool)
+    logits = (z @ z.T / temperature).masked_fill(self_pair, -torch.inf)
+    positive = torch.eye(n).bool().repeat(len(views), len(views)) & ~self_pair
     log_p = logits.log_softmax(1).where(positive, 0)
     return -(log_p.sum(1) / (len(views) - 1)).mean()
 
@@ -57,9 +57,9 @@ def dense_clip(queries: Tensor, keys: Tensor, temperature: Any) -> Tensor:
 
 
 def dense_sup_con(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    z, own = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
-    log_p = (z @ z.T / temperature).masked_fill(own, -torch.inf).log_softmax(1)
-    positive = (labels[:, None] == labels) & ~own
+    z, self_pair = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
+    log_p = (z @ z.T / temperature).masked_fill(self_pair, -torch.inf).log_softmax(1)
+    positive = (labels[:, None] == labels) & ~self_pair
     losses = -log_p.where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
     return losses.sum() / positive.any(1).sum().clamp(min=1)
 
@@ -78,11 +78,11 @@ class BatchHard(cz.RowLoss):
 
 
 def dense_batch_hard(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
-    z, own = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
+    z, self_pair = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
     losses = []
     for anchor in range(len(z)):
         s = z @ z[anchor]
-        positives, negatives = s[(labels == labels[anchor]) & ~own[anchor]], s[labels != labels[anchor]]
+        positives, negatives = s[(labels == labels[anchor]) & ~self_pair[anchor]], s[labels != labels[anchor]]
         if len(positives) and len(negatives):
             losses.append(F.softplus(negatives.max() - positives.min() + 0.25))
     return torch.stack(losses).mean() if losses else 0 * z.sum()

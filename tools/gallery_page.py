@@ -8,224 +8,44 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.check import Report, examine
-from contrastive_zoo.testing.diagnosis import CLOSE, compare
 from contrastive_zoo.testing.gallery import GALLERY, Recipe
 from contrastive_zoo.testing.invariants import INVARIANTS
-from contrastive_zoo.testing.trial import Case, Trial
-from contrastive_zoo.testing.worlds import RankError, Worlds
+from contrastive_zoo.testing.worlds import Worlds
+from tools.gallery_measurement import EVEN, UNEVEN, Row, measure_gallery
 from tools.peers import PEERS
 
-EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
-UNEVEN = GlobalBatch((3, 9), d=4)
-
-SHORT = (
+TRUTH_TABLE = (
     ("autograd.Function whose backward keeps only this rank's slice (SimCLR re-implementations)", "own slice"),
     ("gather, then overwrite this rank's slice with the live tensor", "overwritten slice"),
     ("the same, loss × W", "own slice × W"),
     ("pytorch-metric-learning's wrapper", "pml wrapper, proxies"),
     ("the same with `efficient=True`", "pml wrapper, efficient"),
-    ("local rows against detached gathered columns (OpenCLIP `local_loss`)", "detached columns"),
-    ("local rows, gather with a reduce-scatter backward (lightly, OpenCLIP `gather_with_grad`)", "local loss"),
+    ("local anchors against detached gathered candidates (OpenCLIP `local_loss`)", "detached candidates"),
+    ("local anchors, gather with a reduce-scatter backward (lightly, OpenCLIP `gather_with_grad`)", "local loss"),
     ("the same, ranks' means averaged", "mean of means"),
     ("`DistributedLoss(loss)`", "DistributedLoss, any loss"),
 )
 """Rows of the truth table, by recipe."""
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A recipe on one global batch, compared with one process.
-
-    Args:
-        world_size: W.
-        values: each rank's returned value, divided by the value of one process.
-        encoder: ratio of gradient norms, and cosine; None if the recipe failed.
-        parameters: the same for the loss's own parameters; None if it has none.
-        failure: how the recipe failed: ``"raises"``, ``"hangs"`` or ``"process dies"``; None if it returned.
-    """
-
-    world_size: int
-    values: tuple[float, ...] = ()
-    encoder: tuple[float, float] | None = None
-    parameters: tuple[float, float] | None = None
-    failure: str | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """A recipe, measured.
-
-    Args:
-        recipe: what people write.
-        even: measurements on equal shards, on two processes and on four.
-        uneven: measurement on two processes with unequal shards.
-        report: the report of the check.
-    """
-
-    recipe: Recipe
-    even: tuple[Measured, ...]
-    uneven: Measured
-    report: Report
-
-    @cached_property
-    def on_even(self) -> tuple[str, str, str]:
-        """Value, encoder gradient and parameter gradient, in words."""
-        return _in_words(self.even)
-
-    @cached_property
-    def on_uneven(self) -> str:
-        """What is different on unequal shards."""
-        if self.uneven.failure:
-            return _strong(self.uneven.failure)
-        words = _in_words([self.uneven])
-        names = ("value", "encoder", "parameters")
-        changed = [
-            f"{name} {now}"
-            for name, now, before in zip(names, words, self.on_even, strict=True)
-            if now.partition(" (")[0] != before.partition(" (")[0]
-        ]
-        return ", ".join(changed) or "nothing"
-
-
-def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
-    """Measure and check every recipe of the gallery and of every importable library.
-
-    Args:
-        worlds: the process groups to run on.
-        recipes: the recipes to measure instead of all.
-        max_examples: global batches per check.
-    """
-    everything = [*GALLERY.values(), *(peer for peer in PEERS.values() if peer.importable)]
-    return [_row(recipe, worlds, max_examples) for recipe in (everything if recipes is None else recipes)]
-
-
-def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
-    report = examine(
-        recipe.case.make,
-        world_sizes=(1, 2, 3),
-        call=recipe.call,
-        grad_reduction=recipe.trainer,
-        max_examples=max_examples,
-        worlds=worlds,
-        name=recipe.name,
-    )
-    return Row(
-        recipe, tuple(measure(recipe.case, x, worlds) for x in EVEN), measure(recipe.case, UNEVEN, worlds), report
-    )
-
-
-def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
-    """One batch on W processes and on one."""
-    trial = Trial(case, batch, worlds)
-    world_size = len(batch.shards)
-    try:
-        alone, together = trial.alone(), trial.together()
-    except RankError as error:
-        died = any(isinstance(x, ChildProcessError) for x in error.errors.values())
-        return Measured(world_size, failure="process dies" if died else "raises" if error.errors else "hangs")
-    return Measured(
-        world_size,
-        tuple(x.value / alone.value for x in together),
-        compare(trial.reduced("encoder"), alone.encoder),
-        compare(trial.reduced("parameters"), alone.parameters) if alone.parameters else None,
-    )
-
-
-# --- in words -------------------------------------------------------------------------------------------------------
-
-
-def _in_words(found: Sequence[Measured]) -> tuple[str, str, str]:
-    if failures := {x.failure for x in found if x.failure}:
-        return (_strong(" or ".join(sorted(failures))),) * 3
-    encoder = _joined(found, lambda x: _gradient(x.encoder, x.world_size))
-    parameters = "–"
-    if all(x.parameters for x in found):
-        parameters = _joined(found, lambda x: _gradient(x.parameters, x.world_size))
-    return _joined(found, _value), encoder, parameters
-
-
-def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str, dict[str, list[float]]]]) -> str:
-    """One description of all measurements if they are alike, otherwise one for each W."""
-    described = [describe(x) for x in found]
-    if len({kind for kind, _ in described}) > 1:
-        return "; ".join(f"W={x.world_size}: {_joined([x], describe)}" for x in found)
-    kind, numbers = described[0]
-    if not numbers:
-        return kind if kind == "right" else _strong(kind)
-    details = (form.format(_range([x for _, given in described for x in given[form]])) for form in numbers)
-    return f"{_strong(kind)} ({', '.join(details)})"
-
-
-def _range(numbers: Sequence[float]) -> str:
-    digits = 0 if max(numbers) > 10 else 2
-    while any(f"{x:.{digits}f}" == f"{1:.{digits}f}" and not _near(x, 1.0) for x in numbers):
-        digits += 1  # a ratio that differs from 1 must not be printed as 1.00
-    low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
-    return low if low == high else f"{low} to {high}" if low.startswith("-") else f"{low}–{high}"
-
-
-def _value(found: Measured) -> tuple[str, dict[str, list[float]]]:
-    """What kind of value, and the numbers to go with it."""
-    first = found.values[0]
-    if not all(_near(x, first) for x in found.values):
-        return "differs per rank", {"×{}": list(found.values)}
-    factor = _factor(first, found.world_size)
-    return (factor, {}) if factor else ("wrong", {"×{}": [first]})
-
-
-def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, dict[str, list[float]]]:
-    assert of is not None
-    ratio, cosine = of
-    if ratio < CLOSE:
-        return "none", {}
-    if not _near(cosine, 1.0):
-        off = (ratio**2 + 1 - 2 * ratio * cosine) ** 0.5
-        return "wrong direction", {"cos {}": [cosine], "{} % off": [100 * off]}
-    factor = _factor(ratio, world_size)
-    return (factor, {}) if factor else ("wrong length", {"×{}": [ratio]})
-
-
-def _factor(ratio: float, world_size: int) -> str | None:
-    named = {"right": 1.0, "W×": float(world_size), "1/W": 1 / world_size}
-    return next((name for name, factor in named.items() if _near(ratio, factor)), None)
-
-
-def _near(found: float, expected: float) -> bool:
-    return abs(found - expected) <= CLOSE * max(1.0, abs(expected))
-
-
-def _strong(text: str) -> str:
-    return f"**{text}**"
-
-
-# --- pages ----------------------------------------------------------------------------------------------------------
-
 _BEGIN, _END = "<!-- truth table: begin -->", "<!-- truth table: end -->"
 
 
 def truth_table(rows: Sequence[Row]) -> str:
-    """The short table, of what people write most."""
+    """Return the table of the README: the most common implementations."""
     by_name = {row.recipe.name: row for row in rows}
     lines = []
-    for text, name in SHORT:
+    for text, name in TRUTH_TABLE:
         if name in by_name:
             row = by_name[name]
             value, encoder, parameters = row.on_even
             proxies = by_name.get(f"{name}, proxies")
-            if parameters == "–" and proxies is not None:  # the same recipe with a loss that has some
+            if parameters == "–" and proxies is not None:  # the same recipe with a loss that has parameters
                 parameters = proxies.on_even[2]
             lines.append([text, encoder, parameters, value, row.on_uneven])
     titles = [
@@ -237,21 +57,21 @@ def truth_table(rows: Sequence[Row]) -> str:
     ]
     return f"""{_table(titles, lines)}
 
-On uneven shards the hand-written recipes pad their rows before they gather. With a plain
+On uneven shards the hand-written recipes pad their shards before they gather. With a plain
 `torch.distributed.all_gather` the process dies, as it does in the wrapper (gloo)."""
 
 
 def with_truth_table(text: str, table: str) -> str:
-    """``text`` with the table between its markers replaced; as it was where it has none."""
+    """Return ``text`` with the table between its markers replaced; unchanged if it has no markers."""
     return re.sub(f"(?s){_BEGIN}.*?{_END}", lambda _: f"{_BEGIN}\n{table}\n{_END}", text)
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The gallery as a page of Markdown."""
+    """Return the page of the gallery in Markdown."""
     peers = [row for row in rows if row.recipe.name in PEERS]
-    own = [row for row in rows if row.recipe.name not in PEERS]
-    right = [row for row in own if row.recipe.mistake is None]
-    wrong = [row for row in own if row.recipe.mistake is not None]
+    hand_written = [row for row in rows if row.recipe.name not in PEERS]
+    right = [row for row in hand_written if row.recipe.mistake is None]
+    wrong = [row for row in hand_written if row.recipe.mistake is not None]
     diagnoses = {row.report.diagnosis.mistake: row.report.diagnosis for row in rows if row.report.diagnosis}
     libraries = sorted({peer.library for peer in PEERS.values()})
     measured = sorted({PEERS[row.recipe.name].library for row in peers})
@@ -260,7 +80,7 @@ def render(rows: Sequence[Row]) -> str:
     return f"""\
 # The gallery of distributed losses
 
-Which ways of making a contrastive loss distributed are right, and what exactly is wrong with the others?
+Which implementations of a distributed contrastive loss are right, and what exactly is wrong with the others?
 For people who compare their own code, or a library, with the alternatives.
 
 Every number on this page is measured: each recipe runs on real processes, in float64, with
@@ -281,7 +101,7 @@ torch {torch.__version__.partition("+")[0]}, and is compared with one process th
 ![Held-out loss of several recipes during training, on four processes with uneven shards; only DistributedLoss stays on
 the curve of one process](figures/gallery_drift.png)
 
-Two towers on scikit-learn's digits, a learnt scale, SGD. All recipes start from the same parameters and read the same
+Two towers on scikit-learn's digits, a learnable scale, SGD. All recipes start from the same parameters and read the same
 batches. The figure shows the true loss on held-out images, at the scale that each recipe has learnt. *own slice × W* lies
 below the others because its scale learns four times as fast on four processes; the curve depends on the number of processes.
 
@@ -356,14 +176,14 @@ def _wide(rows: Sequence[Row]) -> str:
 
 
 def _about(recipe: Recipe) -> str:
-    """What people write; "the same" as which, where neighbours are not in sight."""
+    """Return what people write; "the same" is replaced by the recipe that it refers to."""
     about = " ".join(recipe.about.split())
     if not about.startswith("the same"):
         return about
     names = list(GALLERY)
     before = reversed(names[: names.index(recipe.name)])
-    meant = next(name for name in before if not GALLERY[name].about.startswith("the same"))
-    return f"as *{meant}*{about.removeprefix('the same')}"
+    reference = next(name for name in before if not GALLERY[name].about.startswith("the same"))
+    return f"as *{reference}*{about.removeprefix('the same')}"
 
 
 def _table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -383,7 +203,7 @@ def _version(library: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and write the pages."""
+    """Measure the gallery and write the pages."""
     parser = argparse.ArgumentParser(prog="python -m tools.gallery_page", description=__doc__)
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the documentation")
     parser.add_argument("--readme", type=Path, default=Path("README.md"))

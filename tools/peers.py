@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.testing.recipe import Pairs, Recipe, ranks
+from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, Recipe, rank_and_size
 from contrastive_zoo.testing.trial import Call, Case
 
 WIDTH = 8
-"""What embeddings are padded to with zeros, for losses with a fixed width."""
+"""Width to which embeddings are padded with zeros, for losses with a fixed width."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Peer(Recipe):
     """A recipe that needs another library.
 
     Args:
-        library: what is imported.
+        library: name of the imported package.
     """
 
     library: str
 
     @property
     def case(self) -> Case:
-        """The recipe as a case under test."""
-        return Case(partial(make, self.name), call=self.call, grad_reduction=self.trainer, name=self.name)
+        """Return the recipe as a case under test."""
+        return Case(partial(make, self.name), call=self.call, grad_reduction=self.grad_reduction, name=self.name)
 
     @property
     def importable(self) -> bool:
-        """Whether the library is there."""
+        """Return whether the library is installed."""
         return find_spec(self.library) is not None
 
 
@@ -45,7 +45,7 @@ PEERS: dict[str, Peer] = {}
 
 
 def make(name: str) -> Any:
-    """The loss of a peer."""
+    """Construct the loss of a peer."""
     return PEERS[name].make()
 
 
@@ -62,6 +62,8 @@ def peer(
 
 
 class _Padded(nn.Module):
+    """A loss of embeddings that are padded with zeros to :data:`WIDTH`."""
+
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self.loss = loss
@@ -74,8 +76,8 @@ def _wrapped(loss: str, **settings: Any) -> nn.Module:
     from pytorch_metric_learning import losses
     from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 
-    known = {"num_classes": 256, "embedding_size": WIDTH} if loss == "ProxyAnchorLoss" else {}
-    return _Padded(DistributedLossWrapper(getattr(losses, loss)(**known), **settings))
+    settings_of_proxies = {"num_classes": 256, "embedding_size": WIDTH} if loss == "ProxyAnchorLoss" else {}
+    return _Padded(DistributedLossWrapper(getattr(losses, loss)(**settings_of_proxies), **settings))
 
 
 _PML = "pytorch_metric_learning"
@@ -110,9 +112,9 @@ def _() -> Any:
     """Hugging Face Accelerate's `accelerator.gather(embeddings)`, whole loss on every rank"""
     from accelerate import Accelerator
 
-    _as_torchrun_would()
+    _set_torchrun_environment()
     accelerator = Accelerator(cpu=True)
-    return Pairs(gathered=lambda x: accelerator.gather(x) + 0 * x.sum() if ranks()[1] > 1 else x)
+    return DenseInfoNCE(gather=lambda x: accelerator.gather(x) + 0 * x.sum() if rank_and_size()[1] > 1 else x)
 
 
 @peer("Fabric all_gather", library="lightning_fabric", mistake="uneven shards", call="views")
@@ -120,8 +122,8 @@ def _() -> Any:
     """Lightning Fabric's `fabric.all_gather(embeddings, sync_grads=True).flatten(0, 1)`, whole loss on every rank"""
     from lightning_fabric import Fabric
 
-    _as_torchrun_would()
-    fabric = Fabric(accelerator="cpu", devices=ranks()[1], strategy="ddp")
+    _set_torchrun_environment()
+    fabric = Fabric(accelerator="cpu", devices=rank_and_size()[1], strategy="ddp")
     fabric.launch()
 
     def gathered(x: Tensor) -> Tensor:
@@ -131,11 +133,11 @@ def _() -> Any:
         assert isinstance(gathered, Tensor)
         return gathered.flatten(0, 1)
 
-    return Pairs(gathered=gathered)
+    return DenseInfoNCE(gather=gathered)
 
 
-class _Given(nn.Module):
-    """What a SentenceTransformer is to its losses, for embeddings that are there already."""
+class _PrecomputedEmbeddings(nn.Module):
+    """A stand-in for a SentenceTransformer, which returns embeddings that are already computed."""
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         return features
@@ -146,12 +148,12 @@ def _() -> Any:
     """sentence-transformers' `MultipleNegativesRankingLoss(model, gather_across_devices=True)`"""
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-    loss = MultipleNegativesRankingLoss(_Given(), gather_across_devices=ranks()[1] > 1)  # type: ignore[arg-type]
+    loss = MultipleNegativesRankingLoss(_PrecomputedEmbeddings(), gather_across_devices=rank_and_size()[1] > 1)  # type: ignore[arg-type]
     return lambda view1, view2: loss([{"sentence_embedding": view1}, {"sentence_embedding": view2}], torch.empty(0))
 
 
-def _as_torchrun_would() -> None:
-    rank, size = map(str, ranks())
+def _set_torchrun_environment() -> None:
+    rank, size = map(str, rank_and_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "none"}.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""What pytorch-metric-learning's losses translate to, as a table: ``python -m tools.pml_native_page``."""
+"""Print the table of native equivalents of pytorch-metric-learning's losses: ``python -m tools.pml_native_page``."""
 
 from typing import get_type_hints
 
@@ -9,7 +9,7 @@ from contrastive_zoo.adapters.pml_native.translation import COMPOSITES, NO_LOSS,
 
 
 def as_markdown() -> str:
-    """Every export of ``pytorch_metric_learning.losses``: what it translates to and whether it can be sharded, or why not.
+    """Return a table of the exports of ``pytorch_metric_learning.losses``: native equivalent and sharding, or why not.
 
     Example:
         >>> print("\\n".join(as_markdown().splitlines()[:3]))

@@ -1,4 +1,4 @@
-"""The page of the catalogue: ``python -m tools.zoo_page > docs/pages/zoo.md``."""
+"""Print the page of the catalogue: ``python -m tools.zoo_page > docs/pages/zoo.md``."""
 
 from contrastive_zoo.catalogue import CATALOGUE
 
@@ -8,7 +8,7 @@ Which losses does the library have, what are their formulas and settings, and wh
 For people who choose a loss. `python -m tools.zoo_page` generates this page from the code.
 
 Under `DistributedLoss` every loss is the same function on any number of processes, and none holds the N × N matrix. GEMM
-counts are forward + backward, in units of one N × d × N matmul; *kept* means with cached logits. [Coming from another
+counts are forward + backward, in units of one N × d × N matmul; *cached* means with cached logits. [Coming from another
 library](coming-from.md) lists the changes line by line.
 """
 
@@ -29,8 +29,8 @@ def as_markdown() -> str:
         ]
         members = [entry for entry in CATALOGUE.values() if entry.family == family]
         for entry in members:
-            made = f"`{entry.cls}({', '.join(f'{name}={value!r}' for name, value in entry.settings)})`"
-            row = (f"`{entry.name}`", made, f"`{entry.called_with}`", entry.engine, entry.peers or "–")
+            call = f"`{entry.cls}({', '.join(f'{name}={value!r}' for name, value in entry.settings)})`"
+            row = (f"`{entry.name}`", call, f"`{entry.called_with}`", entry.engine, entry.peers or "–")
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
         for cls in dict.fromkeys(entry.cls for entry in members):

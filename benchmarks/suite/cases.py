@@ -1,7 +1,7 @@
-"""What is measured: losses, the ways to compute them, sizes, and what was asked for. A new case is a new row.
+"""The cases of the benchmarks: losses, implementations, sizes and targets. A new case is a new row.
 
-A way makes, for a case, a function of the loss's inputs; ours, a plain dense formula, or a peer's. What a peer needs is
-imported when it is made, and :class:`Absent` says that it is not there.
+An implementation of a case is a function of the loss's inputs: this library's, a plain dense formula, or a peer's. A
+peer's package is imported when the function is constructed; :class:`Absent` is raised if it is not installed.
 """
 
 import importlib
@@ -28,18 +28,19 @@ from contrastive_zoo.engine.tiling import TILE_BYTES, tile_shape, tiles
 from suite.harness import Absent
 
 AMPLE = 2**32
-"""A budget of bytes in which the similarities of any of these cases fit."""
+"""A budget in bytes that holds the similarity matrix of every case."""
 
 OF_A_CLASS = 16
+"""Samples per class."""
 
 GEMM = "GEMM"
-"""A bare product into memory that is there: the measure of all others."""
+"""One matmul into preallocated memory: the unit of time of all others."""
 
 ALLOCATING = "A @ B.T"
-"""The bare product as one writes it, which takes new memory for its result."""
+"""One matmul that allocates its result."""
 
 IN_TILES = "products of tiles"
-"""All products of a tiled step and nothing else: the least it can take here."""
+"""All matmuls of a tiled step and nothing else: the lower bound of its time."""
 
 BARE = (GEMM, ALLOCATING, IN_TILES)
 
@@ -52,26 +53,26 @@ class Case:
     """A loss at one size.
 
     Args:
-        group: where it is shown.
-        loss: of :data:`WAYS`.
-        rows: of the matrix of similarities, all ranks'.
+        group: table in which the case is shown.
+        loss: key of :data:`LOSSES`.
+        rows: number of rows of the similarity matrix, of all ranks.
         width: d.
-        ways: who takes part in the race.
-        full_ways: who else does in a full run.
-        shards: rows of each rank, of a world with one thread a rank; () is one process.
-        weighed: whose memory is measured, each in a process of its own.
-        full: left out of the quick run.
-        clustered: rows close to one of eight directions.
+        implementations: implementations whose time is measured.
+        full_implementations: further implementations in a full run.
+        shards: rows of each rank, with one thread per rank; () is one process.
+        memory_of: implementations whose peak memory is measured, each in a new process.
+        full: whether the case is left out of the quick run.
+        clustered: whether samples are close to one of eight directions.
     """
 
     group: Group
     loss: str
     rows: int
     width: int
-    ways: tuple[str, ...] = ()
-    full_ways: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    full_implementations: tuple[str, ...] = ()
     shards: tuple[int, ...] = ()
-    weighed: tuple[str, ...] = ()
+    memory_of: tuple[str, ...] = ()
     full: bool = False
     clustered: bool = False
     temperature: float = 0.1
@@ -79,7 +80,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As it is shown, and stored."""
+        """Return the name in tables and in stored results."""
         size = f"{self.loss}, {self.rows:,} × {self.width}"
         if self.shards:
             even = len(set(self.shards)) == 1
@@ -89,11 +90,11 @@ class Case:
 
     @property
     def world(self) -> int:
-        """Ranks; 1 of one process."""
+        """Return the number of ranks; 1 for one process."""
         return max(1, len(self.shards))
 
     def inputs(self, device: str = "cpu") -> list[Tensor]:
-        """This rank's, the same for all ways; rows are leaves."""
+        """Return the local inputs, equal for all implementations; embeddings are leaves."""
         torch.manual_seed(0)
         inputs = LOSSES[self.loss].inputs(self)
         if self.shards:
@@ -104,17 +105,17 @@ class Case:
         ]
 
     def scale(self) -> nn.Parameter:
-        """A learnt log(1/t), rounded to 32 bits whatever the dtype."""
+        """Return a learnable log(1/t), rounded to float32 for every dtype."""
         wide = torch.float64 if self.dtype == "float64" else torch.float32
         return nn.Parameter(torch.tensor(-math.log(self.temperature), dtype=torch.float32).to(wide))
 
-    def function(self, way: str) -> Function:
-        """Raises Absent if the way needs what is not here."""
-        return LOSSES[self.loss].ways[way](self)
+    def function(self, implementation: str) -> Function:
+        """Construct an implementation; raise Absent if its package is not installed."""
+        return LOSSES[self.loss].implementations[implementation](self)
 
-    def step(self, way: str, device: str = "cpu") -> Callable[[], Tensor]:
-        """Forward and backward."""
-        inputs, loss = self.inputs(device), self.function(way)
+    def step(self, implementation: str, device: str = "cpu") -> Callable[[], Tensor]:
+        """Return a function that runs forward and backward."""
+        inputs, loss = self.inputs(device), self.function(implementation)
         if isinstance(loss, nn.Module):
             loss.to(device)
 
@@ -127,40 +128,40 @@ class Case:
 
         return step
 
-    def bare(self, way: str, device: str = "cpu") -> Callable[[], object]:
-        """Products alone: of this rank's rows with all rows, or those of a tiled step."""
+    def bare(self, implementation: str, device: str = "cpu") -> Callable[[], object]:
+        """Return a function of matmuls alone: local times all embeddings, or those of a tiled step."""
         dtype, rows = getattr(torch, self.dtype), max(self.shards, default=self.rows)
         a, b = (torch.randn(n, self.width, device=device, dtype=dtype) for n in (rows, self.rows))
-        if way == ALLOCATING:
+        if implementation == ALLOCATING:
             return lambda: a @ b.T
-        if way == IN_TILES:
+        if implementation == IN_TILES:
             return in_tiles(a, b if LOSSES[self.loss].inputs is pairs else a)
         out = torch.empty(rows, self.rows, device=device, dtype=dtype)
         return lambda: torch.mm(a, b.T, out=out)
 
-    def bound(self, way: str) -> float:
-        """Bytes: 8 · b · d · 4, b the rows of this rank's similarities, what the budget lets be kept, and two tiles."""
-        kept = 0 if "tiled" in way else budget()
-        return 8 * max(self.shards, default=self.rows) * self.width * 4 + kept + 2 * TILE_BYTES
+    def bound(self, implementation: str) -> float:
+        """Return the bound in bytes: 8 · b · d · 4 for b local anchors, the cached logits, and two tiles."""
+        cached = 0 if "tiled" in implementation else budget()
+        return 8 * max(self.shards, default=self.rows) * self.width * 4 + cached + 2 * TILE_BYTES
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A loss: its inputs for a case, and the ways to compute it; ``dense`` in 64 bits is the truth."""
+    """A loss: its inputs for a case, and its implementations; ``dense`` in float64 is the reference."""
 
     inputs: Callable[[Case], list[Tensor]]
-    ways: dict[str, Callable[[Case], Function]] = field(default_factory=dict)
+    implementations: dict[str, Callable[[Case], Function]] = field(default_factory=dict)
 
 
 def in_tiles(a: Tensor, b: Tensor) -> Callable[[], None]:
-    """Similarities twice and both pulls, as the softmax engine cuts them; a tile at or above the diagonal if a is b."""
+    """Return the matmuls of the softmax engine: logits twice and both gradients, tile by tile; half of them if a is b."""
     da = torch.zeros_like(a)
-    db, room = da if a is b else torch.zeros_like(b), a.new_empty(math.prod(tile_shape(a)))
+    db, scratch = da if a is b else torch.zeros_like(b), a.new_empty(math.prod(tile_shape(a)))
 
     def cut() -> Iterator[tuple[slice, slice, Tensor]]:
         for i, j in tiles(len(a), len(b), a, upper=a is b):
             shape = i.stop - i.start, j.stop - j.start
-            yield i, j, torch.mm(a[i], b[j].T, out=room[: math.prod(shape)].view(shape))
+            yield i, j, torch.mm(a[i], b[j].T, out=scratch[: math.prod(shape)].view(shape))
 
     def step() -> None:
         for _ in cut():
@@ -177,22 +178,22 @@ def in_tiles(a: Tensor, b: Tensor) -> Callable[[], None]:
 
 
 def pairs(case: Case) -> list[Tensor]:
-    """Two towers, each of all rows."""
+    """Return the embeddings of two towers."""
     return [drawn(case, case.rows), drawn(case, case.rows)]
 
 
 def views(case: Case) -> list[Tensor]:
-    """Two views, together all rows."""
+    """Return two views of rows / 2 samples each."""
     return [drawn(case, case.rows // 2), drawn(case, case.rows // 2)]
 
 
 def labelled(case: Case) -> list[Tensor]:
-    """Rows and their classes."""
+    """Return embeddings and their labels."""
     return [drawn(case, case.rows), torch.arange(case.rows) % max(2, case.rows // OF_A_CLASS)]
 
 
 def drawn(case: Case, rows: int) -> Tensor:
-    """Normal rows; or close to one of eight directions."""
+    """Draw normal embeddings, or embeddings close to one of eight directions."""
     z = torch.randn(rows, case.width)
     return torch.randn(8, case.width)[torch.arange(rows) % 8] + 0.05 * z if case.clustered else z
 
@@ -201,19 +202,19 @@ def drawn(case: Case, rows: int) -> Tensor:
 
 
 def ours(make: Callable[[float], Any], *, budget: int | None = None, **distributed: bool) -> Callable[[Case], Function]:
-    """A loss of the zoo, of a temperature; distributed if there are ranks, with these settings."""
+    """Return a constructor of a loss of this library; it is distributed if the case has ranks."""
 
-    def way(case: Case) -> Function:
+    def implementation(case: Case) -> Function:
         loss = make(case.temperature)
         if case.shards:
             loss = cz.DistributedLoss(loss, **distributed)
         return loss if budget is None else Within(budget, loss)
 
-    return way
+    return implementation
 
 
 class Within(nn.Module):
-    """A loss that may hold so many bytes of similarities."""
+    """A loss under a memory budget."""
 
     def __init__(self, budget: int, loss: Any) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ class Within(nn.Module):
 
 
 def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Function]]:
-    """The engine's options."""
+    """Return the implementations of a softmax loss by the engine's options."""
     return {
         "ours": ours(make),
         "ours, static shapes": ours(make, static_shapes=True),
@@ -239,7 +240,7 @@ def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Funct
 
 
 class Dense(nn.Module):
-    """A formula of unit rows, the rest of its arguments, and a scale that is learnt."""
+    """A formula of normalised embeddings, with a learnable scale."""
 
     def __init__(self, formula: Function, case: Case) -> None:
         super().__init__()
@@ -251,19 +252,19 @@ class Dense(nn.Module):
 
 
 def dense(formula: Function) -> Callable[[Case], Function]:
-    """As one writes it, with the whole matrix."""
+    """Return a constructor of the dense formula, with the whole matrix."""
     return partial(Dense, formula)
 
 
 def compiled(formula: Function) -> Callable[[Case], Function]:
-    """The same, compiled for these shapes."""
+    """Return a constructor of the dense formula, compiled for the shapes of the case."""
 
-    def way(case: Case) -> Function:
+    def implementation(case: Case) -> Function:
         if case.dtype == "float32" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise Absent("no C++ compiler")
         return torch.compile(Dense(formula, case), dynamic=False)
 
-    return way
+    return implementation
 
 
 def clip(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -289,10 +290,10 @@ def sup_con(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
 
 
 def triplet(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    """Batch-hard, averaged over triplets with a loss."""
+    """Return the batch-hard triplet loss, averaged over triplets with a positive loss."""
     positive, negative = masks(labels)
-    apart = (2 - 2 * z @ z.T).clamp(min=1e-12).sqrt()
-    farthest, nearest = apart.masked_fill(~positive, -1).amax(1), apart.masked_fill(~negative, 9).amin(1)
+    distance = (2 - 2 * z @ z.T).clamp(min=1e-12).sqrt()
+    farthest, nearest = distance.masked_fill(~positive, -1).amax(1), distance.masked_fill(~negative, 9).amin(1)
     losses = (farthest - nearest + 0.05).relu()
     return losses.sum() / (losses > 0).sum().clamp(min=1)
 
@@ -300,16 +301,19 @@ def triplet(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
 def multi_similarity(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
     positive, negative = masks(labels)
     s = z @ z.T - 0.5
-    pull = (-2 * s).exp().where(positive, 0).sum(1).log1p() / 2
-    return (pull + (50 * s).exp().where(negative, 0).sum(1).log1p() / 50).mean()
+    positive_term = (-2 * s).exp().where(positive, 0).sum(1).log1p() / 2
+    return (positive_term + (50 * s).exp().where(negative, 0).sum(1).log1p() / 50).mean()
 
 
 def circle(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
     positive, negative = masks(labels)
     s = z @ z.T
-    pull = -80 * (1.4 - s.detach()).relu() * (s - 0.6)
-    push = 80 * (s.detach() + 0.4).relu() * (s - 0.4)
-    both = [x.masked_fill(~where, -torch.inf).logsumexp(1) for x, where in ((pull, positive), (push, negative))]
+    positive_term = -80 * (1.4 - s.detach()).relu() * (s - 0.6)
+    negative_term = 80 * (s.detach() + 0.4).relu() * (s - 0.4)
+    both = [
+        x.masked_fill(~where, -torch.inf).logsumexp(1)
+        for x, where in ((positive_term, positive), (negative_term, negative))
+    ]
     return F.softplus(both[0] + both[1]).mean()
 
 
@@ -323,8 +327,8 @@ def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def peer(package: str, module: str) -> Any:
-    """A module of a package that is installed or lies in a folder named by --peers."""
-    bare = package in ("lightly", "open_clip")  # whose __init__ wants torchvision, and their losses do not
+    """Import a module of a package that is installed or in a folder of --peers."""
+    bare = package in ("lightly", "open_clip")  # their __init__ needs torchvision, their losses do not
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not (opened(package) if bare else find_spec(package)):
@@ -333,44 +337,44 @@ def peer(package: str, module: str) -> Any:
 
 
 def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[[Case], Function]:
-    """pytorch-metric-learning's loss with its own defaults; warm: but for the temperature."""
+    """Return a constructor of pytorch-metric-learning's loss with its defaults; ``warm`` sets the temperature."""
 
-    def way(case: Case) -> Function:
+    def implementation(case: Case) -> Function:
         loss = getattr(peer("pytorch_metric_learning", "pytorch_metric_learning.losses"), name)(
             **({"temperature": case.temperature} if warm else {})
         )
         if miner is None:
             return loss
-        mine = getattr(peer("pytorch_metric_learning", "pytorch_metric_learning.miners"), miner)()
-        return lambda z, labels: loss(z, labels, mine(z, labels))
+        mining_function = getattr(peer("pytorch_metric_learning", "pytorch_metric_learning.miners"), miner)()
+        return lambda z, labels: loss(z, labels, mining_function(z, labels))
 
-    return way
+    return implementation
 
 
 def lightly(case: Case) -> Function:
-    """lightly's NTXentLoss, which normalises by itself."""
+    """Construct lightly's NTXentLoss, which normalises its inputs."""
     return peer("lightly", "lightly.loss.ntx_ent_loss").NTXentLoss(temperature=case.temperature)
 
 
 def open_clip(**settings: bool) -> Callable[[Case], Function]:
-    """OpenCLIP's ClipLoss on normalised features and a learnt scale, as its training calls it."""
+    """Return a constructor of OpenCLIP's ClipLoss with normalised features and a learnable scale, as in its training."""
 
-    def way(case: Case) -> Function:
+    def implementation(case: Case) -> Function:
         ranks = {"rank": dist.get_rank(), "world_size": case.world} if case.shards else {}
         return Dense(peer("open_clip", "open_clip.loss").ClipLoss(cache_labels=True, **settings, **ranks), case)
 
-    return way
+    return implementation
 
 
 def sentence_transformers(case: Case) -> Function:
-    """Its MultipleNegativesRankingLoss, of embeddings that are there already."""
+    """Construct MultipleNegativesRankingLoss for precomputed embeddings."""
     losses = peer("sentence_transformers", "sentence_transformers.sentence_transformer.losses")
     loss = losses.MultipleNegativesRankingLoss(nn.Identity(), scale=1 / case.temperature)
     return lambda *towers: loss([{"sentence_embedding": x} for x in towers], torch.empty(0))
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' equal shards; the adjoint under a trainer that averages, where the loss is replicated."""
+    """Gather equal shards; the adjoint is that of a replicated loss under a trainer that averages."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -384,13 +388,13 @@ class _Gathered(torch.autograd.Function):
 
 
 def recipe(formula: Function) -> Callable[[Case], Function]:
-    """The quickest correct thing to write by hand: one message, the whole loss on every rank."""
+    """Return a constructor of the fastest correct hand-written recipe: one gather, the whole loss on every rank."""
 
-    def way(case: Case) -> Function:
+    def implementation(case: Case) -> Function:
         loss = Dense(formula, case)
         return lambda *x: loss(*_Gathered.apply(torch.cat(x, 1)).split(case.width, 1))
 
-    return way
+    return implementation
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -459,7 +463,7 @@ LOSSES = {
 }
 
 SOFTMAX = {name: entry for name, entry in CATALOGUE.items() if entry.engine.startswith("softmax")}
-for _name, _entry in SOFTMAX.items():  # for their memory alone
+for _name, _entry in SOFTMAX.items():  # only their memory is measured
     LOSSES[_name] = Subject(
         lambda case, s=_entry: list(arguments(s, case.rows * (2 if "two towers" in s.engine else 1), case.width)),
         {"ours": lambda case, s=_entry: made(s, case.width)},
@@ -483,7 +487,7 @@ _GPU = ("ours", *_KEPT_OR_NOT, "dense", "dense, compiled")
 
 CASES = [
     # softmax losses on one process
-    Case("softmax", "CLIP", 4096, 512, (*_BARE, *_CLIP), _COMPILED, weighed=("ours, tiled", "ours", "open_clip")),
+    Case("softmax", "CLIP", 4096, 512, (*_BARE, *_CLIP), _COMPILED, memory_of=("ours, tiled", "ours", "open_clip")),
     Case("softmax", "CLIP", 8192, 128, (*_BARE, *_CLIP), _COMPILED, full=True),
     Case("softmax", "NT-Xent", 8192, 512, (*_BARE, *_TILED_OR_NOT, "lightly NTXentLoss"), ("dense", *_COMPILED)),
     Case(
@@ -493,7 +497,7 @@ CASES = [
         128,
         (*_BARE, *_NT_XENT),
         _COMPILED,
-        weighed=("ours, tiled", "ours", "dense", "lightly NTXentLoss"),
+        memory_of=("ours, tiled", "ours", "dense", "lightly NTXentLoss"),
     ),
     Case("softmax", "SupCon", 8192, 512, (*_BARE, *_TILED_OR_NOT), ("dense", *_COMPILED, "pml SupConLoss")),
     Case(
@@ -503,7 +507,7 @@ CASES = [
         128,
         (*_BARE, *_TILED_OR_NOT, "pml SupConLoss"),
         ("dense", *_COMPILED),
-        weighed=("ours, tiled", "ours", "pml SupConLoss"),
+        memory_of=("ours, tiled", "ours", "pml SupConLoss"),
     ),
     Case("softmax", "InfoNCE", 2048, 384, (*_TILED_OR_NOT, "ours, as MNRL", "dense", "sentence-transformers MNRL")),
     *(
@@ -512,10 +516,10 @@ CASES = [
     ),
     # losses of the rows engine
     *(
-        Case("rows", x, 4096, 128, _ROWS, weighed=("ours", "pml"))
+        Case("rows", x, 4096, 128, _ROWS, memory_of=("ours", "pml"))
         for x in ("Triplet, batch-hard", "Multi-similarity", "Circle")
     ),
-    # where the dense way may be quicker
+    # small batches, where dense may be faster
     *(Case("small", "CLIP", n, 128, ("ours", "dense")) for n in (64, 128, 256, 512)),
     *(Case("small", "NT-Xent", 2 * n, 128, ("ours", "dense")) for n in (64, 128, 256, 512)),
     # ranks
@@ -524,15 +528,15 @@ CASES = [
     Case("ranks", "CLIP", 8192, 128, _RANKS, ("open_clip, default",), shards=(4096,) * 2, full=True),
     Case("ranks", "CLIP", 128, 128, _WRAPPER, shards=(64,) * 2),
     Case("ranks", "NT-Xent", 256, 128, _WRAPPER, shards=(128,) * 2),
-    # inputs that are hard on numbers, or on the balance of work
+    # inputs that are hard for rounding or for the balance of work
     Case("adversarial", "CLIP", 2048, 2048, _CLIP, temperature=0.01),
     Case("adversarial", "NT-Xent", 4096, 128, _NT_XENT, temperature=0.01, clustered=True),
     Case("adversarial", "CLIP", 2048, 128, _TILED_OR_NOT, shards=(0, 512, 1536)),
     Case("adversarial", "NT-Xent", 4096, 128, _TILED_OR_NOT, shards=(1024, 0, 2560, 512)),
-    # by size, beside those above
+    # more sizes
     *(Case("size", "NT-Xent", n, 128, _NT_XENT) for n in (1024, 2048)),
-    Case("size", "NT-Xent", 4096, 128, _NT_XENT, weighed=("ours, tiled", "dense", "lightly NTXentLoss")),
-    # what the model of scaling.py is fitted to: the same rows a rank
+    Case("size", "NT-Xent", 4096, 128, _NT_XENT, memory_of=("ours, tiled", "dense", "lightly NTXentLoss")),
+    # data for the model of scaling.py: constant rows per rank
     *(
         Case("scaling", loss, b * ranks, d, (*_KEPT_OR_NOT, "ours, tiled, ring"), shards=(b,) * ranks)
         for loss in ("CLIP", "NT-Xent")
@@ -540,12 +544,12 @@ CASES = [
         for ranks in (1, 2, 4)
     ),
     # memory alone: every softmax loss, and large batches
-    *(Case("memory", name, 16384, 128, weighed=("ours",)) for name in SOFTMAX),
-    *(Case("memory", "NT-Xent", n, 128, weighed=("ours, tiled",)) for n in (16384, 32768)),
-    Case("memory", "NT-Xent", 131072, 128, weighed=("ours, tiled",), full=True),
-    # instead of all these, where there is one
+    *(Case("memory", name, 16384, 128, memory_of=("ours",)) for name in SOFTMAX),
+    *(Case("memory", "NT-Xent", n, 128, memory_of=("ours, tiled",)) for n in (16384, 32768)),
+    Case("memory", "NT-Xent", 131072, 128, memory_of=("ours, tiled",), full=True),
+    # only these on a machine with a GPU
     *(
-        Case("gpu", loss, n, 768, _GPU, weighed=("ours", "dense"), dtype="bfloat16")
+        Case("gpu", loss, n, 768, _GPU, memory_of=("ours", "dense"), dtype="bfloat16")
         for loss in ("CLIP", "NT-Xent")
         for n in (8192, 32768, 65536)
     ),
@@ -553,15 +557,16 @@ CASES = [
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a figure should be.
+class Target:
+    """The target of a figure.
 
     Args:
-        case: its name.
-        of: a way.
-        to: another way, a bare product, ``"bound"`` or ``"GB"``.
-        limit: of ``of`` in units of ``to``.
-        at_least: the limit is how many times less ``of`` needs than ``to``.
+        case: name of the case.
+        of: an implementation.
+        to: another implementation, a matmul, ``"bound"`` or ``"GB"``.
+        limit: limit of ``of`` in units of ``to``.
+        what: whether the target is for time or memory.
+        at_least: whether the limit is a factor by which ``of`` must be less than ``to``.
     """
 
     case: str
@@ -572,19 +577,19 @@ class Ask:
     at_least: bool = False
 
 
-def _times_less(case: str, of: str, to: str, limit: float, what: Literal["time", "memory"] = "time") -> Ask:
-    return Ask(case, of, to, limit, what, at_least=True)
+def _times_less(case: str, of: str, to: str, limit: float, what: Literal["time", "memory"] = "time") -> Target:
+    return Target(case, of, to, limit, what, at_least=True)
 
 
-ASKS = [
-    Ask("CLIP, 4,096 × 512", "ours, tiled", GEMM, 4.4),
-    Ask("CLIP, 4,096 × 512", "ours", GEMM, 3.5),
+TARGETS = [
+    Target("CLIP, 4,096 × 512", "ours, tiled", GEMM, 4.4),
+    Target("CLIP, 4,096 × 512", "ours", GEMM, 3.5),
     _times_less("CLIP, 4,096 × 512", "ours", "open_clip", 2.3),
-    Ask("NT-Xent, 8,192 × 512", "ours, tiled", GEMM, 2.3),
-    Ask("SupCon, 8,192 × 512", "ours, tiled", GEMM, 2.3),
+    Target("NT-Xent, 8,192 × 512", "ours, tiled", GEMM, 2.3),
+    Target("SupCon, 8,192 × 512", "ours, tiled", GEMM, 2.3),
     _times_less("NT-Xent, 8,192 × 512", "ours", "lightly NTXentLoss", 4),
     *(
-        Ask(f"{loss}, 8,192 × 128", "ours, tiled", product, 1.6)
+        Target(f"{loss}, 8,192 × 128", "ours, tiled", product, 1.6)
         for loss in ("NT-Xent", "SupCon")
         for product in (GEMM, ALLOCATING)
     ),
@@ -598,14 +603,14 @@ ASKS = [
         for loss in ("Triplet, batch-hard", "Multi-similarity", "Circle")
         for what, limit in (("time", 5.0), ("memory", 10.0))
     ),
-    *(Ask(f"{name}, 16,384 × 128", "ours", "bound", 1, "memory") for name in SOFTMAX),
-    Ask("NT-Xent, 16,384 × 128", "ours, tiled", "bound", 1, "memory"),
-    Ask("NT-Xent, 131,072 × 128", "ours, tiled", "GB", 24, "memory"),
-    *(Ask(f"CLIP, {n} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
-    *(Ask(f"NT-Xent, {2 * n:,} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
+    *(Target(f"{name}, 16,384 × 128", "ours", "bound", 1, "memory") for name in SOFTMAX),
+    Target("NT-Xent, 16,384 × 128", "ours, tiled", "bound", 1, "memory"),
+    Target("NT-Xent, 131,072 × 128", "ours, tiled", "GB", 24, "memory"),
+    *(Target(f"CLIP, {n} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
+    *(Target(f"NT-Xent, {2 * n:,} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
     *(
-        Ask(f"{case}, W = 2", way, "by hand", 1.3)
+        Target(f"{case}, W = 2", implementation, "by hand", 1.3)
         for case in ("CLIP, 128 × 128", "NT-Xent, 256 × 128")
-        for way in ("ours", "ours, static shapes")
+        for implementation in ("ours", "ours, static shapes")
     ),
 ]

@@ -1,4 +1,4 @@
-"""How things are measured: taking turns, in one process or on many ranks; memory above what was held before."""
+"""Measurement of time, interleaved in one process or on ranks; of peak memory; of relative errors."""
 
 import math
 import time
@@ -13,34 +13,34 @@ import torch.distributed as dist
 
 Runner = Callable[[], object]
 Round = dict[str, float]
-"""Seconds a call, of those who took part."""
+"""Seconds per call, by implementation, of those measured in the round."""
 
 DOUBTFUL = 0.15
-"""How far apart quartiles are, in medians, when a figure is doubtful."""
+"""Distance of the quartiles relative to the median, above which a figure is doubtful."""
 
 MOST_ROUNDS = 50
 
-LARGEST_TURN = 10_000
-"""Calls in one reading."""
+MOST_CALLS = 10_000
+"""Largest number of calls in one reading."""
 
 SLOW = 1.0
-"""Seconds from which on a first call tells enough."""
+"""Seconds of a first call above which no second call estimates the number of calls per reading."""
 
 
 class Absent(Exception):  # noqa: N818
-    """A peer, a compiler or a device that is not here."""
+    """A peer, a compiler or a device is not available."""
 
 
 @dataclass(frozen=True)
-class Patience:
-    """When to stop.
+class StoppingRule:
+    """When to stop measuring an implementation.
 
     Args:
-        rounds: everybody has at least so many readings.
-        seconds: for all of a case, shared evenly; a contestant whose share is spent takes part no more, unless its
-            figure is :data:`DOUBTFUL`: then when it has spent four shares.
-        spread: nor one whose quartiles are this close, relative to its median.
-        reading: seconds; what is quicker is called so often that one reading takes this long.
+        rounds: smallest number of readings of each implementation.
+        seconds: time for a case, shared equally. An implementation stops when its share is spent, or four shares if its
+            figure is :data:`DOUBTFUL`.
+        spread: an implementation stops earlier when its quartiles are this close, relative to the median.
+        reading: shortest reading in seconds; faster implementations are called several times in one reading.
     """
 
     rounds: int
@@ -49,35 +49,35 @@ class Patience:
     reading: float = 0.02
 
 
-def race(runners: Mapping[str, Runner], patience: Patience) -> list[Round]:
-    """Seconds a call of everybody, in rounds in which they take turns; each round begins with another one.
+def time_interleaved(runners: Mapping[str, Runner], rule: StoppingRule) -> list[Round]:
+    """Measure the seconds per call of all implementations, interleaved in rounds, each in rotated order.
 
-    The first runner is what others are compared with, and takes part in every round. On ranks a reading is the slowest
-    rank's, and all ranks see the same numbers, so that they stop together. Who runs out of memory is out.
+    The first runner is the reference and is measured in every round. On ranks a reading is that of the slowest rank; all
+    ranks see the same numbers and stop together. An implementation that runs out of memory is left out.
     """
-    reference, share = next(iter(runners)), patience.seconds / len(runners)
+    reference, share = next(iter(runners)), rule.seconds / len(runners)
     calls: dict[str, int] = {}
     for name, run in runners.items():
         try:
             once = reading(run, 1)
             if once < SLOW:
-                once = reading(run, 1)  # the first has loaded what loads
+                once = reading(run, 1)  # the first call includes imports and allocations
         except torch.OutOfMemoryError:
             continue
-        calls[name] = min(LARGEST_TURN, max(1, math.ceil(patience.reading / once)))
+        calls[name] = min(MOST_CALLS, max(1, math.ceil(rule.reading / once)))
     rounds: list[Round] = []
     spent = dict.fromkeys(runners, 0.0)
 
     def done(name: str) -> bool:
         ratios = ratio(rounds, name, reference)
-        if len(ratios) < patience.rounds:
+        if len(ratios) < rule.rounds:
             return False
-        apart = relative_spread(ratios)
-        settled = len(ratios) >= 3 * patience.rounds and apart <= patience.spread
-        return settled or spent[name] >= (4 * share if apart > DOUBTFUL else share)
+        spread = relative_spread(ratios)
+        settled = len(ratios) >= 3 * rule.rounds and spread <= rule.spread
+        return settled or spent[name] >= (4 * share if spread > DOUBTFUL else share)
 
-    while len(rounds) < MOST_ROUNDS and (left := [name for name in calls if name != reference and not done(name)]):
-        names = [reference, *left]
+    while len(rounds) < MOST_ROUNDS and (remaining := [name for name in calls if name != reference and not done(name)]):
+        names = [reference, *remaining]
         turn = len(rounds) % len(names)
         found = {}
         for name in [*names[turn:], *names[:turn]]:
@@ -88,8 +88,8 @@ def race(runners: Mapping[str, Runner], patience: Patience) -> list[Round]:
 
 
 def reading(run: Runner, calls: int) -> float:
-    """Seconds a call; of the slowest rank, where there are several."""
-    slowest(0.0)  # begin together
+    """Return the seconds per call, of the slowest rank if there are several."""
+    slowest(0.0)  # all ranks begin at the same time
     start = time.perf_counter()
     for _ in range(calls):
         run()
@@ -98,7 +98,7 @@ def reading(run: Runner, calls: int) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """The largest of all ranks'."""
+    """Return the largest value of all ranks."""
     if not dist.is_initialized():
         return seconds
     found = torch.tensor(seconds, dtype=torch.float64)
@@ -107,45 +107,45 @@ def slowest(seconds: float) -> float:
 
 
 def synchronize() -> None:
-    """Wait for the device, if it has a queue."""
+    """Wait until the GPU is done, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def ratio(rounds: list[Round], name: str, to: str) -> list[float]:
-    """One contestant's seconds in another's, for each round in which both took part."""
+    """Return the ratios of seconds of two implementations, for each round with both."""
     return [x[name] / x[to] for x in rounds if name in x and to in x]
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
+    """Return first quartile, median and third quartile."""
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
     return low, median, high
 
 
 def relative_spread(values: list[float]) -> float:
-    """How far the quartiles are apart, in medians."""
+    """Return the distance of the quartiles relative to the median."""
     low, median, high = quartiles(values)
     return (high - low) / median
 
 
 def extra_memory(small: Runner, large: Runner) -> float:
-    """Bytes that ``large`` needs at its peak beyond what is held before; ``small`` has loaded what loads (Linux, CUDA).
+    """Return the peak memory of ``large`` in bytes, minus the memory before it; ``small`` warms up (Linux, CUDA).
 
-    In a process that has done more than this, memory that was freed and not given back hides what is needed.
+    Use a new process: memory that was freed but not returned to the system hides the peak.
     """
     small()
     synchronize()
     if torch.cuda.is_available():
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         large()
         synchronize()
-        return torch.cuda.max_memory_allocated() - held
-    held = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+        return torch.cuda.max_memory_allocated() - before
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     large()
-    return _resident("VmHWM") - held
+    return _resident("VmHWM") - before
 
 
 def _resident(what: str) -> float:
@@ -153,13 +153,13 @@ def _resident(what: str) -> float:
     return 1024.0 * next(int(line.split()[1]) for line in status if line.startswith(what))
 
 
-def off(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number expected."""
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest expected element."""
     return ((found.double() - expected).abs().max() / expected.abs().max()).item()
 
 
 def machine() -> dict[str, Any]:
-    """In general terms: what somebody with another one needs to know."""
+    """Describe the machine: device, cores, memory and torch version."""
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         return {"device": gpu.name, "cores": 1, "memory": round(gpu.total_memory / 2**30), "torch": torch.__version__}

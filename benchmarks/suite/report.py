@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from contrastive_zoo.engine.similarity_budget import budget
-from suite.cases import ASKS, CASES, OF_A_CLASS, Ask, Case
+from suite.cases import CASES, OF_A_CLASS, TARGETS, Case, Target
 from suite.harness import DOUBTFUL, quartiles, ratio, relative_spread
 
 Results = dict[str, Any]
-"""Of one device: its machine, whether the run was full, and by group and case what was found."""
+"""Results of one device: machine, whether the run was full, and measurements by group and case."""
 
 PAGES = Path(__file__).parent.parent.parent / "docs" / "pages"
 README = PAGES.parent.parent / "README.md"
@@ -43,7 +43,7 @@ python benchmarks/bench.py --docs --peers peers --full         # make bench-full
 
 ## How it is measured
 
-One step is forward and backward: it computes the gradients of the embeddings, which are leaves, and of a learnt scale.
+One step is forward and backward: it computes the gradients of the embeddings, which are leaves, and of a learnable scale.
 Implementations of a case run interleaved in one process, in rotated order. *× GEMM* is the time of an implementation
 divided by the time of one matmul N × d × N in the same process and the same round, into preallocated memory (for a rank:
 its local anchors times all candidates). The figure is the median over rounds, with the first and third quartile in
@@ -59,7 +59,7 @@ contains many calls.
   time on this machine.
 - All implementations benefit from the malloc setting that the library enables, because they share one process.
 - *dense* is the formula in plain torch with the whole matrix and autograd; *compiled* is the same under `torch.compile`.
-- OpenCLIP's `ClipLoss` receives normalised embeddings and a learnt scale, as in its training. With several ranks it is
+- OpenCLIP's `ClipLoss` receives normalised embeddings and a learnable scale, as in its training. With several ranks it is
   measured in its default mode (its gradients of the embeddings are W times too small), with `gather_with_grad`, and with
   `local_loss` and `gather_with_grad`.
 - *by hand* is the fastest correct hand-written recipe: one all-gather of both towers, the loss of all samples on every
@@ -77,14 +77,16 @@ contains many calls.
 
 
 def write_benchmarks(by_device: dict[str, Results]) -> None:
-    """The page, and its figures."""
+    """Write the page and its figures."""
     parts = [TEXT.format(doubtful=DOUBTFUL, of_a_class=OF_A_CLASS, budget=budget() // 2**20)]
     for device in ("cpu", "cuda"):
         if device not in by_device:
-            parts += [f"## {device.upper()}\n\nNot measured: no such device was at hand when this page was made.\n\n"]
+            parts += [
+                f"## {device.upper()}\n\nNot measured: no such device was available when this page was written.\n\n"
+            ]
             continue
         results = by_device[device]
-        parts += [f"## {device.upper()}\n\n", described(results)]
+        parts += [f"## {device.upper()}\n\n", description(results)]
         if any(group in results["cases"] for group in ("softmax", "rows", "small", "ranks", "memory")):
             parts += ["### Targets and measurements\n\n", targets(results)]
         for name, draw in FIGURES.items():
@@ -98,25 +100,31 @@ def write_benchmarks(by_device: dict[str, Results]) -> None:
 
 
 def write_readme(results: Results) -> None:
-    """Its table, in place of the one before."""
+    """Replace the table of the README."""
     before, rest = README.read_text(encoding="utf-8").split(BEGIN)
     text = before + BEGIN + headline(results) + END + rest.split(END)[1]
     README.write_text(text, encoding="utf-8")
 
 
 def headline(results: Results) -> str:
-    """Ours beside others', one line each."""
+    """Return the table of the README: this library and others, one line per case."""
     lines = []
-    for ask in ASKS:
-        found = found_in(results, ask.case)
+    for target in TARGETS:
+        found = results_of(results, target.case)
         rounds, held = found.get("rounds", []), found.get("memory", {})
-        if not ask.at_least or ask.what != "time" or not ratio(rounds, ask.to, ask.of):
+        if not target.at_least or target.what != "time" or not ratio(rounds, target.to, target.of):
             continue
-        seconds = (quartiles([x[way] for x in rounds if way in x])[1] for way in (ask.to, ask.of))
-        less = quartiles(ratio(rounds, ask.to, ask.of))[1]
-        megabytes = (f"{held[way] / 2**20:,.0f}" if way in held else "" for way in (ask.to, ask.of))
+        seconds = (
+            quartiles([x[implementation] for x in rounds if implementation in x])[1]
+            for implementation in (target.to, target.of)
+        )
+        less = quartiles(ratio(rounds, target.to, target.of))[1]
+        megabytes = (
+            f"{held[implementation] / 2**20:,.0f}" if implementation in held else ""
+            for implementation in (target.to, target.of)
+        )
         times = [f"{1000 * x:,.0f}" for x in seconds]
-        lines.append([ask.case, f"{ask.to} {times[0]}", times[1], f"{less:.1f}×", *megabytes])
+        lines.append([target.case, f"{target.to} {times[0]}", times[1], f"{less:.1f}×", *megabytes])
     machine = results["machine"]
     titles = ["anchors × d", "other library, ms", "this library, ms", "faster", "other library, MB", "this library, MB"]
     return table(titles, lines) + (
@@ -125,12 +133,12 @@ def headline(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """For the terminal."""
-    return described(results) + targets(results)
+    """Return the summary for the terminal."""
+    return description(results) + targets(results)
 
 
-def described(results: Results) -> str:
-    """The machine, and whose versions."""
+def description(results: Results) -> str:
+    """Return a sentence on the machine and the versions of peers."""
     machine, kind = results["machine"], "full" if results["full"] else "quick"
     return (
         f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}; a {kind} run. "
@@ -139,7 +147,7 @@ def described(results: Results) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the peers that are there."""
+    """Return the versions of the installed peers."""
     found = {}
     for name in PEERS:
         try:
@@ -149,8 +157,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def found_in(results: Results, name: str) -> dict[str, Any]:
-    """What was found for the first case of this name."""
+def results_of(results: Results, name: str) -> dict[str, Any]:
+    """Return the measurements of the first case of this name."""
     return next((cases[name] for cases in results["cases"].values() if name in cases), {})
 
 
@@ -158,47 +166,49 @@ def found_in(results: Results, name: str) -> dict[str, Any]:
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
-    """In Markdown; all columns but the first two are numbers."""
+    """Return a Markdown table; all columns but the first two are numbers."""
     rule = ["---", "---", *["---:"] * (len(head) - 2)]
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *lines]) + "\n"
 
 
 def targets(results: Results) -> str:
-    """Each figure beside its limit."""
+    """Return the table of measurements and targets."""
     lines = []
-    for ask in ASKS:
+    for target in TARGETS:
         limit = (
-            f"≥ {ask.limit:g}× less" if ask.at_least else f"≤ {ask.limit:g} {'' if ask.to == 'GB' else '× '}{ask.to}"
+            f"≥ {target.limit:g}× less"
+            if target.at_least
+            else f"≤ {target.limit:g} {'' if target.to == 'GB' else '× '}{target.to}"
         )
-        values, why = answers(ask, found_in(results, ask.case))
-        what = f"{ask.what} of *{ask.of}*" + (f" against *{ask.to}*" if ask.at_least else "")
+        values, why = measurements(target, results_of(results, target.case))
+        what = f"{target.what} of *{target.of}*" + (f" against *{target.to}*" if target.at_least else "")
         if not values:
-            lines.append([ask.case, what, limit, why, ""])
+            lines.append([target.case, what, limit, why, ""])
             continue
         middle = quartiles(values)[1]
-        held = middle >= ask.limit if ask.at_least else middle <= ask.limit
-        lines.append([ask.case, what, limit, spread(values), "yes" if held else "**no**"])
+        met = middle >= target.limit if target.at_least else middle <= target.limit
+        lines.append([target.case, what, limit, spread(values), "yes" if met else "**no**"])
     return table(["case", "what", "target", "measured", "met"], lines)
 
 
-def answers(ask: Ask, found: dict[str, Any]) -> tuple[list[float], str]:
-    """What was measured, round by round; or why nothing was."""
+def measurements(target: Target, found: dict[str, Any]) -> tuple[list[float], str]:
+    """Return the measurements of a target, one per round, and the reason if there are none."""
     absent = found.get("absent", {})
-    why = absent.get(ask.of) or absent.get(ask.to) or "not in this run"
-    if ask.what == "time":
+    why = absent.get(target.of) or absent.get(target.to) or "not in this run"
+    if target.what == "time":
         rounds = found.get("rounds", [])
-        return (ratio(rounds, ask.to, ask.of) if ask.at_least else ratio(rounds, ask.of, ask.to)), why
+        return (ratio(rounds, target.to, target.of) if target.at_least else ratio(rounds, target.of, target.to)), why
     bytes_of = dict(found.get("memory", {}), GB=2.0**30)
-    if ask.to == "bound":
-        bytes_of["bound"] = next(case for case in CASES if case.name == ask.case).bound(ask.of)
-    if not {ask.of, ask.to} <= set(bytes_of):
+    if target.to == "bound":
+        bytes_of["bound"] = next(case for case in CASES if case.name == target.case).bound(target.of)
+    if not {target.of, target.to} <= set(bytes_of):
         return [], why
-    value = bytes_of[ask.of] / bytes_of[ask.to]
-    return [1 / value if ask.at_least else value], why
+    value = bytes_of[target.of] / bytes_of[target.to]
+    return [1 / value if target.at_least else value], why
 
 
 def spread(values: list[float]) -> str:
-    """The median, and the quartiles; marked if these are far apart."""
+    """Return median and quartiles as text, with a ? if the figure is doubtful."""
     low, median, high = map(number, quartiles(values))
     if len(values) == 1:
         return median
@@ -206,50 +216,57 @@ def spread(values: list[float]) -> str:
 
 
 def number(x: float) -> str:
-    """Three digits, or all before the point."""
+    """Format with three digits, or all digits before the point."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def times(results: Results, group: str) -> str:
-    """All ways of a group's cases."""
+    """Return the table of times of all implementations of a group."""
     lines = []
-    for case, found in of_group(results, group):
+    for case, found in measured_cases(results, group):
         title = case.name
-        for way in dict.fromkeys((*case.ways, *case.full_ways)):
-            values = ratio(found["rounds"], way, "GEMM")
-            if not values and way not in found["absent"]:
+        for implementation in dict.fromkeys((*case.implementations, *case.full_implementations)):
+            values = ratio(found["rounds"], implementation, "GEMM")
+            if not values and implementation not in found["absent"]:
                 continue
-            line = [title, way]
+            line = [title, implementation]
             if values:
-                seconds = quartiles([x[way] for x in found["rounds"] if way in x])[1]
+                seconds = quartiles([x[implementation] for x in found["rounds"] if implementation in x])[1]
                 line += [number(1000 * seconds), spread(values)]
-                line += [f"{x:.0e}" for x in found.get("errors", {}).get(way, ())]
+                line += [f"{x:.0e}" for x in found.get("errors", {}).get(implementation, ())]
             else:
-                line += [f"absent: {found['absent'][way]}"]
+                line += [f"absent: {found['absent'][implementation]}"]
             lines.append(line + [""] * (6 - len(line)))
             title = ""
     return table(["case", "implementation", "ms", "× GEMM", "relative error, value", "relative error, gradient"], lines)
 
 
 def memory(results: Results) -> str:
-    """Of all that was weighed, and the bound."""
+    """Return the table of memory and bounds."""
     lines = []
     for group in results["cases"]:
-        for case, found in of_group(results, group):
+        for case, found in measured_cases(results, group):
             title = case.name
-            for way in case.weighed:
-                held = found.get("memory", {}).get(way)
-                why = f"absent: {found.get('absent', {}).get(way, 'not in this run')}"
+            for implementation in case.memory_of:
+                held = found.get("memory", {}).get(implementation)
+                why = f"absent: {found.get('absent', {}).get(implementation, 'not in this run')}"
                 number = why if held is None else f"{held / 2**20:,.0f}"
-                lines.append([title, way, number, f"{case.bound(way) / 2**20:,.0f}" if "ours" in way else ""])
+                lines.append(
+                    [
+                        title,
+                        implementation,
+                        number,
+                        f"{case.bound(implementation) / 2**20:,.0f}" if "ours" in implementation else "",
+                    ]
+                )
                 title = ""
     return table(["case", "implementation", "MB", "bound, softmax losses"], lines)
 
 
-def of_group(results: Results, group: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """The group's cases that were measured."""
-    kept = results["cases"].get(group, {})
-    return ((case, kept[case.name]) for case in CASES if case.group == group and case.name in kept)
+def measured_cases(results: Results, group: str) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Return the cases of a group that were measured, with their results."""
+    found = results["cases"].get(group, {})
+    return ((case, found[case.name]) for case in CASES if case.group == group and case.name in found)
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -261,7 +278,7 @@ Draw = Callable[[Any, Results], bool]
 
 
 def picture(draw: Draw, results: Results, file: Path) -> bool:
-    """Drawn and saved, unless there is nothing to show; the same bytes for the same results."""
+    """Draw and save a figure unless it is empty; equal results give equal bytes."""
     import matplotlib as mpl
     from matplotlib import pyplot as plt
 
@@ -276,10 +293,16 @@ def picture(draw: Draw, results: Results, file: Path) -> bool:
 
 
 def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y: str) -> bool:
-    """One line a way, both axes logarithmic."""
+    """Draw one line per implementation, both axes logarithmic."""
     others = iter(OTHERS)
-    for way, line in points.items():
-        axes.plot(*zip(*sorted(line), strict=True), marker="o", ms=4, label=way, color=COLOURS.get(way) or next(others))
+    for implementation, line in points.items():
+        axes.plot(
+            *zip(*sorted(line), strict=True),
+            marker="o",
+            ms=4,
+            label=implementation,
+            color=COLOURS.get(implementation) or next(others),
+        )
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     ticks = sorted({x for line in points.values() for x, _ in line})
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
@@ -289,13 +312,13 @@ def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y:
 
 
 def by_rows(results: Results, of: Callable[[dict[str, Any]], dict[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """NT-Xent on one process, of the width that was measured at most sizes."""
+    """Return the points of NT-Xent on one process, of the width with the most sizes."""
     points: dict[str, list[tuple[float, float]]] = {}
     for case in CASES:
         found = results["cases"].get(case.group, {}).get(case.name)
         if case.loss == "NT-Xent" and case.width in (128, 768) and not case.shards and not case.clustered and found:
-            for way, value in of(found).items():
-                points.setdefault(way, []).append((case.rows, value))
+            for implementation, value in of(found).items():
+                points.setdefault(implementation, []).append((case.rows, value))
     return points
 
 
@@ -304,8 +327,11 @@ def time_by_rows(axes: Any, results: Results) -> bool:
 
     def medians(found: dict[str, Any]) -> dict[str, float]:
         rounds = found.get("rounds", []) if len(found.get("rounds", [{}])[0]) > 3 else []
-        ways = dict.fromkeys(way for x in rounds for way in x)
-        return {way: 1000 * quartiles([x[way] for x in rounds if way in x])[1] for way in ways}
+        implementations = dict.fromkeys(implementation for x in rounds for implementation in x)
+        return {
+            implementation: 1000 * quartiles([x[implementation] for x in rounds if implementation in x])[1]
+            for implementation in implementations
+        }
 
     axes.set_title("NT-Xent, forward and backward", loc="left")
     return lines_of(axes, by_rows(results, medians), "rows N", "ms")
@@ -313,20 +339,24 @@ def time_by_rows(axes: Any, results: Results) -> bool:
 
 def memory_by_rows(axes: Any, results: Results) -> bool:
     """Memory by number of rows."""
-    points = by_rows(results, lambda found: {way: x / 2**20 for way, x in found.get("memory", {}).items()})
+    points = by_rows(
+        results, lambda found: {implementation: x / 2**20 for implementation, x in found.get("memory", {}).items()}
+    )
     axes.set_title("NT-Xent, memory beyond the inputs", loc="left")
-    return lines_of(axes, {way: line for way, line in points.items() if len(line) > 1}, "rows N", "MB")
+    return lines_of(
+        axes, {implementation: line for implementation, line in points.items() if len(line) > 1}, "rows N", "MB"
+    )
 
 
 def time_by_ranks(axes: Any, results: Results) -> bool:
     """Time by number of ranks."""
     points: dict[str, list[tuple[float, float]]] = {}
-    for case, found in of_group(results, "scaling"):
+    for case, found in measured_cases(results, "scaling"):
         if case.shards[0] == 1024 and case.width == 512:
-            for way in case.ways:
-                seconds = [x[way] for x in found["rounds"] if way in x]
+            for implementation in case.implementations:
+                seconds = [x[implementation] for x in found["rounds"] if implementation in x]
                 if seconds:
-                    points.setdefault(f"{case.loss}, {way.removeprefix('ours, ')}", []).append(
+                    points.setdefault(f"{case.loss}, {implementation.removeprefix('ours, ')}", []).append(
                         (case.world, 1000 * quartiles(seconds)[1])
                     )
     axes.set_prop_cycle(color=["#1f4e79", "#3a6ea5", "#7fb2e5", "#7a2f2c", "#b0413e", "#e39a97"])
@@ -334,7 +364,7 @@ def time_by_ranks(axes: Any, results: Results) -> bool:
         axes.plot(*zip(*line, strict=True), marker="o", ms=4, label=name)
     ranks = sorted({x for line in points.values() for x, _ in line})
     axes.set(xlabel="ranks W, 1,024 rows of 512 each", ylabel="ms", xticks=ranks, ylim=(0, None))
-    axes.set_title("Every rank brings as many rows: the work grows with W²", loc="left")
+    axes.set_title("Constant rows per rank: the total work grows with W²", loc="left")
     axes.legend(frameon=False)
     return bool(points)
 
@@ -343,9 +373,16 @@ def multiples(axes: Any, results: Results) -> bool:
     """Time in multiples of a bare GEMM."""
     bars = []
     for group in ("softmax", "gpu"):
-        for case, found in of_group(results, group):
-            ratios = {way: ratio(found["rounds"], way, "GEMM") for way in (*case.ways, *case.full_ways)}
-            bars += [(f"{case.name}: {way}", quartiles(x), way.startswith("ours")) for way, x in ratios.items() if x]
+        for case, found in measured_cases(results, group):
+            ratios = {
+                implementation: ratio(found["rounds"], implementation, "GEMM")
+                for implementation in (*case.implementations, *case.full_implementations)
+            }
+            bars += [
+                (f"{case.name}: {implementation}", quartiles(x), implementation.startswith("ours"))
+                for implementation, x in ratios.items()
+                if x
+            ]
     bars.reverse()
     axes.figure.set_size_inches(7, 1 + 0.19 * len(bars))
     for height, (_, (low, median, high), own) in enumerate(bars):
@@ -369,6 +406,6 @@ FIGURES: dict[str, Draw] = {
 }
 
 
-def stored(file: Path) -> Results:
-    """Results as they were kept."""
+def load_results(file: Path) -> Results:
+    """Load stored results."""
     return json.loads(file.read_text(encoding="utf-8"))

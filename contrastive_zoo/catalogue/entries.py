@@ -11,8 +11,8 @@ _CLUSTERS = "clusters and teachers"
 
 _ROWS = "rows: 3 GEMM"
 _ROWS_4 = "rows: 4 GEMM"
-_ONE_TOWER = "softmax, one tower: 2 GEMM, 1.5 kept"
-_TWO_TOWERS = "softmax, two towers: 4 GEMM, 3 kept"
+_ONE_TOWER = "softmax, one tower: 2 GEMM, 1.5 cached"
+_TWO_TOWERS = "softmax, two towers: 4 GEMM, 3 cached"
 _CLASS_WEIGHTS = "classes: 4 GEMM of N × d × C"
 _SUB_CENTERS = "classes: 4 GEMM of N × d × kC"
 _MOMENTS = "moments: d × d, no pairs"
@@ -35,7 +35,7 @@ _ENTRIES = (
     Entry("dclw", "DCLW", "views", _PAIRS, _ROWS, peers=f"{_LIGHTLY} DCLWLoss"),
     Entry("hcl", "HCL", "views", _PAIRS, _ROWS),
     Entry("debiased", "Debiased", "views", _PAIRS, _ROWS),
-    Entry("mnrl", "MNRL", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 kept; rows with hardness",
+    Entry("mnrl", "MNRL", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 cached; rows with hardness",
           inputs="queries, documents, negatives, owners", peers=f"{_ST} MultipleNegativesRankingLoss"),
     Entry("gist", "GIST", "other", _PAIRS, _ROWS,
           inputs="anchors, positives, guide_anchors, guide_positives", peers=f"{_ST} GISTEmbedLoss"),

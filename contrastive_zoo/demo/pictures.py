@@ -1,4 +1,4 @@
-"""Two pictures: the curves that coincide and those that drift, and what the embedding learnt."""
+"""Two pictures: training curves of all jobs, and held-out embeddings before and after training."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from contrastive_zoo.demo.training import HELD_OUT, Comparison, Digits
 
-# Paul Tol's colours, told apart with any colour vision: https://personal.sron.nl/~pault/
+# Paul Tol's colours, distinguishable with any colour vision: https://personal.sron.nl/~pault/
 PALE, DARK = "#77AADD", "#0B2545"
 WRONG = (("#CC3311", "-"), ("#009988", (0, (6, 1, 1, 1))))
 TEN = ("#332288", "#3399CC", "#44AA99", "#117733", "#999933", "#DDAA33", "#CC6677", "#882255", "#AA4499", "#777777")
@@ -36,27 +36,33 @@ STYLE: Any = {
 
 
 def training_curves(right: Comparison, wrong: Sequence[Comparison], path: Path) -> None:
-    """The held-out loss of one process, of two, and of the wrong recipes; below, how far each is from one process.
+    """Draw the held-out loss of one process, of two, and of the wrong recipes, and their differences from one process.
 
     Args:
-        right: drawn as a pale line (one process) under a dashed one (two).
-        wrong: compared with the same one process.
-        path: of the PNG.
+        right: the right job, drawn as a pale line (one process) under a dashed one (two).
+        wrong: the wrong recipes, compared with the same process.
+        path: path of the PNG.
     """
-    alone = right.alone.curve
+    reference = right.one_process.curve
     lines: list[tuple[Comparison, str, str, Any]] = [(right, "two processes, DistributedLoss", DARK, (0, (4, 2.5)))]
     for comparison, (colour, dashes) in zip(wrong, WRONG, strict=True):
         lines.append((comparison, f"two processes, {comparison.job.title} (wrong)", colour, dashes))
     with _figure(path, 2, 1, figsize=(7.5, 7.5), sharex=True, height_ratios=(3, 2)) as (top, bottom):
-        top.plot(list(alone), list(alone.values()), color=PALE, alpha=0.7, lw=8, label="one process")
+        top.plot(list(reference), list(reference.values()), color=PALE, alpha=0.7, lw=8, label="one process")
         for comparison, label, colour, dashes in lines:
-            curve = comparison.together[0].curve
+            curve = comparison.two_processes[0].curve
             top.plot(list(curve), list(curve.values()), color=colour, ls=dashes, lw=1.8, label=label)
-            gaps = {step: abs(curve[step] - alone[step]) for step in curve}
-            # Exactly equal has no place on a logarithmic axis: it is drawn as one rounding step of float64.
-            bottom.plot(list(gaps), [max(gap, 2**-53) for gap in gaps.values()], color=colour, ls=dashes, lw=1.8)
+            differences = {step: abs(curve[step] - reference[step]) for step in curve}
+            # A logarithmic axis has no zero: equal values are drawn as one rounding step of float64.
+            bottom.plot(
+                list(differences),
+                [max(difference, 2**-53) for difference in differences.values()],
+                color=colour,
+                ls=dashes,
+                lw=1.8,
+            )
         top.set(yscale="log", ylabel="loss on held-out digits, nats", title="InfoNCE between two views of a digit")
-        ticks = [tick for tick in (0.6, 0.8, 1, 1.5, 2, 3, 4, 6) if tick > 0.95 * min(alone.values())]
+        ticks = [tick for tick in (0.6, 0.8, 1, 1.5, 2, 3, 4, 6) if tick > 0.95 * min(reference.values())]
         top.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         top.minorticks_off()
         top.legend(loc="upper right")
@@ -72,14 +78,14 @@ def training_curves(right: Comparison, wrong: Sequence[Comparison], path: Path) 
 
 
 def embeddings(comparison: Comparison, digits: Digits, path: Path) -> None:
-    """Held-out embeddings before and after training, on the plane in which they vary most.
+    """Draw held-out embeddings before and after training, on the plane of their largest variance.
 
     Args:
         comparison: a job with one tower.
-        digits: whose held-out labels are drawn.
-        path: of the PNG.
+        digits: the images, whose held-out labels are drawn.
+        path: path of the PNG.
     """
-    trained = comparison.together[0]
+    trained = comparison.two_processes[0]
     labels = digits.labels[:HELD_OUT]
     with _figure(path, 1, 2, figsize=(11.5, 5.6)) as axes:
         for axis, name, rows in zip(axes, ("Before", "After"), (trained.before, trained.after), strict=True):
@@ -95,14 +101,14 @@ def embeddings(comparison: Comparison, digits: Digits, path: Path) -> None:
 
 
 def _principal_plane(rows: Tensor) -> Tensor:
-    """The two coordinates of largest variance."""
+    """Return the two coordinates of largest variance."""
     centred = rows - rows.mean(0)
     return centred @ centred.svd().V[:, :2]
 
 
 @contextmanager
 def _figure(path: Path, rows: int, columns: int, figsize: tuple[float, float], **settings: Any) -> Iterator[Any]:
-    """The axes of a figure that is saved in the end; needs no screen, and leaves matplotlib's own settings alone."""
+    """Yield the axes of a figure, then save it; no display is needed, and matplotlib's settings do not change."""
     with rc_context(STYLE):
         figure = Figure(figsize=figsize, layout="constrained")
         yield figure.subplots(rows, columns, **settings)

@@ -1,4 +1,4 @@
-"""The trainings of the demo: three right ones, and two with a wrong hand-written gather."""
+"""The jobs of the demo: three right ones, and two with a wrong hand-written gather."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ Rows = tuple[Tensor, ...]
 
 
 class TwoTowers(nn.Module):
-    """Two views of a digit, its even and its odd pixel rows, each through an encoder of its own."""
+    """Two encoders: one of the even pixel rows of a digit, one of the odd pixel rows. These are its two views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class TwoTowers(nn.Module):
 
 
 class OneTower(nn.Module):
-    """A whole digit through one encoder, into few enough dimensions that a random start is not good already."""
+    """One encoder of a whole digit. Its 6 dimensions are few, so that random parameters give a low recall."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,16 +36,16 @@ class OneTower(nn.Module):
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Two layers. No batch statistics, no dropout: those would differ between one process and two."""
+    """Return two layers, without batch statistics and dropout, which would differ between one process and two."""
     first, hidden, last = widths
     return nn.Sequential(nn.Linear(first, hidden), nn.ReLU(), nn.Linear(hidden, last))
 
 
-# --- the wrong recipes, as people write them ---------------------------------------------------------------
+# --- wrong recipes ---------------------------------------------------------------
 
 
-class _KeepsOwnSlice(torch.autograd.Function):
-    """Gather all rows; the backward pass returns the local slice of their gradient, which DDP then divides by W."""
+class _LocalSlice(torch.autograd.Function):
+    """Gather all embeddings; the backward pass returns the local slice of the gradient, which DDP then divides by W."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -66,18 +66,19 @@ class WrongInfoNCE(nn.Module):
 
     @property
     def truth(self) -> nn.Module:
+        """Return the right loss with the same temperature."""
         return cz.DistributedLoss(cz.InfoNCE(temperature=self.temperature, symmetric=True))
 
 
-class KeepsOwnSlice(WrongInfoNCE):
+class LocalSliceInfoNCE(WrongInfoNCE):
     """The right value; the encoder's gradient is 1/W of the true one."""
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        gathered = _KeepsOwnSlice.apply(queries), _KeepsOwnSlice.apply(keys)
+        gathered = _LocalSlice.apply(queries), _LocalSlice.apply(keys)
         return cz.info_nce(*gathered, temperature=self.temperature(), symmetric=True)
 
 
-class DetachedColumns(WrongInfoNCE):
+class DetachedCandidatesInfoNCE(WrongInfoNCE):
     """Local anchors against detached candidates: the gradient of other ranks' anchors is lost.
 
     DDP averages the means over the local anchors: on uneven shards samples of the smaller shard have a larger weight.
@@ -86,26 +87,26 @@ class DetachedColumns(WrongInfoNCE):
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         q, k = F.normalize(queries, dim=1), F.normalize(keys, dim=1)
         all_q, all_k = cz.all_gather(q.detach()), cz.all_gather(k.detach())
-        partner = torch.arange(len(all_q))[cz.World.of().shards(q).mine]
+        positive = torch.arange(len(all_q))[cz.World.of().shards(q).mine]
         logits = torch.stack([q @ all_k.T, k @ all_q.T]) / self.temperature()
-        return (F.cross_entropy(logits[0], partner) + F.cross_entropy(logits[1], partner)) / 2
+        return (F.cross_entropy(logits[0], positive) + F.cross_entropy(logits[1], positive)) / 2
 
 
 # --- the jobs -------------------------------------------------------------------------------------------------------
 
 
 def info_nce() -> nn.Module:
-    """InfoNCE between the towers, its temperature learnt."""
+    """Return InfoNCE between the towers, with a learnable temperature."""
     return cz.DistributedLoss(cz.InfoNCE(temperature=cz.LearnableTemperature(0.1), symmetric=True))
 
 
 def sup_con() -> nn.Module:
-    """SupCon on the digits' classes."""
+    """Return SupCon on the digits' classes."""
     return cz.DistributedLoss(cz.SupCon(temperature=0.1))
 
 
 def pml_triplet() -> nn.Module:
-    """A third-party loss and miner: triplets of pytorch-metric-learning."""
+    """Return a third-party loss and miner: triplets of pytorch-metric-learning."""
     from pytorch_metric_learning.losses import TripletMarginLoss
     from pytorch_metric_learning.miners import TripletMarginMiner
 
@@ -115,17 +116,17 @@ def pml_triplet() -> nn.Module:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained and how.
+    """A training: encoder, loss, trainer and hyperparameters.
 
     Attributes:
-        title: its name in the table.
-        encoder: makes the encoder, images to one or two tensors of rows.
-        loss: makes the loss.
-        trainer: what averages the encoder's gradients over ranks.
-        labelled: whether the loss compares rows by their class, rather than two views.
-        batch: images in a global batch.
-        steps: optimizer steps.
-        rate: the encoder's learning rate. SGD with momentum: Adam would hide a gradient that is W times too small.
+        title: name in the table.
+        encoder: returns the encoder, a function of images that returns one or two tensors of embeddings.
+        loss: returns the loss.
+        trainer: averages the encoder's gradients over ranks.
+        labelled: whether the loss compares labelled embeddings, rather than two views.
+        batch: number of images in a global batch.
+        steps: number of optimizer steps.
+        rate: learning rate of the encoder. SGD with momentum: Adam would hide a gradient that is W times too small.
     """
 
     title: str
@@ -143,6 +144,6 @@ SUP_CON = Job("SupCon", OneTower, sup_con, "DDP", True, batch=256, steps=80, rat
 TRIPLET = Job("pml triplet, mined", OneTower, pml_triplet, "average_gradients", True, batch=96, steps=60, rate=0.1)
 RIGHT = (CROSS_VIEW, SUP_CON, TRIPLET)
 WRONG = (
-    replace(CROSS_VIEW, title="keeps own slice", loss=KeepsOwnSlice),
-    replace(CROSS_VIEW, title="detached columns", loss=DetachedColumns),
+    replace(CROSS_VIEW, title="keeps own slice", loss=LocalSliceInfoNCE),
+    replace(CROSS_VIEW, title="detached candidates", loss=DetachedCandidatesInfoNCE),
 )

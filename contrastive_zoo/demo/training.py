@@ -20,7 +20,7 @@ HELD_OUT = 360
 EVERY = 4
 """Steps between two evaluations of the held-out loss."""
 SHARES = {1: (1.0,), 2: (0.4, 0.6)}
-"""World size -> each rank's part of every batch; uneven on purpose."""
+"""World size -> share of each rank of every batch; uneven, to test uneven shards."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Digits:
 
     @classmethod
     def load(cls) -> Digits:
-        """Read from the installed package, centred by the training images' mean."""
+        """Read the images from the installed package; standardise them with the training images."""
         from sklearn.datasets import load_digits
 
         bunch = load_digits()
         order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
         images = torch.from_numpy(bunch.images)[order]
-        seen = images[HELD_OUT:]
-        return cls((images - seen.mean(0)) / seen.std(), torch.from_numpy(bunch.target)[order])
+        training = images[HELD_OUT:]
+        return cls((images - training.mean(0)) / training.std(), torch.from_numpy(bunch.target)[order])
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Trained:
     """The result of a training on one rank.
 
     Attributes:
-        curve: step -> the true global loss on the same held-out images after so many steps.
-        parameters: the encoder's and the loss's own, in one vector.
+        curve: step -> global loss on the held-out images after that step.
+        parameters: parameters of the encoder and the loss, in one vector.
         before: held-out embeddings at the start.
         after: held-out embeddings at the end.
     """
@@ -60,11 +60,11 @@ class Trained:
 
 
 def train(job: Job, digits: Digits) -> Trained:
-    """Train ``job`` on this rank's part of every batch. Only the sampler depends on the number of ranks."""
+    """Train ``job`` on the local shard of every batch. Only the sampler depends on the number of ranks."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # every rank of every world starts from the same parameters
     encoder, loss = job.encoder(), job.loss()
-    judge = loss.truth if isinstance(loss, WrongInfoNCE) else loss
+    held_out_criterion = loss.truth if isinstance(loss, WrongInfoNCE) else loss
     model = DistributedDataParallel(encoder) if job.trainer == "DDP" else encoder
     # DistributedLoss keeps its parameters equal on all ranks; a hand-written loss needs DDP for that.
     criterion = DistributedDataParallel(loss) if isinstance(loss, WrongInfoNCE) else loss
@@ -74,14 +74,14 @@ def train(job: Job, digits: Digits) -> Trained:
     ]
     optimizer = torch.optim.SGD(groups, lr=job.rate, momentum=0.9)
 
-    def compare(module: torch.nn.Module, criterion: torch.nn.Module, index: Tensor) -> Tensor:
-        index = local_part(index)
+    def compute_loss(module: torch.nn.Module, criterion: torch.nn.Module, index: Tensor) -> Tensor:
+        index = local_shard(index)
         rows = module(digits.images[index])
         return criterion(*rows, digits.labels[index]) if job.labelled else criterion(*rows)
 
     @torch.no_grad()
     def held_out_loss() -> float:
-        return compare(encoder, judge, torch.arange(min(job.batch, HELD_OUT))).item()
+        return compute_loss(encoder, held_out_criterion, torch.arange(min(job.batch, HELD_OUT))).item()
 
     @torch.no_grad()
     def held_out_rows() -> Rows:
@@ -92,7 +92,7 @@ def train(job: Job, digits: Digits) -> Trained:
     for step in range(1, job.steps + 1):
         batch = HELD_OUT + torch.randperm(len(digits.images) - HELD_OUT, generator=batches)[: job.batch]
         optimizer.zero_grad()
-        compare(model, criterion, batch).backward()
+        compute_loss(model, criterion, batch).backward()
         if job.trainer == "average_gradients":
             cz.average_gradients(encoder)
         optimizer.step()
@@ -103,8 +103,8 @@ def train(job: Job, digits: Digits) -> Trained:
     return Trained(curve, parameters, before, held_out_rows())
 
 
-def local_part(batch: Tensor) -> Tensor:
-    """This rank's part of a global batch."""
+def local_shard(batch: Tensor) -> Tensor:
+    """Return the local shard of a global batch."""
     world = cz.World.of()
     shares = SHARES[world.size]
     start, stop = (round(len(batch) * sum(shares[:rank])) for rank in (world.rank, world.rank + 1))
@@ -116,31 +116,31 @@ class Comparison:
     """One job on one process and on two.
 
     Attributes:
-        job: what was trained.
-        alone: by one process.
-        together: by each rank of two.
+        job: the job.
+        one_process: the result of one process.
+        two_processes: the result of each of two ranks.
     """
 
     job: Job
-    alone: Trained
-    together: tuple[Trained, ...]
+    one_process: Trained
+    two_processes: tuple[Trained, ...]
 
     @property
-    def drift(self) -> float:
-        """Largest difference between a parameter trained by one process and by any rank of two."""
-        return self._largest_difference_from(self.alone)
+    def difference(self) -> float:
+        """Return the largest difference between a parameter on one process and on any rank of two."""
+        return self._largest_difference_from(self.one_process)
 
     @property
-    def disagreement(self) -> float:
-        """Largest difference between the ranks themselves."""
-        return self._largest_difference_from(self.together[0])
+    def difference_between_ranks(self) -> float:
+        """Return the largest difference between a parameter on the two ranks."""
+        return self._largest_difference_from(self.two_processes[0])
 
-    def _largest_difference_from(self, one: Trained) -> float:
-        all_ranks = torch.stack([rank.parameters for rank in self.together])
-        return (all_ranks - one.parameters).abs().max().item()  # torch's max returns NaN if any is NaN
+    def _largest_difference_from(self, reference: Trained) -> float:
+        all_ranks = torch.stack([rank.parameters for rank in self.two_processes])
+        return (all_ranks - reference.parameters).abs().max().item()  # torch's max returns NaN if any is NaN
 
     def recall(self, rows: Rows, digits: Digits) -> float:
-        """R@1 of held-out rows: finding the other view, or a row of the same class."""
+        """Return R@1 of held-out embeddings: whether the nearest one is the other view, or has the same class."""
         return recall_at_k(*rows, labels=digits.labels[:HELD_OUT] if self.job.labelled else None)
 
 

@@ -1,4 +1,4 @@
-"""A global batch, described by a few numbers that are quick to draw, to shrink and to paste into a test."""
+"""A global batch, described by a few numbers that can be drawn, shrunk and pasted into a test."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 Labels = Literal["mixed", "singletons", "same", "distinct"]
-Rows = Literal["gaussian", "clustered", "duplicates", "collinear", "zeros", "huge", "tiny"]
+SampleKind = Literal["gaussian", "clustered", "duplicates", "collinear", "zeros", "huge", "tiny"]
 
 FEATURES = 3
-"""Numbers per sample before the encoder."""
+"""Features of a sample, the input of the encoder."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class GlobalBatch:
     """The samples of all ranks, and the shard sizes.
 
     Args:
-        shards: samples on each rank, in rank order; a rank may have none.
+        shards: number of samples on each rank, in rank order; zero is allowed.
         d: width of the embeddings.
         labels: ``"mixed"`` classes of about three, the same with some ``"singletons"``, all ``"same"`` or ``"distinct"``.
-        rows: kind of samples: well-conditioned (``"gaussian"``), ``"clustered"``, or adversarial.
+        kind: kind of samples: well-conditioned (``"gaussian"``), ``"clustered"``, or adversarial.
         seed: seed of the samples.
 
     Example:
@@ -35,7 +35,7 @@ class GlobalBatch:
     shards: tuple[int, ...]
     d: int = 2
     labels: Labels = "mixed"
-    rows: Rows = "gaussian"
+    kind: SampleKind = "gaussian"
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -48,29 +48,29 @@ class GlobalBatch:
 
     @property
     def total(self) -> int:
-        """Samples of all ranks."""
+        """Return the number of samples of all ranks."""
         return sum(self.shards)
 
     def samples(self, views: int = 1) -> list[Tensor]:
-        """One tensor [N, FEATURES] a view, float64: what the encoder reads."""
+        """Return one float64 tensor [N, FEATURES] per view, the input of the encoder."""
         generator = torch.Generator().manual_seed(self.seed)
         n = self.total
         x = torch.randn(views, n, FEATURES, dtype=torch.float64, generator=generator)
         pick = torch.randint(max(n, 1), (n,), generator=generator)
-        if self.rows == "clustered":
+        if self.kind == "clustered":
             x = x[:, pick % 2] + 0.01 * x if n else x
-        elif self.rows == "duplicates":
+        elif self.kind == "duplicates":
             x = x[:, pick // 2] if n else x
-        elif self.rows == "collinear":
+        elif self.kind == "collinear":
             x = x[:, :1] * torch.linspace(1, 2, n, dtype=x.dtype)[:, None] + 1e-6 * x
-        elif self.rows == "zeros":
+        elif self.kind == "zeros":
             x = x * (pick % 2)[:, None]
-        elif self.rows in ("huge", "tiny"):
-            x = x * (1e12 if self.rows == "huge" else 1e-12)
+        elif self.kind in ("huge", "tiny"):
+            x = x * (1e12 if self.kind == "huge" else 1e-12)
         return list(x)
 
     def classes(self) -> Tensor:
-        """One integer a sample."""
+        """Return one integer label per sample."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         n = self.total
         if self.labels == "same":
@@ -79,6 +79,6 @@ class GlobalBatch:
             return torch.randperm(n, generator=generator)
         mixed = torch.randint(max(1, n // 3), (n,), generator=generator)
         if self.labels == "singletons":
-            alone = torch.rand(n, generator=generator) < 0.4
-            mixed = mixed.where(~alone, n + torch.arange(n))
+            single = torch.rand(n, generator=generator) < 0.4
+            mixed = mixed.where(~single, n + torch.arange(n))
         return mixed

@@ -1,4 +1,4 @@
-"""The class of an invariant, and the comparison of what was found with what was expected."""
+"""The class of an invariant, and the comparison of found with expected tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +66,7 @@ def invariant(*, catches: str) -> Callable[[Callable[[Trial], None]], Invariant]
 
 
 def require_loss(trial: Trial) -> None:
+    """Raise NotApplicable if a whole training step is under test."""
     if trial.case.step:
         raise NotApplicable("applies to losses, not to training steps")
 
@@ -75,19 +76,21 @@ def number(x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-def same_gradients(found: Gradients, expected: Gradients, what: str, whose: str = "one process's") -> None:
-    for name, theirs in expected.items():
-        close(found[name], theirs, f"{what} ({name}) is", whose)
+def same_gradients(found: Gradients, expected: Gradients, what: str, source: str = "one process's") -> None:
+    """Raise Broken if a gradient differs; ``source`` says where the expected ones come from."""
+    for name, gradient in expected.items():
+        close(found[name], gradient, f"{what} ({name}) is", source)
 
 
-def close(found: Tensor, expected: Tensor, what: str, whose: str) -> None:
+def close(found: Tensor, expected: Tensor, what: str, source: str) -> None:
+    """Raise Broken if a tensor differs by more than :data:`TOLERANCE`; ``source`` names that of the expected one."""
     if found.shape != expected.shape:
-        raise Broken(f"{what} of shape {list(found.shape)}; {whose}: {list(expected.shape)}")
+        raise Broken(f"{what} of shape {list(found.shape)}; {source}: {list(expected.shape)}")
     found, expected = found.double(), expected.double()
     error = (found - expected).abs().max().item() if found.numel() else 0.0
     if not error <= TOLERANCE * max(1.0, expected.abs().max().item() if expected.numel() else 0.0):
         raise Broken(
-            f"{what} {_short(found)}; {whose}: {_short(expected)} (difference {error:.2g}{_ratio(found, expected)})"
+            f"{what} {_short(found)}; {source}: {_short(expected)} (difference {error:.2g}{_ratio(found, expected)})"
         )
 
 
@@ -97,14 +100,15 @@ def _short(x: Tensor) -> str:
 
 def _ratio(found: Tensor, expected: Tensor) -> str:
     """Return ratio and cosine of the two as text; empty where one of them is zero."""
-    ours, theirs = found.flatten(), expected.flatten()
-    if not (theirs.norm() > 0 and ours.norm() > 0):
+    x, y = found.flatten(), expected.flatten()
+    if not (y.norm() > 0 and x.norm() > 0):
         return ""
-    if ours.numel() == 1:
-        return f", ratio {(ours / theirs).item():.3g}"
-    cosine = (ours @ theirs / ours.norm() / theirs.norm()).item()
-    return f", ratio {(ours.norm() / theirs.norm()).item():.3g}, cosine {cosine:.3g}"
+    if x.numel() == 1:
+        return f", ratio {(x / y).item():.3g}"
+    cosine = (x @ y / x.norm() / y.norm()).item()
+    return f", ratio {(x.norm() / y.norm()).item():.3g}, cosine {cosine:.3g}"
 
 
 def first_line(error: RankError) -> str:
+    """Return the message of an error without tracebacks."""
     return str(error).partition("\n")[0]

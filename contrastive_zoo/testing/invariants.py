@@ -1,4 +1,4 @@
-"""The invariants of a global loss. Each is a function that raises :class:`Broken` with what it found and expected.
+"""The invariants of a global loss: functions that raise :class:`Broken` with the value found and the value expected.
 
 Each invariant names the mistake that it catches: a key of :mod:`contrastive_zoo.testing.gallery`, where the mistake is
 written out. The tests prove that it is caught.
@@ -20,14 +20,14 @@ from contrastive_zoo.testing.invariant import (
     require_loss,
     same_gradients,
 )
-from contrastive_zoo.testing.measurement import AS_IS, Measurement, Plan
+from contrastive_zoo.testing.measurement import UNCHANGED, Measurement, Plan
 from contrastive_zoo.testing.training_invariants import (
     TRAINING_INVARIANTS,
     arguments_agree,
-    draws_are_shared,
     parameters_agree,
     same_at_later_steps,
     same_messages,
+    same_random_numbers,
     same_sharded_gradient,
     settings_agree,
 )
@@ -41,9 +41,9 @@ def runs_on_every_split(trial: Trial) -> None:
 
     When it fails, training stops at the end of an epoch, or at the first batch in which some rank has no valid pair.
     """
-    trial.alone()
+    trial.on_one_process()
     try:
-        trial.together()
+        trial.on_ranks()
     except RankError as error:
         raise Broken(f"one process computes a value, but {first_line(error)}") from error
 
@@ -54,7 +54,7 @@ def same_value_on_every_rank(trial: Trial) -> None:
 
     When it fails, the logged value is one rank's local loss, and early stopping or a scheduler may differ between ranks.
     """
-    values = [found.value for found in trial.together()]
+    values = [found.value for found in trial.on_ranks()]
     for rank, value in enumerate(values):
         close(number(value), number(values[0]), f"rank {rank} returns", "rank 0")
 
@@ -65,9 +65,9 @@ def same_value(trial: Trial) -> None:
 
     When it fails, losses and schedules of runs on different numbers of processes cannot be compared.
     """
-    alone = trial.alone().value
-    for rank, found in enumerate(trial.together()):
-        close(number(found.value), number(alone), f"rank {rank} returns", "one process")
+    expected = trial.on_one_process().value
+    for rank, found in enumerate(trial.on_ranks()):
+        close(number(found.value), number(expected), f"rank {rank} returns", "one process")
 
 
 @invariant(catches="own slice")
@@ -77,7 +77,7 @@ def same_encoder_gradient(trial: Trial) -> None:
     When it fails, W processes train a different model: a wrong factor changes the effective learning rate, a wrong
     direction changes what is learnt.
     """
-    same_gradients(trial.reduced("encoder"), trial.alone().encoder, "the encoder's gradient")
+    same_gradients(trial.reduced("encoder"), trial.on_one_process().encoder, "the encoder's gradient")
 
 
 @invariant(catches="own slice × W")
@@ -86,7 +86,8 @@ def same_parameter_gradient(trial: Trial) -> None:
 
     When it fails, temperature, proxies or class centres have another effective learning rate than the encoder.
     """
-    same_gradients(trial.reduced("parameters"), trial.alone().parameters, "the gradient of the loss's own parameters")
+    expected = trial.on_one_process().parameters
+    same_gradients(trial.reduced("parameters"), expected, "the gradient of the loss's own parameters")
 
 
 @invariant(catches="local parameters")
@@ -96,7 +97,7 @@ def same_parameter_gradient_on_every_rank(trial: Trial) -> None:
     When it fails and the trainer does not reduce these parameters (they are rarely inside the wrapped model), each rank
     learns its own temperature, and the ranks compute different losses from then on.
     """
-    first, *others = [found.parameters for found in trial.together()]
+    first, *others = [found.parameters for found in trial.on_ranks()]
     for rank, found in enumerate(others, 1):
         same_gradients(found, first, f"the gradient of the loss's own parameters on rank {rank}", "rank 0's")
 
@@ -125,8 +126,8 @@ def invariant_to_rank_order(trial: Trial) -> None:
     _same_outcome(trial, Plan(rank_order=rotated), "with shards rotated by one rank")
 
 
-@invariant(catches="views misread")
-def invariant_to_row_order(trial: Trial) -> None:
+@invariant(catches="views split wrongly")
+def invariant_to_sample_order(trial: Trial) -> None:
     """The loss and its gradient do not depend on the order of the samples.
 
     When it fails, the loss uses positions where it should use sample ids: a diagonal, an offset, a tie. Applies only to
@@ -134,27 +135,28 @@ def invariant_to_row_order(trial: Trial) -> None:
     """
     if not _order_is_free(trial):
         raise NotApplicable("the value of one process depends on the order of samples")
-    _same_outcome(trial, Plan(shuffle_rows=True), "with all samples shuffled")
+    _same_outcome(trial, Plan(shuffle_samples=True), "with all samples shuffled")
 
 
-@invariant(catches="one slot for two batches")
-def accumulates(trial: Trial) -> None:
+@invariant(catches="overwritten tensors")
+def gradients_accumulate(trial: Trial) -> None:
     """Two forward passes, then two backward passes, give the mean of both gradients.
 
     When it fails, gradient accumulation, and models that call the loss twice, get wrong gradients.
     """
     require_loss(trial)
-    plan = Plan(then=trial.batch.seed + 1)
-    same_gradients(trial.reduced("encoder", plan), trial.alone(plan).encoder, "the accumulated gradient")
-    if trial.alone().state or trial.alone().draws:  # the second batch depends on the state after the first
+    plan = Plan(second_seed=trial.batch.seed + 1)
+    same_gradients(trial.reduced("encoder", plan), trial.on_one_process(plan).encoder, "the accumulated gradient")
+    first = trial.on_one_process()
+    if first.state or first.drew_random_numbers:  # the second batch depends on the state after the first
         return
     other = Trial(trial.case, replace(trial.batch, seed=trial.batch.seed + 1), trial.worlds)
-    mean = {name: (x + other.alone().encoder[name]) / 2 for name, x in trial.alone().encoder.items()}
-    same_gradients(trial.alone(plan).encoder, mean, "the accumulated gradient", "the mean of both batches' own")
+    mean = {name: (x + other.on_one_process().encoder[name]) / 2 for name, x in first.encoder.items()}
+    same_gradients(trial.on_one_process(plan).encoder, mean, "the accumulated gradient", "the mean of both batches")
 
 
 @invariant(catches="ignored grad_output")
-def honours_grad_output(trial: Trial) -> None:
+def scales_with_grad_output(trial: Trial) -> None:
     """The gradient of 3 · loss is 3 times the gradient of the loss.
 
     When it fails, loss weights, gradient scalers and division by accumulation steps have no effect.
@@ -170,9 +172,9 @@ def same_state(trial: Trial) -> None:
 
     When it fails, ranks diverge, and a checkpoint stores the buffers of one rank.
     """
-    alone = trial.alone().state
-    for rank, found in enumerate(trial.together()):
-        same_gradients(found.state, alone, f"the loss's state on rank {rank}")
+    expected = trial.on_one_process().state
+    for rank, found in enumerate(trial.on_ranks()):
+        same_gradients(found.state, expected, f"the loss's state on rank {rank}")
 
 
 @invariant(catches="naive softmax")
@@ -181,9 +183,9 @@ def finite_at_extremes(trial: Trial) -> None:
 
     When it fails, a single unusual batch turns the model's parameters to NaN.
     """
-    if not _is_finite(trial.alone()):
+    if not _is_finite(trial.on_one_process()):
         raise NotApplicable("the value or gradients of one process are not finite")
-    for rank, found in enumerate(trial.together()):
+    for rank, found in enumerate(trial.on_ranks()):
         if not _is_finite(found):
             raise Broken(f"rank {rank} has NaN or infinite numbers in its value or its gradients")
 
@@ -202,9 +204,9 @@ STEP_INVARIANTS = (
     *CONTRACT,
     invariant_to_split,
     invariant_to_rank_order,
-    invariant_to_row_order,
-    accumulates,
-    honours_grad_output,
+    invariant_to_sample_order,
+    gradients_accumulate,
+    scales_with_grad_output,
     same_state,
     finite_at_extremes,
 )
@@ -220,16 +222,17 @@ def _is_finite(found: Measurement) -> bool:
 
 
 def _order_is_free(trial: Trial) -> bool:
-    """Whether the value of one process does not depend on the order of samples."""
-    ours, theirs = number(trial.alone().value), number(trial.alone(Plan(shuffle_rows=True)).value)
-    return torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    """Return whether the value of one process does not depend on the order of samples."""
+    value, shuffled = (number(trial.on_one_process(plan).value) for plan in (UNCHANGED, Plan(shuffle_samples=True)))
+    return torch.allclose(value, shuffled, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _same_outcome(trial: Trial, plan: Plan, how: str) -> None:
-    ours, theirs = trial.together(AS_IS)[0].value, trial.together(plan)[0].value
-    close(number(theirs), number(ours), f"{how}, rank 0 returns", "as it was")
-    what = f"{how}, the encoder's gradient"
-    same_gradients(trial.reduced("encoder", plan), trial.reduced("encoder"), what, "as it was")
+def _same_outcome(trial: Trial, plan: Plan, variation: str) -> None:
+    """Require that value and encoder gradient on W ranks do not change under a plan."""
+    value, varied = (trial.on_ranks(x)[0].value for x in (UNCHANGED, plan))
+    close(number(varied), number(value), f"{variation}, rank 0 returns", "unchanged")
+    what = f"{variation}, the encoder's gradient"
+    same_gradients(trial.reduced("encoder", plan), trial.reduced("encoder"), what, "unchanged")
 
 
 __all__ = [
@@ -241,13 +244,11 @@ __all__ = [
     "Broken",
     "Invariant",
     "NotApplicable",
-    "accumulates",
     "arguments_agree",
-    "draws_are_shared",
     "finite_at_extremes",
-    "honours_grad_output",
+    "gradients_accumulate",
     "invariant_to_rank_order",
-    "invariant_to_row_order",
+    "invariant_to_sample_order",
     "invariant_to_split",
     "parameters_agree",
     "runs_on_every_split",
@@ -256,9 +257,11 @@ __all__ = [
     "same_messages",
     "same_parameter_gradient",
     "same_parameter_gradient_on_every_rank",
+    "same_random_numbers",
     "same_sharded_gradient",
     "same_state",
     "same_value",
     "same_value_on_every_rank",
+    "scales_with_grad_output",
     "settings_agree",
 ]

@@ -1,4 +1,4 @@
-"""The measurement of a loss on one rank's part of a global batch: value, gradients, buffers."""
+"""The measurement of a loss on the local shard of a global batch: value, gradients, buffers."""
 
 import inspect
 import random
@@ -22,17 +22,17 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A loss under test: how to make it, how to call it, what the trainer does.
+    """A loss under test: its constructor, its call form, and how the trainer reduces gradients.
 
     Args:
-        make: a function without arguments that returns the loss, a callable of this rank's rows. Run on every rank, in
-            its process group, with the same seed.
+        make: a function without arguments that returns the loss, a callable of the local embeddings. It runs on every
+            rank, in its process group, with the same seed.
         call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``.
-        grad_reduction: what the trainer does with the ranks' gradients.
-        views: how many views, for ``call="views"``.
-        step: a whole training step is under test: ``make`` returns ``(model, step)``, and ``step(model, *rows)`` runs
-            forward, backward and whatever reduces gradients, and returns the loss. Rows are then features [n, 3].
-        name: what reports call it.
+        grad_reduction: how the trainer reduces gradients over ranks.
+        views: number of views, for ``call="views"``.
+        step: whether a whole training step is under test: ``make`` returns ``(model, step)``, and ``step(model, *features)``
+            runs forward, backward and the reduction of gradients, and returns the loss. Features are [n, 3].
+        name: name of the loss in reports.
         shared: whether to force the general path, in which ranks split the work, for small batches too.
     """
 
@@ -49,7 +49,7 @@ class Case:
 
 
 def call_form(loss: Any) -> Call:
-    """How a loss is called, by the names of its parameters: with labels if one is called so, otherwise with views.
+    """Infer the call form of a loss from its parameters: labels if one has such a name, otherwise views.
 
     Example:
         >>> call_form(lambda z, labels: z.sum()), call_form(lambda view1, view2: view1.sum())
@@ -72,17 +72,16 @@ class Measurement:
 
     value: float
     encoder: Gradients
-    """The encoder's gradient, as this rank's backward pass left it."""
+    """The encoder's gradient after the local backward pass."""
     parameters: Gradients
-    """The gradient of the loss's own parameters that every rank holds."""
+    """The gradient of the loss's own parameters that are replicated on every rank."""
     sharded: Gradients = field(default_factory=dict)
-    """The gradient of this rank's part of the loss's sharded parameters."""
+    """The gradient of the local shard of the loss's sharded parameters."""
     state: Gradients = field(default_factory=dict)
     """The loss's buffers after the step."""
     collectives: frozenset[str] = frozenset()
-    """Names of those called in the forward pass, as the dispatcher knows them, if the plan is recording."""
-    draws: bool = False
-    """Whether the loss has drawn random numbers."""
+    """The dispatcher's names of the collectives called in the forward pass, if the plan records them."""
+    drew_random_numbers: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,57 +91,65 @@ class Plan:
     scale: float = 1.0
     shards: tuple[int, ...] | None = None
     rank_order: tuple[int, ...] | None = None
-    shuffle_rows: bool = False
-    then: int | None = None
+    shuffle_samples: bool = False
+    second_seed: int | None = None
     """Seed of a second batch whose backward pass runs after both forward passes; their mean is the loss."""
-    recording: bool = False
+    record_collectives: bool = False
     """Whether to record the names of collectives, which slows every operation down."""
 
 
-AS_IS = Plan()
+UNCHANGED = Plan()
+"""The plan without variations."""
 
 
 def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
-    """On every rank: construct the loss, call it on the local rows, run backward, return what was measured."""
+    """Construct the loss, call it on the local shard, run backward, and return the measurement; runs on every rank."""
     with splitting(always=case.shared):
         return _measure(case, batch, plan)
 
 
 def _measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
-    start()
-    made = repeating_samples(case.make())
-    batches = [batch] if plan.then is None else [batch, replace(batch, seed=plan.then)]
+    set_float64_and_seed()
+    loss = allow_repeated_samples(case.make())
+    batches = [batch] if plan.second_seed is None else [batch, replace(batch, seed=plan.second_seed)]
     if case.step:
-        model, step = made
+        model, step = loss
         return _measure_step(model, step, case, batches, plan)
     encoder = Encoder(batch.d)
-    if isinstance(made, nn.Module):
-        made = made.double()
-    heard, streams = Messages(), random_streams()
-    with heard if plan.recording else nullcontext():
-        values = [scalar(made(*encoder.rows(local_rows(case, x, plan)))) for x in batches]
+    if isinstance(loss, nn.Module):
+        loss = loss.double()
+    messages, states = Messages(), random_states()
+    with messages if plan.record_collectives else nullcontext():
+        values = [scalar(loss(*encoder.embed(local_shard(case, x, plan)))) for x in batches]
     for value in values:
         (plan.scale * value / len(values)).backward()
     mean = sum(float(value.detach()) for value in values) / len(values)
-    module = made if isinstance(made, nn.Module) else nn.Module()
-    of_encoder, of_loss = (gradients(x.named_parameters()) for x in (encoder, module))
-    whole, parts = split_parameters(module, of_loss)
-    return Measurement(mean, of_encoder, whole, parts, state(module), heard.moving, random_streams() != streams)
+    module = loss if isinstance(loss, nn.Module) else nn.Module()
+    replicated, sharded = split_parameters(module, gradients(module.named_parameters()))
+    return Measurement(
+        mean,
+        gradients(encoder.named_parameters()),
+        replicated,
+        sharded,
+        buffers(module),
+        messages.names_of_floats,
+        random_states() != states,
+    )
 
 
-def repeating_samples(made: Any) -> Any:
-    """A loss that no longer refuses embeddings that are equal on all ranks: drawn batches repeat samples on purpose."""
-    if hasattr(made, "check_distinct"):
-        made.check_distinct = False
-    return made
+def allow_repeated_samples(loss: Any) -> Any:
+    """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples; return the loss."""
+    if hasattr(loss, "check_distinct"):
+        loss.check_distinct = False
+    return loss
 
 
-def start() -> None:
-    """Set float64 and the same seed, on every rank."""
+def set_float64_and_seed() -> None:
+    """Set float64 as the default dtype, and the same seed on every rank."""
     torch.set_default_dtype(torch.float64)
     if torch.accelerator.is_available():
         torch.manual_seed(0)
-    else:  # torch.manual_seed writes down its caller's stack for a CUDA to come, which takes longer than a loss
+    else:  # torch.manual_seed records the caller's stack for a later CUDA start, which takes longer than a loss
         torch.default_generator.manual_seed(0)
 
 
@@ -150,12 +157,12 @@ def _measure_step(
     model: nn.Module, step: Callable[..., Any], case: Case, batches: list[GlobalBatch], plan: Plan
 ) -> Measurement:
     model = model.double()
-    values = [float(step(model, *local_rows(case, x, plan))) for x in batches]
-    return Measurement(sum(values) / len(values), gradients(model.named_parameters()), {}, state=state(model))
+    values = [float(step(model, *local_shard(case, x, plan))) for x in batches]
+    return Measurement(sum(values) / len(values), gradients(model.named_parameters()), {}, state=buffers(model))
 
 
 class Encoder(nn.Module):
-    """A linear encoder whose rows do not depend on their neighbours to the last bit, unlike a matrix product's."""
+    """A linear encoder in which no embedding depends on the other samples, not even in the last bit, unlike in a matmul."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -165,20 +172,20 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return sum((x[:, i : i + 1] * self.weight[i] for i in range(FEATURES)), torch.zeros(()))
 
-    def rows(self, samples: Sequence[Tensor]) -> list[Tensor]:
-        """What the loss is called with: embeddings of samples, labels as they are."""
-        return [self(x) if x.is_floating_point() else x for x in samples]
+    def embed(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Return the arguments of the loss: embeddings of the samples, labels unchanged."""
+        return [self(x) if x.is_floating_point() else x for x in arguments]
 
 
 def whole_batch(case: Case, batch: GlobalBatch) -> list[Tensor]:
-    """All ranks' samples, before the encoder: one tensor a view, or samples and labels."""
+    """Return the samples of all ranks, before the encoder: one tensor per view, or samples and labels."""
     return batch.samples(case.views) if case.call == "views" else [*batch.samples(), batch.classes()]
 
 
-def local_rows(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
-    """This rank's part of the batch, before the encoder."""
+def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
+    """Return the samples of this rank, before the encoder."""
     whole = whole_batch(case, batch)
-    if plan.shuffle_rows:
+    if plan.shuffle_samples:
         order = torch.randperm(batch.total, generator=torch.Generator().manual_seed(2))
         whole = [x[order] for x in whole]
     shards = plan.shards or batch.shards
@@ -189,38 +196,42 @@ def local_rows(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
 
 
 def scalar(value: Any) -> Tensor:
-    """The loss in what a loss returned: itself, or the first entry of a tuple or dict."""
+    """Return the loss from the result of a call: the result itself, or the first entry of a tuple or dict."""
     while not isinstance(value, Tensor):
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return value
 
 
 def gradients(parameters: Iterable[tuple[str, Tensor]]) -> Gradients:
-    """By name; a parameter that got none has a zero one."""
-    learnt = {name: x for name, x in parameters if x.requires_grad}
-    return {name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in learnt.items()}
+    """Return the gradients by name, zero for a parameter without one."""
+    return {
+        name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in parameters if x.requires_grad
+    }
 
 
-def split_parameters(module: nn.Module, found: Gradients) -> tuple[Gradients, Gradients]:
-    """Those of parameters that every rank holds, and of those of which each rank holds its part.
+def split_parameters(module: nn.Module, tensors: Gradients) -> tuple[Gradients, Gradients]:
+    """Split tensors by parameter name into those of replicated and those of sharded parameters.
 
-    A module whose parameters are sharded says so by an attribute ``sharded``.
+    A module with sharded parameters has an attribute ``sharded = True``.
     """
-    names = {
+    sharded = {
         f"{prefix}{'.' * bool(prefix)}{name}"
         for prefix, part in module.named_modules()
         if getattr(part, "sharded", False) is True and not hasattr(part, "grad_reduction")
         for name, _ in part.named_parameters(recurse=False)
     }
-    return {k: x for k, x in found.items() if k not in names}, {k: x for k, x in found.items() if k in names}
+    return (
+        {name: x for name, x in tensors.items() if name not in sharded},
+        {name: x for name, x in tensors.items() if name in sharded},
+    )
 
 
-def random_streams() -> tuple[Any, ...]:
-    """Where torch's, NumPy's and Python's global generators stand."""
-    of_numpy: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), of_numpy[1].tobytes(), of_numpy[2], random.getstate()
+def random_states() -> tuple[Any, ...]:
+    """Return the states of the global generators of torch, NumPy and Python."""
+    numpy_state: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), numpy_state[1].tobytes(), numpy_state[2], random.getstate()
 
 
-def state(module: nn.Module) -> Gradients:
-    """Its buffers."""
+def buffers(module: nn.Module) -> Gradients:
+    """Return copies of the buffers of a module."""
     return {name: x.detach().clone() for name, x in module.named_buffers()}

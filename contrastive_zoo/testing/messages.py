@@ -1,4 +1,4 @@
-"""Which collectives a rank calls, in which order and with how much in each."""
+"""A recorder of the collectives that a rank calls: names, order, number of elements and dtypes."""
 
 from typing import Any, NamedTuple
 
@@ -7,18 +7,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _PAIRED = {"send", "recv_", "recv_any_source_"}
-"""Messages between two ranks: the others have no part in them."""
-_SENT: dict[str, int] = {"_allgather_base_": 1, "alltoall_base_": 1, "allgather_": 1, "_reduce_scatter_base_": 1}
-"""Which argument is sent; the first for all others."""
+"""Operations between two ranks, which are not recorded: the other ranks do not call them."""
+_SENT_ARGUMENT: dict[str, int] = {
+    "_allgather_base_": 1,
+    "alltoall_base_": 1,
+    "allgather_": 1,
+    "_reduce_scatter_base_": 1,
+}
+"""Index of the argument that is sent; 0 for all other collectives."""
 
 
 class Message(NamedTuple):
-    """One collective.
+    """One call of a collective.
 
     Args:
-        name: as the dispatcher knows it.
-        size: elements that a rank sends, where they must be equally many on every rank; otherwise None.
-        dtype: of these.
+        name: the dispatcher's name of the collective.
+        size: number of elements that a rank sends, if it must be equal on all ranks; otherwise None.
+        dtype: dtype of these elements.
     """
 
     name: str
@@ -30,7 +35,7 @@ class Message(NamedTuple):
 
 
 class Messages(TorchDispatchMode):
-    """Records the collectives called within it, whoever calls them under whatever name; it slows every operation down.
+    """Records all collectives called inside the context, by any function; it slows every operation down.
 
     Example:
         >>> import torch
@@ -46,8 +51,8 @@ class Messages(TorchDispatchMode):
         self.sent: list[Message] = []
 
     @property
-    def moving(self) -> frozenset[str]:
-        """Names of those that move embeddings or statistics; int64 counts are neither."""
+    def names_of_floats(self) -> frozenset[str]:
+        """Return the names of the collectives of embeddings or statistics, without those of int64 counts."""
         return frozenset(message.name for message in self.sent if message.dtype not in ("int64", ""))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +63,7 @@ class Messages(TorchDispatchMode):
 
 
 def _message(name: str, args: Any) -> Message:
-    tensors = [x for x in tree_leaves(args[_SENT.get(name, 0)]) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(args[_SENT_ARGUMENT.get(name, 0)]) if isinstance(x, Tensor)]
     uneven = name == "alltoall_base_" and any(isinstance(x, (list, tuple)) and len(x) for x in args[3:5])
     size = None if uneven else sum(x.numel() for x in tensors)
     dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}

@@ -22,15 +22,15 @@ MARKER = "world_sizes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long a world may take."""
-    about = "seconds that one test may take in one world of processes"
+    """Add the option ``--world-timeout`` and the setting ``world_timeout``."""
+    about = "timeout in seconds of one test in one world of processes"
     parser.addini("world_timeout", f"{about} (--world-timeout takes precedence)", default="60")
     group = parser.getgroup("contrastive_zoo")
     group.addoption("--world-timeout", type=_seconds, metavar="SECONDS", help=f"{about}; 60 by default")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, and refuse a timeout that is none."""
+    """Register the marker, and reject an invalid timeout."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(*sizes, timeout=None): run the test on every rank of live gloo worlds of these sizes; inside, "
@@ -62,7 +62,7 @@ def _timeout(config: pytest.Config) -> float:
 
 @pytest.fixture(scope="session")
 def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
-    """A pool of live worlds for the whole session: ``worlds.run(2, function, *arguments)``."""
+    """Provide a pool of live worlds for the whole session: ``worlds.run(2, function, *arguments)``."""
     from contrastive_zoo.testing.worlds import Worlds
 
     with Worlds(timeout=_timeout(pytestconfig)) as pool:
@@ -70,19 +70,19 @@ def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
 
 
 @pytest.fixture(scope="session")
-def rank() -> EachRanksOwn:
-    """The rank on which a marked test finds itself. A fixture may hand it on, but has no number to reckon with yet."""
-    return EachRanksOwn()
+def rank() -> RankPlaceholder:
+    """Provide the rank to a marked test. In this process it is a placeholder; on a rank it is that rank's number."""
+    return RankPlaceholder()
 
 
-class EachRanksOwn:
-    """What :func:`rank` is until it arrives on a rank, where it becomes that rank's number."""
+class RankPlaceholder:
+    """The value of :func:`rank` in this process; unpickling on a rank turns it into that rank's number."""
 
     def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
         return _rank, ()
 
     def __repr__(self) -> str:
-        return "each rank's own"
+        return "the rank's number"
 
 
 def _rank() -> int:
@@ -95,7 +95,7 @@ def _rank() -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each world size."""
+    """Generate one test for each world size."""
     marker = metafunc.definition.get_closest_marker(MARKER)
     if marker is None:
         return
@@ -104,14 +104,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise _misuse(f"{MARKER} takes numbers of processes, at least 1 each, got {list(sizes)}.")
     if unknown := set(marker.kwargs) - {"timeout"}:
         raise _misuse(f"{MARKER} takes sizes and timeout, got {', '.join(sorted(unknown))} as well.")
-    # No fixture of the plugin: Hypothesis would take it for one that is made anew for every test but not every example.
+    # world_size is no fixture: Hypothesis would treat it as function-scoped, not made anew for each example.
     if "world_size" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world_size")
     metafunc.parametrize("world_size", sizes, ids=[f"W={size}" for size in sizes])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse what would run in this process alone, or not at all."""
+    """Reject marked tests that would run in this process only, or not at all."""
     if item.get_closest_marker(MARKER) is None:
         return
     if _size(item) is None:
@@ -133,14 +133,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if marker is None or size is None:
         return None
     pool: Worlds = pyfuncitem._request.getfixturevalue("worlds")
-    pool.start(size)  # not on the test's time
+    pool.start(size)  # not part of the test's timeout
     on_ranks = functools.partial(_on_ranks, pool, size, marker.kwargs.get("timeout"))
     test = pyfuncitem.obj
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if not getattr(test, "is_hypothesis_test", False):
         on_ranks(test, **arguments)
         return True
-    # Hypothesis draws here, so that all ranks get the same example; what it runs for each is on its handle.
+    # Hypothesis draws in this process, so that all ranks get the same example; inner_test is called with each.
     handle, body = test.hypothesis, test.hypothesis.inner_test
 
     @functools.wraps(body)
@@ -151,7 +151,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     handle.inner_test = body_on_ranks
     try:
         test(**arguments)
-    except pytest.fail.Exception as failure:  # pytest leaves out the notes of a failure without a trace
+    except pytest.fail.Exception as failure:  # pytest omits the notes of a failure without a traceback
         example = getattr(failure, "__notes__", [])
         raise pytest.fail.Exception("\n".join([str(failure), *example]), pytrace=False) from None
     finally:
@@ -165,13 +165,13 @@ def _on_ranks(
     __tracebackhide__ = True
     from contrastive_zoo.testing.worlds import RankError
 
-    sent: Any = _Body(body, *args, **kwargs)
+    job: Any = _Body(body, *args, **kwargs)
     try:
-        pool.run(size, sent, timeout=timeout)
+        pool.run(size, job, timeout=timeout)
     except RankError as error:
         failure = _outcome(error)
     except TypeError as error:  # raised before anything ran
-        failure = _misuse(_what_cannot_be_pickled(body, kwargs, error))
+        failure = _misuse(_pickling_problem(body, kwargs, error))
     else:
         return
     raise failure
@@ -184,11 +184,11 @@ class _Body:
         self.call = functools.partial(body, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        return _arrive, (self.call,)
+        return _unpickle_body, (self.call,)
 
 
-def _arrive(call: Callable[[], Any]) -> Callable[[], Any]:
-    # pytest says that Skipped lives in builtins, where pickle does not find it.
+def _unpickle_body(call: Callable[[], Any]) -> Callable[[], Any]:
+    # Skipped.__module__ is "builtins", where pickle does not find it.
     copyreg.pickle(pytest.skip.Exception, lambda skipped: (_skipped, (str(skipped),)))
     return call
 
@@ -198,7 +198,7 @@ def _skipped(reason: str) -> Any:
 
 
 def _outcome(error: Any) -> BaseException:
-    """What this test's failure, skip, … on the ranks is in this process."""
+    """Return the outcome of the test in this process: a skip or an expected failure of all ranks, or else a failure."""
     errors = list(error.errors.values())
     if errors and all(isinstance(x, pytest.skip.Exception) for x in errors):
         return pytest.skip.Exception(str(errors[0]), _use_item_location=True)
@@ -207,23 +207,23 @@ def _outcome(error: Any) -> BaseException:
     return pytest.fail.Exception(str(error), pytrace=False)
 
 
-def _what_cannot_be_pickled(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
-    from contrastive_zoo.testing import _rank
+def _pickling_problem(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
+    from contrastive_zoo.testing import _pickling
 
     def problem(value: Any) -> str | None:
         try:
-            _rank.dumps(value)
+            _pickling.dump_job(value)
         except Exception as reason:
             return f"{type(value).__name__}: {str(reason).partition(chr(10))[0]}"
         return None
 
     named = {"self": getattr(body, "__self__", None)} | arguments
-    stuck = [f"{name} ({why})" for name, value in named.items() if (why := problem(value))]
-    if not stuck:
+    problems = [f"{name} ({why})" for name, value in named.items() if (why := problem(value))]
+    if not problems:
         return str(error)
     return (
         f"{body.__name__}: its arguments are evaluated in this process and sent to the ranks, but these cannot be pickled: "
-        f"{', '.join(stuck)}. Make them inside the test, or leave the marker out and call worlds.run."
+        f"{', '.join(problems)}. Make them inside the test, or leave the marker out and call worlds.run."
     )
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: global batches, as small descriptions."""
+"""Hypothesis strategies of global batches, shard sizes, temperatures, numbers of views and dtypes."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -6,75 +6,75 @@ from typing import get_args
 import torch
 from hypothesis import strategies as st
 
-from contrastive_zoo.testing.batch import GlobalBatch, Labels, Rows
+from contrastive_zoo.testing.batch import GlobalBatch, Labels, SampleKind
 
-ORDINARY: tuple[Rows, ...] = ("gaussian", "clustered")
-"""Rows at which every loss is smooth, with probability one."""
+ORDINARY: tuple[SampleKind, ...] = ("gaussian", "clustered")
+"""Kinds of samples at which every loss is smooth, with probability one."""
 
-ADVERSARIAL: tuple[Rows, ...] = ("duplicates", "collinear", "zeros", "huge", "tiny")
-"""Rows with ties, kinks and extreme norms."""
+ADVERSARIAL: tuple[SampleKind, ...] = ("duplicates", "collinear", "zeros", "huge", "tiny")
+"""Kinds of samples with ties, kinks and extreme norms."""
 
 
 @st.composite
 def splits(
-    draw: st.DrawFn, world_sizes: Sequence[int] = (1, 2, 3, 4), *, least: int = 1, most: int = 6
+    draw: st.DrawFn, world_sizes: Sequence[int] = (1, 2, 3, 4), *, min_samples: int = 1, max_per_rank: int = 6
 ) -> tuple[int, ...]:
-    """Samples per rank: even, uneven, and with empty ranks; ``least`` to ``W · most`` in all.
+    """Draw shard sizes: even, uneven, and with empty ranks; ``min_samples`` to ``W · max_per_rank`` in total.
 
     Example:
         >>> from hypothesis import given
-        >>> @given(splits((2, 3), most=4))
-        ... def somebody_has_something(shards):
+        >>> @given(splits((2, 3), max_per_rank=4))
+        ... def some_rank_has_a_sample(shards):
         ...     assert len(shards) in (2, 3) and 1 <= sum(shards) <= 12
-        >>> somebody_has_something()
+        >>> some_rank_has_a_sample()
     """
     world_size = draw(st.sampled_from(sorted(world_sizes)))
     if draw(st.booleans()):
-        sizes = [draw(st.integers(0, most)) for _ in range(world_size)]
+        sizes = [draw(st.integers(0, max_per_rank)) for _ in range(world_size)]
     else:
-        sizes = [draw(st.integers(-(-least // world_size), most))] * world_size
-    sizes[-1] += max(0, least - sum(sizes))
+        sizes = [draw(st.integers(-(-min_samples // world_size), max_per_rank))] * world_size
+    sizes[-1] += max(0, min_samples - sum(sizes))
     return tuple(sizes)
 
 
 def global_batches(
     world_sizes: Sequence[int] = (1, 2, 3, 4),
     *,
-    least: int = 2,
-    most: int = 6,
-    rows: Sequence[Rows] = ORDINARY,
+    min_samples: int = 2,
+    max_per_rank: int = 6,
+    kinds: Sequence[SampleKind] = ORDINARY,
     labels: Sequence[Labels] = get_args(Labels),
     width: int | None = None,
 ) -> st.SearchStrategy[GlobalBatch]:
-    """Global batches of ``least`` to ``W · most`` samples.
+    """Draw global batches of ``min_samples`` to ``W · max_per_rank`` samples.
 
     Args:
-        world_sizes: the W to draw from.
-        least: samples of all ranks together, at least.
-        most: samples of one rank, at most.
-        rows: kinds of rows to draw from; adversarial ones have ties and kinks, where gradients are not defined.
+        world_sizes: the world sizes W to draw from.
+        min_samples: smallest number of samples of all ranks together.
+        max_per_rank: largest number of samples of one rank.
+        kinds: kinds of samples to draw from; adversarial ones have ties and kinks, where gradients are not defined.
         labels: kinds of labels to draw from.
-        width: of the embeddings; None draws it.
+        width: width of the embeddings; None draws it.
 
     Example:
         >>> from hypothesis import given
-        >>> @given(global_batches((2,), most=3))
+        >>> @given(global_batches((2,), max_per_rank=3))
         ... def two_ranks_hold_two_to_six_samples(batch):
         ...     assert len(batch.shards) == 2 and 2 <= batch.total <= 6
         >>> two_ranks_hold_two_to_six_samples()
     """
     return st.builds(
         GlobalBatch,
-        splits(world_sizes, least=least, most=most),
+        splits(world_sizes, min_samples=min_samples, max_per_rank=max_per_rank),
         d=st.integers(1, 6) if width is None else st.just(width),
         labels=st.sampled_from(list(labels)),
-        rows=st.sampled_from(list(rows)),
+        kind=st.sampled_from(list(kinds)),
         seed=st.integers(0, 999),
     )
 
 
 def temperatures() -> st.SearchStrategy[float]:
-    """From 1 down to 0.01, where exponentials underflow unless their maximum is taken out.
+    """Draw temperatures from 1 to 0.01, where exponentials underflow unless their maximum is subtracted.
 
     Example:
         >>> from hypothesis import find
@@ -84,19 +84,19 @@ def temperatures() -> st.SearchStrategy[float]:
     return st.sampled_from([1.0, 0.5, 0.1, 0.05, 0.01])
 
 
-def views(most: int = 4) -> st.SearchStrategy[int]:
-    """How many views a sample has: two to ``most``.
+def views(max_views: int = 4) -> st.SearchStrategy[int]:
+    """Draw the number of views of a sample: 2 to ``max_views``.
 
     Example:
         >>> from hypothesis import find
         >>> find(views(), lambda number: True)
         2
     """
-    return st.integers(2, most)
+    return st.integers(2, max_views)
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """What embeddings come in, the widest first.
+    """Draw a dtype of embeddings, the widest first.
 
     Example:
         >>> from hypothesis import find

@@ -5,6 +5,7 @@ from itertools import zip_longest
 
 import torch
 
+from contrastive_zoo.testing.faults import Fault
 from contrastive_zoo.testing.invariant import (
     Broken,
     NotApplicable,
@@ -17,12 +18,12 @@ from contrastive_zoo.testing.invariant import (
 )
 from contrastive_zoo.testing.measurement import Measurement
 from contrastive_zoo.testing.messages import Message
-from contrastive_zoo.testing.training import Fault, Outcome, Refusal, Training
+from contrastive_zoo.testing.training import Outcome, StepError, Training
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError
 
-LEAST_STEPS = 4
-"""Shorter trainings are not tested."""
+MIN_STEPS = 4
+"""Fewest steps of a training that is tested."""
 
 
 @invariant(catches="scaled from call 3")
@@ -36,15 +37,15 @@ def same_at_later_steps(trial: Trial) -> None:
 
 
 @invariant(catches="own random stream")
-def draws_are_shared(trial: Trial) -> None:
-    """A loss that draws random numbers draws those of one process, on every rank and at every step.
+def same_random_numbers(trial: Trial) -> None:
+    """A loss with random numbers uses those of one process, on every rank and at every step.
 
-    When it fails, ranks compute different losses, and a run cannot be repeated on another number of processes. The test
-    gives each rank a random state of its own, as after data loading. Applies only to losses that draw.
+    When it fails, ranks compute different losses, and a run cannot be repeated on another number of processes. In the
+    test the random states of the ranks differ, as after data loading. Applies only to losses with random numbers.
     """
-    training = replace(trial.training, own_streams=True)
+    training = replace(trial.training, seed_per_rank=True)
     require_loss(trial)
-    if not any(isinstance(x, Measurement) and x.draws for x in trial.trained_alone(training)):
+    if not any(isinstance(x, Measurement) and x.drew_random_numbers for x in trial.train_on_one_process(training)):
         raise NotApplicable("this loss draws no random numbers")
     _same_training(trial, training)
 
@@ -56,14 +57,14 @@ def same_sharded_gradient(trial: Trial) -> None:
     When it fails, sharded class weights have another effective learning rate than the encoder. Applies only to losses with
     sharded parameters; such a module has an attribute ``sharded = True``.
     """
-    if not trial.traits.sharded and not any(found.sharded for found in trial.together()):
+    if not trial.traits.sharded and not any(found.sharded for found in trial.on_ranks()):
         raise NotApplicable("this loss has no sharded parameters")
     ranks, _ = _trained(trial, trial.training)
-    for step, alone in enumerate(trial.trained_alone(trial.training), 1):
-        assert isinstance(alone, Measurement)
-        parts = [found.sharded for found in _measured(ranks, step)]
-        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        expected = alone.sharded or {name: alone.parameters[name] for name in whole}
+    for step, reference in enumerate(trial.train_on_one_process(trial.training), 1):
+        assert isinstance(reference, Measurement)
+        shards = [found.sharded for found in _measured(ranks, step)]
+        whole = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+        expected = reference.sharded or {name: reference.parameters[name] for name in whole}
         same_gradients(whole, expected, f"at step {step}, the gradient of sharded parameters")
 
 
@@ -75,9 +76,9 @@ def settings_agree(trial: Trial) -> None:
     Applies only to wrappers with an option ``grad_reduction``.
     """
     _require_wrapper(trial)
-    _refused(trial, "option", "grad_reduction")
+    _require_same_error(trial, "option", "grad_reduction")
     if trial.traits.setting is not None:
-        _refused(trial, "setting", trial.traits.setting)
+        _require_same_error(trial, "setting", trial.traits.setting)
 
 
 @invariant(catches="parameters not compared")
@@ -90,7 +91,7 @@ def parameters_agree(trial: Trial) -> None:
     _require_wrapper(trial)
     if trial.traits.parameter is None:
         raise NotApplicable("this loss has no parameters that every rank holds")
-    _refused(trial, "parameter", trial.traits.parameter, first=0)
+    _require_same_error(trial, "parameter", trial.traits.parameter, first=0)
 
 
 @invariant(catches="arguments not compared")
@@ -101,7 +102,7 @@ def arguments_agree(trial: Trial) -> None:
     Applies only to wrappers.
     """
     _require_wrapper(trial)
-    _refused(trial, "argument", "the last argument", lasting=1)
+    _require_same_error(trial, "argument", "the last argument", steps=1)
 
 
 @invariant(catches="one message more")
@@ -111,39 +112,39 @@ def same_messages(trial: Trial) -> None:
     When it fails, a rank decides from local data what it sends: for some batch, ranks wait for each other, or match
     messages that do not belong together.
     """
-    _, (first, *others) = _trained(trial, replace(trial.training, recording=True))
+    _, (first, *others) = _trained(trial, replace(trial.training, record_collectives=True))
     for rank, sent in enumerate(others, 1):
-        for position, (ours, theirs) in enumerate(zip_longest(sent, first), 1):
-            if ours != theirs:
+        for position, (message, of_rank_0) in enumerate(zip_longest(sent, first), 1):
+            if message != of_rank_0:
                 raise Broken(
-                    f"message {position} of rank {rank} is {ours or 'missing'}; rank 0's: {theirs or 'missing'}"
+                    f"message {position} of rank {rank} is {message or 'missing'}; rank 0's: {of_rank_0 or 'missing'}"
                 )
 
 
 TRAINING_INVARIANTS = (
     same_at_later_steps,
-    draws_are_shared,
+    same_random_numbers,
     same_sharded_gradient,
     settings_agree,
     parameters_agree,
     arguments_agree,
     same_messages,
 )
-"""All of them."""
+"""The invariants of a training."""
 
 
 def _require_wrapper(trial: Trial) -> None:
     if trial.world_size == 1:
         raise NotApplicable("there is no other rank to differ from")
-    if not trial.traits.options:
+    if not trial.traits.is_wrapper:
         raise NotApplicable("applies to wrappers with an option grad_reduction")
 
 
 def _trained(trial: Trial, training: Training) -> tuple[list[list[Outcome]], list[list[Message]]]:
-    if trial.world_size == 1 or len(training.steps) < LEAST_STEPS:
+    if trial.world_size == 1 or len(training.steps) < MIN_STEPS:
         raise NotApplicable("there is one rank only, or one process raises at most steps")
     try:
-        return trial.trained(training)
+        return trial.train_on_ranks(training)
     except RankError as error:
         raise Broken(f"in a training of {len(training.steps)} steps, {first_line(error)}") from error
 
@@ -152,7 +153,7 @@ def _measured(ranks: list[list[Outcome]], step: int) -> list[Measurement]:
     """Return the measurements of all ranks at one step."""
     outcomes = [by_step[step - 1] for by_step in ranks]
     for rank, outcome in enumerate(outcomes):
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, StepError):
             raise Broken(f"one process computes a value at step {step}, but rank {rank} raised {outcome.message}")
     return [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
 
@@ -160,35 +161,36 @@ def _measured(ranks: list[list[Outcome]], step: int) -> list[Measurement]:
 def _same_training(trial: Trial, training: Training) -> None:
     """Compare value, gradients and state of every rank at every step with one process."""
     ranks, _ = _trained(trial, training)
-    for step, alone in enumerate(trial.trained_alone(training), 1):
+    for step, reference in enumerate(trial.train_on_one_process(training), 1):
         by_rank = _measured(ranks, step)
-        assert isinstance(alone, Measurement), "steps that one process does not compute are left out"
+        assert isinstance(reference, Measurement), "trial.training has only steps that one process computes"
         for rank, found in enumerate(by_rank):
-            close(number(found.value), number(alone.value), f"at step {step}, rank {rank} returns", "one process")
-            same_gradients(found.state, alone.state, f"at step {step}, the loss's state on rank {rank}")
+            close(number(found.value), number(reference.value), f"at step {step}, rank {rank} returns", "one process")
+            same_gradients(found.state, reference.state, f"at step {step}, the loss's state on rank {rank}")
         for what in ("encoder", "parameters"):
             reduced = trial.reduce([getattr(found, what) for found in by_rank])
-            expected = {name: x for name, x in getattr(alone, what).items() if name in reduced}
+            expected = {name: x for name, x in getattr(reference, what).items() if name in reduced}
             same_gradients(reduced, expected, f"at step {step}, the gradient of the {what}")
 
 
-def _refused(trial: Trial, fault: Fault, name: str, *, first: int = 2, lasting: int = 2) -> None:
-    """Require the same ValueError on every rank for one rank's fault, and right values before and after."""
-    at = tuple(range(first, first + lasting))
-    ranks, _ = _trained(trial, replace(trial.training, fault=fault, faulty=at))
+def _require_same_error(trial: Trial, fault: Fault, name: str, *, first: int = 2, steps: int = 2) -> None:
+    """Require the same ValueError on all ranks for a fault of one rank, and right values before and after it."""
+    fault_steps = tuple(range(first, first + steps))
+    ranks, _ = _trained(trial, replace(trial.training, fault=fault, fault_steps=fault_steps))
     what = f"{name} {'is missing' if fault == 'argument' else 'differs'} on rank {trial.world_size - 1}"
     raised = []
-    for step in at:
-        errors = [x.message if isinstance(x, Refusal) else None for x in (by_step[step] for by_step in ranks)]
+    for step in fault_steps:
+        errors = [x.message if isinstance(x, StepError) else None for x in (by_step[step] for by_step in ranks)]
         if len(set(errors)) > 1:
             by_rank = "; ".join(f"rank {rank} {'raised ' + e if e else 'continued'}" for rank, e in enumerate(errors))
             raise Broken(f"{what} at step {step + 1}, and ranks do not raise the same error: {by_rank}")
         raised += [text for text in errors if text]
     if not raised:
         raise Broken(f"{what} from step {first + 1} on, and no rank raises")
-    for step, alone in enumerate(trial.trained_alone(trial.training), 1):
-        if step - 1 in at or not isinstance(alone, Measurement) or alone.state or alone.draws:
-            continue  # a refused step leaves no state behind, so later steps of a stateful loss differ
+    for step, reference in enumerate(trial.train_on_one_process(trial.training), 1):
+        assert isinstance(reference, Measurement), "trial.training has only steps that one process computes"
+        if step - 1 in fault_steps or reference.state or reference.drew_random_numbers:
+            continue  # a step that raises changes no state, so later steps of a stateful loss differ
         for rank, found in enumerate(_measured(ranks, step)):
-            where = f"{what} at step {first + 1}; at step {step}, rank {rank} returns"
-            close(number(found.value), number(alone.value), where, "one process")
+            context = f"{what} at step {first + 1}; at step {step}, rank {rank} returns"
+            close(number(found.value), number(reference.value), context, "one process")

@@ -19,7 +19,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.adapters.pml_native import REFUSED, TRANSLATED, to_native
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, complaint, distance, split
+from tests.helpers import EXACT, common_error, distance, split
 from tools.pml_native_page import as_markdown
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
@@ -518,7 +518,7 @@ def test_ranks_that_call_it_differently_are_refused(worlds: Worlds) -> None:
             return cz.DistributedLoss(L.SupConLoss(), prefer_native=True, check_distinct=False)(z, labels).item()
 
         for job in (bad, settled):
-            text, after = complaint(worlds, 2, job, good)
+            text, after = common_error(worlds, 2, job, good)
             assert "ref_emb" in text, text
             assert after[0] == after[1]
 

@@ -21,7 +21,8 @@ from pytorch_metric_learning import losses
 
 from contrastive_zoo.mining import DistributedMiner
 from tests.helpers import numbers
-from tools.pml_matrix import CLASSES, LABELS, SAMPLES, WIDTH, WITHOUT_LABELS, Case, parts
+from tools.pml_matrix.cases import Case
+from tools.pml_matrix.constructors import CLASSES, LABELS, SAMPLES, WIDTH, WITHOUT_LABELS, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
 
@@ -108,12 +109,12 @@ def noticed(loss: str, grad_reduction: str, calls: Iterable[str] = CALLS) -> lis
     """Return the calls that the wrapper changes."""
 
     def wrapped() -> nn.Module:
-        return cz.DistributedLoss(Case(loss).made()[0], grad_reduction=grad_reduction)
+        return cz.DistributedLoss(Case(loss).construct()[0], grad_reduction=grad_reduction)
 
     return [
         f"{name}: {found} instead of {expected}"
         for name in calls
-        if not same(found := outcome(wrapped(), name), expected := outcome(Case(loss).made()[0], name))
+        if not same(found := outcome(wrapped(), name), expected := outcome(Case(loss).construct()[0], name))
     ]
 
 
@@ -142,7 +143,7 @@ def test_a_wrapper_that_changes_a_call_is_detected() -> None:
 
 @pytest.mark.parametrize("name", parts(losses))
 def test_attributes_are_those_of_the_loss(name: str) -> None:
-    loss, _ = Case(name).made()
+    loss, _ = Case(name).construct()
     wrapper = cz.DistributedLoss(loss)
     of_modules = set(dir(nn.Module())) | OWN
     for attribute in [x for x in dir(loss) if not x.startswith("_") and x not in of_modules]:
@@ -159,17 +160,17 @@ def test_attributes_are_those_of_the_loss(name: str) -> None:
 
 @pytest.mark.parametrize("name", parts(losses))
 def test_it_can_be_copied_and_saved(name: str) -> None:
-    wrapper = cz.DistributedLoss(Case(name).made()[0])
+    wrapper = cz.DistributedLoss(Case(name).construct()[0])
     call = "one tensor" if name == "ManifoldLoss" else "two views" if name in WITHOUT_LABELS else "rows and labels"
     call = "a reference by name" if name == "VICRegLoss" else call
     expected = outcome(wrapper, call)
     assert isinstance(expected[0], Tensor)
-    twin = cz.DistributedLoss(Case(name).made()[0])
+    twin = cz.DistributedLoss(Case(name).construct()[0])
     file = io.BytesIO()
     torch.save(twin.state_dict(), file)
     file.seek(0)
     twin.load_state_dict(torch.load(file))
-    for other in (twin, copy.deepcopy(cz.DistributedLoss(Case(name).made()[0]))):
+    for other in (twin, copy.deepcopy(cz.DistributedLoss(Case(name).construct()[0]))):
         assert same(outcome(other, call), expected)
 
 
@@ -205,7 +206,7 @@ def test_attributes_of_a_loss_inside_ddp_are_read_too(worlds: Worlds) -> None:
 
 
 def test_a_wrapped_miner_is_equal_too() -> None:
-    _, miner = Case("TripletMarginLoss", "BatchHardMiner").made()
+    _, miner = Case("TripletMarginLoss", "BatchHardMiner").construct()
     assert miner is not None
     wrapper = DistributedMiner(miner)
     z = rows()

@@ -17,8 +17,11 @@ pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 
-from tools import pml_matrix
-from tools.pml_matrix import BASES, Case, Row, all_splits, cases, measure, page, parts, some_splits
+from tools.pml_matrix import measurement
+from tools.pml_matrix.cases import Case, all_splits, cases, some_splits
+from tools.pml_matrix.constructors import BASES, parts
+from tools.pml_matrix.measurement import Row, measure
+from tools.pml_matrix.page import BEGIN, END, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "pytorch-metric-learning.md"
 MODULES = (losses, miners, reducers, distances, regularizers)
@@ -36,7 +39,7 @@ def test_all_cases_equal_one_process(rows: list[Row]) -> None:
 @pytest.mark.parametrize("loss", parts(losses))
 def test_every_exported_loss_is_compared_by_itself_on_every_split(loss: str, rows: list[Row]) -> None:
     (row,) = [row for row in rows if row.case == Case(loss)]
-    assert row.refused is None, "how is it built? say so in BUILT, or in BASES that it is no loss"
+    assert row.unsupported is None, "how is it built? say so in BUILT, or in BASES that it is no loss"
     assert set(row.verdicts) == set(all_splits(row.case))
     assert {len(shards) for shards in row.verdicts} == {1, 2, 3}
     assert any(min(shards) == 0 for shards in row.verdicts)
@@ -45,13 +48,13 @@ def test_every_exported_loss_is_compared_by_itself_on_every_split(loss: str, row
 @pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
 @pytest.mark.parametrize("loss", parts(losses))
 def test_every_loss_has_a_comparison(loss: str) -> None:
-    found = pml_matrix.alone(Case(loss)).numbers
+    found = measurement.on_one_process(Case(loss)).tensors
     assert found["value 0 of step 0"].abs() > 1e-6
     assert all(x.abs().max() > 1e-9 for name, x in found.items() if name.startswith(("encoder", "parameter")))
 
 
 def test_every_exported_part_is_compared_with_some_loss(rows: list[Row]) -> None:
-    compared = [row.case for row in rows if row.refused is None]
+    compared = [row.case for row in rows if row.unsupported is None]
     with_miner = {case.miner for case in compared}
     with_part = {name for case in compared for _, name in case.parts}
     assert with_miner - {None} == set(parts(miners))
@@ -65,7 +68,7 @@ def test_every_exported_part_is_compared_with_some_loss(rows: list[Row]) -> None
 def test_every_miner_by_itself(references: bool, worlds: Worlds) -> None:
     of = [Case("TripletMarginLoss", miner, "outside", references) for miner in parts(miners)]
     rows = measure(worlds, of, lambda _: [(4, 8), (5, 0, 7)])
-    assert [(row.case.miner, row.refused, row.wrong) for row in rows if row.wrong or row.refused] == []
+    assert [(row.case.miner, row.unsupported, row.wrong) for row in rows if row.wrong or row.unsupported] == []
 
 
 def test_base_classes_that_are_left_out_are_exported() -> None:
@@ -79,7 +82,7 @@ def test_a_new_export_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(losses, "NewLoss", NewLoss, raising=False)
     assert "NewLoss" in parts(losses)
-    assert "needs_to_be_told" in (pml_matrix.alone(Case("NewLoss")).error or "")
+    assert "needs_to_be_told" in (measurement.on_one_process(Case("NewLoss")).error or "")
 
 
 def test_the_page_shows_what_was_measured(rows: list[Row]) -> None:
@@ -167,7 +170,7 @@ def test_ddp_may_hold_weights_outside_or_inside(worlds: Worlds) -> None:
     def inside(loss: nn.Module, **settings: Any) -> nn.Module:
         return cz.DistributedLoss(DistributedDataParallel(loss), **settings)
 
-    with_weights = [case for case in map(Case, parts(losses)) if [*case.made()[0].parameters()]]
+    with_weights = [case for case in map(Case, parts(losses)) if [*case.construct()[0].parameters()]]
     assert len(with_weights) > 10
     for wrap in (outside, inside):
         rows = measure(worlds, with_weights, lambda _: [(4, 8), (12, 0)], wrap)
@@ -175,7 +178,7 @@ def test_ddp_may_hold_weights_outside_or_inside(worlds: Worlds) -> None:
 
 
 def test_the_page_in_the_docs_is_of_all_losses_and_finds_nothing_different() -> None:
-    table = PAGE.read_text(encoding="utf-8").split(pml_matrix.BEGIN)[1].split(pml_matrix.END)[0]
+    table = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
     assert [loss for loss in parts(losses) if f"\n| {loss} | ✓" not in table] == []
     assert [line for line in table.splitlines() if line.startswith("|") and "✗" in line] == []
     for shards in all_splits(Case("NTXentLoss")):

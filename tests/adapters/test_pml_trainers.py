@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, numbers, said
+from tests.helpers import close, distance, error_message, numbers
 
 pytest.importorskip("pytorch_metric_learning")
 
@@ -123,7 +123,7 @@ def test_a_trainer_that_makes_indices_of_its_own_is_refused(worlds: Worlds) -> N
             data_device=torch.device("cpu"),
             dataloader_num_workers=0,
         )
-        return said(trainer.train)
+        return error_message(trainer.train)
 
     texts = worlds.run(2, job)
     assert "indices_tuple was mined on this rank's rows" in texts[0]

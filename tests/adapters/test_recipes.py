@@ -18,7 +18,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, Broken, Invariant, same_state
 from contrastive_zoo.testing.trial import Call, Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, mine, numbers
+from tests.helpers import close, distance, local_shard, numbers
 
 SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]
 
@@ -208,7 +208,7 @@ def test_without_distributed_loss_invariants_fail(recipe: Recipe, worlds: Worlds
 
 def parts_of(loss: Callable[..., Any], shards: tuple[int, ...]) -> Any:
     z, y = numbers(5, 2, seed=1), torch.tensor([0, 1, 0, 1, 0])
-    return loss(mine(z, shards), mine(y, shards))
+    return loss(local_shard(z, shards), local_shard(y, shards))
 
 
 @pytest.mark.parametrize("shards", [(1, 4), (2, 0, 3)], ids=str)
@@ -231,7 +231,7 @@ def states(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], Any], spli
     step_loss = wrap(loss)
     for step, shards in enumerate(splits):
         z, y = numbers(6, 2, seed=step), torch.arange(6) % 4
-        step_loss(mine(z, shards).requires_grad_(), mine(y, shards))
+        step_loss(local_shard(z, shards).requires_grad_(), local_shard(y, shards))
         found.append({name: x.clone() for name, x in loss.named_buffers()})
     return found
 
@@ -262,7 +262,7 @@ def percent(found: Tensor, expected: Tensor) -> str:
 def row(recipe: Recipe, make: Callable[[], Any], worlds: Worlds) -> str:
     """Return what the page states for two processes with two and six samples: value (mean over ranks), gradients, state."""
     on = trial(make, recipe.call, (2, 6), worlds)
-    alone, by_rank = on.alone(), on.together()
+    alone, by_rank = on.on_one_process(), on.on_ranks()
 
     def flat(found: dict[str, Tensor]) -> Tensor:
         return torch.cat([x.double().flatten() for x in found.values()])

@@ -31,7 +31,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from contrastive_zoo.adapters.sentence_transformers import DistributedSentenceLoss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, groups, said
+from tests.helpers import close, distance, error_message, groups
 
 N, D, WORDS = 6, 4, 11
 SPLITS = [(6,), (4, 2), (3, 1, 2), (2, 0, 4)]
@@ -321,7 +321,7 @@ def test_losses_of_layers_see_all_ranks_layers(name: str, ddp: bool, checkpoint:
 def compiled(path: str, rows: slice) -> str | None:
     loss = DistributedSentenceLoss(LAYERS["AdaptiveLayerLoss"].make(bert(path)))
     loss.model = torch.compile(loss.model, backend="eager")
-    return said(lambda: loss(features(2, rows), scores()[rows]))
+    return error_message(lambda: loss(features(2, rows), scores()[rows]))
 
 
 def test_compiled_layers_are_refused(checkpoint: str, worlds: Worlds) -> None:
@@ -380,7 +380,7 @@ def complaints() -> list[str | None]:
         with torch.no_grad():
             model[0].head.weight.mul_(spoil)
         loss = DistributedSentenceLoss(case.make(model).double())
-        return said(lambda: loss(features(columns, slice(rows)), labels))
+        return error_message(lambda: loss(features(columns, slice(rows)), labels))
 
     return [
         job(cosent, 2, drawn(3 if mistaken else 2)),

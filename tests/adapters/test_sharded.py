@@ -29,7 +29,7 @@ from contrastive_zoo.adapters.pml_sharded import (
 from contrastive_zoo.loss_call import paired_problem
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import EXACT, complaint, distance, said, split
+from tests.helpers import EXACT, common_error, distance, error_message, split
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
 
@@ -372,7 +372,7 @@ def test_every_rank_refuses(worlds: Worlds) -> None:
         rank = World.of().rank
         return torch.eye(3)[: 2 + rank], torch.arange(2 + rank)
 
-    text, values = complaint(
+    text, values = common_error(
         worlds,
         2,
         lambda: cz.DistributedLoss(L.HistogramLoss(), mode="sharded")(*rows()),
@@ -461,7 +461,7 @@ def test_views_of_unequal_length_are_refused_on_every_rank(mode: Any, counts: tu
             loss = L.SelfSupervisedLoss(L.NTXentLoss(), symmetric=symmetric)
             return cz.DistributedLoss(loss, mode=mode)(rows_of_rank(counts), rows_of_rank((5, 3), seed=7))
 
-        text, after = complaint(worlds, 2, bad, good)
+        text, after = common_error(worlds, 2, bad, good)
         assert "ref_emb holds another view of each row of embeddings" in text
         assert after[0] == after[1]
 
@@ -492,7 +492,7 @@ def shifted(name: str) -> Any:
     ],
 )
 def test_rows_that_are_shifted_between_ranks_are_refused(name: str, words: str, worlds: Worlds) -> None:
-    text, after = complaint(worlds, 2, lambda: shifted(name), good)
+    text, after = common_error(worlds, 2, lambda: shifted(name), good)
     assert words in text
     assert after[0] == after[1]
 
@@ -518,7 +518,7 @@ def test_three_dimensions_and_a_rank_without_rows(worlds: Worlds) -> None:
             n = 3 * World.of().rank
             return cz.DistributedLoss(loss(), mode="sharded")(torch.ones(n, 2, WIDTH), torch.arange(n))
 
-        text, after = complaint(worlds, 2, bad, good)
+        text, after = common_error(worlds, 2, bad, good)
         assert "embeddings are [n, d], got 3 dimensions" in text
         assert after[0] == after[1]
 
@@ -556,7 +556,7 @@ class RaisesOnOneRank(M.BaseMiner):
     "name", ["ArcFace", "ArcFace, no rows", "Margin", "P2SGrad", "P2SGrad, no rows", "weights of classes", "miner"]
 )
 def test_every_rank_raises_the_error_of_one(name: str, worlds: Worlds) -> None:
-    text, after = complaint(worlds, 2, lambda: beyond(name), good)
+    text, after = common_error(worlds, 2, lambda: beyond(name), good)
     assert "rank 1: " in text
     # a rank without rows evaluates one of the batch's labels, which is wrong there, too
     assert ("rank 0: " in text) == (name == "ArcFace, no rows")
@@ -597,7 +597,7 @@ def test_losses_with_miners_take_no_indices(worlds: Worlds) -> None:
         loss = L.MultipleLosses([L.TripletMarginLoss()], [M.BatchHardMiner()])
         return cz.DistributedLoss(loss, mode="sharded")(z, labels, indices)
 
-    text, after = complaint(worlds, 2, bad, good)
+    text, after = common_error(worlds, 2, bad, good)
     assert "has miners of its own, and takes no indices_tuple" in text
     assert after[0] == after[1]
 
@@ -609,7 +609,7 @@ def test_indices_without_labels(worlds: Worlds) -> None:
     def job(z: Tensor, labels: Tensor) -> tuple[Tensor, str | None]:
         indices = cz.DistributedMiner(M.BatchHardMiner())(z, labels)
         loss = L.TripletMarginLoss()
-        text = said(lambda: cz.DistributedLoss(loss, mode="sharded")(z, indices_tuple=indices))
+        text = error_message(lambda: cz.DistributedLoss(loss, mode="sharded")(z, indices_tuple=indices))
         return cz.DistributedLoss(loss)(z, indices_tuple=indices), text
 
     for value, text in worlds.run(2, job, each=rows.split((5, 7))):

@@ -18,7 +18,7 @@ from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
-from tests.helpers import close, mine, numbers
+from tests.helpers import close, local_shard, numbers
 
 SPLITS = [(9,), (5, 4), (7, 2), (9, 0), (3, 4, 2), (0, 9, 0), (2, 3, 1, 3), (0, 4, 0, 5), (2, 1, 3, 1, 2)]
 COLUMNS = {1: (11,), 2: (3, 8), 3: (0, 6, 5), 4: (5, 0, 4, 2), 5: (2, 2, 3, 4, 0)}
@@ -108,9 +108,9 @@ def job(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -
     """This rank's share of the value, its rows' gradients, and its share of the scale's."""
     world = Session.of(World.of(), ring=way.ring)
     rank = world.rank
-    a = mine(way.rows(sum(sizes), 1), sizes).requires_grad_()
-    b = mine(way.rows(sum(columns), 2), columns).requires_grad_()
-    w, v = mine(numbers(sum(sizes), seed=3), sizes), mine(numbers(sum(columns), seed=4), columns)
+    a = local_shard(way.rows(sum(sizes), 1), sizes).requires_grad_()
+    b = local_shard(way.rows(sum(columns), 2), columns).requires_grad_()
+    w, v = local_shard(numbers(sum(sizes), seed=3), sizes), local_shard(numbers(sum(columns), seed=4), columns)
     scale = torch.tensor(way.scale, dtype=torch.float64, requires_grad=True)
     rows, cols = Shards(sizes, rank), Shards(columns, rank)
     with tiled(way.tile_bytes), similarity_budget.memory_budget(way.keep):

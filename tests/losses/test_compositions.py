@@ -22,7 +22,7 @@ from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import close, complaint, numbers
+from tests.helpers import close, common_error, numbers
 from tests.losses.zoo_compositions import ENTRIES, info_nce
 from tests.zoo import Entry, dense_nt_xent, dense_sup_con
 
@@ -251,5 +251,5 @@ def test_bad_rows_are_refused_on_every_rank(worlds: Worlds) -> None:
     def call(d: int) -> float:
         return cz.DistributedLoss(Matryoshka(cz.SupCon(), (2, 4)))(torch.ones(2, d), torch.tensor([0, 0])).item()
 
-    said, _ = complaint(worlds, 2, lambda: call(4 - dist.get_rank()), lambda: call(4))
+    said, _ = common_error(worlds, 2, lambda: call(4 - dist.get_rank()), lambda: call(4))
     assert said == "Matryoshka: rank 1: a prefix of 4 does not fit into argument 0 float32 [2, 3]."

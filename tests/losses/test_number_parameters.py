@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, mine, numbers
+from tests.helpers import close, local_shard, numbers
 from tests.zoo import BatchHard
 
 D = 4
@@ -114,7 +114,7 @@ def test_fsdp_shards_them(name: str, fsdp2: bool, worlds: Worlds) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         loss = cz.DistributedLoss(make().double(), grad_reduction="sum")
-        rows = [mine(x, shards) for x in rows_of(labelled)]
+        rows = [local_shard(x, shards) for x in rows_of(labelled)]
         if fsdp2:
             fsdp.fully_shard(loss, mesh=init_device_mesh("cpu", (2,)))
             loss.set_force_sum_reduction_for_comms(True)  # gloo knows no mean

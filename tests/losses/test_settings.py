@@ -16,7 +16,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base.checks import is_number, number_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, complaint, numbers
+from tests.helpers import close, common_error, numbers
 
 N, D = 8, 4
 LABELS = torch.arange(N) % 3
@@ -344,7 +344,7 @@ def test_a_setting_spoilt_on_one_rank_is_said_on_all(worlds: Worlds) -> None:
         loss.margin = NAN if dist.get_rank() else 0.1
         cz.DistributedLoss(loss)(*LABELLED)
 
-    said, _ = complaint(
+    said, _ = common_error(
         worlds, 2, bad, lambda: cz.DistributedLoss(cz.Triplet(), check_distinct=False)(*LABELLED).item()
     )
     assert said == "Triplet: rank 1: margin must be finite, got nan."

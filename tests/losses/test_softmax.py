@@ -284,17 +284,17 @@ def test_a_learnt_temperature_gets_its_whole_gradient(entry: Entry, worlds: Worl
     )
     for invariant in CONTRACT:
         invariant(trial)
-    assert trial.alone().parameters
+    assert trial.on_one_process().parameters
 
 
-@pytest.mark.parametrize("rows", ["duplicates", "zeros", "huge", "tiny"])
-def test_extremes_stay_finite(rows: Any, worlds: Worlds) -> None:
+@pytest.mark.parametrize("kind", ["duplicates", "zeros", "huge", "tiny"])
+def test_extremes_stay_finite(kind: Any, worlds: Worlds) -> None:
     for entry in ENTRIES:
         for temperature in (1.0, 0.01):
-            trial = Trial(entry.case(temperature=temperature), GlobalBatch((5,), d=2, rows=rows, seed=7), worlds)
+            trial = Trial(entry.case(temperature=temperature), GlobalBatch((5,), d=2, kind=kind, seed=7), worlds)
             if "NPairs" not in entry.name:  # whose dot products overflow by themselves
-                assert math.isfinite(trial.alone().value), entry
-                assert all(x.isfinite().all() for x in trial.alone().encoder.values()), entry
+                assert math.isfinite(trial.on_one_process().value), entry
+                assert all(x.isfinite().all() for x in trial.on_one_process().encoder.values()), entry
             finite_at_extremes(trial)
 
 

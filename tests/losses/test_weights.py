@@ -121,7 +121,7 @@ def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], worlds: Wo
     trial = Trial(entry.case(temperature=0.2), GlobalBatch(shards, d=3, labels="singletons", seed=5), worlds)
     for invariant in INVARIANTS:
         invariant(trial)
-    assert trial.alone().parameters
+    assert trial.on_one_process().parameters
 
 
 def _step(make: Any, shards: tuple[int, ...], trainer: str, seed: int) -> dict[str, Any]:

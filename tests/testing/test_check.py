@@ -1,4 +1,4 @@
-"""The doctor catches every mistake of the gallery, names it rightly, and accuses nobody else."""
+"""The check finds every mistake of the gallery and names it, and reports no error for right recipes."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing import check
+from contrastive_zoo.testing import examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.gallery import GALLERY, Recipe, make
@@ -22,16 +22,16 @@ RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
 
 @pytest.fixture(autouse=True)
 def shrink_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "SHRINKING", 0.5)
+    monkeypatch.setattr(examination, "SHRINKING", 0.5)
 
 
 @pytest.mark.parametrize("recipe", GALLERY.values(), ids=lambda recipe: recipe.name)
-def test_the_doctor_names_the_mistake(recipe: Recipe, impatient: Worlds) -> None:
+def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> None:
     report = examine(
         partial(make, recipe.name),
         world_sizes=(2, 3),
         call=recipe.call,
-        grad_reduction=recipe.trainer,
+        grad_reduction=recipe.grad_reduction,
         max_examples=8,
         worlds=impatient,
         name=recipe.name,
@@ -50,7 +50,7 @@ def test_no_false_alarms(recipe: Recipe, batch: GlobalBatch, worlds: Worlds) -> 
             invariant(trial)
 
 
-def test_a_failure_comes_with_a_small_counterexample_the_diagnosis_and_the_mend(impatient: Worlds) -> None:
+def test_a_failure_has_a_small_counterexample_the_diagnosis_and_the_fix(impatient: Worlds) -> None:
     with pytest.raises(NotInvariant) as failure:
         check_world_size_invariance(partial(make, "own slice"), world_sizes=(2, 3), worlds=impatient, max_examples=5)
     text = str(failure.value)
@@ -74,7 +74,7 @@ def test_values_are_compared_in_64_bits(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("sync", "mistake"),
     [("mean", None), ("none", "own slice"), ("sum", "trainer sums")],
-    ids=["averaged", "never reduced", "summed"],
+    ids=["averaged", "not reduced", "summed"],
 )
 def test_a_whole_training_step_is_under_test(sync: str, mistake: str | None, impatient: Worlds) -> None:
     def make_step():
@@ -130,12 +130,12 @@ def test_the_report_in_plain_types(impatient: Worlds) -> None:
     assert report["ok"] is False
     assert report["invariants"]["same_value"]["holds"] is False
     assert report["invariants"]["same_value"]["batch"].startswith("GlobalBatch(")
-    assert report["invariants"]["honours_grad_output"] == {"holds": True}
+    assert report["invariants"]["scales_with_grad_output"] == {"holds": True}
     assert report["invariants"]["same_at_later_steps"] == {"holds": None}  # not tried: its first step is wrong already
     assert report["diagnosis"]["mistake"] == "local negatives"
 
 
-def test_the_call_form_is_read_off_the_parameters() -> None:
+def test_the_call_form_is_inferred_from_parameter_names() -> None:
     assert call_form(cz.DistributedLoss(cz.SupCon())) == "labels"
     assert call_form(cz.DistributedLoss(cz.NTXent())) == "views"
     assert call_form(nn.CosineEmbeddingLoss()) == "labels"

@@ -40,7 +40,7 @@ def test_a_marked_test_runs_on_every_rank(run) -> None:
 
         @pytest.fixture
         def rows(world_size, rank):
-            return {"x": torch.ones(world_size), "mine": rank}
+            return {"x": torch.ones(world_size), "rank": rank}
 
         @pytest.mark.world_sizes(1, 2, 3)
         def test_ranks(rank, world_size, tmp_path):
@@ -55,7 +55,7 @@ def test_a_marked_test_runs_on_every_rank(run) -> None:
 
         @pytest.mark.world_sizes(2)
         def test_fixtures_are_sent(rows):
-            assert rows["mine"] == dist.get_rank()
+            assert rows["rank"] == dist.get_rank()
             assert rows["x"].sum() == 2
 
         class TestMethods:
@@ -80,7 +80,7 @@ def test_a_failure_shows_the_ranks_that_failed(run) -> None:
         """
 @pytest.mark.world_sizes(2)
 def test_one(rank):
-    assert rank == 0, "not mine"
+    assert rank == 0, "not rank 0"
 
 @pytest.mark.world_sizes(2)
 def test_both(rank):
@@ -90,7 +90,7 @@ def test_both(rank):
     result.assert_outcomes(failed=2)
     text = result.stdout.str()
     one, both = text.split("_ test_both[W=2] _")
-    assert "W=2: rank 1 raised AssertionError: not mine" in one
+    assert "W=2: rank 1 raised AssertionError: not rank 0" in one
     assert "rank 1:\nTraceback (most recent call last):" in one
     assert "assert 1 == 0" in one
     assert "rank 0:\nTraceback" not in one

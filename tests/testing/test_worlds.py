@@ -1,4 +1,4 @@
-"""Every way a job can end, and that the next job finds a sound world."""
+"""All outcomes of a job on a pool of worlds; after each, the next job runs in a working world."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.testing import _rank
+from contrastive_zoo.testing import _stack
 from contrastive_zoo.testing.worlds import RankError, Where, Worlds, WorldTimeout, report
 
 
@@ -44,18 +44,18 @@ def alive(pid: int) -> bool:
         return False
 
 
-def soon_gone(processes: list[int]) -> bool:
+def end_soon(processes: list[int]) -> bool:
     deadline = time.monotonic() + 20
     while any(map(alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not any(map(alive, processes))
 
 
-# --- what a job gets and gives --------------------------------------------------------------------------------------
+# --- arguments and results of a job --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_results_come_in_rank_order(worlds, size):
+def test_results_are_in_rank_order(worlds, size):
     assert worlds.run(size, lambda: (dist.get_rank(), dist.get_world_size(), dist.get_backend())) == [
         (rank, size, "gloo") for rank in range(size)
     ]
@@ -78,23 +78,23 @@ def test_worlds_of_several_sizes_live_side_by_side(worlds):
     assert pids(worlds, 2) == two
 
 
-def test_a_closure_takes_what_it_closes_over(worlds):
+def test_a_closure_is_sent_with_its_variables(worlds):
     shards = [torch.ones(2), torch.ones(0)]
 
-    def mine():
+    def local_sum():
         return shards[dist.get_rank()].sum().item()
 
-    assert worlds.run(2, mine) == [2.0, 0.0]
+    assert worlds.run(2, local_sum) == [2.0, 0.0]
 
 
 def test_keywords_and_arguments_of_each_rank(worlds):
-    def job(common, own, *, scale):
-        return scale * (common + own)
+    def job(common, local, *, scale):
+        return scale * (common + local)
 
     assert worlds.run(2, job, 10, each=[(1,), (2,)], scale=3) == [33, 36]
 
 
-def test_tensors_come_back_detached_and_by_value(worlds):
+def test_tensors_are_returned_detached_and_by_value(worlds):
     def job(x):
         y = 2 * x
         y.register_hook(print)
@@ -130,14 +130,14 @@ class Case:
     value: int
 
 
-def test_a_class_of_a_test_module_comes_home_as_itself(worlds):
+def test_an_object_of_a_test_modules_class_is_returned_with_that_class(worlds):
     Case.seen = 5  # by value, cloudpickle would put the attributes of the rank's copy back onto the original
-    (back,) = worlds.run(1, lambda case: Case(case.value + 1), Case(1))
-    assert back == Case(2)
+    (returned,) = worlds.run(1, lambda case: Case(case.value + 1), Case(1))
+    assert returned == Case(2)
     assert Case.seen == 5
 
 
-def test_a_local_class_comes_home_too(worlds):
+def test_an_object_of_a_local_class_is_returned(worlds):
     @dataclasses.dataclass
     class Local:
         value: int
@@ -145,7 +145,7 @@ def test_a_local_class_comes_home_too(worlds):
     assert worlds.run(1, lambda: Local(3)) == [Local(3)]
 
 
-def test_a_module_found_on_the_path_only_now_is_imported_there(worlds, tmp_path, monkeypatch):
+def test_a_module_added_to_the_path_later_is_imported_on_ranks(worlds, tmp_path, monkeypatch):
     pids(worlds, 1)
     (tmp_path / "made_just_now.py").write_text("def answer():\n    return __name__")
     monkeypatch.syspath_prepend(tmp_path)
@@ -177,24 +177,24 @@ def test_ranks_see_the_environment_of_the_caller(monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_reports_arrive_while_the_job_goes_on(worlds):
-    heard: list[tuple[int, int]] = []
+def test_reports_arrive_during_the_job(worlds):
+    received: list[tuple[int, int]] = []
 
     def job():
         for step in range(3):
             report(step)
         return "done"
 
-    assert worlds.run(2, job, on_message=lambda rank, step: heard.append((rank, step))) == ["done", "done"]
-    assert sorted(heard) == [(rank, step) for rank in range(2) for step in range(3)]
+    assert worlds.run(2, job, on_message=lambda rank, step: received.append((rank, step))) == ["done", "done"]
+    assert sorted(received) == [(rank, step) for rank in range(2) for step in range(3)]
     assert worlds.run(2, job) == ["done", "done"]
-    report("nobody listens")
+    report("outside a job")
 
 
-# --- what the caller gets wrong -------------------------------------------------------------------------------------
+# --- errors of the caller -------------------------------------------------------------------------------------
 
 
-def test_the_callers_mistakes(worlds):
+def test_invalid_arguments_raise(worlds):
     with pytest.raises(ValueError, match="at least one rank, got W=0"):
         worlds.run(0, total)
     with pytest.raises(ValueError, match="got 1 for W=2"):
@@ -203,7 +203,7 @@ def test_the_callers_mistakes(worlds):
         worlds.run(1, lambda: worlds.timeout)
 
 
-def test_a_closed_pool_says_so_and_closes_again():
+def test_a_closed_pool_raises_and_can_be_closed_again():
     pool = Worlds()
     processes = pids(pool, 2)
     pool.close()
@@ -283,7 +283,7 @@ def test_an_exception_on_one_rank_while_the_other_waits_for_it(worlds):
     ("leave", "text"),
     [(lambda: sys.exit(3), "SystemExit: 3"), (lambda: signal.raise_signal(2) or interrupt(), "KeyboardInterrupt")],
 )
-def test_leaving_is_an_error_like_any_other(worlds, leave, text):
+def test_exiting_is_an_error_of_the_job(worlds, leave, text):
     with pytest.raises(RankError, match=f"rank 0 raised {text}"):
         worlds.run(1, leave)
     assert worlds.run(1, total) == [1.0]
@@ -411,14 +411,14 @@ def test_a_wait_inside_cpp_is_not_taken_for_a_slow_job(worlds):
         worlds.run(2, job, timeout=0.3)
 
 
-def test_no_limit(worlds):
+def test_an_infinite_timeout(worlds):
     assert worlds.run(1, total, timeout=math.inf) == [1.0]
 
 
 # --- the parent -----------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_job_takes_its_world_with_it(worlds):
+def test_an_interrupted_job_ends_its_world(worlds):
     before = pids(worlds, 2)
 
     def job():
@@ -469,7 +469,7 @@ def test_a_script_without_a_main_guard(how, tmp_path, monkeypatch):
     lines = done.stdout.splitlines()
     assert lines[:2] == ["main runs", "[3, 3] True"]
     assert len(lines) == 3
-    assert soon_gone(list(map(int, lines[2].split())))  # nobody closed the pool
+    assert end_soon(list(map(int, lines[2].split())))  # the script does not close the pool
 
 
 def test_ranks_in_a_collective_die_with_a_parent_that_is_killed(tmp_path, monkeypatch):
@@ -497,7 +497,7 @@ def test_ranks_in_a_collective_die_with_a_parent_that_is_killed(tmp_path, monkey
         assert parent.wait(60) == -signal.SIGKILL
     assert len(ranks) == 2
     try:
-        assert soon_gone(ranks)
+        assert end_soon(ranks)
         assert list(tmp_path.glob("contrastive-zoo-*")) == []
     finally:
         for pid in ranks:
@@ -511,14 +511,14 @@ def test_ranks_in_a_collective_die_with_a_parent_that_is_killed(tmp_path, monkey
 def test_a_stack_is_read_for_the_collective_and_the_users_line():
     site = os.path.dirname(torch.__path__[0])
     text = f"""Thread 0x00007f01 (most recent call first):
-  File "{_rank.__file__}", line 1 in _die_with_parent
+  File "{_stack.__file__}", line 1 in _exit_with_parent
 
 Current thread 0x00007f02 [rank] (most recent call first):
   File "{site}/torch/distributed/distributed_c10d.py", line 2 in all_gather
   File "{site}/torch/distributed/c10d_logger.py", line 3 in wrapper
   File "{site}/torch/distributed/distributed_c10d.py", line 4 in all_gather_object
-  File "{site}/somebodys/helper.py", line 5 in exchange
+  File "{site}/some_package/helper.py", line 5 in exchange
   File "/home/me/train.py", line 6 in <lambda>
 """
-    assert _rank.parse_stack(text) == Where("all_gather_object", "helper.py:5 in exchange")
-    assert _rank.parse_stack("") == Where(None, "an unknown place")
+    assert _stack.parse_stack(text) == Where("all_gather_object", "helper.py:5 in exchange")
+    assert _stack.parse_stack("") == Where(None, "an unknown place")

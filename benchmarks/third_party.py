@@ -1,10 +1,10 @@
-"""pytorch-metric-learning's own wrapper beside DistributedLoss, replicated, sharded and native: time, memory, errors.
+"""Time, memory and errors of pytorch-metric-learning's wrapper and of DistributedLoss (replicated, sharded, native).
 
-python benchmarks/foreign.py [--repeats 5] [--docs] [name …]
+python benchmarks/third_party.py [--repeats 5] [--docs] [name …]
 
 Two gloo ranks of one thread each, float32, forward and backward through a linear encoder whose gradient is averaged as DDP
-does. Times are medians over repeats that take turns, the slower rank's; memory is the higher rank's, in processes of their
-own. Errors are those of a smaller batch in float64, against the bare loss on one process.
+does. Times are medians over interleaved repeats, of the slower rank; memory is that of the rank with more, in new processes.
+Errors are those of a smaller batch in float64, against the loss without wrapper on one process.
 """
 
 import argparse
@@ -25,12 +25,12 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "native-and-sharded.md"
-MARK = "<!-- measured by benchmarks/foreign.py -->\n"
+MARK = "<!-- measured by benchmarks/third_party.py -->\n"
 RANKS, WIDTH, OF_A_CLASS, ROWS_FOR_ERRORS = 2, 128, 4, 64
 
 
 class Subject(NamedTuple):
-    """A loss, its miner, and how many rows all ranks bring: as many as the wrapper can take."""
+    """A loss, its miner, and the number of samples of all ranks, which the wrapper limits."""
 
     rows: int
     loss: Callable[[], Any]
@@ -48,7 +48,7 @@ SUBJECTS = {
 
 
 class Wrapped(nn.Module):
-    """The library's wrapper, and that of its miner where there is one."""
+    """The library's wrapper of a loss and of its miner."""
 
     def __init__(self, loss: Any, miner: Any, efficient: bool = False) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Wrapped(nn.Module):
         return self.loss(z, labels, self.miner(z, labels) if self.miner else None)
 
 
-WAYS: dict[str, Callable[[Any, Any], nn.Module]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Any, Any], nn.Module]] = {
     "their wrapper": Wrapped,
     "their wrapper, efficient": lambda loss, miner: Wrapped(loss, miner, efficient=True),
     "replicated": lambda loss, miner: cz.DistributedLoss(loss, miner=miner),
@@ -89,36 +89,39 @@ def step(loss: Any, x: Tensor, labels: Tensor, encoder: nn.Linear) -> tuple[Tens
     return value.detach(), gradient / RANKS
 
 
-def mine(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, nn.Linear]:
-    """This rank's even share."""
+def local_inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, nn.Linear]:
+    """Return the local shard; shards are equal."""
     x, labels, encoder = batch(rows, dtype)
     return x.chunk(RANKS)[dist.get_rank()], labels.chunk(RANKS)[dist.get_rank()], encoder
 
 
-def made(name: str, way: str) -> nn.Module:
-    """The loss, distributed in this way."""
+def construct(name: str, implementation: str) -> nn.Module:
+    """Construct a loss in one implementation."""
     subject = SUBJECTS[name]
-    return WAYS[way](subject.loss(), subject.miner and subject.miner())
+    return IMPLEMENTATIONS[implementation](subject.loss(), subject.miner and subject.miner())
 
 
 def times(name: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way's steps, which take turns."""
-    given, ways = mine(SUBJECTS[name].rows), {way: made(name, way) for way in WAYS}
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    """Return the seconds per step of each implementation, interleaved."""
+    given, implementations = (
+        local_inputs(SUBJECTS[name].rows),
+        {implementation: construct(name, implementation) for implementation in IMPLEMENTATIONS},
+    )
+    found: dict[str, list[float]] = {implementation: [] for implementation in IMPLEMENTATIONS}
     for repeat in range(repeats + 1):  # the first warms up
-        for way, loss in ways.items():
+        for implementation, loss in implementations.items():
             dist.barrier()
             start = time.perf_counter()
             step(loss, *given)
             if repeat:
-                found[way].append(time.perf_counter() - start)
+                found[implementation].append(time.perf_counter() - start)
     return found
 
 
-def memory(name: str, way: str) -> float:
-    """MB that one step needs at its peak beyond what the process held before (Linux)."""
-    loss, given = made(name, way), mine(SUBJECTS[name].rows)
-    step(loss, *mine(16))
+def memory(name: str, implementation: str) -> float:
+    """Return the peak memory of one step minus the memory before it, in MB (Linux)."""
+    loss, given = construct(name, implementation), local_inputs(SUBJECTS[name].rows)
+    step(loss, *local_inputs(16))
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
     step(loss, *given)
@@ -126,19 +129,19 @@ def memory(name: str, way: str) -> float:
 
 
 def resident(what: str) -> float:
-    """This process's resident memory in MB."""
+    """Return the resident memory of this process in MB."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def results(name: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Value and encoder gradient of each way, in float64."""
-    given = mine(ROWS_FOR_ERRORS, torch.float64)
-    return {way: step(made(name, way), *given) for way in WAYS}
+    """Return value and encoder gradient of each implementation, in float64."""
+    given = local_inputs(ROWS_FOR_ERRORS, torch.float64)
+    return {implementation: step(construct(name, implementation), *given) for implementation in IMPLEMENTATIONS}
 
 
 def truth(name: str) -> tuple[Tensor, Tensor]:
-    """The same of the bare loss on one process."""
+    """Return value and encoder gradient of the loss without wrapper on one process."""
     subject, (x, labels, encoder) = SUBJECTS[name], batch(ROWS_FOR_ERRORS, torch.float64)
     z = encoder(x)
     value = subject.loss()(z, labels, subject.miner()(z, labels) if subject.miner else None)
@@ -146,31 +149,33 @@ def truth(name: str) -> tuple[Tensor, Tensor]:
     return value.detach(), gradient
 
 
-def off(found: Tensor, expected: Tensor) -> str:
-    """How far, relative to what is expected."""
+def relative_error(found: Tensor, expected: Tensor) -> str:
+    """Return the relative error as text."""
     error = ((found - expected).norm() / expected.norm()).item()
     return "0" if error == 0 else f"{error:.0e}" if error < 1e-6 else f"**{100 * error:.0f} %**"
 
 
 def lines(name: str, repeats: int, worlds: Worlds) -> list[str]:
-    """The table's rows of one loss."""
+    """Return the rows of the table for one loss."""
     took = worlds.run(RANKS, times, name, repeats, timeout=3600.0)
     found, expected = worlds.run(RANKS, results, name, timeout=600.0), truth(name)
     rows = []
-    for way in WAYS:
+    for implementation in IMPLEMENTATIONS:
         with Worlds() as fresh:
-            peak = max(fresh.run(RANKS, memory, name, way, timeout=600.0))
-        seconds = statistics.median(max(pair) for pair in zip(*(x[way] for x in took), strict=True))
-        value, gradient = (max((x[way][i] for x in found), key=lambda y: (y - expected[i]).norm()) for i in (0, 1))
-        errors = f"{off(value, expected[0])} | {off(gradient, expected[1])}"
+            peak = max(fresh.run(RANKS, memory, name, implementation, timeout=600.0))
+        seconds = statistics.median(max(pair) for pair in zip(*(x[implementation] for x in took), strict=True))
+        value, gradient = (
+            max((x[implementation][i] for x in found), key=lambda y: (y - expected[i]).norm()) for i in (0, 1)
+        )
+        errors = f"{relative_error(value, expected[0])} | {relative_error(gradient, expected[1])}"
         title = f"`{name}`, {SUBJECTS[name].rows:,} rows" if not rows else ""
-        rows.append(f"| {title} | {way} | {1000 * seconds:,.0f} | {peak:,.0f} | {errors} |")
+        rows.append(f"| {title} | {implementation} | {1000 * seconds:,.0f} | {peak:,.0f} | {errors} |")
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
 def main() -> None:
-    """Measure the losses named, or all."""
+    """Measure the named losses, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--docs", action="store_true", help="write the table into docs/pages/native-and-sharded.md")

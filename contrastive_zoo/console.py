@@ -1,4 +1,4 @@
-"""Output of the command line: progress, the report of a check, the catalogue."""
+"""Print the output of the command line: progress, the report of a check, the catalogue."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ _VERDICTS = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Te
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar; yield a function that sets the number of completed items."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(description, total=total)
         yield lambda done: bar.update(task, completed=done)
 
 
@@ -32,35 +32,35 @@ def show(report: "Report") -> None:
     from contrastive_zoo.testing.invariants import INVARIANTS
 
     console = Console()
-    broken = {found.invariant.name: found for found in report.findings}
+    findings = {finding.invariant.name: finding for finding in report.findings}
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("invariant", "holds", "smallest batch that breaks it"):
         table.add_column(heading)
     for invariant in INVARIANTS:
-        found = broken.get(invariant.name)
+        finding = findings.get(invariant.name)
         verdict = _VERDICTS[report.holds(invariant)]
-        table.add_row(invariant.name, verdict, Text("" if found is None else f"{found.batch}\n{found.message}"))
+        table.add_row(invariant.name, verdict, Text("" if finding is None else f"{finding.batch}\n{finding.message}"))
     console.print(table)
     console.print()
     sizes = ", ".join(map(str, report.world_sizes))
-    tried = f"{report.examples} global batches on W = {sizes}, in {report.seconds:.1f} s"
+    extent = f"{report.examples} global batches on W = {sizes}, in {report.seconds:.1f} s"
     if report.diagnosis is None:
         console.print(
-            Text.assemble((f"{report.name} is the same function on any number of processes", "green"), f" ({tried}).")
+            Text.assemble((f"{report.name} is the same function on any number of processes", "green"), f" ({extent}).")
         )
         return
     console.print(
-        Text.assemble((f"{report.name} is not the same function on any number of processes", "red"), f" ({tried}).")
+        Text.assemble((f"{report.name} is not the same function on any number of processes", "red"), f" ({extent}).")
     )
     text = Text.assemble(report.diagnosis.why, "\n\n", ("Fix: ", "bold"), report.diagnosis.fix)
     console.print(Panel(text, title=report.diagnosis.mistake, title_align="left"))
 
 
-def show_catalogue(rows: Iterable["Entry"]) -> None:
+def show_catalogue(entries: Iterable["Entry"]) -> None:
     """Print the catalogue as a table."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("name", "class", "called with", "family", "engine", "source"):
         table.add_column(heading)
-    for entry in rows:
+    for entry in entries:
         table.add_row(entry.name, entry.cls, entry.called_with, entry.family, entry.engine, entry.source)
     Console().print(table)

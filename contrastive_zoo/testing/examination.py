@@ -1,0 +1,158 @@
+"""The search of a check: test every invariant on many global batches, then shrink each counterexample."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis.errors import HypothesisException, NoSuchExample
+
+from contrastive_zoo.testing import invariants
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.invariants import STEP_INVARIANTS, TRAINING_INVARIANTS, Broken, Invariant
+from contrastive_zoo.testing.measurement import Case
+from contrastive_zoo.testing.report import Finding
+from contrastive_zoo.testing.strategies import ADVERSARIAL, ORDINARY, global_batches
+from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.worlds import RankError, Worlds
+
+SHRINKING = 4.0
+"""Time limit in seconds for shrinking all counterexamples of a check."""
+
+MOST_FAILURES = 3
+"""The search stops after so many batches on which a rank raises or hangs: each may cost a timeout."""
+
+DEFAULT_WIDTH = 3
+"""Width of the embeddings in fixed batches, where the loss does not fix it."""
+
+
+class Examination:
+    """Tests all invariants of one loss and stores the first counterexample of each.
+
+    Attributes:
+        examples: number of global batches tested.
+        broken: the first finding of each broken invariant, by name.
+        tried: names of the invariants that applied to at least one batch.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        worlds: Worlds,
+        world_sizes: tuple[int, ...],
+        width: int | None,
+        on_example: Callable[[int], None],
+    ) -> None:
+        self.case, self.worlds, self.world_sizes, self.width = case, worlds, world_sizes, width
+        self.on_example = on_example
+        self.reference_error: RankError | None = None
+        self.failures = 0
+        self.batches = partial(global_batches, world_sizes, width=width)
+        self.examples = 0
+        self.broken: dict[str, Finding] = {}
+        self.tried: set[str] = set()
+
+    def survey(self, max_examples: int) -> None:
+        """Test three fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
+        width = self.width or DEFAULT_WIDTH
+        fixed = [GlobalBatch((3,) * world_size, d=width) for world_size in self.world_sizes]
+        fixed += [GlobalBatch(tuple(range(1, world_size + 1)), d=width) for world_size in self.world_sizes]
+        fixed += [GlobalBatch((2,) * world_size, d=width, kind="huge") for world_size in self.world_sizes]
+        for batch in fixed[:max_examples]:
+            self._test(batch)
+        remaining = max(0, max_examples - len(fixed))
+        for kinds, share in ((ORDINARY, remaining - remaining // 5), (ADVERSARIAL, remaining // 5)):
+            if share:
+                drawn = given(batch=self.batches(kinds=kinds))(self._test_drawn)
+                settings(
+                    max_examples=share,
+                    deadline=None,
+                    database=None,
+                    derandomize=True,
+                    phases=[Phase.generate],
+                    suppress_health_check=list(HealthCheck),
+                )(drawn)()
+        if self.examples == 0:  # no batch has a reference
+            raise ValueError(
+                f"{self.case.name}: raises on one process, so there is no reference to compare with. "
+                f"It was called with {'two views' if self.case.call == 'views' else 'embeddings and labels'}; pass "
+                f"call='labels' or 'views' if that is wrong. {self.reference_error}"
+            )
+
+    def _test_drawn(self, batch: GlobalBatch) -> None:  # given() needs the argument's name
+        self._test(batch)
+
+    def _test(self, batch: GlobalBatch) -> None:
+        unequal = len(set(batch.shards)) > 1
+        if (self.failures and unequal) or self.failures == MOST_FAILURES:
+            return
+        trial = Trial(self.case, batch, self.worlds)
+        try:
+            trial.on_one_process()
+        except RankError as error:  # one process raises: there is no reference to compare with
+            self.reference_error = error
+            return
+        self.examples += 1
+        self.on_example(self.examples)
+        for invariant in STEP_INVARIANTS:
+            untested = invariant.name not in self.broken or invariant is invariants.runs_on_every_split
+            if untested and _applies(invariant, batch):
+                finding = self._finding(invariant, trial)
+                if finding is not None:
+                    self.broken.setdefault(finding.invariant.name, finding)
+                if finding is not None and finding.invariant is invariants.runs_on_every_split:
+                    self.failures += 1
+                    return  # every further invariant would wait for the same rank
+
+    def train(self) -> None:
+        """Test the training invariants once for each W, if no invariant of a single step is broken."""
+        for world_size in () if self.broken else self.world_sizes:
+            trial = Trial(self.case, GlobalBatch((3,) * world_size, d=self.width or DEFAULT_WIDTH), self.worlds)
+            for invariant in TRAINING_INVARIANTS:
+                finding = None if invariant.name in self.broken else self._finding(invariant, trial)
+                if finding is not None:
+                    self.broken[finding.invariant.name] = finding
+
+    def shrunk(self, invariant: Invariant) -> Finding:
+        """Return the finding of this invariant on the smallest batch found within the time limit."""
+        best = self.broken[invariant.name]
+        deadline = time.monotonic() + SHRINKING / len(self.broken)
+
+        def fails(batch: GlobalBatch) -> bool:
+            nonlocal best
+            if time.monotonic() > deadline or not _applies(invariant, batch):
+                return False
+            found = self._finding(invariant, Trial(self.case, batch, self.worlds))
+            if found is not None and _size(batch) < _size(best.batch):
+                best = found
+            return found is not None
+
+        kinds = ADVERSARIAL if invariant is invariants.finite_at_extremes else ORDINARY[:1]
+        search = settings(
+            max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        )
+        with suppress(NoSuchExample, HypothesisException):  # the time limit ended the search: return the best
+            find(self.batches(kinds=kinds), fails, settings=search)
+        return best
+
+    def _finding(self, invariant: Invariant, trial: Trial) -> Finding | None:
+        try:
+            if invariant(trial):
+                self.tried.add(invariant.name)
+        except Broken as broken:
+            return Finding(invariant, str(broken), trial.batch)
+        except RankError as error:
+            return Finding(invariants.runs_on_every_split, str(error).partition("\n")[0], trial.batch)
+        return None
+
+
+def _applies(invariant: Invariant, batch: GlobalBatch) -> bool:
+    """Return whether to test an invariant on a batch: adversarial samples have ties, where gradients are not defined."""
+    return (batch.kind in ADVERSARIAL) == (invariant is invariants.finite_at_extremes)
+
+
+def _size(batch: GlobalBatch) -> tuple[int, ...]:
+    """Return a key by which batches are ordered from small and plain to large."""
+    plain = (batch.labels == "mixed") + (batch.kind == "gaussian")
+    return (len(batch.shards), batch.total, batch.d, -plain, batch.seed, *batch.shards)

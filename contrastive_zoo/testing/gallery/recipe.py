@@ -1,0 +1,121 @@
+"""Parts of the gallery's recipes: the registry, two dense losses, and functions of gathered tensors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastive_zoo.testing.measurement import Call, Case, GradReduction
+from contrastive_zoo.world import World
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An implementation of a loss for several processes.
+
+    Args:
+        name: its name in reports.
+        make: returns the loss.
+        mistake: key of the diagnosis; None if the contract holds.
+        call: the call form, with views or with labels.
+        grad_reduction: how the trainer reduces gradients.
+        about: what people write, in one line.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    mistake: str | None
+    call: Call
+    grad_reduction: GradReduction
+    about: str
+
+    @property
+    def case(self) -> Case:
+        """Return the recipe as a case under test."""
+        return Case(partial(make, self.name), call=self.call, grad_reduction=self.grad_reduction, name=self.name)
+
+
+GALLERY: dict[str, Recipe] = {}
+"""All recipes by name."""
+
+
+def make(name: str) -> Any:
+    """Construct the loss of a recipe."""
+    import contrastive_zoo.testing.gallery  # noqa: F401 - a rank that receives only the name has registered none yet
+
+    return GALLERY[name].make()
+
+
+def recipe(
+    name: str, *, mistake: str | None, call: Call = "views", grad_reduction: GradReduction = "mean"
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a recipe in the gallery; its docstring says what people write."""
+
+    def register(make: Callable[[], Any]) -> Callable[[], Any]:
+        GALLERY[name] = Recipe(name, make, mistake, call, grad_reduction, (make.__doc__ or "").strip())
+        return make
+
+    return register
+
+
+# ------------------------------------------------------------------------------------------------- two dense losses
+
+
+class DenseInfoNCE(nn.Module):
+    """Dense InfoNCE in both directions of what ``gather`` returns for each view, times ``factor()``."""
+
+    def __init__(self, gather: Callable[[Tensor], Tensor] = lambda x: x, factor: Callable[[], float] = lambda: 1.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.gather, self.factor = gather, factor
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        a, b = (self.gather(F.normalize(view, dim=1)) for view in (view1, view2))
+        return self.factor() * symmetric_cross_entropy(self.scale * a @ b.T)
+
+
+def symmetric_cross_entropy(logits: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the rows and columns of logits [n, n], with the positives on the diagonal."""
+    positive = torch.arange(len(logits))
+    return (F.cross_entropy(logits, positive) + F.cross_entropy(logits.T, positive)) / 2
+
+
+def dense_sup_con(z: Tensor, labels: Tensor) -> Tensor:
+    """Return the SupCon loss of these embeddings at temperature 1, from the whole similarity matrix."""
+    self_pair = torch.eye(len(z), dtype=torch.bool)
+    positive = (labels[:, None] == labels) & ~self_pair
+    log_p = F.log_softmax((F.normalize(z, dim=1) @ F.normalize(z, dim=1).T).masked_fill(self_pair, -torch.inf), 1)
+    counts = positive.sum(1)
+    losses = -(log_p.where(positive, 0)).sum(1) / counts.clamp(min=1)
+    return losses.sum() / (counts > 0).sum().clamp(min=1)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the world size: (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def shard_sizes(x: Tensor) -> list[int]:
+    """Return the number of samples on each rank."""
+    return list(World.of().shards(len(x)).sizes)
+
+
+def gather_detached(x: Tensor) -> list[Tensor]:
+    """Return the shards of all ranks without gradient. They are padded for the gather, so uneven shards are accepted."""
+    if rank_and_size()[1] == 1:
+        return [x.detach()]
+    sizes = shard_sizes(x)
+    padded = torch.cat([x.detach(), x.new_zeros(max(sizes) - len(x), *x.shape[1:])])
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [shard[:size] for shard, size in zip(gathered, sizes, strict=True)]
+
+
+def scale_gradient(factor: float, x: Tensor) -> Tensor:
+    """Return x; its gradient is multiplied by ``factor``."""
+    return x + (factor - 1) * (x - x.detach())

@@ -1,0 +1,180 @@
+"""The measurement of the gallery's recipes, relative to one process, and its description in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.check import Report, examine
+from contrastive_zoo.testing.diagnosis import CLOSE, compare, is_near
+from contrastive_zoo.testing.gallery import GALLERY, Recipe
+from contrastive_zoo.testing.trial import Case, Trial
+from contrastive_zoo.testing.worlds import RankError, Worlds
+from tools.peers import PEERS
+
+EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
+UNEVEN = GlobalBatch((3, 9), d=4)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurement of a recipe on one global batch, relative to one process.
+
+    Args:
+        world_size: W.
+        values: each rank's returned value, divided by the value of one process.
+        encoder: ratio of gradient norms, and cosine; None if the recipe failed.
+        parameters: the same for the loss's own parameters; None if it has none.
+        failure: how the recipe failed: ``"raises"``, ``"hangs"`` or ``"process dies"``; None if it returned.
+    """
+
+    world_size: int
+    values: tuple[float, ...] = ()
+    encoder: tuple[float, float] | None = None
+    parameters: tuple[float, float] | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe and its measurements.
+
+    Args:
+        recipe: the recipe.
+        even: measurements on equal shards, on two processes and on four.
+        uneven: measurement on two processes with unequal shards.
+        report: the report of the check.
+    """
+
+    recipe: Recipe
+    even: tuple[Measured, ...]
+    uneven: Measured
+    report: Report
+
+    @cached_property
+    def on_even(self) -> tuple[str, str, str]:
+        """Return value, encoder gradient and parameter gradient in words."""
+        return _describe(self.even)
+
+    @cached_property
+    def on_uneven(self) -> str:
+        """Return in words what differs on unequal shards."""
+        if self.uneven.failure:
+            return bold(self.uneven.failure)
+        words = _describe([self.uneven])
+        names = ("value", "encoder", "parameters")
+        changed = [
+            f"{name} {now}"
+            for name, now, before in zip(names, words, self.on_even, strict=True)
+            if now.partition(" (")[0] != before.partition(" (")[0]
+        ]
+        return ", ".join(changed) or "nothing"
+
+
+def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
+    """Measure and check every recipe of the gallery and of every importable library.
+
+    Args:
+        worlds: the process groups to run on.
+        recipes: the recipes to measure instead of all.
+        max_examples: global batches per check.
+    """
+    all_recipes = [*GALLERY.values(), *(peer for peer in PEERS.values() if peer.importable)]
+    return [_row(recipe, worlds, max_examples) for recipe in (all_recipes if recipes is None else recipes)]
+
+
+def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
+    report = examine(
+        recipe.case.make,
+        world_sizes=(1, 2, 3),
+        call=recipe.call,
+        grad_reduction=recipe.grad_reduction,
+        max_examples=max_examples,
+        worlds=worlds,
+        name=recipe.name,
+    )
+    return Row(
+        recipe, tuple(measure(recipe.case, x, worlds) for x in EVEN), measure(recipe.case, UNEVEN, worlds), report
+    )
+
+
+def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
+    """Measure one batch on W ranks, relative to one process."""
+    trial = Trial(case, batch, worlds)
+    world_size = len(batch.shards)
+    try:
+        expected, by_rank = trial.on_one_process(), trial.on_ranks()
+    except RankError as error:
+        died = any(isinstance(x, ChildProcessError) for x in error.errors.values())
+        return Measured(world_size, failure="process dies" if died else "raises" if error.errors else "hangs")
+    return Measured(
+        world_size,
+        tuple(x.value / expected.value for x in by_rank),
+        compare(trial.reduced("encoder"), expected.encoder),
+        compare(trial.reduced("parameters"), expected.parameters) if expected.parameters else None,
+    )
+
+
+# --- in words -------------------------------------------------------------------------------------------------------
+
+
+def _describe(found: Sequence[Measured]) -> tuple[str, str, str]:
+    if failures := {x.failure for x in found if x.failure}:
+        return (bold(" or ".join(sorted(failures))),) * 3
+    encoder = _joined(found, lambda x: _gradient(x.encoder, x.world_size))
+    parameters = "–"
+    if all(x.parameters for x in found):
+        parameters = _joined(found, lambda x: _gradient(x.parameters, x.world_size))
+    return _joined(found, _value), encoder, parameters
+
+
+def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str, dict[str, list[float]]]]) -> str:
+    """Return one description of all measurements if they are of one kind, otherwise one for each W."""
+    described = [describe(x) for x in found]
+    if len({kind for kind, _ in described}) > 1:
+        return "; ".join(f"W={x.world_size}: {_joined([x], describe)}" for x in found)
+    kind, numbers = described[0]
+    if not numbers:
+        return kind if kind == "right" else bold(kind)
+    details = (form.format(_range([x for _, given in described for x in given[form]])) for form in numbers)
+    return f"{bold(kind)} ({', '.join(details)})"
+
+
+def _range(numbers: Sequence[float]) -> str:
+    digits = 0 if max(numbers) > 10 else 2
+    while any(f"{x:.{digits}f}" == f"{1:.{digits}f}" and not is_near(x, 1.0) for x in numbers):
+        digits += 1  # a ratio that differs from 1 must not be printed as 1.00
+    low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
+    return low if low == high else f"{low} to {high}" if low.startswith("-") else f"{low}–{high}"
+
+
+def _value(found: Measured) -> tuple[str, dict[str, list[float]]]:
+    """Return the kind of error of the value, and its numbers."""
+    first = found.values[0]
+    if not all(is_near(x, first) for x in found.values):
+        return "differs per rank", {"×{}": list(found.values)}
+    factor = _factor(first, found.world_size)
+    return (factor, {}) if factor else ("wrong", {"×{}": [first]})
+
+
+def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, dict[str, list[float]]]:
+    assert of is not None
+    ratio, cosine = of
+    if ratio < CLOSE:
+        return "none", {}
+    if not is_near(cosine, 1.0):
+        off = (ratio**2 + 1 - 2 * ratio * cosine) ** 0.5
+        return "wrong direction", {"cos {}": [cosine], "{} % off": [100 * off]}
+    factor = _factor(ratio, world_size)
+    return (factor, {}) if factor else ("wrong length", {"×{}": [ratio]})
+
+
+def _factor(ratio: float, world_size: int) -> str | None:
+    named = {"right": 1.0, "W×": float(world_size), "1/W": 1 / world_size}
+    return next((name for name, factor in named.items() if is_near(ratio, factor)), None)
+
+
+def bold(text: str) -> str:
+    return f"**{text}**"
