@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contrastive_zoo.catalogue import CATALOGUE, Entry
 from contrastive_zoo.engine.similarity_budget import budget
-from contrastive_zoo.engine.tiling import PANEL_BYTES
+from contrastive_zoo.engine.tiling import BLOCK_BYTES
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
 LIMIT = 400
@@ -52,7 +52,7 @@ The figure includes freed memory that malloc keeps. For losses with many small s
 ## Why it is linear
 
 An engine compares a block of anchors with all N candidates. All matrices that a loss computes for a block share a fixed
-number of bytes ({PANEL_BYTES // 2**20} MiB), a sixteenth for each; blocks of fewer than 64 anchors get up to a quarter.
+number of bytes ({BLOCK_BYTES // 2**20} MiB), a sixteenth for each; blocks of fewer than 64 anchors get up to a quarter.
 More candidates mean fewer anchors per block. The gradient of a block is computed before the next block begins. Softmax
 losses cache up to {budget() // 2**20} MiB of logits for the backward pass (`memory_budget` changes this). The memory kept
 between blocks is linear in N: the embeddings, their gradients, and a few numbers per anchor. So a large part of each figure

@@ -186,7 +186,7 @@ def test_no_module_of_ours_is_imported_by_a_string(module: str) -> None:
 def test_the_arrows_are_really_read() -> None:
     assert ours("losses.nt_xent") >= {"engine.softmax", "loss_base.loss", "world"}
     assert "distributed" in ours("testing.gallery")
-    assert {layer(name) for name in ("world", "engine.rows", "distributed", "cli")} == {1, 6, 9, None}
+    assert {layer(name) for name in ("world", "engine.rowwise", "distributed", "cli")} == {1, 6, 9, None}
 
 
 @pytest.mark.parametrize("module", [*modules("losses"), *modules("loss_base")])

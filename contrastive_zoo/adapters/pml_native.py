@@ -19,10 +19,10 @@ from contrastive_zoo.adapters import pml_sharded
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise
 from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.losses.arc_face import ArcFace
@@ -413,7 +413,7 @@ def _sup_con_of_classes(
 
 
 @_named_as_its_base
-class _SupConOfClasses(SupCon, function=_sup_con_of_classes, panel=SupCon.panel):
+class _SupConOfClasses(SupCon, function=_sup_con_of_classes, block_function=SupCon.block_function):
     """:func:`_sup_con_of_classes` with its settings kept."""
 
 
@@ -449,8 +449,8 @@ def _margin(loss: Any) -> Margin:
 class _MarginOfTriplets(_ZeroOfFew, Margin):
     """:class:`Margin` without ν β where there is no triplet; with a β of each class, where no pair is active."""
 
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        losses, counts = super().on_panel(panel)
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+        losses, counts = super().on_block(block)
         self.note((counts > 0).sum(), (counts >= 1).sum())
         return losses, counts
 
@@ -477,7 +477,7 @@ def _nca_of_some(
     z, ids, shards = begin_labelled(
         "NCA", embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world
     )
-    pick = Panelwise(NCA.panel, temperature=temperature)
+    pick = BlockLoss(NCA.block_function, temperature=temperature)
     value = sum_over_anchors(pick, z, ids, shards=shards, reduction=reduction, world=world)
     if reduction != "mean" or shards.total == 1:
         return value
@@ -486,7 +486,7 @@ def _nca_of_some(
 
 
 @_named_as_its_base
-class _NCAOfSome(NCA, function=_nca_of_some, panel=NCA.panel):
+class _NCAOfSome(NCA, function=_nca_of_some, block_function=NCA.block_function):
     """:func:`_nca_of_some` with its settings kept."""
 
 

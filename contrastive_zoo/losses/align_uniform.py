@@ -41,7 +41,7 @@ def align_uniform(
         alpha: α ≥ 1.
         t: t > 0, an inverse squared distance.
         uniformity: λ, the second term's weight.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an alpha below 1, a t that is not positive, a uniformity that is not finite, or what any
@@ -57,7 +57,8 @@ def align_uniform(
     (a, b), shards = begin_views("AlignUniform", (view1, view2), problem=problem, weights=weights, world=world)
     loss, n = reduce_anchors((a - b).norm(dim=1) ** alpha, world=world), shards.total
     crowds = [
-        self_log_sum_exp(z, scale=2 * real(t), unit=True, shards=shards, world=world)[0].logsumexp(0) for z in (a, b)
+        self_log_sum_exp(z, scale=2 * real(t), unit_norm=True, shards=shards, world=world)[0].logsumexp(0)
+        for z in (a, b)
     ]
     total = log_sum_exp_over_ranks(torch.stack(crowds), gradient="complete", world=world)
     return loss + uniformity / 2 * (total - 2 * t - math.log(n * (n - 1))).sum() if n > 1 else loss

@@ -28,7 +28,7 @@ def align_uniform(
         alpha: α ≥ 1.
         t: t > 0, an inverse squared distance.
         uniformity: λ, the second term's weight.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an alpha below 1, a t that is not positive, a uniformity that is not finite, or what any
@@ -59,7 +59,7 @@ class AlignUniform(Loss):
         alpha: α ≥ 1.
         t: t > 0, an inverse squared distance.
         uniformity: λ, the second term's weight.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an alpha below 1, a t that is not positive, a uniformity that is not finite, or what any

@@ -5,9 +5,10 @@ import math
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.engine.masked import log1p_sum_exp
+from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, log1p_sum_exp, sum_over_positives
+from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
@@ -22,7 +23,8 @@ class Angular(MetricLoss):
 
     Args:
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
+            anchor's pairs.
             pytorch-metric-learning normalises a pair but not its negatives: give it unit rows to compare.
 
     Raises:
@@ -37,8 +39,8 @@ class Angular(MetricLoss):
     Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
-    def __init__(self, *, alpha: float = 40.0, **kept: Unpack[RowSettings]) -> None:
-        super().__init__(**kept)
+    def __init__(self, *, alpha: float = 40.0, **row_settings: Unpack[RowSettings]) -> None:
+        super().__init__(**row_settings)
         self.alpha = alpha
         self.refuse_bad_settings()
 
@@ -46,15 +48,15 @@ class Angular(MetricLoss):
         rule = "alpha is an angle in degrees, between 0 and 90"
         return super().settings_problem() or number_problem(rule, above=0, below=90, alpha=self.alpha)
 
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         tan2 = math.tan(math.radians(self.alpha)) ** 2
-        anchors, columns = panel.anchors, panel.columns
+        anchors, columns = block.anchors, block.candidates
 
         def widest(p: Tensor) -> Tensor:
             partners = columns[p[:, 0]]
             angles = 4 * tan2 * (anchors + partners) @ columns.T
             apart = 2 * (1 + tan2) * (anchors * partners).sum(1, keepdim=True)
-            return log1p_sum_exp(angles - apart, where=panel.negative)
+            return log1p_sum_exp(angles - apart, mask=block.negative)
 
-        counts = panel.positive.sum(1).where(panel.negative.any(1), 0)
-        return sum_over_positives(widest, panel.positive & panel.negative.any(1, keepdim=True)), counts
+        counts = block.positive.sum(1).where(block.negative.any(1), 0)
+        return sum_over_positives(widest, block.positive & block.negative.any(1, keepdim=True)), counts

@@ -37,12 +37,12 @@ def arc_face(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
         margin: m, 0 … π, in radians; pytorch-metric-learning counts it in degrees, its 28.6 is ``math.radians(28.6)``.
         scale: s > 0, dimensionless.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a scale that is not positive, a margin
@@ -66,7 +66,13 @@ def arc_face(
         return turned.where(cosine >= -math.cos(margin), cosine - margin * math.sin(margin))
 
     return softmax_over_classes(
-        "ArcFace", embeddings, labels, weights, of_target=moved, problem=_settings_problem(margin, scale), **settings
+        "ArcFace",
+        embeddings,
+        labels,
+        weights,
+        target_function=moved,
+        problem=_settings_problem(margin, scale),
+        **settings,
     )
 
 

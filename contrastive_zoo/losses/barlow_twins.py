@@ -35,7 +35,7 @@ def barlow_twins(
         view2: [n, d]; rows of one sample stand at the same index.
         lambda_: λ ≥ 0.
         eps: ε > 0, in units of squared features.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.

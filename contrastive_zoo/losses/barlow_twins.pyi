@@ -28,7 +28,7 @@ def barlow_twins(
         view2: [n, d]; rows of one sample stand at the same index.
         lambda_: λ ≥ 0.
         eps: ε > 0, in units of squared features.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.
@@ -61,7 +61,7 @@ class BarlowTwins(Loss):
     Args:
         lambda_: λ ≥ 0.
         eps: ε > 0, in units of squared features.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.

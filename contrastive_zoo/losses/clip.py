@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.temperature import LearntScale
+from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.world import ALONE, World
 
@@ -34,10 +34,10 @@ def clip(
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: as :func:`info_nce`.
@@ -53,7 +53,7 @@ def clip(
     return info_nce(images, texts, symmetric=True, world=world, **settings)
 
 
-class Clip(LearntScale, function=clip):
+class Clip(LearnableScaleLoss, function=clip):
     """The temperature is learnt; the given one is where it starts.
 
     ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, kept at or below log(100).

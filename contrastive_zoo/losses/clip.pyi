@@ -3,7 +3,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.temperature import LearntScale
+from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
 
 def clip(
@@ -27,10 +27,10 @@ def clip(
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: as :func:`info_nce`.
@@ -43,7 +43,7 @@ def clip(
     Source: Radford et al. 2021, fig. 3, https://arxiv.org/abs/2103.00020
     """
 
-class Clip(LearntScale):
+class Clip(LearnableScaleLoss):
     """Cross-entropy of finding text i for image i and image i for text i, averaged: symmetric :func:`info_nce`.
 
     With x, y the unit rows of all ranks and S = x yᵀ / t,
@@ -64,10 +64,10 @@ class Clip(LearntScale):
     - texts: [n, d], row i belongs to row i of images.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: as :func:`info_nce`.

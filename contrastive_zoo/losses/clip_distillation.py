@@ -8,12 +8,12 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise
-from contrastive_zoo.loss_base.preparation import begin, numbered, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
@@ -47,13 +47,13 @@ def clip_distillation(
         texts: [n, d], row i belongs to row i of images.
         teacher_images: [n, e], of the same samples.
         teacher_texts: [n, e].
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         teacher_temperature: t' > 0, the teacher's own.
         weight: λ from 0, no teacher, to 1, nothing else.
         symmetric: both directions; otherwise only from images to texts.
         normalize: put the student's and the teacher's rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.
@@ -73,14 +73,14 @@ def clip_distillation(
         "ClipDistillation", named, problem=problem, reduction=reduction, world=world, temperature=temperature,
         symmetric=symmetric, normalize=normalize, **settings,
     )  # fmt: skip
-    x, y = (prepared(rows, normalize=normalize, world=world) for rows in (images, texts))
-    u, v = (prepared(rows.detach(), normalize=normalize, world=world) for rows in (teacher_images, teacher_texts))
-    pairs = numbered(shards, x)
-    loss = Panelwise(_taught, temperature=temperature, **settings)
+    x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
+    u, v = (prepare_rows(rows.detach(), normalize=normalize, world=world) for rows in (teacher_images, teacher_texts))
+    pairs = sample_indices(shards, x)
+    loss = BlockLoss(_taught, temperature=temperature, **settings)
 
     def direction(anchors: Tensor, columns: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
         return sum_over_anchors(
-            loss, anchors, pairs, columns=columns, column_ids=pairs, companions=[teachers], shards=shards,
+            loss, anchors, pairs, candidates=columns, candidate_ids=pairs, companions=[teachers], shards=shards,
             reduction=reduction, world=world,
         )  # fmt: skip
 
@@ -97,12 +97,14 @@ def _settings_problem(teacher_temperature: float, weight: float) -> str | None:
 class ClipDistillation(Loss, function=clip_distillation, check=_settings_problem): ...
 
 
-def _taught(panel: Panel, temperature: Tensor, teacher_temperature: float, weight: float) -> tuple[Tensor, Tensor]:
-    ((teachers, of_columns),) = panel.companions
-    logits = panel.anchors @ panel.columns.T / temperature
+def _taught(
+    block: AnchorBlock, temperature: Tensor, teacher_temperature: float, weight: float
+) -> tuple[Tensor, Tensor]:
+    ((teachers, of_columns),) = block.companions
+    logits = block.anchors @ block.candidates.T / temperature
     targets = weight * (teachers @ of_columns.T / teacher_temperature).softmax(1).to(logits.dtype)
-    targets = targets + (1 - weight) * panel.positive
-    return logits.logsumexp(1) - (targets * logits).sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
+    targets = targets + (1 - weight) * block.positive
+    return logits.logsumexp(1) - (targets * logits).sum(1), torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> str | None:

@@ -35,13 +35,13 @@ def clip_distillation(
         texts: [n, d], row i belongs to row i of images.
         teacher_images: [n, e], of the same samples.
         teacher_texts: [n, e].
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         teacher_temperature: t' > 0, the teacher's own.
         weight: λ from 0, no teacher, to 1, nothing else.
         symmetric: both directions; otherwise only from images to texts.
         normalize: put the student's and the teacher's rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.
@@ -73,13 +73,13 @@ class ClipDistillation(Loss):
     - teacher_texts: [n, e].
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         teacher_temperature: t' > 0, the teacher's own.
         weight: λ from 0, no teacher, to 1, nothing else.
         symmetric: both directions; otherwise only from images to texts.
         normalize: put the student's and the teacher's rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.

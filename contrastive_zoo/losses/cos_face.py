@@ -33,12 +33,12 @@ def cos_face(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
         margin: m, in units of the cosine.
         scale: s > 0, dimensionless.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a scale <= 0, a margin that is not finite, or
@@ -53,7 +53,7 @@ def cos_face(
     """
     settings: Any = {"scale": scale, "margin": margin, "sharded": sharded, "reduction": reduction, "world": world}
     return softmax_over_classes(
-        "CosFace", embeddings, labels, weights, of_target=lambda s: s - margin,
+        "CosFace", embeddings, labels, weights, target_function=lambda s: s - margin,
         problem=_settings_problem(margin, scale), **settings,
     )  # fmt: skip
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise, log_sum_exp_where
-from contrastive_zoo.loss_base.preparation import begin_views, in_a_row, numbered
+from contrastive_zoo.loss_base.preparation import begin_views, concat_views, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 Denominators = Literal["joint", "per_view"]
@@ -45,13 +46,13 @@ def dcl(
     Args:
         view1: [n, d], n may differ between ranks.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
@@ -72,10 +73,10 @@ def dcl(
         alike = gather_rows((a * b).sum(-1).detach() / sigma, shards, world)
         weight = 2 - shards.total * alike.softmax(0)[shards.mine]
     view = torch.arange(2, device=a.device).repeat_interleave(len(a))
-    loss = Panelwise(_decoupled, temperature=temperature, denominators=denominators)
+    loss = BlockLoss(_decoupled, temperature=temperature, denominators=denominators)
     companions = [(view, view), (weight.repeat(2), view)]
     return sum_over_anchors(
-        loss, in_a_row([a, b], world), numbered(shards, a, views=2), companions=companions, shards=shards.times(2),
+        loss, concat_views([a, b], world), sample_indices(shards, a, views=2), companions=companions, shards=shards.times(2),
         reduction=reduction, world=world,
     )  # fmt: skip
 
@@ -101,12 +102,12 @@ class DCLW(DCL, function=dcl, check=_settings_problem):
         super().__init__(sigma=sigma, **settings)
 
 
-def _decoupled(panel: Panel, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
-    (view, views), (weight, _) = panel.companions
-    logits = panel.anchors @ panel.columns.T / temperature
-    parts = [panel.negative]
+def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
+    (view, views), (weight, _) = block.companions
+    logits = block.anchors @ block.candidates.T / temperature
+    parts = [block.negative]
     if denominators == "per_view":
         own = view[:, None] == views
-        parts = [panel.negative & own, panel.negative & ~own]
-    push = sum(log_sum_exp_where(logits, part) for part in parts)
-    return push - weight * logits.where(panel.positive, 0).sum(1), panel.negative.any(1)
+        parts = [block.negative & own, block.negative & ~own]
+    negative_term = sum(masked_log_sum_exp(logits, part) for part in parts)
+    return negative_term - weight * logits.where(block.positive, 0).sum(1), block.negative.any(1)

@@ -35,13 +35,13 @@ def dcl(
     Args:
         view1: [n, d], n may differ between ranks.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
@@ -71,13 +71,13 @@ class DCL(Loss):
     - view2: [n, d], row i belongs to row i of view1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
@@ -130,13 +130,13 @@ class DCLW(DCL):
     - view2: [n, d], row i belongs to row i of view1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.precision import product
+from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import is_number, number_problem, positive_problem
-from contrastive_zoo.loss_base.class_loss import Maker
-from contrastive_zoo.loss_base.preparation import begin, prepared
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
@@ -42,10 +42,10 @@ def dino(
         teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
             the same one.
         centre: c; :class:`DINO` keeps it.
-        temperature: τ_s > 0; a tensor is learnt.
+        temperature: τ_s > 0; a tensor is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
@@ -69,10 +69,11 @@ def dino(
         world=world,
     )
     s, g = (
-        prepared(x if x.ndim == 3 else x[:, None], normalize=False, world=world) for x in (student, teacher.detach())
+        prepare_rows(x if x.ndim == 3 else x[:, None], normalize=False, world=world)
+        for x in (student, teacher.detach())
     )
     predicted = (logit_scale(temperature, world) * s).log_softmax(2)
-    losses = -product(
+    losses = -matmul(
         ((g - centre.to(g.dtype)) / teacher_temperature).softmax(2), predicted.mT
     )  # of teacher's view u, student's view v
     same_view = torch.eye(*losses.shape[1:], dtype=torch.bool, device=losses.device) & (student.ndim == 3)
@@ -83,7 +84,7 @@ def _settings_problem(teacher_temperature: float) -> str | None:
     return positive_problem(teacher_temperature=teacher_temperature)
 
 
-class DINO(Maker, function=dino, check=_settings_problem):
+class DINO(ConstructingLoss, function=dino, check=_settings_problem):
     """The centre is the buffer ``centre``.
 
     While training, each call moves the buffer ``centre`` towards the mean of the teacher's rows of all ranks, after it

@@ -3,7 +3,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.class_loss import Maker
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.world import ALONE, World
 
 def dino(
@@ -28,10 +28,10 @@ def dino(
         teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
             the same one.
         centre: c; :class:`DINO` keeps it.
-        temperature: τ_s > 0; a tensor is learnt.
+        temperature: τ_s > 0; a tensor is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
@@ -45,7 +45,7 @@ def dino(
     Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294
     """
 
-class DINO(Maker):
+class DINO(ConstructingLoss):
     """Self-distillation without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
@@ -67,10 +67,10 @@ class DINO(Maker):
     Args:
         out_dim: k.
         centre_momentum: m, 0 … 1.
-        temperature: τ_s > 0; a tensor is learnt.
+        temperature: τ_s > 0; a tensor is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or

@@ -20,7 +20,7 @@ class FastAP(MetricLoss):
 
     Args:
         num_bins: L, the number of steps between distances 0 and 4.
-        kept: reduction, check_finite of :class:`RowLoss`; rows are always normalised.
+        row_settings: reduction, check_finite of :class:`RowLoss`; rows are always normalised.
 
     Raises:
         ValueError: num_bins below 1, ``normalize=False``; at the call as :class:`RowLoss`.
@@ -34,8 +34,8 @@ class FastAP(MetricLoss):
     Source: Cakir et al. 2019, https://openaccess.thecvf.com/content_CVPR_2019/html/Cakir_Deep_Metric_Learning_to_Rank_CVPR_2019_paper.html
     """
 
-    def __init__(self, *, num_bins: int = 10, **kept: Unpack[RowSettings]) -> None:
-        super().__init__(**kept)
+    def __init__(self, *, num_bins: int = 10, **row_settings: Unpack[RowSettings]) -> None:
+        super().__init__(**row_settings)
         self.num_bins = num_bins
         self.refuse_bad_settings()
 

@@ -47,13 +47,13 @@ def gist(
         guide_positives: [n, e].
         negatives: [m, d], seen by every anchor of every rank; m may differ between ranks.
         guide_negatives: [m, e].
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         margin: of τ; the larger, the more is struck out.
         contrast_anchors: whether anchors are candidates of each other.
         contrast_positives: whether positives are.
-        reduction: ``"mean"`` over all ranks' anchors (nats per anchor), ``"sum"``, or ``"none"`` for my anchors, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' anchors (nats per anchor), ``"sum"``, or ``"none"`` for the local anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: rows that do not pair or lack their guide's, an unknown strategy, a margin that is not finite,
@@ -94,13 +94,13 @@ class GIST(Loss):
     - guide_negatives: [m, e].
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         margin: of τ; the larger, the more is struck out.
         contrast_anchors: whether anchors are candidates of each other.
         contrast_positives: whether positives are.
-        reduction: ``"mean"`` over all ranks' anchors (nats per anchor), ``"sum"``, or ``"none"`` for my anchors, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' anchors (nats per anchor), ``"sum"``, or ``"none"`` for the local anchors, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: rows that do not pair or lack their guide's, an unknown strategy, a margin that is not finite,

@@ -9,12 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise, log_sum_exp_where
-from contrastive_zoo.loss_base.preparation import begin_views, in_a_row, numbered
+from contrastive_zoo.loss_base.preparation import begin_views, concat_views, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
@@ -42,12 +43,12 @@ def hcl(
     Args:
         view1: [n, d], n may differ between ranks; rows are put on the unit sphere, where the bound exp(−1/t) holds.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0, how much hard negatives count more.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
@@ -76,11 +77,11 @@ def debiased(
     Args:
         view1: [n, d], n may differ between ranks; rows are put on the unit sphere.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: as :func:`hcl`.
@@ -123,18 +124,18 @@ def _contrast(
     problem = _settings_problem(tau_plus, beta)
     settings: dict[str, Any] = {"temperature": temperature, "tau_plus": tau_plus, "beta": beta}
     views, shards = begin_views(caller, (view1, view2), problem=problem, reduction=reduction, world=world, **settings)
-    z, samples = in_a_row(views, world), numbered(shards, view1, views=2)
-    loss = Panelwise(_against_true_negatives, negatives=max(1, 2 * shards.total - 2), **settings)
+    z, samples = concat_views(views, world), sample_indices(shards, view1, views=2)
+    loss = BlockLoss(_against_true_negatives, negatives=max(1, 2 * shards.total - 2), **settings)
     return sum_over_anchors(loss, z, samples, shards=shards.times(2), reduction=reduction, world=world)
 
 
 def _against_true_negatives(
-    panel: Panel, temperature: Tensor, tau_plus: float, beta: float, negatives: int
+    block: AnchorBlock, temperature: Tensor, tau_plus: float, beta: float, negatives: int
 ) -> tuple[Tensor, Tensor]:
-    x = panel.anchors @ panel.columns.T / temperature
-    positive = x.where(panel.positive, 0).sum(1)
-    hard = log_sum_exp_where((1 + beta) * x, panel.negative, empty=0.0)
-    hard = hard - log_sum_exp_where(beta * x, panel.negative, empty=0.0) + math.log(negatives)
+    x = block.anchors @ block.candidates.T / temperature
+    positive = x.where(block.positive, 0).sum(1)
+    hard = masked_log_sum_exp((1 + beta) * x, block.negative, empty=0.0)
+    hard = hard - masked_log_sum_exp(beta * x, block.negative, empty=0.0) + math.log(negatives)
     least = math.log(negatives) - torch.as_tensor(1 / temperature, dtype=x.dtype, device=x.device)
     true = hard
     if tau_plus > 0:
@@ -143,4 +144,4 @@ def _against_true_negatives(
         share = share.where(some_left, -1.0)
         true = (hard + torch.log1p(-share.exp())).where(some_left, -torch.inf)
     true = torch.maximum(true - math.log1p(-tau_plus), least.expand_as(true))
-    return -F.logsigmoid(positive - true), panel.negative.any(1)
+    return -F.logsigmoid(positive - true), block.negative.any(1)

@@ -29,12 +29,12 @@ def hcl(
     Args:
         view1: [n, d], n may differ between ranks; rows are put on the unit sphere, where the bound exp(−1/t) holds.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0, how much hard negatives count more.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
@@ -60,11 +60,11 @@ def debiased(
     Args:
         view1: [n, d], n may differ between ranks; rows are put on the unit sphere.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: as :func:`hcl`.
@@ -93,12 +93,12 @@ class HCL(Loss):
     - view2: [n, d], row i belongs to row i of view1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0, how much hard negatives count more.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
@@ -138,11 +138,11 @@ class Debiased(Loss):
     - view2: [n, d], row i belongs to row i of view1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: as :func:`hcl`.

@@ -33,12 +33,12 @@ def info_nce(
         keys: [n, d].
         negatives: [m, d] are shared, every query of every rank sees those of all ranks (m may differ between ranks);
             [n, m, d] are per query and seen by it alone. Keys, as anchors of the symmetric loss, see queries only.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         symmetric: average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: negatives of another width or number, none at all without those of the batch, or what any
@@ -73,12 +73,12 @@ class InfoNCE(Loss):
       [n, m, d] are per query and seen by it alone. Keys, as anchors of the symmetric loss, see queries only.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         symmetric: average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: negatives of another width or number, none at all without those of the batch, or what any

@@ -29,9 +29,9 @@ def lifted_structure(
         labels: [n] integers.
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for my rows' sums, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for the local rows' sums, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
@@ -61,9 +61,9 @@ class LiftedStructure(Loss):
     Args:
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for my rows' sums, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for the local rows' sums, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.softmax import log_sum_exp
+from contrastive_zoo.engine.softmax import cross_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import rows_problem, word_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, narrowed, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
@@ -44,11 +44,11 @@ def mil_nce(
     Args:
         videos: [n, d], n may differ between ranks.
         texts: [n, k, d], the same k everywhere.
-        temperature: t > 0, dimensionless; a tensor is learnt. The paper has none.
+        temperature: t > 0, dimensionless; a tensor is learnable. The paper has none.
         denominator: ``"exact"`` or ``"reference"``.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for my videos, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for the local videos, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: texts that are not k ≥ 1 per video, an unknown denominator, or what any :class:`Loss` refuses.
@@ -70,18 +70,21 @@ def mil_nce(
         "MILNCE", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
     )
     scale = logit_scale(temperature, world)
-    v, y = (narrowed(prepared(rows, normalize=normalize, world=world), rows, world) for rows in (videos, texts))
+    v, y = (
+        round_to_input_dtype(prepare_rows(rows, normalize=normalize, world=world), rows, world)
+        for rows in (videos, texts)
+    )
 
-    over_texts, over_videos, positives = log_sum_exp(
+    over_texts, over_videos, positives = cross_log_sum_exp(
         v,
         y.flatten(0, 1),
         scale=scale,
         row_shards=shards,
         column_shards=shards.times(y.shape[1]),
-        unit=normalize,
+        unit_norm=normalize,
         dtype=videos.dtype,
-        partners=range(y.shape[1]),
-        pace=y.shape[1],
+        partner_offsets=range(y.shape[1]),
+        stride=y.shape[1],
         world=world,
     )
     assert over_videos is not None  # columnwise is the default

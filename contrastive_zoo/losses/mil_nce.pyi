@@ -34,11 +34,11 @@ def mil_nce(
     Args:
         videos: [n, d], n may differ between ranks.
         texts: [n, k, d], the same k everywhere.
-        temperature: t > 0, dimensionless; a tensor is learnt. The paper has none.
+        temperature: t > 0, dimensionless; a tensor is learnable. The paper has none.
         denominator: ``"exact"`` or ``"reference"``.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for my videos, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for the local videos, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: texts that are not k ≥ 1 per video, an unknown denominator, or what any :class:`Loss` refuses.
@@ -68,11 +68,11 @@ class MILNCE(Loss):
     - texts: [n, k, d], the same k everywhere.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt. The paper has none.
+        temperature: t > 0, dimensionless; a tensor is learnable. The paper has none.
         denominator: ``"exact"`` or ``"reference"``.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for my videos, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for the local videos, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: texts that are not k ≥ 1 per video, an unknown denominator, or what any :class:`Loss` refuses.

@@ -45,12 +45,13 @@ def multi_positive(
         ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, fills up.
         key_ids: [m] integers; None where row i of keys belongs to row i of queries, and has its id.
         weights: [n, k], non-negative; None is all alike.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         duplicates: see above; other than ``"positive"`` for paired rows with one id each.
         symmetric: average with the direction from keys to queries, for paired rows with one id each.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for mine, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for the
+            local queries, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: ids and weights that do not fit, or what any :class:`Loss` refuses.
@@ -91,12 +92,13 @@ class MultiPositive(Loss):
     - weights: [n, k], non-negative; None is all alike.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         duplicates: see above; other than ``"positive"`` for paired rows with one id each.
         symmetric: average with the direction from keys to queries, for paired rows with one id each.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for mine, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for the
+            local queries, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: ids and weights that do not fit, or what any :class:`Loss` refuses.

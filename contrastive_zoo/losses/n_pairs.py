@@ -7,10 +7,10 @@ from torch import Tensor
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise
 from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import ALONE, Shards, World
 
@@ -39,11 +39,12 @@ def n_pairs(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, in units of dot products; a tensor is learnt. The paper has none.
+        temperature: t > 0, in units of dot products; a tensor is learnable. The paper has none.
         l2: λ ≥ 0, against growing norms.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for my rows.
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for the local
+            rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.
@@ -67,10 +68,10 @@ def n_pairs(
     twice = torch.searchsorted(every[order], every, right=True) - start > 1
     first, second = (nth == 0) & twice, nth == 1
     x, y = (chosen[shards.mine].nonzero().flatten() for chosen in (first, second))
-    loss = Panelwise(_partner, temperature=temperature)
+    loss = BlockLoss(_partner, temperature=temperature)
     losses = sum_over_anchors(
-        loss, z[x], ids[x], columns=z[y], column_ids=ids[y], shards=_only(shards, first),
-        column_shards=_only(shards, second), reduction="none", world=world,
+        loss, z[x], ids[x], candidates=z[y], candidate_ids=ids[y], shards=_only(shards, first),
+        candidate_shards=_only(shards, second), reduction="none", world=world,
     )  # fmt: skip
     squares = l2 * z.square().sum(-1)
     losses = z.new_zeros(len(z)).index_add(0, x, losses) + squares.where((first | second)[shards.mine], 0)
@@ -87,9 +88,9 @@ def _settings_problem(l2: float) -> str | None:
 class NPairs(Loss, function=n_pairs, check=_settings_problem): ...
 
 
-def _partner(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    logits = panel.anchors @ panel.columns.T / temperature
-    return logits.logsumexp(1) - logits.where(panel.positive, 0).sum(1), panel.positive.any(1)
+def _partner(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logits = block.anchors @ block.candidates.T / temperature
+    return logits.logsumexp(1) - logits.where(block.positive, 0).sum(1), block.positive.any(1)
 
 
 def _only(shards: Shards, chosen: Tensor) -> Shards:

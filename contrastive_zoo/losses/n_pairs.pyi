@@ -29,11 +29,12 @@ def n_pairs(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, in units of dot products; a tensor is learnt. The paper has none.
+        temperature: t > 0, in units of dot products; a tensor is learnable. The paper has none.
         l2: λ ≥ 0, against growing norms.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for my rows.
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for the local
+            rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.
@@ -63,11 +64,12 @@ class NPairs(Loss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, in units of dot products; a tensor is learnt. The paper has none.
+        temperature: t > 0, in units of dot products; a tensor is learnable. The paper has none.
         l2: λ ≥ 0, against growing norms.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for my rows.
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for the local
+            rows.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.

@@ -4,9 +4,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.loss_base.panelwise import PanelLoss, log_sum_exp_where, over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock
+from contrastive_zoo.loss_base.block_loss import LabelledLoss, sum_over_labelled_anchors
 from contrastive_zoo.world import ALONE, World
 
 
@@ -32,10 +33,11 @@ def nca(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, in units of squared distance; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        temperature: t > 0, in units of squared distance; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: what any :class:`Loss` refuses.
@@ -47,15 +49,17 @@ def nca(
 
     Source: Goldberger et al. 2004, https://www.cs.toronto.edu/~hinton/absps/nca.pdf
     """
-    return over_anchors(
+    return sum_over_labelled_anchors(
         "NCA", _pick, embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world
     )
 
 
-def _pick(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    logits = (2 * panel.anchors @ panel.columns.T - panel.columns.square().sum(1)) / temperature  # ‖z_i‖² falls out
-    every = log_sum_exp_where(logits, panel.positive | panel.negative)
-    return every - log_sum_exp_where(logits, panel.positive), panel.positive.any(1)
+def _pick(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logits = (
+        2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)
+    ) / temperature  # ‖z_i‖² falls out
+    every = masked_log_sum_exp(logits, block.positive | block.negative)
+    return every - masked_log_sum_exp(logits, block.positive), block.positive.any(1)
 
 
-class NCA(PanelLoss, function=nca, panel=_pick): ...
+class NCA(LabelledLoss, function=nca, block_function=_pick): ...

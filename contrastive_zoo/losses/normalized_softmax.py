@@ -33,11 +33,11 @@ def normalized_softmax(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.

@@ -35,7 +35,7 @@ def proxy_anchor(
         weights: the proxies [C, d], equal on every rank.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, proxies that do not fit, an alpha <= 0, or what any :class:`Loss` refuses.
@@ -52,8 +52,10 @@ def proxy_anchor(
     z, own, proxies, *_ = begin_with_classes(
         "ProxyAnchor", embeddings, labels, weights, margin=margin, alpha=alpha, problem=problem, world=world
     )
-    pull, push, members = log1p_sum_exp_by_class(z, own, proxies, shift=real(margin), scale=real(alpha), world=world)
-    return pull.sum() / (members > 0).sum() + push.mean()  # 0 for a proxy without such rows
+    positive_term, negative_term, members = log1p_sum_exp_by_class(
+        z, own, proxies, shift=real(margin), scale=real(alpha), world=world
+    )
+    return positive_term.sum() / (members > 0).sum() + negative_term.mean()  # 0 for a proxy without such rows
 
 
 def _settings_problem(margin: float, alpha: float) -> str | None:

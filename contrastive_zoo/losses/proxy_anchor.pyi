@@ -28,7 +28,7 @@ def proxy_anchor(
         weights: the proxies [C, d], equal on every rank.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, proxies that do not fit, an alpha <= 0, or what any :class:`Loss` refuses.
@@ -62,7 +62,7 @@ class ProxyAnchor(ClassLoss):
         embedding_size: d.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: labels that are no classes, proxies that do not fit, an alpha <= 0, or what any :class:`Loss` refuses.

@@ -34,11 +34,11 @@ def proxy_nca(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k proxies a class, of which the nearest counts; equal on every rank.
-        temperature: t > 0, in units of squared distance; a tensor is learnt.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        weights: [C, d], or [C, k, d] with k proxies per class, of which the nearest counts; equal on every rank.
+        temperature: t > 0, in units of squared distance; a tensor is learnable.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, proxies of another width, or what any :class:`Loss` refuses.
@@ -51,7 +51,7 @@ def proxy_nca(
     Source: Teh et al. 2020, §3, https://arxiv.org/abs/2004.01113
     """
     settings: Any = {"temperature": temperature, "sharded": sharded, "reduction": reduction, "world": world}
-    return softmax_over_classes("ProxyNCA", embeddings, labels, weights, times=2.0, **settings)
+    return softmax_over_classes("ProxyNCA", embeddings, labels, weights, scale_factor=2.0, **settings)
 
 
 class ProxyNCA(ClassLoss, function=proxy_nca):

@@ -25,7 +25,7 @@ class RankedList(MetricLoss):
         t_n: T_n >= 0.
         imbalance: λ in 0 … 1, the share of the negatives.
         epsilon: added to Σ w once per row of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
         ValueError: a λ outside of 0 … 1, a negative T or epsilon, a margin or α that is not finite; at the call
@@ -49,9 +49,9 @@ class RankedList(MetricLoss):
         t_n: float = 10.0,
         imbalance: float = 0.5,
         epsilon: float = 0.0,
-        **kept: Unpack[RowSettings],
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(**kept)
+        super().__init__(**row_settings)
         self.margin, self.alpha, self.t_p, self.t_n = margin, alpha, t_p, t_n
         self.imbalance, self.epsilon = imbalance, epsilon
         self.refuse_bad_settings()
@@ -70,9 +70,9 @@ class RankedList(MetricLoss):
         return distances(anchors, columns)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        pull = self._mean(similarity - self.alpha + self.margin, positive, self.t_p)
-        push = self._mean(self.alpha - similarity, negative, self.t_n)
-        return (1 - self.imbalance) * pull + self.imbalance * push, positive.any(1) | negative.any(1)
+        positive_term = self._mean(similarity - self.alpha + self.margin, positive, self.t_p)
+        negative_term = self._mean(self.alpha - similarity, negative, self.t_n)
+        return (1 - self.imbalance) * positive_term + self.imbalance * negative_term, positive.any(1) | negative.any(1)
 
     def _mean(self, hinge: Tensor, where: Tensor, t: float) -> Tensor:
         where = where & (hinge > 0)

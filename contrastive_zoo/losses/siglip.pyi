@@ -3,8 +3,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.loss_base.temperature import LearntScale
+from contrastive_zoo.engine.rowwise import AnchorBlock
+from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
 
 def siglip(
@@ -29,11 +29,11 @@ def siglip(
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        logit_bias: b, that starts the many negatives near their answer; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for my images, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        logit_bias: b, that starts the many negatives near their answer; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for the local images, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
@@ -48,7 +48,7 @@ def siglip(
 def bias_problem(logit_bias: float | Tensor) -> str | None:
     """What is wrong with a bias, in words; None if nothing is."""
 
-class SigLIP(LearntScale):
+class SigLIP(LearnableScaleLoss):
     """Binary cross-entropy of all pairs, summed over texts and averaged over images.
 
     With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
@@ -68,11 +68,11 @@ class SigLIP(LearntScale):
     - texts: [n, d], row i belongs to row i of images.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        logit_bias: b, that starts the many negatives near their answer; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for my images, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        logit_bias: b, that starts the many negatives near their answer; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for the local images, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
@@ -103,5 +103,5 @@ class SigLIP(LearntScale):
         self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"], *, world: World | None = None
     ) -> Tensor: ...
 
-def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """−Σ log σ(± logit) over a panel's pairs: positives are to be positive, negatives negative."""
+def yes_or_no(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """−Σ log σ(± logit) over a block's pairs: positives are to be positive, negatives negative."""

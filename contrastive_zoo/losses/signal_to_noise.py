@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.loss_base.distances import Average, squared_distances
+from contrastive_zoo.loss_base.distances import CountedTerms, squared_distances
 from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.losses.contrastive import Contrastive
 
@@ -22,7 +22,8 @@ class SignalToNoise(Contrastive):
         neg_margin: negatives are pushed beyond this ratio.
         power: of the hinges.
         average: over the pairs with a loss (``"nonzero"``, as pytorch-metric-learning) or ``"all"``.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
+            anchor's pairs.
 
     Raises:
         ValueError: an unknown average, a power below 1, a margin that is not finite; at the call as :class:`RowLoss`.
@@ -41,10 +42,10 @@ class SignalToNoise(Contrastive):
         pos_margin: float = 0.0,
         neg_margin: float = 1.0,
         power: float = 1.0,
-        average: Average = "nonzero",
-        **kept: Unpack[RowSettings],
+        average: CountedTerms = "nonzero",
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(pos_margin=pos_margin, neg_margin=neg_margin, power=power, average=average, **kept)
+        super().__init__(pos_margin=pos_margin, neg_margin=neg_margin, power=power, average=average, **row_settings)
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         a, b = (x - x.mean(1, keepdim=True) for x in (anchors, columns))

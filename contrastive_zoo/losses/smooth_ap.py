@@ -23,7 +23,7 @@ class SmoothAP(MetricLoss):
         temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
         with_self: whether an anchor also retrieves itself, as a positive, as in the authors' code and in
             pytorch-metric-learning's, which takes blocks of equal classes, as many as each has rows.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
         ValueError: a temperature that is not positive; at the call as :class:`RowLoss`.
@@ -36,8 +36,10 @@ class SmoothAP(MetricLoss):
     Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
 
-    def __init__(self, *, temperature: float = 0.01, with_self: bool = False, **kept: Unpack[RowSettings]) -> None:
-        super().__init__(**kept)
+    def __init__(
+        self, *, temperature: float = 0.01, with_self: bool = False, **row_settings: Unpack[RowSettings]
+    ) -> None:
+        super().__init__(**row_settings)
         self.temperature, self.with_self = temperature, with_self
         self.refuse_bad_settings()
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import replicated
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.precision import product, wide
+from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ClassLoss, softmax_over_classes
@@ -44,8 +44,8 @@ def soft_triple(
         gamma: γ > 0, how soft centres are chosen.
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, a
@@ -66,7 +66,7 @@ def soft_triple(
         return tau * _spread(replicated(weights, process_group=world))
 
     return softmax_over_classes(
-        "SoftTriple", embeddings, labels, weights, of_target=lambda s: s - margin, scale=la, pool=soft_center,
+        "SoftTriple", embeddings, labels, weights, target_function=lambda s: s - margin, scale=la, pooling=soft_center,
         penalty=penalty if tau and weights.ndim == 3 else None, problem=_settings_problem(la, gamma, margin, tau),
         gamma=gamma, margin=margin, tau=tau, reduction=reduction, world=world,
     )  # fmt: skip
@@ -93,7 +93,7 @@ class SoftTriple(ClassLoss, function=soft_triple, check=_settings_problem):
 
 def _spread(centres: Tensor) -> Tensor:
     """R of :func:`soft_triple`; 1e-5 keeps the slope finite where centres have merged, as in the authors' code."""
-    unit, (classes, k, _) = F.normalize(wide(centres), dim=2), centres.shape
+    unit, (classes, k, _) = F.normalize(at_least_float32(centres), dim=2), centres.shape
     first, second = torch.triu_indices(k, k, 1)
-    cosines = product(unit, unit.mT)[:, first, second]
+    cosines = matmul(unit, unit.mT)[:, first, second]
     return (2 + 1e-5 - 2 * cosines).sqrt().sum() / max(1, classes * k * (k - 1))

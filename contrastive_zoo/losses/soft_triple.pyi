@@ -35,8 +35,8 @@ def soft_triple(
         gamma: γ > 0, how soft centres are chosen.
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, a
@@ -71,13 +71,13 @@ class SoftTriple(ClassLoss):
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
+        sub_centers: weight vectors per class; None is 1, or 10 for SoftTriple.
         la: λ > 0, dimensionless.
         gamma: γ > 0, how soft centres are chosen.
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, a

@@ -31,7 +31,7 @@ def spectral_contrastive(
         view1: a, [n, d]; n may differ between ranks.
         view2: b, [n, d]; rows of one sample stand at the same index.
         mu: largest squared length; ``math.inf`` for the paper's loss, 1 in the authors' code.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a mu that is not positive, or what any :class:`Loss` refuses.

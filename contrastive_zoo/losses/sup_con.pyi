@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.panelwise import PanelLoss
+from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.world import ALONE, World
 
 Variant = Literal["out", "in"]
@@ -35,11 +35,12 @@ def sup_con(
     Args:
         embeddings: [n, d], n may differ between ranks. Several views of a sample are several rows.
         labels: [n] integers.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an unknown variant, or what any :class:`Loss` refuses.
@@ -52,7 +53,7 @@ def sup_con(
     Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362
     """
 
-class SupCon(PanelLoss):
+class SupCon(LabelledLoss):
     """Supervised contrastive loss, positives outside the logarithm (or inside).
 
     With z the unit rows of all ranks and P(i) the other rows with i's label,
@@ -71,11 +72,12 @@ class SupCon(PanelLoss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an unknown variant, or what any :class:`Loss` refuses.

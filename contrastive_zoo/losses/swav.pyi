@@ -3,7 +3,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.class_loss import Maker
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.world import ALONE, World
 
 def swav(
@@ -28,12 +28,12 @@ def swav(
         views: two or more of [n, d], the full-size crops first; n may differ between ranks.
         prototypes: [K, d], equal on every rank. The authors and lightly normalise the parameter itself before a step;
             here it is normalised inside, so its gradient has no part along it.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         epsilon: ε > 0, how soft assignments are.
         iterations: ≥ 0 of Sinkhorn; 0 is a softmax.
         code_views: how many views, from the first on, give codes; the others only predict.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
@@ -47,7 +47,7 @@ def swav(
     Source: Caron et al. 2020, eqs. 2-5, https://arxiv.org/abs/2006.09882
     """
 
-class SwAV(Maker):
+class SwAV(ConstructingLoss):
     """Swapped prediction of cluster assignments.
 
     With z the unit rows of view v, c the unit prototypes, and q the balanced assignment of view u's rows of all ranks,
@@ -65,12 +65,12 @@ class SwAV(Maker):
     Args:
         num_prototypes: K.
         embedding_size: d.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         epsilon: ε > 0, how soft assignments are.
         iterations: ≥ 0 of Sinkhorn; 0 is a softmax.
         code_views: how many views, from the first on, give codes; the others only predict.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.passes import largest, marked_columns, smallest
+from contrastive_zoo.engine.masked import masked_indices, masked_max, masked_min
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
-from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, sum_over_positives
+from contrastive_zoo.loss_base.distances import CountedTerms, DissimilarityLoss, Metric, sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 Mining = Literal["all", "hard", "semi-hard"]
 
 
-class Triplet(FarnessLoss):
+class Triplet(DissimilarityLoss):
     r"""Hinge, or its soft form, of how much farther a positive is than a negative.
 
     With D_ij the distance of unit rows and the triplets (i, p, n) of the rows of all ranks,
@@ -34,7 +34,8 @@ class Triplet(FarnessLoss):
         metric: ``"distance"``, ``"squared distance"`` (FaceNet) or ``"similarity"``, of which D is the negative.
         average: over the triplets with a loss (``"nonzero"``, pytorch-metric-learning's default) or over all mined ones
             (``"all"``, its MeanReducer).
-        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's triplets.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
+            anchor's triplets.
 
     Raises:
         ValueError: an unknown mining, metric or average, a margin that is not finite; at the call as :class:`RowLoss`.
@@ -58,10 +59,10 @@ class Triplet(FarnessLoss):
         mining: Mining = "all",
         soft: bool = False,
         metric: Metric = "distance",
-        average: Average = "nonzero",
-        **kept: Unpack[RowSettings],
+        average: CountedTerms = "nonzero",
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(metric=metric, **kept)
+        super().__init__(metric=metric, **row_settings)
         self.margin, self.mining, self.soft, self.average = margin, mining, soft, average
         self.refuse_bad_settings()
 
@@ -72,46 +73,46 @@ class Triplet(FarnessLoss):
         return (
             super().settings_problem()
             or word_problem("mining", self.mining, Mining, one_of=True)
-            or word_problem("average", self.average, Average, one_of=True)
+            or word_problem("average", self.average, CountedTerms, one_of=True)
             or number_problem(rule, above=least, margin=self.margin)
         )
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        far = similarity
+        distance = similarity
         if self.mining == "hard":
             first = self.first_of_equals
-            violation = largest(far, positive, first=first) - smallest(far, negative, first=first)
+            violation = masked_max(distance, positive, first=first) - masked_min(distance, negative, first=first)
             both = violation != -torch.inf
             losses = self._of(violation.masked_fill(~both, 0))
             return losses, both & (losses > 0) if self.average == "nonzero" else both
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.soft):
-            losses, active = self._hinges(far, positive, negative)
+            losses, active = self._hinges(distance, positive, negative)
         mined = positive.sum(1) * negative.sum(1) if self.mining == "all" else active
         if self.soft:  # no triplet's loss is zero
-            return self._one_positive_at_a_time(far, positive, negative), mined
+            return self._one_positive_at_a_time(distance, positive, negative), mined
         return losses, active if self.average == "nonzero" else mined
 
     def _of(self, violation: Tensor) -> Tensor:
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
-    def _hinges(self, far: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    def _hinges(self, distance: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         """Σ (D_ip + margin − D_in) over active triplets, and their number, from how often each pair is in one."""
-        columns, there = marked_columns(positive)
-        positives = far.gather(1, columns).where(there, -torch.inf).sort(1).values
+        columns, there = masked_indices(positive)
+        positives = distance.gather(1, columns).where(there, -torch.inf).sort(1).values
         with torch.no_grad():
-            negatives = far.where(negative, torch.inf)
+            negatives = distance.where(negative, torch.inf)
             of_positive, of_negative = _active(positives + self.margin, negatives, torch.lt)
             if self.mining == "semi-hard":
                 harder = _active(positives, negatives, torch.le)
                 of_positive, of_negative = of_positive - harder[0], of_negative - harder[1]
-        pull = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
-        return pull - (of_negative * far).sum(1), of_negative.sum(1)
+        positive_term = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
+        return positive_term - (of_negative * distance).sum(1), of_negative.sum(1)
 
-    def _one_positive_at_a_time(self, far: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        negatives = far.where(negative, torch.inf)
+    def _one_positive_at_a_time(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        negatives = distance.where(negative, torch.inf)
 
         def losses(p: Tensor) -> Tensor:
-            nearer = far.gather(1, p)
+            nearer = distance.gather(1, p)
             found = self._of(nearer - negatives)
             if self.mining == "semi-hard":
                 found = found.where((negatives > nearer) & (negatives < nearer + self.margin), 0)

@@ -3,7 +3,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.panelwise import Average, PanelLoss
+from contrastive_zoo.loss_base.block_loss import Average, LabelledLoss
 from contrastive_zoo.world import ALONE, World
 
 def tuplet_margin(
@@ -28,11 +28,12 @@ def tuplet_margin(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnt.
+        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnable.
         margin: β in degrees, 0 to 180.
         average: ``"pairs"`` (i, p) weigh alike, or ``"anchors"``.
-        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a margin out of range, an unknown average, or what any :class:`Loss` refuses.
@@ -46,7 +47,7 @@ def tuplet_margin(
     Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
     """
 
-class TupletMargin(PanelLoss):
+class TupletMargin(LabelledLoss):
     """Softmax over tuples of a positive and all negatives, on angles.
 
     With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
@@ -62,11 +63,12 @@ class TupletMargin(PanelLoss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnt.
+        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnable.
         margin: β in degrees, 0 to 180.
         average: ``"pairs"`` (i, p) weigh alike, or ``"anchors"``.
-        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a margin out of range, an unknown average, or what any :class:`Loss` refuses.

@@ -45,7 +45,7 @@ def vicreg(
         covariance: ν.
         gamma: γ, the standard deviation that is asked for.
         eps: ε > 0.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.

@@ -37,7 +37,7 @@ def vicreg(
         covariance: ν.
         gamma: γ, the standard deviation that is asked for.
         eps: ε > 0.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.
@@ -95,7 +95,7 @@ class VICReg(Loss):
         covariance: ν.
         gamma: γ, the standard deviation that is asked for.
         eps: ε > 0.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.

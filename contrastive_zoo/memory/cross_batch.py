@@ -1,21 +1,20 @@
 """Any loss against a memory of earlier batches."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.loss_base.checks import labelled_problem, rows_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import PanelLoss
-from contrastive_zoo.loss_base.preparation import begin, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.memory.queue import MemoryQueue, given
 from contrastive_zoo.memory.uses import name_of, takes_of
@@ -173,21 +172,20 @@ class CrossBatchMemory(Loss):
     def _by_panels(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
         """My anchors against the ring, of which each rank brings its share as columns."""
         loss: Any = self.loss
-        panels = loss.panelwise() if isinstance(loss, PanelLoss) else loss
+        block_loss = loss.block_loss() if isinstance(loss, LabelledLoss) else loss
         normalize = getattr(loss, "normalize", True)  # of a loss that has no choice rows are unit rows
         share = self.memory.share(world)
         columns = self._remembered(rows)[share.mine]
-        numbers = torch.arange(share.total, device=rows.device)[share.mine]
         return sum_over_anchors(
-            _NotItsOwnCopy(panels),
-            prepared(rows, normalize=normalize, world=world),
+            block_loss,
+            prepare_rows(rows, normalize=normalize, world=world),
             labels,
             shards=shards,
             world=world,
-            columns=prepared(columns, normalize=normalize, world=world),
-            column_ids=self.memory.labels.to(labels)[share.mine],
-            column_shards=share,
-            companions=[(slots[shards.mine].to(rows.device), numbers)],
+            candidates=prepare_rows(columns, normalize=normalize, world=world),
+            candidate_ids=self.memory.labels.to(labels)[share.mine],
+            candidate_shards=share,
+            own_candidates=slots[shards.mine].to(rows.device),  # candidates stand in the order of slots
             reduction=loss.reduction,
         )
 
@@ -203,24 +201,6 @@ class CrossBatchMemory(Loss):
             else:
                 indices = tuple(self.miner(rows, labels, remembered, their_labels))
             return self.loss(rows, labels, _without_own_copies(indices, slots), remembered, their_labels)
-
-
-class _NotItsOwnCopy(nn.Module):
-    """A loss by panels whose panels leave out the column that is a copy of the anchor; companions say which it is."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.loss, self.terms = loss, getattr(loss, "terms", 1)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Those of the loss, which may be none of ``nn.Module``'s own."""
-        return ((f"loss.{name}", x) for name, x in self.loss.named_parameters())
-
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        ((slots, numbers),) = panel.companions
-        others = slots[:, None] != numbers
-        loss: Any = self.loss
-        return loss.on_panel(replace(panel, positive=panel.positive & others, companions=()))
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

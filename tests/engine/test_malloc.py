@@ -39,6 +39,6 @@ def faults(loss: str, **environment: str) -> int:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_freed_memory_stays_unless_the_user_tells_malloc_otherwise(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the variable is there is enough; empty, it leaves glibc as it is."""
-    for name in malloc._TOLD_BY_USER:
+    for name in malloc._GLIBC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert 3 * faults(loss) < faults(loss, GLIBC_TUNABLES="")

@@ -46,7 +46,7 @@ def test_no_parameter_is_without_a_dimension(name: str) -> None:
 @pytest.mark.parametrize("dense", [False, True], ids=["engine", "dense"])
 @pytest.mark.parametrize("name", MAKE)
 def test_values_and_gradients_have_their_shapes(name: str, dense: bool, few: int, monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.dense_mode.FEW", few)
+    monkeypatch.setattr("contrastive_zoo.engine.dense_mode.SMALL_BATCH_ELEMENTS", few)
     make, labelled = MAKE[name]
     for dtype in (torch.float32, torch.float64):
         loss = make()

@@ -338,7 +338,7 @@ def test_nothing_n_by_n_is_held() -> None:
     n, threads = 120, torch.get_num_threads()
     torch.set_num_threads(1)  # small operations, and many
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "PANEL_BYTES", 2**15)
+        patch.setattr(tiling, "BLOCK_BYTES", 2**15)
         patch.setattr(tiling, "TILE_BYTES", 2**13)
         for entry in [x for x in ENTRIES if "," not in x.name or "all" in x.name]:
             rows = rows_of(entry, GlobalBatch((n,), d=4))

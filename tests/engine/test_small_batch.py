@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode, pairs, softmax
+from contrastive_zoo.engine import dense_mode, small_batch, softmax
 from tests.helpers import close, numbers
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -51,7 +51,7 @@ def test_few_are_as_many(name: str, rows: str, n: int, temperature: float, reduc
     assume(n == 7 or rows != "with a tiny one")  # gradients of 1e12 times nothing would be compared
     many = outcome(LOSSES[name], rows, n, temperature, reduction)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense_mode, "FEW", 2**16)
+        patch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
         few = outcome(LOSSES[name], rows, n, temperature, reduction)
     for found, expected in zip(few, many, strict=True):
         close(found, expected)
@@ -60,7 +60,7 @@ def test_few_are_as_many(name: str, rows: str, n: int, temperature: float, reduc
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
 def test_a_low_temperature_overflows_nowhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 exp(400) is infinite, and exp(40) is not."""
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
     a = torch.eye(3).requires_grad_()
     for temperature in (1 / 40, 1 / 80, 1 / 120, 1 / 400):
         value = LOSSES[name](a, a.detach(), temperature=temperature)
@@ -71,11 +71,11 @@ def test_a_low_temperature_overflows_nowhere(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
 def test_they_do_go_another_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant of that way shows, so the comparison above is one of two ways."""
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
-    wrong = pairs._FewPairs.backward
-    monkeypatch.setattr(pairs._FewPairs, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    wrong = small_batch._SmallBatchInfoNCE.backward
+    monkeypatch.setattr(small_batch._SmallBatchInfoNCE, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
     found = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
-    monkeypatch.setattr(dense_mode, "FEW", -1)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", -1)
     expected = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
     close(found[1], 2 * expected[1])
 
@@ -87,7 +87,7 @@ def test_32_bits_hold_the_exponentials_of_few(
     name: str, rows: str, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """exp(1 / t) is finite down to t = 1/88 only: at 1/40 one exponential does, below it the engine has to."""
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
     t, found = bound / 40, []
     for dtype in (torch.float32, torch.float64):
         a, b = (ROWS[rows](7, seed).to(dtype).requires_grad_() for seed in (1, 2))
@@ -99,14 +99,14 @@ def test_32_bits_hold_the_exponentials_of_few(
 
 
 def test_few_end_at_a_temperature_of_1_40(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
     for t, few in ((1 / 40, True), (math.nextafter(1 / 40, 0), False)):
         for temperature in (t, torch.tensor(t, dtype=torch.float64)):
-            assert pairs.are_few_pairs(torch.eye(3), temperature, "rows", "mean", cz.ALONE) == few
+            assert small_batch.uses_small_batch_path(torch.eye(3), temperature, "rows", "mean", cz.ALONE) == few
 
 
 def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
     a, b = (numbers(6, 4, seed=seed).bfloat16() for seed in (1, 2))
     with torch.autocast("cpu", torch.bfloat16):
         found = cz.nt_xent(a, b)
@@ -119,8 +119,8 @@ def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
 def test_rows_of_16_bits_are_rounded_in_either_way(name: str, temperature: float, monkeypatch) -> None:
     def found(few: int) -> list[Tensor]:
-        monkeypatch.setattr(dense_mode, "FEW", few)
-        monkeypatch.setattr(softmax, "products_of", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", few)
+        monkeypatch.setattr(softmax, "matmul_rounding", lambda *_: contextlib.nullcontext())
         a, b = (numbers(7, 4, seed=seed).bfloat16().requires_grad_() for seed in (1, 2))
         log_t = torch.tensor(temperature).log().requires_grad_()
         value = LOSSES[name](a, b, temperature=log_t.exp())
