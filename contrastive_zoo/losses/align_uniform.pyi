@@ -14,7 +14,7 @@ def align_uniform(
     uniformity: float = 1.0,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    """Mean distance of partners plus the logarithm of the mean Gaussian potential of all pairs; it has no unit.
+    """Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
 
     With a, b the unit rows of the two views of all ranks,
 
@@ -42,7 +42,7 @@ def align_uniform(
     """
 
 class AlignUniform(Loss):
-    """Mean distance of partners plus the logarithm of the mean Gaussian potential of all pairs; it has no unit.
+    """Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
 
     With a, b the unit rows of the two views of all ranks,
 

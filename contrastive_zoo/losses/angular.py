@@ -1,4 +1,4 @@
-"""Angular: the triangle of a positive pair and a negative must be narrow at the negative."""
+"""Angular loss: limit the angle at the negative in the triangle of a positive pair and a negative."""
 
 import math
 
@@ -13,13 +13,13 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Angular(MetricLoss):
-    r"""Soft maximum, over a positive pair's negatives, of how far their angle exceeds α.
+    r"""Compute a soft maximum, over the negatives of a positive pair, of the excess of their angle over α.
 
     With unit rows z, over all ordered positive pairs (i, p) whose class has a negative,
 
         loss = mean_{i, p∈P(i)} log(1 + Σ_{n∈N(i)} exp(4 tan²α (z_i + z_p)·z_n − 2 (1 + tan²α) z_i·z_p))
 
-    One positive is worked on at a time: memory is linear in N, work is P matrix products.
+    One positive per anchor is processed at a time: memory is linear in N, and P positives take P matmuls.
 
     Args:
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
@@ -50,13 +50,13 @@ class Angular(MetricLoss):
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         tan2 = math.tan(math.radians(self.alpha)) ** 2
-        anchors, columns = block.anchors, block.candidates
+        anchors, candidates = block.anchors, block.candidates
 
-        def widest(p: Tensor) -> Tensor:
-            partners = columns[p[:, 0]]
-            angles = 4 * tan2 * (anchors + partners) @ columns.T
-            apart = 2 * (1 + tan2) * (anchors * partners).sum(1, keepdim=True)
-            return log1p_sum_exp(angles - apart, mask=block.negative)
+        def pair_losses(p: Tensor) -> Tensor:
+            partners = candidates[p[:, 0]]
+            angles = 4 * tan2 * (anchors + partners) @ candidates.T
+            similarity = 2 * (1 + tan2) * (anchors * partners).sum(1, keepdim=True)
+            return log1p_sum_exp(angles - similarity, mask=block.negative)
 
         counts = block.positive.sum(1).where(block.negative.any(1), 0)
-        return sum_over_positives(widest, block.positive & block.negative.any(1, keepdim=True)), counts
+        return sum_over_positives(pair_losses, block.positive & block.negative.any(1, keepdim=True)), counts

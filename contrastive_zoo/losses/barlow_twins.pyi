@@ -13,15 +13,15 @@ def barlow_twins(
     eps: float = 1e-05,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    """Redundancy reduction; rows are not normalised, features are.
+    """Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
-    With C the cross-correlation of features over the rows of all ranks, every deviation √(variance + ε) over N,
+    With C the cross-correlation of features over the rows of all ranks, with standard deviations √(variance + ε) over N,
 
         loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
 
-    ε and N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code multiplies
-    the loss by 0.024 or so for its optimiser, lightly has ``lambda_=5e-3``. A single row correlates with nothing.
-    The loss has no unit.
+    ε and the divisor N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code
+    multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single row
+    are 0. The loss has no unit.
 
     Args:
         view1: [n, d]; n may differ between ranks.
@@ -43,15 +43,15 @@ def barlow_twins(
     """
 
 class BarlowTwins(Loss):
-    """Redundancy reduction; rows are not normalised, features are.
+    """Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
-    With C the cross-correlation of features over the rows of all ranks, every deviation √(variance + ε) over N,
+    With C the cross-correlation of features over the rows of all ranks, with standard deviations √(variance + ε) over N,
 
         loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
 
-    ε and N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code multiplies
-    the loss by 0.024 or so for its optimiser, lightly has ``lambda_=5e-3``. A single row correlates with nothing.
-    The loss has no unit.
+    ε and the divisor N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code
+    multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single row
+    are 0. The loss has no unit.
 
     Called as ``loss(view1, view2)``:
 

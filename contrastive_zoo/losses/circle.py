@@ -1,4 +1,4 @@
-"""Circle: each similarity is pulled at its own pace, by how far it is from its optimum."""
+"""Circle loss: each similarity is weighted by its distance from its optimum."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Circle(MetricLoss):
-    r"""Log-sum-exp of all pairs of a positive and a negative, with self-paced weights.
+    r"""Compute a log-sum-exp over all pairs of a positive and a negative, with self-paced weights.
 
         loss_i = log(1 + Σ_{n∈N(i)} exp(γ a_n (s_in − m)) · Σ_{p∈P(i)} exp(−γ a_p (s_ip − 1 + m)))
         a_p = max(0, 1 + m − s_ip),  a_n = max(0, s_in + m),  both without gradient
@@ -51,9 +51,9 @@ class Circle(MetricLoss):
         )
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        s, fixed = similarity, similarity.detach()
-        positive_term = (fixed - 1 - self.m).clamp_(max=0).mul_(self.gamma) * (s - 1 + self.m)
-        negative_term = (fixed + self.m).clamp_(min=0).mul_(self.gamma) * (s - self.m)
+        s, constant = similarity, similarity.detach()
+        positive_term = (constant - 1 - self.m).clamp_(max=0).mul_(self.gamma) * (s - 1 + self.m)
+        negative_term = (constant + self.m).clamp_(min=0).mul_(self.gamma) * (s - self.m)
         total = masked_log_sum_exp(positive_term, positive, empty=0.0)
         total = total + masked_log_sum_exp(negative_term, negative, empty=0.0)
         losses, valid = torch.logaddexp(total, torch.zeros_like(total)), any_in_row(positive) & any_in_row(negative)

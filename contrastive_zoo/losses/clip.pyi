@@ -15,14 +15,14 @@ def clip(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Cross-entropy of finding text i for image i and image i for text i, averaged: symmetric :func:`info_nce`.
+    """Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :func:`info_nce`.
 
     With x, y the unit rows of all ranks and S = x yᵀ / t,
 
         loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
 
     Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
-    changes nothing here, a softmax is blind to constants; it matters to :class:`SigLIP`, which has one.
+    does not change a softmax; :class:`SigLIP` has one.
 
     Args:
         images: [n, d], n may differ between ranks.
@@ -44,19 +44,19 @@ def clip(
     """
 
 class Clip(LearnableScaleLoss):
-    """Cross-entropy of finding text i for image i and image i for text i, averaged: symmetric :func:`info_nce`.
+    """Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :func:`info_nce`.
 
     With x, y the unit rows of all ranks and S = x yᵀ / t,
 
         loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
 
     Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
-    changes nothing here, a softmax is blind to constants; it matters to :class:`SigLIP`, which has one.
+    does not change a softmax; :class:`SigLIP` has one.
 
-    The temperature is learnt; the given one is where it starts.
+    The temperature is learnable; the setting is its initial value.
 
-    ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, kept at or below log(100).
-    For a temperature that stays use ``InfoNCE(symmetric=True)``.
+    ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).
+    For a constant temperature use ``InfoNCE(symmetric=True)``.
 
     Called as ``loss(images, texts)``:
 

@@ -1,4 +1,4 @@
-"""Contrastive: positives nearer than one margin, negatives farther than another."""
+"""Contrastive loss: positives within one margin, negatives beyond another."""
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -10,18 +10,18 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Contrastive(DissimilarityLoss):
-    r"""Hinges on pairs: the mean over positive pairs plus the mean over negative pairs.
+    r"""Compute hinges on pairs: the mean over positive pairs plus the mean over negative pairs.
 
     With D_ij the distance of unit rows, over all ordered pairs of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} max(0, D_ip − pos_margin)^power  +  mean_{i, n∈N(i)} max(0, neg_margin − D_in)^power
 
     Args:
-        pos_margin: positives are pulled down to this distance, or up to this similarity.
-        neg_margin: negatives are pushed beyond this distance, or below this similarity.
+        pos_margin: distance up to which positives have no loss, or similarity from which on.
+        neg_margin: distance from which on negatives have no loss, or similarity up to which.
         power: 1, or 2 as in the paper, which halves both terms and divides their sum by the number of all pairs.
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins, such as 1, 0.
-        average: of the pairs with a loss, ``"nonzero"``, or of ``"all"``, as pytorch-metric-learning's MeanReducer.
+        average: ``"nonzero"``, the mean over pairs with a loss, or ``"all"``, as pytorch-metric-learning's MeanReducer.
         row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
             anchor's pairs.
 

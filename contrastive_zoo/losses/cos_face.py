@@ -1,4 +1,4 @@
-"""CosFace: a normalised softmax whose target cosine must win by a margin."""
+"""CosFace: a normalised softmax with an additive margin on the target cosine."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def cos_face(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Large-margin cosine loss.
+    r"""Compute the large-margin cosine loss.
 
     Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
 
@@ -63,7 +63,7 @@ def _settings_problem(margin: float, scale: float) -> str | None:
 
 
 class CosFace(ClassLoss, function=cos_face, check=_settings_problem):
-    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Example:
         >>> import torch

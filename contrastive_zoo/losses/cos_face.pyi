@@ -17,7 +17,7 @@ def cos_face(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Large-margin cosine loss.
+    """Compute the large-margin cosine loss.
 
     Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
 
@@ -46,13 +46,13 @@ def cos_face(
     """
 
 class CosFace(ClassLoss):
-    """Large-margin cosine loss.
+    """Compute the large-margin cosine loss.
 
     Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
 
         loss_i = −log σ( s (z_i·w_{y_i} − m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
-    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Called as ``loss(embeddings, labels)``:
 

@@ -1,4 +1,4 @@
-"""Decoupled contrastive learning: the positive is left out of its own denominator."""
+"""Decoupled contrastive learning: the denominator leaves out the positive."""
 
 from typing import Any, Literal
 
@@ -32,15 +32,15 @@ def dcl(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Decoupled contrastive loss of two views, its positives weighted if ``sigma`` is given (DCLW).
+    r"""Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
 
     With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
     w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
 
         loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
 
-    Equal to lightly's DCLLoss and DCLWLoss on one process; gathered, theirs weigh relative to each rank's own batch,
-    these relative to the global one. Its older releases take the logarithm of either view's sum and add them:
+    Equal to lightly's DCLLoss and DCLWLoss on one process. On several ranks lightly's weights are relative to the local
+    batch, these to the global batch. Older releases of lightly add the logarithms of the sums over each view:
     ``denominators="per_view"``.
 
     Args:
@@ -48,7 +48,7 @@ def dcl(
         view2: [n, d], row i belongs to row i of view1.
         temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
-        denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
+        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
             local rows, view after view, [2n].
@@ -70,8 +70,8 @@ def dcl(
     )  # fmt: skip
     weight = a.new_ones(len(a))
     if sigma is not None:
-        alike = gather_rows((a * b).sum(-1).detach() / sigma, shards, world)
-        weight = 2 - shards.total * alike.softmax(0)[shards.mine]
+        logits = gather_rows((a * b).sum(-1).detach() / sigma, shards, world)
+        weight = 2 - shards.total * logits.softmax(0)[shards.mine]
     view = torch.arange(2, device=a.device).repeat_interleave(len(a))
     loss = BlockLoss(_decoupled, temperature=temperature, denominators=denominators)
     companions = [(view, view), (weight.repeat(2), view)]
@@ -105,9 +105,9 @@ class DCLW(DCL, function=dcl, check=_settings_problem):
 def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
     (view, views), (weight, _) = block.companions
     logits = block.anchors @ block.candidates.T / temperature
-    parts = [block.negative]
+    masks = [block.negative]
     if denominators == "per_view":
-        own = view[:, None] == views
-        parts = [block.negative & own, block.negative & ~own]
-    negative_term = sum(masked_log_sum_exp(logits, part) for part in parts)
+        same_view = view[:, None] == views
+        masks = [block.negative & same_view, block.negative & ~same_view]
+    negative_term = sum(masked_log_sum_exp(logits, mask) for mask in masks)
     return negative_term - weight * logits.where(block.positive, 0).sum(1), block.negative.any(1)

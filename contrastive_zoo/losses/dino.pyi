@@ -16,7 +16,7 @@ def dino(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Self-distillation without labels.
+    """Compute the self-distillation loss without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
 
@@ -25,9 +25,9 @@ def dino(
     Args:
         student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``. n may differ between
             ranks.
-        teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
-            the same one.
-        centre: c; :class:`DINO` keeps it.
+        teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each; the two
+            views differ.
+        centre: c; the buffer of :class:`DINO`.
         temperature: τ_s > 0; a tensor is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
@@ -35,7 +35,7 @@ def dino(
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
-            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> same = torch.zeros(3, 4)
@@ -46,7 +46,7 @@ def dino(
     """
 
 class DINO(ConstructingLoss):
-    """Self-distillation without labels.
+    """Compute the self-distillation loss without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
 
@@ -54,15 +54,15 @@ class DINO(ConstructingLoss):
 
     The centre is the buffer ``centre``.
 
-    While training, each call moves the buffer ``centre`` towards the mean of the teacher's rows of all ranks, after it
-    was used: c ← m c + (1 − m) mean. It is equal on every rank, and to that of one process.
+    In training mode each call first uses the buffer and then moves it towards the mean of the teacher's rows of all
+    ranks: c ← m c + (1 − m) mean. It is equal on every rank, and equal to that of one process.
 
     Called as ``loss(student, teacher)``:
 
     - student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``. n may differ between
       ranks.
-    - teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
-      the same one.
+    - teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each; the two
+      views differ.
 
     Args:
         out_dim: k.
@@ -74,7 +74,7 @@ class DINO(ConstructingLoss):
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
-            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> same = torch.zeros(3, 4)
@@ -110,4 +110,4 @@ class DINO(ConstructingLoss):
         world: World | None = None,
     ) -> Tensor: ...
     def move_centre(self, teacher: Tensor, world: World) -> None:
-        """One step towards the mean of the teacher's rows of all ranks."""
+        """Move the centre by one step towards the mean of the teacher's rows of all ranks."""

@@ -1,4 +1,4 @@
-"""Generalised lifted structure: an anchor's positives together nearer than its negatives together."""
+"""Generalised lifted structure: a soft maximum of positive distances below a soft minimum of negative distances."""
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -10,14 +10,14 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class GeneralizedLiftedStructure(DissimilarityLoss):
-    r"""Hinge of two soft extremes: the farthest positive and the nearest negative.
+    r"""Compute a hinge on two soft extremes: the farthest positive and the nearest negative.
 
     With D_ij the distance of unit rows,
 
         loss_i = max(0, log Σ_{p∈P(i)} exp(D_ip − pos_margin) + log Σ_{n∈N(i)} exp(neg_margin − D_in))
 
-    averaged over the anchors with a positive and a negative. pytorch-metric-learning counts the others too, with 0 for
-    a logarithm of nothing; where every class has two rows or more, its number is the same.
+    averaged over the anchors with a positive and a negative. pytorch-metric-learning counts other anchors, too,
+    with 0 for an empty sum. Where every class has two rows or more, both values are equal.
 
     Args:
         pos_margin: in units of the metric.

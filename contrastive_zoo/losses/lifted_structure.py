@@ -27,13 +27,13 @@ def lifted_structure(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Squared hinge on positive pairs, whose margin is a soft minimum of both rows' distances to negatives.
+    r"""Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
 
     With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
-    Two sweeps: a row's crowding by negatives is a number that then travels with it.
+    Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -58,7 +58,7 @@ def lifted_structure(
         "LiftedStructure", embeddings, labels, normalize=normalize, reduction=reduction, world=world,
         problem=_settings_problem(pos_margin, neg_margin), margins=(pos_margin, neg_margin),
     )  # fmt: skip
-    loss = BlockLoss(_crowding, margin=neg_margin)
+    loss = BlockLoss(_negative_sums, margin=neg_margin)
     crowding = sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction="none")
     z, loss = torch.cat([z, crowding[:, None]], 1), BlockLoss(_pairs, margin=pos_margin)
     return sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction=reduction)
@@ -71,9 +71,9 @@ def _settings_problem(pos_margin: float, neg_margin: float) -> str | None:
 class LiftedStructure(Loss, function=lifted_structure, check=_settings_problem): ...
 
 
-def _crowding(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
-    near = margin - distances(block.anchors, block.candidates)
-    return masked_log_sum_exp(near, block.negative, empty=0.0), block.negative.any(1)
+def _negative_sums(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
+    logits = margin - distances(block.anchors, block.candidates)
+    return masked_log_sum_exp(logits, block.negative, empty=0.0), block.negative.any(1)
 
 
 def _pairs(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,13 @@ def lifted_structure(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Squared hinge on positive pairs, whose margin is a soft minimum of both rows' distances to negatives.
+    """Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
 
     With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
-    Two sweeps: a row's crowding by negatives is a number that then travels with it.
+    Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -45,13 +45,13 @@ def lifted_structure(
     """
 
 class LiftedStructure(Loss):
-    """Squared hinge on positive pairs, whose margin is a soft minimum of both rows' distances to negatives.
+    """Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
 
     With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
-    Two sweeps: a row's crowding by negatives is a number that then travels with it.
+    Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
 
     Called as ``loss(embeddings, labels)``:
 

@@ -1,4 +1,4 @@
-"""Margin: positives nearer than a learnt boundary β, negatives farther, each by a margin."""
+"""Margin loss: positive distances below a learnable boundary β, negative distances above it, by a margin."""
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,25 @@ _SIZE = "num_classes is 1 or more"
 
 
 class Margin(MetricLoss):
-    r"""Two hinges around a boundary that is a parameter, of the loss or of each class.
+    r"""Compute two hinges around a boundary, which is one parameter or one per class.
 
     With D_ij the distance of unit rows, P and N an anchor's positives and negatives, and active pairs those with a loss,
 
         loss = Σ_i [ |N(i)| Σ_{p∈P(i)} max(0, D_ip − β_i + margin) + |P(i)| Σ_{n∈N(i)} max(0, β_i − D_in + margin)
                      + ν |P(i)| |N(i)| β_i ]  /  Σ_i [ |N(i)| · active positives + |P(i)| · active negatives ]
 
-    which is every triplet's two pairs over the number of active ones, as pytorch-metric-learning has it. The last term
-    keeps β small; with one β for all classes it is ν β alone, and without any if β is not learnt. The mean is 0 if no pair
-    is active.
+    that is, both pairs of every triplet over the number of active pairs, as in pytorch-metric-learning. The last term
+    keeps β small. With one β for all classes it is ν β; if β is not learnable, it is left out. The mean is 0 if no pair is
+    active.
 
     Args:
         margin: distance α between β and either side.
-        beta: β at the start.
-        num_classes: with it β is one number a class, and labels are 0 … num_classes − 1.
+        beta: initial β.
+        num_classes: number of classes, each with its own β; labels are then 0 … num_classes − 1.
         learn_beta: whether β is a parameter; pytorch-metric-learning's default is False.
         nu: ν >= 0, the weight of β itself.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives an anchor's sum, without ν β.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns
+            anchors' sums, without ν β.
 
     Raises:
         ValueError: a negative ν, num_classes below 1, a margin or β that is not finite; at the call labels
@@ -88,18 +89,18 @@ class Margin(MetricLoss):
         if self.num_classes is not None and self.learn_beta:
             losses = losses + self.nu * beta[:, 0] * positives * negatives
         active = negatives * (positive_term > 0).sum(1) + positives * (negative_term > 0).sum(1)
-        # an anchor with triplets of which no pair is active is not counted by the divisor, but its ν β is in the sum
+        # an anchor with triplets but no active pair does not count in the divisor, but its ν β is in the sum
         has_triplets = (positives * negatives > 0).to(distance.dtype)
         return losses, active.to(distance.dtype) + torch.finfo(distance.dtype).tiny * has_triplets
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
-        """The reduced loss of these rows.
+        """Return the reduced loss.
 
         Args:
-            rows: as :class:`RowLoss` takes them.
+            rows: as in :class:`RowLoss`.
             world: the ranks that share the batch.
-            named_rows: as :class:`RowLoss` takes them.
+            named_rows: as in :class:`RowLoss`.
         """
         world = self.local() if world is None else world
         labels = named_rows.get("labels", rows[-1] if len(rows) == 2 else None)

@@ -1,4 +1,4 @@
-"""MIL-NCE: a video is told by several candidate texts, of which some fit."""
+"""MIL-NCE: each video has several candidate texts, some of which match."""
 
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ def mil_nce(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Multiple-instance NCE: the candidates of a video together against all pairs of one of them with another sample.
+    r"""Compute multiple-instance NCE: the candidates of a video against all pairs with another sample.
 
     With v the videos and y_i1 … y_ik the candidate texts of video i, of all ranks,
 
@@ -38,8 +38,8 @@ def mil_nce(
         N_i = Σ_{j≠i} Σ_k [ exp(v_i·y_jk / t) + exp(v_j·y_ik / t) ]
         loss = mean_i [ log(P_i + N_i) − log P_i ]
 
-    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in either
-    direction, log(2 P_i + N_i), so that a perfect model is left with log 2 per video: ``"reference"``.
+    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in
+    either direction, log(2 P_i + N_i), so that the loss of a perfect model is log 2 per video: ``"reference"``.
 
     Args:
         videos: [n, d], n may differ between ranks.
@@ -89,10 +89,10 @@ def mil_nce(
     )
     assert over_videos is not None  # columnwise is the default
     positive = torch.stack(positives).logsumexp(0)
-    every = torch.logaddexp(over_texts, torch.logsumexp(over_videos.view(y.shape[:2]), 1))
-    if denominator == "exact":  # either sum holds the positives, so that they are at most half of both
-        every = every + torch.log1p(-(positive - every).exp().clamp(max=0.5))
-    return reduce_anchors(every - positive, reduction=reduction, world=world)
+    total = torch.logaddexp(over_texts, torch.logsumexp(over_videos.view(y.shape[:2]), 1))
+    if denominator == "exact":  # both sums contain the positives, which are thus at most half of the total
+        total = total + torch.log1p(-(positive - total).exp().clamp(max=0.5))
+    return reduce_anchors(total - positive, reduction=reduction, world=world)
 
 
 def _settings_problem(denominator: str) -> str | None:

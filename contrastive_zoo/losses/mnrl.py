@@ -1,4 +1,4 @@
-"""Multiple negatives ranking: a query must find its document among all documents, hard negatives included."""
+"""Multiple negatives ranking: classify each query's document among all documents and hard negatives."""
 
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ def mnrl(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Multiple negatives ranking loss in sentence-transformers' sense.
+    r"""Compute the multiple negatives ranking loss of sentence-transformers.
 
     With q, d the unit rows of queries and documents of all ranks, D all documents and hard negatives,
 
@@ -59,8 +59,8 @@ def mnrl(
     Args:
         queries: [n, d], n may differ between ranks.
         documents: [n, d], row i belongs to row i of queries.
-        negatives: [m, d] hard negatives, seen by every query of every rank; m may differ between ranks. Where one rank
-            has them all must: pass [0, d].
+        negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
+            passes them, all must: a rank without any passes [0, d].
         owners: [m], the row among this rank's queries that a negative was mined for, any number each, or −1 for none;
             None is −1.
         temperature: t > 0, dimensionless; a tensor is learnable.
@@ -75,7 +75,7 @@ def mnrl(
         world: the ranks that share the batch.
 
     Raises:
-        ValueError: owners that do not fit, settings that are unknown or do not go together, or what any :class:`Loss`
+        ValueError: invalid owners, settings that are unknown or contradict each other, or what any :class:`Loss`
             refuses.
 
     Example:
@@ -110,25 +110,25 @@ def mnrl(
             round_to_input_dtype(prepare_rows(rows, normalize=normalize, world=world), rows, world)
             for rows in (queries, documents, negatives)
         )
-        kind_of_rows: Any = {"scale": scale, "unit_norm": normalize, "dtype": queries.dtype, "world": world}
-        by_direction, positive = _sums(q, d, x, directions, shards, mined, **kind_of_rows)
-        return reduce_anchors(_together(by_direction, partition_mode) - positive, reduction=reduction, world=world)
+        settings_of_sums: Any = {"scale": scale, "unit_norm": normalize, "dtype": queries.dtype, "world": world}
+        by_direction, positive = _sums(q, d, x, directions, shards, mined, **settings_of_sums)
+        return reduce_anchors(_combine(by_direction, partition_mode) - positive, reduction=reduction, world=world)
 
     q, d, x = (prepare_rows(rows, normalize=normalize, world=world) for rows in (queries, documents, negatives))
-    mine = sample_indices(shards, q)
+    ids = sample_indices(shards, q)
     pairs, columns, single = concat_pairs(q, d, x)
     sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
     return sum_over_anchors(
-        BlockLoss(_ranked, temperature=temperature, **settings), pairs, mine, candidates=columns, shards=shards,
-        candidate_ids=torch.cat([mine, torch.where(owners < 0, -1, owners + shards.start)]),
-        candidate_shards=Shards(sizes, shards.rank), companions=[(mine, single)], reduction=reduction, world=world,
+        BlockLoss(_ranked, temperature=temperature, **settings), pairs, ids, candidates=columns, shards=shards,
+        candidate_ids=torch.cat([ids, torch.where(owners < 0, -1, owners + shards.start)]),
+        candidate_shards=Shards(sizes, shards.rank), companions=[(ids, single)], reduction=reduction, world=world,
     )  # fmt: skip
 
 
 def _sums(
     q: Tensor, d: Tensor, x: Tensor, directions: tuple[Direction, ...], shards: Shards, mined: Shards, **rows: Any
 ) -> tuple[list[Tensor], Tensor]:
-    """log Z of every direction, where none leaves out mined negatives; and the similarity of the pair."""
+    """Return log Z of every direction, if none leaves out mined negatives, and the logits of the pairs."""
     over_documents, over_queries, (positive,) = cross_log_sum_exp(
         q,
         d,
@@ -151,9 +151,9 @@ def _sums(
     return sums, positive
 
 
-def _together(sums: list[Tensor], partition_mode: str) -> Tensor:
-    every = torch.stack(sums)
-    return every.logsumexp(0) if partition_mode == "joint" else every.mean(0)
+def _combine(sums: list[Tensor], partition_mode: str) -> Tensor:
+    stacked = torch.stack(sums)
+    return stacked.logsumexp(0) if partition_mode == "joint" else stacked.mean(0)
 
 
 def _ranked(
@@ -181,7 +181,7 @@ def _ranked(
         sums.append((x.second @ x.candidate_first.T / temperature).logsumexp(1))
     if "doc_to_doc" in directions:
         sums.append(masked_log_sum_exp(x.second @ documents.T / temperature, ~own))
-    return _together(sums, partition_mode) - positive, torch.ones_like(block.ids, dtype=torch.bool)
+    return _combine(sums, partition_mode) - positive, torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:

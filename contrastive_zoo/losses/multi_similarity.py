@@ -1,4 +1,4 @@
-"""Multi-similarity: pairs weigh by how much they stand out among the anchor's others."""
+"""Multi-similarity: weight each pair by its similarity relative to the anchor's other pairs."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -11,7 +11,7 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class MultiSimilarity(MetricLoss):
-    r"""Soft sums of an anchor's similarities, to positives below a base and to negatives above it.
+    r"""Compute soft sums of an anchor's similarities, to positives below a base and to negatives above it.
 
         loss_i = 1/α · log(1 + Σ_{p∈P(i)} exp(−α (s_ip − λ)))  +  1/β · log(1 + Σ_{n∈N(i)} exp(β (s_in − λ)))
 
@@ -60,15 +60,15 @@ class MultiSimilarity(MetricLoss):
         any_pair = any_in_row(positive) | any_in_row(negative)
         if self.epsilon is not None:
             fixed = similarity.detach()
-            least, most = masked_min(fixed, positive), masked_max(fixed, negative)
-            positive = positive & (fixed < most[:, None] + self.epsilon)
-            negative = negative & (fixed > least[:, None] - self.epsilon)
+            lowest, highest = masked_min(fixed, positive), masked_max(fixed, negative)
+            positive = positive & (fixed < highest[:, None] + self.epsilon)
+            negative = negative & (fixed > lowest[:, None] - self.epsilon)
         return self.of_mined(similarity, positive, negative), any_pair
 
     def of_mined(
         self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]
     ) -> Float[Tensor, " c"]:
-        """What each anchor loses by the pairs that are left."""
+        """Return the loss of each anchor over its mined pairs."""
         positive_term = log1p_sum_exp(-self.alpha * (similarity - self.base), mask=positive) / self.alpha
         negative_term = log1p_sum_exp(self.beta * (similarity - self.base), mask=negative) / self.beta
         return positive_term + negative_term

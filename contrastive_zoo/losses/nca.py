@@ -1,4 +1,4 @@
-"""NCA: a row picks a neighbour by distance, and should pick one of its class."""
+"""NCA: the probability that a neighbour, drawn by distance, is of the same class."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -21,14 +21,14 @@ def nca(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Neighbourhood component analysis: −log of the chance that a stochastic neighbour is of the anchor's class.
+    r"""Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
     With z the rows of all ranks, P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
 
-    averaged over the anchors that have a positive, the paper's alternative to the sum of the chances themselves. Equal to
-    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``; there an anchor whose chance underflows is left out.
+    averaged over the anchors that have a positive, the paper's alternative to the sum of the probabilities. Equal to
+    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -50,16 +50,21 @@ def nca(
     Source: Goldberger et al. 2004, https://www.cs.toronto.edu/~hinton/absps/nca.pdf
     """
     return sum_over_labelled_anchors(
-        "NCA", _pick, embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world
+        "NCA",
+        _neighbours,
+        embeddings,
+        labels,
+        temperature=temperature,
+        normalize=normalize,
+        reduction=reduction,
+        world=world,
     )
 
 
-def _pick(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    logits = (
-        2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)
-    ) / temperature  # ‖z_i‖² falls out
-    every = masked_log_sum_exp(logits, block.positive | block.negative)
-    return every - masked_log_sum_exp(logits, block.positive), block.positive.any(1)
+def _neighbours(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logits = (2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)) / temperature  # ‖z_i‖² cancels
+    total = masked_log_sum_exp(logits, block.positive | block.negative)
+    return total - masked_log_sum_exp(logits, block.positive), block.positive.any(1)
 
 
-class NCA(LabelledLoss, function=nca, block_function=_pick): ...
+class NCA(LabelledLoss, function=nca, block_function=_neighbours): ...

@@ -15,14 +15,14 @@ def nca(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Neighbourhood component analysis: −log of the chance that a stochastic neighbour is of the anchor's class.
+    """Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
     With z the rows of all ranks, P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
 
-    averaged over the anchors that have a positive, the paper's alternative to the sum of the chances themselves. Equal to
-    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``; there an anchor whose chance underflows is left out.
+    averaged over the anchors that have a positive, the paper's alternative to the sum of the probabilities. Equal to
+    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -45,14 +45,14 @@ def nca(
     """
 
 class NCA(LabelledLoss):
-    """Neighbourhood component analysis: −log of the chance that a stochastic neighbour is of the anchor's class.
+    """Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
     With z the rows of all ranks, P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
 
-    averaged over the anchors that have a positive, the paper's alternative to the sum of the chances themselves. Equal to
-    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``; there an anchor whose chance underflows is left out.
+    averaged over the anchors that have a positive, the paper's alternative to the sum of the probabilities. Equal to
+    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
 
     Called as ``loss(embeddings, labels)``:
 

@@ -1,4 +1,4 @@
-"""Normalised softmax: a classifier whose rows and class weights lie on the sphere."""
+"""Normalised softmax: a classifier with unit embeddings and unit class weights."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def normalized_softmax(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Cross-entropy of finding a row's class by cosine; each class weight is the class's one proxy.
+    r"""Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
 
     With z the unit rows, w the unit weights and y the labels,
 
@@ -54,7 +54,7 @@ def normalized_softmax(
 
 
 class NormalizedSoftmax(ClassLoss, function=normalized_softmax):
-    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Example:
         >>> import torch

@@ -16,7 +16,7 @@ def normalized_softmax(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Cross-entropy of finding a row's class by cosine; each class weight is the class's one proxy.
+    """Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
 
     With z the unit rows, w the unit weights and y the labels,
 
@@ -45,7 +45,7 @@ def normalized_softmax(
     """
 
 class NormalizedSoftmax(ClassLoss):
-    """Cross-entropy of finding a row's class by cosine; each class weight is the class's one proxy.
+    """Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
 
     With z the unit rows, w the unit weights and y the labels,
 
@@ -53,7 +53,7 @@ class NormalizedSoftmax(ClassLoss):
 
     Dense: ``cross_entropy(z @ w.T / t, labels)``.
 
-    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Called as ``loss(embeddings, labels)``:
 

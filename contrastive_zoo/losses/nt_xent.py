@@ -1,4 +1,4 @@
-"""NT-Xent: each view must find its partner among all other views of the global batch."""
+"""NT-Xent: classify each view's partner among all other views of the global batch."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def nt_xent(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Normalised-temperature cross-entropy over two or more views.
+    r"""Compute the normalised-temperature cross-entropy over two or more views.
 
     With z the unit rows of all views of all ranks and P(i) the other views of row i's sample,
 
@@ -59,13 +59,13 @@ def nt_xent(
 
     scale = logit_scale(temperature, world)
     rows = [round_to_input_dtype(prepare_rows(view, normalize=normalize, world=world), view, world) for view in views]
-    partners = [len(rows[0]) * step for step in range(1, count)]
+    offsets = [len(rows[0]) * step for step in range(1, count)]
     candidates, similarities = self_log_sum_exp(
-        concat_views(rows, world), scale=scale, unit_norm=normalize, dtype=views[0].dtype, partner_offsets=partners,
+        concat_views(rows, world), scale=scale, unit_norm=normalize, dtype=views[0].dtype, partner_offsets=offsets,
         shards=shards.times(count), world=world,
     )  # fmt: skip
-    # a pair counts for its earlier and for its later view
-    both = [F.pad(s, (0, p)) + F.pad(s, (p, 0)) for p, s in zip(partners, similarities, strict=True)]
+    # each pair counts for both of its views
+    both = [F.pad(s, (0, o)) + F.pad(s, (o, 0)) for o, s in zip(offsets, similarities, strict=True)]
     positive = torch.stack(both).sum(0) / (count - 1)
     return reduce_anchors(candidates - positive, reduction=reduction, world=world)
 

@@ -13,7 +13,7 @@ def nt_xent(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Normalised-temperature cross-entropy over two or more views.
+    """Compute the normalised-temperature cross-entropy over two or more views.
 
     With z the unit rows of all views of all ranks and P(i) the other views of row i's sample,
 
@@ -40,7 +40,7 @@ def nt_xent(
     """
 
 class NTXent(Loss):
-    """Normalised-temperature cross-entropy over two or more views.
+    """Compute the normalised-temperature cross-entropy over two or more views.
 
     With z the unit rows of all views of all ranks and P(i) the other views of row i's sample,
 

@@ -1,4 +1,4 @@
-"""ProxyNCA++: a row's own proxy must be the nearest, by squared distance, with low temperature."""
+"""ProxyNCA++: a softmax over squared distances to proxies, with a low temperature."""
 
 from typing import Any
 
@@ -22,14 +22,14 @@ def proxy_nca(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Probability of choosing a row's own proxy among all proxies, by squared Euclidean distance on the sphere.
+    r"""Compute −log of the probability of a row's own proxy among all proxies, by squared distances of unit vectors.
 
     With z the unit rows, p the unit proxies and y the labels,
 
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
     As ‖z − p‖² = 2 − 2 z·p, this is :func:`normalized_softmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
-    The own proxy stands in the denominator, unlike in ProxyNCA.
+    Unlike in ProxyNCA, the denominator contains the own proxy.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -55,7 +55,7 @@ def proxy_nca(
 
 
 class ProxyNCA(ClassLoss, function=proxy_nca):
-    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Ranked list: positives inside a ball around the anchor, negatives outside of a larger one, the worst first."""
+"""Ranked list: positives within one radius, negatives beyond a larger one, with the hardest weighted most."""
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -9,19 +9,19 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class RankedList(MetricLoss):
-    r"""Weighted means of the hinges of the positives and of the negatives that violate their ball.
+    r"""Compute weighted means of the hinges of positives and of negatives that violate their radius.
 
     With D_ij the distance of unit rows, over the pairs with D_ip > α − margin and D_in < α,
 
         loss_i = (1 − λ) Σ_p w_p (D_ip − α + margin) / Σ_p w_p  +  λ Σ_n w_n (α − D_in) / Σ_n w_n
         w_p = exp(T_p (D_ip − α + margin)),  w_n = exp(T_n (α − D_in))
 
-    averaged over the anchors with any pair; a mean of nothing is 0. The gradient flows through the weights too.
+    averaged over the anchors with any pair; an empty mean is 0. The weights have gradients, too.
 
     Args:
-        margin: between the two balls.
-        alpha: α, radius beyond which negatives are left alone.
-        t_p: T_p >= 0; 0 weighs positives alike.
+        margin: difference of the two radii.
+        alpha: α, the radius beyond which negatives have no loss.
+        t_p: T_p >= 0; 0 weights positives equally.
         t_n: T_n >= 0.
         imbalance: λ in 0 … 1, the share of the negatives.
         epsilon: added to Σ w once per row of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.

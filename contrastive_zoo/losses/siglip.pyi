@@ -17,7 +17,7 @@ def siglip(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Binary cross-entropy of all pairs, summed over texts and averaged over images.
+    """Compute the binary cross-entropy of all pairs, summed over texts and averaged over images.
 
     With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
 
@@ -30,7 +30,7 @@ def siglip(
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
         temperature: t > 0, dimensionless; a tensor is learnable.
-        logit_bias: b, that starts the many negatives near their answer; a tensor is learnable.
+        logit_bias: b; a negative start matches the many negatives. A tensor is learnable.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for the local images, [n].
         world: the ranks that share the batch.
@@ -46,10 +46,10 @@ def siglip(
     """
 
 def bias_problem(logit_bias: float | Tensor) -> str | None:
-    """What is wrong with a bias, in words; None if nothing is."""
+    """Return what is wrong with a bias, or None."""
 
 class SigLIP(LearnableScaleLoss):
-    """Binary cross-entropy of all pairs, summed over texts and averaged over images.
+    """Compute the binary cross-entropy of all pairs, summed over texts and averaged over images.
 
     With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
 
@@ -58,7 +58,7 @@ class SigLIP(LearnableScaleLoss):
     Dense: ``-logsigmoid((2 * eye(N) - 1) * (x @ y.T / t + b)).sum() / N``. Equal to open_clip's ``SigLipLoss`` on one
     process, with logit_scale = 1/t.
 
-    Temperature and bias are learnt; the given ones are where they start.
+    Temperature and bias are learnable; the settings are their initial values.
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
 
@@ -69,7 +69,7 @@ class SigLIP(LearnableScaleLoss):
 
     Args:
         temperature: t > 0, dimensionless; a tensor is learnable.
-        logit_bias: b, that starts the many negatives near their answer; a tensor is learnable.
+        logit_bias: b; a negative start matches the many negatives. A tensor is learnable.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for the local images, [n].
         check_finite: whether NaN and infinite embeddings are refused.
@@ -103,5 +103,5 @@ class SigLIP(LearnableScaleLoss):
         self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"], *, world: World | None = None
     ) -> Tensor: ...
 
-def yes_or_no(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """−Σ log σ(± logit) over a block's pairs: positives are to be positive, negatives negative."""
+def binary_cross_entropy(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return −Σ log σ(± logit) over the pairs of each anchor: + for positives, − for negatives."""

@@ -1,4 +1,4 @@
-"""SINCERE: each positive competes with the negatives only, never with the anchor's other positives."""
+"""SINCERE: each positive is compared with the negatives only, never with the anchor's other positives."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -22,7 +22,7 @@ def sincere(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Supervised InfoNCE revisited: the mean over an anchor's positives of their InfoNCE losses.
+    r"""Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
     With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
 
@@ -32,8 +32,8 @@ def sincere(
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
         temperature: t > 0, dimensionless; a tensor is learnable.
-        average: ``"anchors"`` that have a positive weigh alike (the authors' code knows no others), or ``"pairs"`` (i, p):
-            then it is pytorch-metric-learning's NTXentLoss on labelled rows, in memory linear in N.
+        average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
+            which is pytorch-metric-learning's NTXentLoss on labelled rows, with memory linear in N.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
             anchors, [n].
@@ -50,12 +50,12 @@ def sincere(
     Source: Feeney and Hughes 2023, https://arxiv.org/abs/2309.14277
     """
     return sum_over_labelled_anchors(
-        "SINCERE", _revisited, embeddings, labels, problem=_settings_problem(average), average=average,
+        "SINCERE", _block_losses, embeddings, labels, problem=_settings_problem(average), average=average,
         temperature=temperature, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
 
 
-def _revisited(block: AnchorBlock, temperature: Tensor, average: Average) -> tuple[Tensor, Tensor]:
+def _block_losses(block: AnchorBlock, temperature: Tensor, average: Average) -> tuple[Tensor, Tensor]:
     return info_nce_per_positive(block.anchors @ block.candidates.T / temperature, block, average)
 
 
@@ -63,4 +63,4 @@ def _settings_problem(average: str) -> str | None:
     return word_problem("average", average, Average)
 
 
-class SINCERE(LabelledLoss, function=sincere, block_function=_revisited, check=_settings_problem): ...
+class SINCERE(LabelledLoss, function=sincere, block_function=_block_losses, check=_settings_problem): ...

@@ -16,7 +16,7 @@ def sincere(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Supervised InfoNCE revisited: the mean over an anchor's positives of their InfoNCE losses.
+    """Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
     With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
 
@@ -26,8 +26,8 @@ def sincere(
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
         temperature: t > 0, dimensionless; a tensor is learnable.
-        average: ``"anchors"`` that have a positive weigh alike (the authors' code knows no others), or ``"pairs"`` (i, p):
-            then it is pytorch-metric-learning's NTXentLoss on labelled rows, in memory linear in N.
+        average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
+            which is pytorch-metric-learning's NTXentLoss on labelled rows, with memory linear in N.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
             anchors, [n].
@@ -45,7 +45,7 @@ def sincere(
     """
 
 class SINCERE(LabelledLoss):
-    """Supervised InfoNCE revisited: the mean over an anchor's positives of their InfoNCE losses.
+    """Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
     With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
 
@@ -58,8 +58,8 @@ class SINCERE(LabelledLoss):
 
     Args:
         temperature: t > 0, dimensionless; a tensor is learnable.
-        average: ``"anchors"`` that have a positive weigh alike (the authors' code knows no others), or ``"pairs"`` (i, p):
-            then it is pytorch-metric-learning's NTXentLoss on labelled rows, in memory linear in N.
+        average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
+            which is pytorch-metric-learning's NTXentLoss on labelled rows, with memory linear in N.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
             anchors, [n].

@@ -1,4 +1,4 @@
-"""SupCon: every other row of an anchor's class is its positive, the rest of the global batch its candidates."""
+"""SupCon: InfoNCE whose positives are all other rows of the anchor's class."""
 
 from typing import Any, Literal
 
@@ -32,17 +32,18 @@ def sup_con(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Supervised contrastive loss, positives outside the logarithm (or inside).
+    r"""Compute the supervised contrastive loss, with positives outside the logarithm (or inside).
 
     With z the unit rows of all ranks and P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
     averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
-    positive).sum(1) / positive.sum(1)``. Positives need no mask: their sum is one dot product with the class's.
+    positive).sum(1) / positive.sum(1)``. Positives need no mask: the sum of
+    their logits is one dot product with the sum of the class.
 
-    The variant ``"in"``, which the paper finds the worse one, averages probabilities, not their logarithms: its last
-    term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+    The variant ``"in"``, which performs worse in the paper, averages probabilities, not their logarithms. Its last term is
+    log mean_{p∈P(i)} exp(z_i·z_p / t).
 
     Args:
         embeddings: [n, d], n may differ between ranks. Several views of a sample are several rows.
@@ -70,27 +71,27 @@ def sup_con(
         normalize=normalize, world=world, **settings,
     )  # fmt: skip
     if variant == "in":
-        loss = BlockLoss(_attraction, **settings)
+        loss = BlockLoss(_block_losses, **settings)
         return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
 
     z = round_to_input_dtype(z, embeddings, world)
-    # positives need no mask: the sum of their similarities is one dot product with their sum
-    everybody = gather_rows(ids, shards, world)
-    classes, of_row, members = torch.unique(everybody, return_inverse=True, return_counts=True)
-    mine = of_row[shards.mine]
+    # the sum of an anchor's positive logits is one dot product with the sum of its class
+    all_ids = gather_rows(ids, shards, world)
+    classes, class_index, counts = torch.unique(all_ids, return_inverse=True, return_counts=True)
+    local_index = class_index[shards.mine]
     class_sums = sum_over_ranks(
-        z.new_zeros(len(classes), z.shape[1]).index_add(0, mine, z), gradient="partial", world=world
+        z.new_zeros(len(classes), z.shape[1]).index_add(0, local_index, z), gradient="partial", world=world
     )
-    positives = members[mine] - 1
+    positives = counts[local_index] - 1
     scale = logit_scale(temperature, world)
-    positive = scale * (z * (class_sums.index_select(0, mine) - z)).sum(-1) / positives.clamp(min=1)
+    positive = scale * (z * (class_sums.index_select(0, local_index) - z)).sum(-1) / positives.clamp(min=1)
     candidates, _ = self_log_sum_exp(
         z, scale=scale, unit_norm=normalize, dtype=embeddings.dtype, shards=shards, world=world
     )
     return reduce_anchors(candidates - positive, positives > 0, reduction=reduction, world=world)
 
 
-def _attraction(block: AnchorBlock, temperature: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+def _block_losses(block: AnchorBlock, temperature: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
     logits = block.anchors @ block.candidates.T / temperature
     count = block.positive.sum(1, dtype=logits.dtype)
     if variant == "in":
@@ -104,6 +105,6 @@ def _settings_problem(variant: str) -> str | None:
     return word_problem("variant", variant, Variant)
 
 
-class SupCon(LabelledLoss, function=sup_con, block_function=_attraction, check=_settings_problem):
+class SupCon(LabelledLoss, function=sup_con, block_function=_block_losses, check=_settings_problem):
     def can_ring(self) -> bool:
         return self.variant == "out"

@@ -20,17 +20,18 @@ def sup_con(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Supervised contrastive loss, positives outside the logarithm (or inside).
+    """Compute the supervised contrastive loss, with positives outside the logarithm (or inside).
 
     With z the unit rows of all ranks and P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
     averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
-    positive).sum(1) / positive.sum(1)``. Positives need no mask: their sum is one dot product with the class's.
+    positive).sum(1) / positive.sum(1)``. Positives need no mask: the sum of
+    their logits is one dot product with the sum of the class.
 
-    The variant ``"in"``, which the paper finds the worse one, averages probabilities, not their logarithms: its last
-    term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+    The variant ``"in"``, which performs worse in the paper, averages probabilities, not their logarithms. Its last term is
+    log mean_{p∈P(i)} exp(z_i·z_p / t).
 
     Args:
         embeddings: [n, d], n may differ between ranks. Several views of a sample are several rows.
@@ -54,17 +55,18 @@ def sup_con(
     """
 
 class SupCon(LabelledLoss):
-    """Supervised contrastive loss, positives outside the logarithm (or inside).
+    """Compute the supervised contrastive loss, with positives outside the logarithm (or inside).
 
     With z the unit rows of all ranks and P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
     averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
-    positive).sum(1) / positive.sum(1)``. Positives need no mask: their sum is one dot product with the class's.
+    positive).sum(1) / positive.sum(1)``. Positives need no mask: the sum of
+    their logits is one dot product with the sum of the class.
 
-    The variant ``"in"``, which the paper finds the worse one, averages probabilities, not their logarithms: its last
-    term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+    The variant ``"in"``, which performs worse in the paper, averages probabilities, not their logarithms. Its last term is
+    log mean_{p∈P(i)} exp(z_i·z_p / t).
 
     Called as ``loss(embeddings, labels)``:
 

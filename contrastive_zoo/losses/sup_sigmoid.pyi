@@ -17,7 +17,7 @@ def sup_sigmoid(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """SigLIP's binary cross-entropy over all pairs of labelled rows.
+    """Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
 
     With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
 
@@ -45,13 +45,13 @@ def sup_sigmoid(
     """
 
 class SupSigmoid(SigLIP, LabelledLoss):
-    """SigLIP's binary cross-entropy over all pairs of labelled rows.
+    """Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
 
     With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
 
         loss = −1/N · Σ_i Σ_{j≠i} log σ( y_ij · (z_i·z_j / t + b) )
 
-    Temperature and bias are learnt; the given ones are where they start.
+    Temperature and bias are learnable; the settings are their initial values.
 
     Called as ``loss(embeddings, labels)``:
 

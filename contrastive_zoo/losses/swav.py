@@ -1,4 +1,4 @@
-"""SwAV: from one view of a sample, predict the cluster of another, with clusters of equal size."""
+"""SwAV: predict the cluster of one view of a sample from another view, with clusters of equal size."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def swav(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Swapped prediction of cluster assignments.
+    r"""Compute the loss of swapped predictions of cluster assignments.
 
     With z the unit rows of view v, c the unit prototypes, and q the balanced assignment of view u's rows of all ranks,
 
@@ -43,17 +43,17 @@ def swav(
     Args:
         views: two or more of [n, d], the full-size crops first; n may differ between ranks.
         prototypes: [K, d], equal on every rank. The authors and lightly normalise the parameter itself before a step;
-            here it is normalised inside, so its gradient has no part along it.
+            here the loss normalises it, so its gradient is orthogonal to it.
         temperature: t > 0, dimensionless; a tensor is learnable.
-        epsilon: ε > 0, how soft assignments are.
-        iterations: ≥ 0 of Sinkhorn; 0 is a softmax.
-        code_views: how many views, from the first on, give codes; the others only predict.
+        epsilon: ε > 0, the temperature of the assignments.
+        iterations: number ≥ 0 of Sinkhorn iterations; 0 is a softmax.
+        code_views: number of first views that give codes; the other views only predict.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
         world: the ranks that share the batch.
 
     Raises:
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
-            NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> eye = torch.eye(2)

@@ -1,4 +1,4 @@
-"""Triplet: an anchor's positives nearer than its negatives, by a margin; all triplets, or hard or semi-hard ones."""
+"""Triplet loss: positives nearer than negatives by a margin, over all, hard or semi-hard triplets."""
 
 from collections.abc import Callable
 from typing import ClassVar, Literal
@@ -17,7 +17,7 @@ Mining = Literal["all", "hard", "semi-hard"]
 
 
 class Triplet(DissimilarityLoss):
-    r"""Hinge, or its soft form, of how much farther a positive is than a negative.
+    r"""Compute a hinge, or its soft form, on the distance to a positive minus the distance to a negative.
 
     With D_ij the distance of unit rows and the triplets (i, p, n) of the rows of all ranks,
 
@@ -50,7 +50,7 @@ class Triplet(DissimilarityLoss):
     """
 
     first_of_equals: ClassVar[bool] = False
-    """Whether the first of equally hard rows gets all of their gradient; otherwise they share it."""
+    """Whether the first of equally hard rows gets the whole gradient; otherwise they share it."""
 
     def __init__(
         self,
@@ -83,22 +83,22 @@ class Triplet(DissimilarityLoss):
             first = self.first_of_equals
             violation = masked_max(distance, positive, first=first) - masked_min(distance, negative, first=first)
             both = violation != -torch.inf
-            losses = self._of(violation.masked_fill(~both, 0))
+            losses = self._penalty(violation.masked_fill(~both, 0))
             return losses, both & (losses > 0) if self.average == "nonzero" else both
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.soft):
             losses, active = self._hinges(distance, positive, negative)
         mined = positive.sum(1) * negative.sum(1) if self.mining == "all" else active
         if self.soft:  # no triplet's loss is zero
-            return self._one_positive_at_a_time(distance, positive, negative), mined
+            return self._sum_by_positive(distance, positive, negative), mined
         return losses, active if self.average == "nonzero" else mined
 
-    def _of(self, violation: Tensor) -> Tensor:
+    def _penalty(self, violation: Tensor) -> Tensor:
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
     def _hinges(self, distance: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ (D_ip + margin − D_in) over active triplets, and their number, from how often each pair is in one."""
-        columns, there = masked_indices(positive)
-        positives = distance.gather(1, columns).where(there, -torch.inf).sort(1).values
+        """Return Σ (D_ip + margin − D_in) over active triplets, and their number, from each pair's number of triplets."""
+        columns, present = masked_indices(positive)
+        positives = distance.gather(1, columns).where(present, -torch.inf).sort(1).values
         with torch.no_grad():
             negatives = distance.where(negative, torch.inf)
             of_positive, of_negative = _active(positives + self.margin, negatives, torch.lt)
@@ -108,32 +108,33 @@ class Triplet(DissimilarityLoss):
         positive_term = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
         return positive_term - (of_negative * distance).sum(1), of_negative.sum(1)
 
-    def _one_positive_at_a_time(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    def _sum_by_positive(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         negatives = distance.where(negative, torch.inf)
 
         def losses(p: Tensor) -> Tensor:
-            nearer = distance.gather(1, p)
-            found = self._of(nearer - negatives)
+            positives = distance.gather(1, p)
+            values = self._penalty(positives - negatives)
             if self.mining == "semi-hard":
-                found = found.where((negatives > nearer) & (negatives < nearer + self.margin), 0)
-            return found.sum(1)
+                values = values.where((negatives > positives) & (negatives < positives + self.margin), 0)
+            return values.sum(1)
 
         return sum_over_positives(losses, positive)
 
 
-def _active(bars: Tensor, negatives: Tensor, below: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    """How many negatives lie below each of the ascending bars, and how many bars above each negative."""
-    if bars.shape[1] > _MANY:
-        lowest = torch.searchsorted(bars, negatives, right=below is torch.lt)
-        ones = bars.new_ones(()).expand_as(negatives)
-        lying = bars.new_zeros(len(bars), bars.shape[1] + 1).scatter_add_(1, lowest, ones).cumsum(1)
-        return lying[:, :-1], (bars.shape[1] - lowest).to(bars.dtype)
-    lying, above, hit = torch.empty_like(bars), torch.zeros_like(negatives), torch.empty_like(negatives)
-    for bar, count in zip(bars.unbind(1), lying.unbind(1), strict=True):
-        above += below(negatives, bar[:, None], out=hit)
+def _active(thresholds: Tensor, negatives: Tensor, below: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the number of negatives below each ascending threshold, and of thresholds above each negative."""
+    if thresholds.shape[1] > _SEARCH_THRESHOLDS:
+        lowest = torch.searchsorted(thresholds, negatives, right=below is torch.lt)
+        ones = thresholds.new_ones(()).expand_as(negatives)
+        counts_below = thresholds.new_zeros(len(thresholds), thresholds.shape[1] + 1)
+        counts_below = counts_below.scatter_add_(1, lowest, ones).cumsum(1)
+        return counts_below[:, :-1], (thresholds.shape[1] - lowest).to(thresholds.dtype)
+    counts_below, above, hit = torch.empty_like(thresholds), torch.zeros_like(negatives), torch.empty_like(negatives)
+    for threshold, count in zip(thresholds.unbind(1), counts_below.unbind(1), strict=True):
+        above += below(negatives, threshold[:, None], out=hit)
         count.copy_(hit.sum(1))
-    return lying, above
+    return counts_below, above
 
 
-_MANY = 128
-"""Bars with which a search, logarithmic in their number, is as quick as to compare with one after another."""
+_SEARCH_THRESHOLDS = 128
+"""Number of thresholds from which on a binary search is faster than comparing with one after another."""

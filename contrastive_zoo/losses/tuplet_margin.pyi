@@ -16,21 +16,21 @@ def tuplet_margin(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Softmax over tuples of a positive and all negatives, on angles.
+    """Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
     With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
 
         loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
 
-    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, whose gradient there is
-    infinite and here zero.
+    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, where its gradient
+    is infinite and this one zero.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
         temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnable.
         margin: β in degrees, 0 to 180.
-        average: ``"pairs"`` (i, p) weigh alike, or ``"anchors"``.
+        average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
         reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
             anchors, [n].
         world: the ranks that share the batch.
@@ -48,14 +48,14 @@ def tuplet_margin(
     """
 
 class TupletMargin(LabelledLoss):
-    """Softmax over tuples of a positive and all negatives, on angles.
+    """Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
     With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
 
         loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
 
-    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, whose gradient there is
-    infinite and here zero.
+    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, where its gradient
+    is infinite and this one zero.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -65,7 +65,7 @@ class TupletMargin(LabelledLoss):
     Args:
         temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnable.
         margin: β in degrees, 0 to 180.
-        average: ``"pairs"`` (i, p) weigh alike, or ``"anchors"``.
+        average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
         reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
             anchors, [n].
         check_finite: whether NaN and infinite embeddings are refused.

@@ -242,7 +242,7 @@ def test_a_search_and_one_bar_after_another_find_the_same(
     z[5] = z[2]  # equal distances
     loss = Triplet(mining=mining, margin=0.4)
     one_by_one = outcome(loss, z, labels)
-    monkeypatch.setattr(triplet, "_MANY", -1)
+    monkeypatch.setattr(triplet, "_SEARCH_THRESHOLDS", -1)
     for x, y in zip(outcome(loss, z, labels), one_by_one, strict=True):
         close(x, y)
 
