@@ -47,7 +47,10 @@ equal size. Losses with class weights have {CLASSES} classes, SwAV has {CLASSES}
 every two queries and their keys. For DINO a sample is an output of its head. A video of MIL-NCE has {CAPTIONS} candidate
 texts.
 
-The figure includes freed memory that malloc keeps. For losses with many small steps this may be the larger part.
+The figure includes freed memory that malloc keeps. For losses with many small steps this may be the larger part. On a CPU
+with glibc the library raises malloc's trim threshold to twice the memory budget plus {BLOCK_BYTES // 2**20} MiB, because
+fetching freed memory from the system again takes a tenth of a step or more. The environment variable
+`CONTRASTIVE_ZOO_MALLOPT=0` turns this off; glibc's own variables, such as `MALLOC_TRIM_THRESHOLD_`, take precedence.
 
 ## Why it is linear
 
