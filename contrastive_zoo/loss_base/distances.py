@@ -125,8 +125,8 @@ class DissimilarityLoss(MetricLoss):
         -1
     """
 
-    def __init__(self, *, metric: Metric = "distance", **kept: Unpack[RowSettings]) -> None:
-        super().__init__(**kept)
+    def __init__(self, *, metric: Metric = "distance", **row_settings: Unpack[RowSettings]) -> None:
+        super().__init__(**row_settings)
         self.metric = metric
 
     def settings_problem(self) -> str | None:

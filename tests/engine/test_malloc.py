@@ -23,7 +23,7 @@ print(faults())
 """
 
 LOSSES = {
-    "panels": "cz.Circle(), (torch.randn(2048, 16, requires_grad=True), torch.arange(2048) % 128)",
+    "blocks": "cz.Circle(), (torch.randn(2048, 16, requires_grad=True), torch.arange(2048) % 128)",
     "tiles": "cz.NTXent(), torch.randn(2, 4096, 16, requires_grad=True).unbind()",
 }
 

@@ -1,4 +1,4 @@
-"""What a panel's loss is made of: in few passes, from few pairs, in panels of any height, it is the plain formula."""
+"""The parts of a row-wise loss equal their plain formulas: by hand, from sparse gradients, in blocks of any height."""
 
 import contextlib
 import gc
@@ -22,7 +22,7 @@ from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
 
-# ------------------------------------------------------------------------------------- few passes, the plain formula
+# ---------------------------------------------------------------------------------------- hand-written, plain formula
 
 Pass = Callable[..., Tensor]
 
@@ -89,8 +89,8 @@ def alike() -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def few(places: int) -> Tensor:
-    """A gradient [5, 33] that is 0 but in a few places; points that are the same are among them."""
+def sparse_gradient(places: int) -> Tensor:
+    """Return a gradient [5, 33] that is 0 except in some places, equal points among them."""
     w = torch.zeros(5, 33, dtype=torch.float64)
     w.view(-1)[numbers(165, seed=4).topk(places).indices] = numbers(places, seed=5)
     w[1, 0] = 3.0
@@ -102,13 +102,13 @@ def few(places: int) -> Tensor:
 def test_products_and_distances_are_their_plain_formula(
     name: str, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the gradient is taken from all pairs or from a few."""
+    """Value and gradient are equal for dense and for sparse gradients."""
     asked: list[bool] = []
     question = pairwise._is_sparse_enough
     monkeypatch.setattr(pairwise, "_is_sparse_enough", lambda *of: (asked.append(question(*of)), asked[-1])[1])
-    assert_plain(OF_ROWS[name], *alike(), weights=few(places))
+    assert_plain(OF_ROWS[name], *alike(), weights=sparse_gradient(places))
     assert asked == [places < 165]
-    assert_plain(OF_ROWS[name], alike()[0][:0], alike()[1], weights=few(places)[:0])
+    assert_plain(OF_ROWS[name], alike()[0][:0], alike()[1], weights=sparse_gradient(places)[:0])
 
 
 def test_a_distance_that_is_rounding_alone_is_caught() -> None:
@@ -117,7 +117,7 @@ def test_a_distance_that_is_rounding_alone_is_caught() -> None:
         return pairwise.euclidean(a, b) if dense_mode.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
 
     with pytest.raises(AssertionError):
-        assert_plain(mutant, *alike(), weights=few(20))
+        assert_plain(mutant, *alike(), weights=sparse_gradient(20))
 
 
 def test_few_means_that_their_rows_are_smaller_than_the_matrix() -> None:
@@ -165,7 +165,7 @@ HARD = {
 @pytest.mark.parametrize("rows_are", ["gaussian", "duplicates"])
 @pytest.mark.parametrize("metric", HARD)
 def test_the_contract_holds_for_gradients_of_few_pairs(metric: str, rows_are: Any, worlds: Worlds) -> None:
-    """Rows enough that the hardest pairs are few, which the small batches of the other tests have not."""
+    """The batch is so large that the hardest pairs are few, unlike in the other tests."""
     batch = GlobalBatch((9, 0, 15), d=2, rows=rows_are, seed=3)
     trial = Trial(Case(lambda: cz.DistributedLoss(HARD[metric]())), batch, worlds)
     for invariant in CONTRACT:
@@ -188,11 +188,11 @@ def test_pairs_and_all_others_together(name: str) -> None:
     function = OF_ROWS[name]
 
     def of(a: Tensor, b: Tensor) -> Tensor:
-        far = function(a, b if dense_mode.is_dense() else pairwise.share_across_blocks(b))
-        found = masked.masked_max(far, far.detach() < 9) + far.sum(1)
+        distance = function(a, b if dense_mode.is_dense() else pairwise.share_across_blocks(b))
+        found = masked.masked_max(distance, distance.detach() < 9) + distance.sum(1)
         if name == "dot_products":  # distances are needed as they are
-            far.clamp_(max=2)
-        return found + masked.masked_min(far, far.detach() > 0).clamp(max=9)
+            distance.clamp_(max=2)
+        return found + masked.masked_min(distance, distance.detach() > 0).clamp(max=9)
 
     def outcome() -> list[Tensor]:
         a, b = (x.clone().requires_grad_() for x in alike())
@@ -247,24 +247,24 @@ def test_a_search_and_one_bar_after_another_find_the_same(
         close(x, y)
 
 
-# ------------------------------------------------------------------------------------------------------------- panels
+# ------------------------------------------------------------------------------------------------------------- blocks
 
 LOSSES = [Triplet(mining="hard"), Triplet(mining="semi-hard"), MultiSimilarity(epsilon=0.1), Circle(gamma=8)]
 
 
 def heights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
-    panel = BatchLayout.block
+    block = BatchLayout.block
 
     def listening(self: Any, of: slice, *more: Tensor) -> AnchorBlock:
         found.append(of.stop - of.start)
-        return panel(self, of, *more)
+        return block(self, of, *more)
 
     monkeypatch.setattr(BatchLayout, "block", listening)
     return found
 
 
-def test_a_panel_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     found, z, labels = heights(monkeypatch), numbers(2048, 2, seed=0).float().requires_grad_(), torch.arange(2048) % 99
     MultiSimilarity()(z, labels)
     usual = found[0]
@@ -307,7 +307,7 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
     z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
     with Listener():
         outcome(loss, z, labels)
-    assert max(largest) <= 8 * n  # one panel of eight
+    assert max(largest) <= 8 * n  # one block of eight rows
     largest.clear()
     with cz.dense(), Listener():
         outcome(loss, z, labels)

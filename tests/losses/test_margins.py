@@ -343,7 +343,7 @@ def test_labels_outside_of_the_classes_are_refused(labels: Tensor) -> None:
         Margin(num_classes=3)(torch.eye(2), torch.eye(2))
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
 @pytest.mark.parametrize("learnt", [True, False], ids=["learnt", "fixed"])
 @pytest.mark.parametrize("active", ["none", "one anchor's", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

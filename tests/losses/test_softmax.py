@@ -320,7 +320,7 @@ def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
 
 
 def test_nothing_n_by_n_is_held() -> None:
-    """In small panels, no tensor comes near the size of the matrix of similarities."""
+    """In small blocks no tensor is nearly as large as the similarity matrix."""
     from contrastive_zoo.engine import tiling
 
     found: list[int] = []
