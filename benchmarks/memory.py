@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contrastive_zoo.catalogue import CATALOGUE, Entry
 from contrastive_zoo.engine.similarity_budget import budget
-from contrastive_zoo.engine.tiling import PANEL_BYTES
+from contrastive_zoo.engine.tiling import BLOCK_BYTES
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
 LIMIT = 400
@@ -47,12 +47,15 @@ equal size. Losses with class weights have {CLASSES} classes, SwAV has {CLASSES}
 every two queries and their keys. For DINO a sample is an output of its head. A video of MIL-NCE has {CAPTIONS} candidate
 texts.
 
-The figure includes freed memory that malloc keeps. For losses with many small steps this may be the larger part.
+The figure includes freed memory that malloc keeps. For losses with many small steps this may be the larger part. On a CPU
+with glibc the library raises malloc's trim threshold to twice the memory budget plus {BLOCK_BYTES // 2**20} MiB, because
+fetching freed memory from the system again takes a tenth of a step or more. The environment variable
+`CONTRASTIVE_ZOO_MALLOPT=0` turns this off; glibc's own variables, such as `MALLOC_TRIM_THRESHOLD_`, take precedence.
 
 ## Why it is linear
 
 An engine compares a block of anchors with all N candidates. All matrices that a loss computes for a block share a fixed
-number of bytes ({PANEL_BYTES // 2**20} MiB), a sixteenth for each; blocks of fewer than 64 anchors get up to a quarter.
+number of bytes ({BLOCK_BYTES // 2**20} MiB), a sixteenth for each; blocks of fewer than 64 anchors get up to a quarter.
 More candidates mean fewer anchors per block. The gradient of a block is computed before the next block begins. Softmax
 losses cache up to {budget() // 2**20} MiB of logits for the backward pass (`memory_budget` changes this). The memory kept
 between blocks is linear in N: the embeddings, their gradients, and a few numbers per anchor. So a large part of each figure

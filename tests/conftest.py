@@ -25,7 +25,7 @@ def engines() -> None:
     """Engines also where plain autograd would be sooner done: in this process, not in the ranks."""
     from contrastive_zoo.engine import dense_mode
 
-    dense_mode.FEW = -1
+    dense_mode.SMALL_BATCH_ELEMENTS = -1
 
 
 @pytest.fixture(scope="session")

@@ -470,7 +470,7 @@ def test_a_rank_without_rows_is_welcome(worlds: Worlds) -> None:
 
 def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Worlds) -> None:
     def job() -> tuple[list[tuple[str, str]], list[Tensor]]:
-        Loss._told_to_wrap = False
+        Loss._warned_about_local_negatives = False
         rows = z(4 + dist.get_rank())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

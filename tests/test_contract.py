@@ -236,7 +236,7 @@ def test_small_panels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         loss = entry.make(temperature=0.3).double()
         found = []
         for size in (2**20, panel_bytes):
-            monkeypatch.setattr("contrastive_zoo.engine.tiling.PANEL_BYTES", size)
+            monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", size)
             value = loss(*views)
             found.append([value, *torch.autograd.grad(value, floating)])
         for x, y in zip(*found, strict=True):
@@ -247,7 +247,7 @@ def test_small_panels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
 def test_a_validation_step_does_no_work_for_gradients(entry: Entry, few, monkeypatch) -> None:
     """Leaves still say that they need a gradient under ``no_grad``."""
-    monkeypatch.setattr(dense_mode, "FEW", few)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", few)
     rows = whole_batch(entry.case(), GlobalBatch((6,), d=3, seed=1))
 
     def operations(*, leaves: bool) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.engine import softmax
-from contrastive_zoo.engine.precision import products_of
+from contrastive_zoo.engine.precision import matmul_rounding
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
@@ -174,7 +174,7 @@ def softmax_products_round() -> bool:
     """Whether this processor multiplies 16 bits."""
     x = torch.full((64, 64), 1.001)
     whole = x @ x
-    with products_of(torch.bfloat16, "cpu"):
+    with matmul_rounding(torch.bfloat16, "cpu"):
         return not torch.allclose(x @ x, whole)
 
 

@@ -20,8 +20,8 @@ from tests.stateful_losses import LOSSES, Loss
 from tests.stateful_rank import Action, play
 
 THRESHOLDS = {
-    "contrastive_zoo.engine.dense_mode:FEW": (2**16, -1, 12),
-    "contrastive_zoo.engine.tiling:PANEL_BYTES": (32 * 2**20, 64, 300),
+    "contrastive_zoo.engine.dense_mode:SMALL_BATCH_ELEMENTS": (2**16, -1, 12),
+    "contrastive_zoo.engine.tiling:BLOCK_BYTES": (32 * 2**20, 64, 300),
     "contrastive_zoo.engine.tiling:TILE_BYTES": (4 * 2**20, 64, 300),
     "contrastive_zoo.small_batch:SMALL_BATCH": (2**28, -1, 2**12),
     "contrastive_zoo.handshake:PAYLOAD_LIMIT": (2**20, 0, 200),

@@ -41,7 +41,7 @@ def _row_bytes(rows: Tensor) -> int:
 
 def from_bytes(data: Tensor, like: Tensor) -> Tensor:
     """Return what :func:`as_bytes` packed, in the dtype and trailing shape of ``like``."""
-    return data.view(like.dtype).reshape(len(data), *like.shape[1:])
+    return data.reshape(-1).view(like.dtype).view(len(data), *like.shape[1:])
 
 
 def gather_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:

@@ -1,4 +1,4 @@
-"""How losses are computed without ever holding the N × N matrix. An engine knows no loss, a loss no engine's tiling."""
+"""Compute losses without holding the N × N matrix. An engine knows no loss; a loss knows no engine's tiling."""
 
 from contrastive_zoo.engine.dense_mode import dense
 from contrastive_zoo.engine.reduction import reduce_anchors

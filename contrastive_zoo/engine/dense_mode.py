@@ -1,24 +1,24 @@
-"""When a loss is plain autograd: because a user asked for it, or because it is small."""
+"""Decide when a loss runs as plain autograd: because the user asks for it, or because the batch is small."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-FEW = 2**16
-"""So few similarities, or numbers in rows, that one process is done sooner by plain autograd than by an engine."""
+SMALL_BATCH_ELEMENTS = 2**16
+"""Up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine."""
 
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
 
 @contextmanager
 def dense() -> Iterator[None]:
-    """Within it, losses hold the whole matrix of similarities and are plain autograd: the definition, and slow.
+    """Compute losses from the whole similarity matrix with plain autograd: the definition, slow and differentiable twice.
 
-    The panel engines write their gradients by hand, so these cannot be differentiated again. A gradient penalty, a
-    Hessian or a meta-learning step runs the loss under this context instead. Value and gradients are the same. Across
-    ranks differentiate the function itself, ``nt_xent(…, world=World.of())``, whose gradients are the plain derivatives:
-    ``DistributedLoss`` multiplies rows' gradients by what the trainer divides by, and would do so at each order. (Small
-    batches on one process are plain autograd anyway.)
+    The engines write their gradients by hand, so these cannot be differentiated again. A gradient penalty, a Hessian
+    or a meta-learning step runs the loss under this context instead. Value and gradients are the same. Across ranks,
+    differentiate the function itself, ``nt_xent(…, world=World.of())``, whose gradients are the plain derivatives:
+    ``DistributedLoss`` multiplies the gradients of embeddings by the number that the trainer divides by, and would do
+    so at each order. (Small batches on one process run as plain autograd anyway.)
 
     Example:
         >>> import torch
@@ -36,10 +36,10 @@ def dense() -> Iterator[None]:
 
 
 def is_dense() -> bool:
-    """Whether :func:`dense` is in force."""
+    """Return whether :func:`dense` is in force."""
     return _dense.get()
 
 
-def few(numbers: int) -> bool:
-    """Whether so many are at most :data:`FEW`."""
-    return numbers <= FEW
+def is_small_batch(elements: int) -> bool:
+    """Return whether a matrix of so many elements is below the threshold :data:`SMALL_BATCH_ELEMENTS`."""
+    return elements <= SMALL_BATCH_ELEMENTS

@@ -1,4 +1,4 @@
-"""Graphs that an engine differentiates itself, and what it says when its gradient is differentiated again."""
+"""Differentiate inner graphs within an engine, and refuse the second derivative of hand-written gradients."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ from contrastive_zoo.compiling import Function
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether an activation checkpoint, or another hook, takes what is saved for the backward pass.
+    """Return whether an activation checkpoint, or another hook, intercepts the tensors saved for the backward pass.
 
     Examples:
         >>> saved_tensors_are_hooked()
@@ -22,9 +22,9 @@ def saved_tensors_are_hooked() -> bool:
 
 @contextmanager
 def inner_graph() -> Iterator[None]:
-    """Within it a graph is recorded and differentiated at once: hooks on saved tensors from outside do not see it.
+    """Record a graph that is differentiated at once, hidden from outer hooks on saved tensors.
 
-    An activation checkpoint around a loss would otherwise compute the whole loss again for every block's gradient.
+    Without this, an activation checkpoint around a loss computes the whole loss again for the gradient of every block.
 
     Examples:
         >>> with torch.no_grad(), inner_graph():
@@ -38,8 +38,8 @@ def inner_graph() -> Iterator[None]:
         yield
 
 
-class _Once(Function):
-    """Identity on a hand-written gradient, whose own derivative is refused."""
+class _DifferentiableOnce(Function):
+    """Return a hand-written gradient unchanged; raise when that gradient is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
@@ -48,12 +48,13 @@ class _Once(Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         raise RuntimeError(
-            "second derivative of a contrastive_zoo loss: the panel engines write the first one by hand and hold no "
+            "second derivative of a contrastive_zoo loss: the engines write the first derivative by hand and hold no "
             "graph of it. Compute the loss under `with contrastive_zoo.dense():`, which holds the N × N matrix and can "
-            "be differentiated as often as you like."
+            "be differentiated any number of times."
         )
 
 
-def once(gradient: Tensor | None, *inputs: Tensor) -> Tensor | None:
-    """A gradient that says what to do when somebody differentiates it again."""
-    return gradient if gradient is None or not torch.is_grad_enabled() else _Once.apply(gradient, *inputs)
+def differentiable_once(gradient: Tensor | None, *inputs: Tensor) -> Tensor | None:
+    """Return a gradient that raises a RuntimeError, which names the fix, when it is differentiated again."""
+    recorded = gradient is not None and torch.is_grad_enabled()
+    return _DifferentiableOnce.apply(gradient, *inputs) if recorded else gradient

@@ -1,4 +1,4 @@
-"""Memory that one step frees stays with the process for the next one."""
+"""Keep freed memory in the process, so that the next step does not fetch it from the system again."""
 
 import ctypes
 import os
@@ -7,35 +7,42 @@ import platform
 from torch import Tensor
 
 from contrastive_zoo.engine.similarity_budget import budget
-from contrastive_zoo.engine.tiling import PANEL_BYTES, TILE_BYTES
+from contrastive_zoo.engine.tiling import BLOCK_BYTES, TILE_BYTES
 
-_FROM_HEAP = TILE_BYTES + 2**20
-"""Bytes of the largest block that is kept: larger ones are few, and holes where they were would add to the peak."""
+_HEAP_BLOCK_BYTES = TILE_BYTES + 2**20
+"""Size of the largest allocation that comes from the heap, which keeps it. Larger ones are rare, and the holes that
+they would leave in the heap would add to the peak memory."""
 
-_TOLD_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+_SWITCH = "CONTRASTIVE_ZOO_MALLOPT"
+"""The environment variable that turns this off: ``CONTRASTIVE_ZOO_MALLOPT=0``."""
+
+_GLIBC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+"""Environment variables by which a user configures glibc's malloc. They take precedence."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-_kept = 0
+_threshold = 0
 
 
 def keep_freed_memory(like: Tensor) -> None:
-    """Let malloc keep what is freed, up to twice the memory budget and a panel, if ``like`` is on a processor.
+    """Raise glibc's trim threshold to twice the memory budget plus one block of similarities, if ``like`` is on a CPU.
 
-    glibc gives large blocks back to the system as soon as they are freed, and the page faults that bring them back take
-    a tenth of a step, or more. Nothing is done where the C library is another one, or where its environment variables
-    tell it what to keep.
+    By default glibc returns large allocations to the system as soon as they are freed. The page faults of the next
+    step then take a tenth of its time, or more. Nothing changes with another C library, with
+    ``CONTRASTIVE_ZOO_MALLOPT=0``, or where glibc's own environment variables are set.
 
     Example:
         >>> import torch
         >>> keep_freed_memory(torch.zeros(1))
     """
-    global _kept
-    wanted = min(2 * budget() + PANEL_BYTES, 2**31 - 1)
-    if like.device.type != "cpu" or wanted <= _kept:
+    global _threshold
+    wanted = min(2 * budget() + BLOCK_BYTES, 2**31 - 1)
+    if like.device.type != "cpu" or wanted <= _threshold:
         return
-    _kept = wanted
-    if platform.libc_ver()[0] == "glibc" and not any(name in os.environ for name in _TOLD_BY_USER):
+    _threshold = wanted
+    if os.environ.get(_SWITCH) == "0" or any(name in os.environ for name in _GLIBC_VARIABLES):
+        return
+    if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _FROM_HEAP)
+        mallopt(_M_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES)
         mallopt(_M_TRIM_THRESHOLD, wanted)

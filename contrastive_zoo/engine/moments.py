@@ -1,20 +1,20 @@
-"""Means and second moments of the rows of all ranks, with their gradient: d × d numbers, never N × N.
+"""Compute means and second moments over the embeddings of all ranks, with gradients: d × d numbers, never N × N.
 
-Two passes: rows are centred by the global mean first, so that nothing cancels, and then multiplied. Only sums over rows
-travel, hence shards may be uneven or empty.
+Two passes run: embeddings are first centred by the global mean, so that nothing cancels, and then multiplied. Ranks
+exchange sums over rows only, so shards may be uneven or empty.
 """
 
 from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.precision import product, without_autocast
+from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.world import Shards, World
 
 
 @without_autocast
 def centered(x: Float[Tensor, "n d"], *, shards: Shards, world: World) -> Float[Tensor, "n d"]:
-    """My rows less the mean of all ranks' rows.
+    """Return the local rows minus the mean of all ranks' rows.
 
     Example:
         >>> import torch
@@ -23,13 +23,13 @@ def centered(x: Float[Tensor, "n d"], *, shards: Shards, world: World) -> Float[
         tensor([[-1.],
                 [ 1.]])
     """
-    # each rank goes on with the mean for its own rows only: gradients are summed
+    # each rank uses the mean for its local rows only, so gradients are summed over ranks
     return x - sum_over_ranks(x.sum(0), gradient="partial", world=world) / max(1, shards.total)
 
 
 @without_autocast
 def second_moments(x: Float[Tensor, "n d"], y: Float[Tensor, "n e"], *, world: World) -> Float[Tensor, "d e"]:
-    """``X.T @ Y``, summed over the rows of all ranks and not divided; every rank must compute the same from it.
+    """Return ``X.T @ Y``, summed over the rows of all ranks, not divided; every rank must derive the same value from it.
 
     Example:
         >>> import torch
@@ -37,12 +37,12 @@ def second_moments(x: Float[Tensor, "n d"], y: Float[Tensor, "n e"], *, world: W
         >>> second_moments(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]), world=ALONE)
         tensor([[11.]])
     """
-    return sum_over_ranks(product(x.T, y), gradient="complete", world=world)
+    return sum_over_ranks(matmul(x.T, y), gradient="complete", world=world)
 
 
 @without_autocast
 def squared_sums(x: Float[Tensor, "n d"], *, world: World) -> Float[Tensor, " d"]:
-    """The diagonal of ``second_moments(x, x)``.
+    """Return the diagonal of ``second_moments(x, x)``.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ def squared_sums(x: Float[Tensor, "n d"], *, world: World) -> Float[Tensor, " d"
 
 
 def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """The matrix with zeros on its diagonal.
+    """Return the matrix with zeros on its diagonal.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Numbers wide enough: statistics in 32 bits at least, and products of 16-bit rows at their own speed."""
+"""Keep statistics in at least float32, and run matmuls of 16-bit embeddings at 16-bit speed."""
 
 import functools
 import threading
@@ -15,18 +15,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def wide(x: Tensor) -> Tensor:
-    """x in at least 32 bits."""
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32 if it has 16 bits, otherwise x itself."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Logits and statistics need 32 bits: a matrix product inside must not be cast down by an autocast outside."""
+    """Disable autocast within a function: logits and statistics need 32 bits, so no matmul inside may be cast down."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-        if not torch.is_autocast_enabled(device):  # entering the context costs more than a small batch's product
+        if not torch.is_autocast_enabled(device):  # entering the context costs more than a small batch's matmul
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
@@ -35,17 +35,19 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x as numbers of ``dtype``, held in x's own; as it is if that has not 16 bits. The gradient is not rounded.
+    """Return x rounded to the values of a 16-bit ``dtype``, in its own dtype; with other dtypes x itself.
+
+    The gradient is not rounded.
 
     Example:
         >>> rounded(torch.tensor(1.001), torch.bfloat16), rounded(torch.tensor(1.001), torch.float32)
         (tensor(1.), tensor(1.0010))
     """
-    return _Rounded.apply(x, dtype) if is_narrow(dtype) else x
+    return _Rounded.apply(x, dtype) if is_16_bit(dtype) else x
 
 
 class _Rounded(Function):
-    """dx = dy, which is not rounded."""
+    """Compute ``x.to(dtype).to(x.dtype)`` with dx = dy, which is not rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,69 +58,69 @@ class _Rounded(Function):
         return dy, None
 
 
-def is_narrow(dtype: torch.dtype | None) -> bool:
-    """Whether it has 16 bits."""
+def is_16_bit(dtype: torch.dtype | None) -> bool:
+    """Return whether ``dtype`` is float16 or bfloat16."""
     return dtype in (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def products_of(dtype: torch.dtype | None, device: str) -> Iterator[None]:
-    """Within it, matrix products of 32-bit numbers round their factors to 16 bits if ``dtype`` has, and add in 32 bits.
+def matmul_rounding(dtype: torch.dtype | None, device: str) -> Iterator[None]:
+    """Round the factors of float32 matmuls to 16 bits if ``dtype`` has 16, and accumulate in float32, in this context.
 
-    That is done where the device is quicker so: a processor that multiplies bfloat16 (AVX512, AMX), and a GPU, whose
-    TF32 holds the digits of either 16-bit type. Elsewhere products are those of 32 bits. The setting is the process's:
-    another thread's products in these moments are rounded, too. The last thread that leaves restores what the first one
-    found; a setting that somebody else made in between stays.
+    This applies where the device is faster so: a CPU that multiplies bfloat16 (AVX512, AMX), and a GPU, whose TF32
+    represents all values of either 16-bit type. Elsewhere matmuls stay in float32. The setting belongs to the process:
+    matmuls of other threads are rounded, too, in the meantime. The last thread that leaves restores the setting that
+    the first one found; a setting that other code makes in between stays.
 
     Example:
-        >>> with products_of(torch.float32, "cpu"):   # nothing to round
+        >>> with matmul_rounding(torch.float32, "cpu"):   # nothing to round
         ...     torch.eye(2) @ torch.tensor([[1.001], [1.0]])
         tensor([[1.0010],
                 [1.0000]])
     """
-    switch, rounding = None, None
+    backend, rounding = None, None
     if device == "cpu" and dtype == torch.bfloat16:
-        switch, rounding = torch.backends.mkldnn, "bf16"
-    elif device == "cuda" and is_narrow(dtype):
-        switch, rounding = torch.backends.cuda, "tf32"
-    products: Any = getattr(switch, "matmul", None)
-    if not hasattr(products, "fp32_precision"):  # torch before 2.9
+        backend, rounding = torch.backends.mkldnn, "bf16"
+    elif device == "cuda" and is_16_bit(dtype):
+        backend, rounding = torch.backends.cuda, "tf32"
+    matmuls: Any = getattr(backend, "matmul", None)
+    if not hasattr(matmuls, "fp32_precision"):  # torch before 2.9
         yield
         return
     with _lock:
-        inside, before = _inside.get(device, (0, None))
-        before = before if inside else products.fp32_precision
-        _inside[device] = inside + 1, before
-        if not inside:
-            products.fp32_precision = rounding
+        threads, before = _active_threads.get(device, (0, None))
+        before = before if threads else matmuls.fp32_precision
+        _active_threads[device] = threads + 1, before
+        if not threads:
+            matmuls.fp32_precision = rounding
     try:
         yield
     finally:
         with _lock:
-            inside, before = _inside[device]
-            _inside[device] = inside - 1, before
-            if inside == 1 and products.fp32_precision == rounding:
-                products.fp32_precision = before
+            threads, before = _active_threads[device]
+            _active_threads[device] = threads - 1, before
+            if threads == 1 and matmuls.fp32_precision == rounding:
+                matmuls.fp32_precision = before
 
 
 _lock = threading.Lock()
-_inside: dict[str, tuple[int, Any]] = {}
-"""By device, how many threads are within :func:`products_of`, and the setting that the first of them found."""
+_active_threads: dict[str, tuple[int, Any]] = {}
+"""By device: how many threads are within :func:`matmul_rounding`, and the setting that the first of them found."""
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of equal batches, which no autocast casts down: not here, nor where somebody calls backward() in one.
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` of equal batches; autocast casts neither this matmul nor those of its backward pass down.
 
     Example:
         >>> with torch.autocast("cpu"):
-        ...     product(torch.eye(2), torch.ones(2, 1)).dtype
+        ...     matmul(torch.eye(2), torch.ones(2, 1)).dtype
         torch.float32
     """
-    found: Tensor = _Product.apply(a, b)
-    return found
+    result: Tensor = _Matmul.apply(a, b)
+    return result
 
 
-class _Product(Function):
+class _Matmul(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -129,6 +131,6 @@ class _Product(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         return (
-            product(g, b.mT) if ctx.needs_input_grad[0] else None,
-            product(a.mT, g) if ctx.needs_input_grad[1] else None,
+            matmul(g, b.mT) if ctx.needs_input_grad[0] else None,
+            matmul(a.mT, g) if ctx.needs_input_grad[1] else None,
         )

@@ -1,4 +1,4 @@
-"""A mean is the global sum over the global count, never a mean of the ranks' means."""
+"""Reduce the losses of all ranks' anchors: a mean is the global sum over the global count."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.dense_mode import few
+from contrastive_zoo.engine.dense_mode import is_small_batch
 from contrastive_zoo.world import World
 
 Reduction = Literal["mean", "sum", "none"]
@@ -21,18 +21,19 @@ def reduce_anchors(
     reduction: Reduction = "mean",
     world: World,
 ) -> Float[Tensor, "..."]:
-    """Σ losses / Σ valid over all ranks' anchors (``"mean"``), the sum alone (``"sum"``), or mine as they are.
+    """Return Σ losses / Σ valid over all ranks' anchors (``"mean"``), the sum (``"sum"``), or local losses (``"none"``).
 
-    An anchor that is not valid counts nowhere and gets no gradient; without any the result is a zero that still hangs
-    in the graph, so that no rank falls out of the collectives of the backward pass. An anchor whose loss is a sum over
-    pairs says how many: the mean is then one of pairs. It may count a vanishing number of times, to add its loss to the
-    sum alone; a mean of such anchors only is 0. Columns are terms of their own: the sum of their means.
+    An anchor that is not valid does not count and gets no gradient. Without a valid anchor the result is a zero that is
+    connected to the graph, so that every rank takes part in the collectives of the backward pass. ``valid`` may also
+    count the pairs of an anchor whose loss is a sum over pairs: the mean is then one over pairs. A count may be tiny,
+    to add the anchor's loss to the sum only; a mean over such anchors alone is 0. Columns are separate terms: the
+    result is the sum of their means.
 
     Args:
-        losses: this rank's anchors.
-        valid: which of them count, or how many times; None is all, once.
+        losses: losses of the local anchors.
+        valid: whether an anchor counts, or how many times; None counts each once.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        world: whose anchors.
+        world: the ranks that hold anchors.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
@@ -45,25 +46,25 @@ def reduce_anchors(
         losses = losses.where(valid > 0, 0)
     if reduction == "none":
         return losses if losses.ndim == 1 else losses.sum(1)
-    if valid is None and world.size == 1 and reduction == "mean" and few(len(losses)):
+    if valid is None and world.size == 1 and reduction == "mean" and is_small_batch(len(losses)):
         return losses.mean() if losses.ndim == 1 else losses.mean(0).sum()
     total = losses.sum(0, dtype=torch.float64)
     count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=torch.float64)
     total = torch.stack([total, count])
-    # everybody goes on with the same sum, so everybody's gradient is already the whole one
+    # every rank derives the same value from the sum, so the gradient on each rank is already complete
     total, count = sum_over_ranks(total, gradient="complete", world=world).unbind()
-    return (total if reduction == "sum" else total / divisor(count.detach())).sum().to(losses.dtype)
+    return (total if reduction == "sum" else total / mean_divisor(count.detach())).sum().to(losses.dtype)
 
 
-def divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """What sums are divided by to be means: the count, at least 1; infinity where nothing counts.
+def mean_divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """Return the divisor of a mean: the count, at least 1, or infinity if nothing counts.
 
     Example:
-        >>> divisor(torch.tensor([3.0, 0.0, 1e-38]))
+        >>> mean_divisor(torch.tensor([3.0, 0.0, 1e-38]))
         tensor([3., inf, inf])
     """
-    return count.clamp(min=1).where(count > _VANISHING, torch.inf)
+    return count.clamp(min=1).where(count > _NEGLIGIBLE_COUNT, torch.inf)
 
 
-_VANISHING = 2.0**-100
-"""2²⁶ anchors that count 2⁻¹²⁶ times, float32's smallest normal number, count so many times together."""
+_NEGLIGIBLE_COUNT = 2.0**-100
+"""Total count of 2²⁶ anchors that each count 2⁻¹²⁶ times, float32's smallest normal number."""

@@ -1,4 +1,4 @@
-"""How many bytes of similarities all losses together may hold at a time."""
+"""Limit the bytes of logits that all losses together cache between forward and backward."""
 
 import weakref
 from collections.abc import Iterator
@@ -11,17 +11,19 @@ _budget: ContextVar[int] = ContextVar("budget", default=128 * 2**20)
 
 @contextmanager
 def memory_budget(size: int) -> Iterator[None]:
-    """Within it, losses hold at most ``size`` bytes of similarities at a time.
+    """Limit the similarities that losses hold at a time to ``size`` bytes within this context.
 
-    Similarities are kept for the backward pass as far as they fit, those of all losses that wait for theirs taken
-    together, which saves one product of three (of four with two towers); the others are made again, tile by tile. Losses
-    that are sums over anchors make their panels as low as the budget asks for. The default is 128 MiB.
+    Losses cache their logits for the backward pass as far as the budget allows, all losses whose backward pass is
+    pending together. A cached matrix saves one matmul of three (of four with two towers); other logits are recomputed
+    tile by tile. Losses that are sums over anchors choose the height of their blocks by the budget. The default is
+    128 MiB.
 
-    On a processor with glibc, malloc is told to keep freed memory for the next step, twice the budget and a panel, unless
-    its environment variables (``MALLOC_TRIM_THRESHOLD_``, …) say what it shall do.
+    On a CPU with glibc, the library raises malloc's trim threshold to twice the budget plus one block, so that freed
+    memory stays in the process for the next step. ``CONTRASTIVE_ZOO_MALLOPT=0`` turns this off, and glibc's own
+    environment variables (``MALLOC_TRIM_THRESHOLD_``, …) take precedence.
 
     Args:
-        size: bytes; 0 never keeps any.
+        size: bytes; 0 caches nothing.
 
     Raises:
         ValueError: a negative size.
@@ -43,32 +45,32 @@ def memory_budget(size: int) -> Iterator[None]:
 
 
 def budget() -> int:
-    """Bytes of similarities that may be held at a time."""
+    """Return the bytes of similarities that losses may hold at a time."""
     return _budget.get()
 
 
-class Kept:
-    """Similarities that one loss keeps until its backward pass, within what others leave of the budget.
+class CachedLogits:
+    """Count the bytes of logits that one loss caches until its backward pass, within the budget of all losses.
 
     Example:
         >>> with memory_budget(100):
-        ...     one, other = Kept(), Kept()
-        ...     one.takes(80), other.takes(80), other.takes(20)
+        ...     one, other = CachedLogits(), CachedLogits()
+        ...     one.reserve(80), other.reserve(80), other.reserve(20)
         (True, False, True)
     """
 
-    _all: ClassVar[weakref.WeakSet["Kept"]] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet["CachedLogits"]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.size = 0
-        Kept._all.add(self)
+        CachedLogits._all.add(self)
 
-    def takes(self, size: int) -> bool:
-        """Whether so many more bytes fit; then they are taken."""
-        fits = sum(kept.size for kept in Kept._all) + size <= budget()
+    def reserve(self, size: int) -> bool:
+        """Reserve so many more bytes if they fit into the budget, and return whether they do."""
+        fits = sum(cached.size for cached in CachedLogits._all) + size <= budget()
         self.size += size if fits else 0
         return fits
 
     def release(self) -> None:
-        """Leave them to others."""
+        """Return the bytes to the budget."""
         self.size = 0

@@ -1,4 +1,4 @@
-"""Soft assignment of the rows of all ranks to prototypes, every prototype getting an equal share."""
+"""Assign the embeddings of all ranks softly to prototypes, so that every prototype gets an equal share."""
 
 import torch
 from jaxtyping import Float
@@ -14,14 +14,14 @@ from contrastive_zoo.world import World
 def balanced_assignment(
     scores: Float[Tensor, "n K"], *, epsilon: float, iterations: int, world: World
 ) -> Float[Tensor, "n K"]:
-    """Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks' rows; mine, each summing to 1, no gradient.
+    """Run Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks; return the local rows, which each sum to 1.
 
-    In logarithms, so that a small epsilon does not overflow. One iteration gives each prototype an equal share of all
-    N rows, by a reduction of K numbers, and then each row a whole.
+    The result has no gradient. The iterations run on logarithms, so that a small epsilon does not overflow. One
+    iteration gives each prototype an equal share of all N rows, by a reduction of K numbers, and then normalises rows.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
-        >>> both = torch.tensor([[1.0, 0.0], [1.0, 0.0]])   # two rows that want the same prototype
+        >>> both = torch.tensor([[1.0, 0.0], [1.0, 0.0]])   # two rows whose best prototype is the same
         >>> balanced_assignment(both, epsilon=0.1, iterations=3, world=ALONE)
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])

@@ -1,4 +1,4 @@
-"""Pieces of a similarity matrix: tiles that fit a cache, panels of whole rows."""
+"""Cut a similarity matrix into tiles that fit a cache, or into blocks of whole rows."""
 
 import math
 from collections.abc import Iterator
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-PANEL_BYTES = 32 * 2**20
-"""How large one panel of similarities may be."""
+BLOCK_BYTES = 32 * 2**20
+"""Largest size of one block of similarities."""
 
 TILE_BYTES = 4 * 2**20
-"""How large a tile of similarities may be, to stay in a processor's cache; a GPU's are 32 times as large."""
+"""Largest size of a tile of similarities, so that it stays in a CPU's cache; a GPU's tiles are 32 times as large."""
 
 
 def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Pieces of a matrix that fit a cache, strip by strip; with ``upper`` those on and above the diagonal alone.
+    """Yield the tiles of a matrix strip by strip; with ``upper`` only those on and above the diagonal.
 
     Tiles on the diagonal are then square.
 
@@ -33,14 +33,14 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
 
 
 def tile_shape(like: Tensor) -> tuple[int, int]:
-    """Height and width of a tile: powers of two, two or four times as wide as high."""
-    room = tile_bytes(like) // like.dtype.itemsize
-    height = 2 ** max(0, int(math.log2(max(1, room // 2)) / 2))
-    return height, max(1, room // height)
+    """Return height and width of a tile: powers of two, the width two or four times the height."""
+    elements = tile_bytes(like) // like.dtype.itemsize
+    height = 2 ** max(0, int(math.log2(max(1, elements // 2)) / 2))
+    return height, max(1, elements // height)
 
 
 def tile_bytes(like: Tensor) -> int:
-    """How large a tile may be on this device.
+    """Return the largest size of a tile on this device.
 
     Example:
         >>> tile_bytes(torch.empty(0)) == TILE_BYTES
@@ -49,13 +49,33 @@ def tile_bytes(like: Tensor) -> int:
     return TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES
 
 
-def panels(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-    """Slices of rows, each so low that its similarities to all columns fit into :data:`PANEL_BYTES`.
+def row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
+    """Yield slices of rows whose similarities to all columns fit into :data:`BLOCK_BYTES`.
 
     Example:
-        >>> list(panels(3, PANEL_BYTES, torch.float32))
+        >>> list(row_blocks(3, BLOCK_BYTES, torch.float32))
         [slice(0, 1, None), slice(1, 2, None), slice(2, 3, None)]
     """
-    height = max(1, PANEL_BYTES // max(1, columns * dtype.itemsize))
+    height = max(1, BLOCK_BYTES // max(1, columns * dtype.itemsize))
     for start in range(0, rows, height):
         yield slice(start, min(rows, start + height))
+
+
+class ScratchBuffer:
+    """Hold memory for one tile at a time, with its views cached by shape.
+
+    Example:
+        >>> ScratchBuffer(torch.empty(6)).tile(slice(0, 2), slice(3, 6)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, elements: Tensor) -> None:
+        self.elements = elements
+        self.views: dict[tuple[int, int], Tensor] = {}
+
+    def tile(self, i: slice, j: slice) -> Tensor:
+        """Return a view of the buffer in the shape of rows i and columns j."""
+        shape = i.stop - i.start, j.stop - j.start
+        if shape not in self.views:
+            self.views[shape] = self.elements[: math.prod(shape)].view(shape)
+        return self.views[shape]

@@ -1,4 +1,4 @@
-"""Rows over their lengths."""
+"""Divide embeddings by their norms."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,54 +7,55 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.dense_mode import few, is_dense
-from contrastive_zoo.engine.derivatives import once
+from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
+from contrastive_zoo.engine.derivatives import differentiable_once
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.tiling import tile_bytes
 
+MIN_NORM = 1e-12
+"""Rows with a smaller norm are divided by this number, as ``torch.nn.functional.normalize`` does."""
 
-def unit(x: Tensor) -> Tensor:
-    """Rows over their lengths, ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero.
+
+def unit_rows(x: Tensor) -> Tensor:
+    """Return ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero.
 
     Example:
-        >>> unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
     """
-    return torch.nn.functional.normalize(x, dim=-1) if is_dense() or few(x.numel()) else _Unit.apply(x)
+    if is_dense() or is_small_batch(x.numel()):
+        return torch.nn.functional.normalize(x, dim=-1)
+    return _UnitRows.apply(x)
 
 
-class _Unit(Function):
-    """y = x / |x|;  dx = (dy − y ⟨y, dy⟩) / |x|, a few rows at a time, which stay in the cache from step to step."""
+class _UnitRows(Function):
+    """Compute y = x / |x| and dx = (dy − y ⟨y, dy⟩) / |x| chunk by chunk, so that a chunk stays in the cache."""
 
     @staticmethod
     @without_autocast
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        y, length = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
-        for some_x, some_y, some_length in _some(x, y, length):
-            torch.linalg.vector_norm(some_x, dim=-1, keepdim=True, out=some_length)
-            torch.div(some_x, some_length.clamp(min=shortest), out=some_y)
-        ctx.save_for_backward(x, y, length)
+        y, norm = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
+        for x_chunk, y_chunk, norm_chunk in _chunks(x, y, norm):
+            torch.linalg.vector_norm(x_chunk, dim=-1, keepdim=True, out=norm_chunk)
+            torch.div(x_chunk, norm_chunk.clamp(min=MIN_NORM), out=y_chunk)
+        ctx.save_for_backward(x, y, norm)
         return y
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> Tensor | None:
-        x, y, length = ctx.saved_tensors
+        x, y, norm = ctx.saved_tensors
         dx = torch.empty_like(x)
         with torch.no_grad():
-            for some_dx, some_dy, some_y, some_length in _some(dx, dy, y, length):
-                along = torch.linalg.vecdot(some_y, some_dy).unsqueeze(-1).where(some_length > shortest, 0)
-                torch.addcmul(some_dy, some_y, along, value=-1, out=some_dx).div_(some_length.clamp(min=shortest))
-        return once(dx, x)
+            for dx_chunk, dy_chunk, y_chunk, norm_chunk in _chunks(dx, dy, y, norm):
+                radial = torch.linalg.vecdot(y_chunk, dy_chunk).unsqueeze(-1).where(norm_chunk > MIN_NORM, 0)
+                torch.addcmul(dy_chunk, y_chunk, radial, value=-1, out=dx_chunk).div_(norm_chunk.clamp(min=MIN_NORM))
+        return differentiable_once(dx, x)
 
 
-def _some(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of several tensors together, as many of the first as a quarter of a tile holds."""
+def _chunks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of several tensors, as many at a time as a quarter of a tile holds of the first tensor."""
     first = rows[0]
     height = max(1, tile_bytes(first) // 4 // max(1, first[:1].nbytes)) if len(first) else 1
     return zip(*(x.split(height) for x in rows), strict=True)
-
-
-shortest = 1e-12
-"""What a row shorter than that is divided by."""

@@ -1,6 +1,6 @@
-"""Contrastive losses as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and later: one process, mean losses.
+"""Compute contrastive losses with Triton, on NVIDIA GPUs of compute capability 8.0 and later: one process, mean losses.
 
-Needs ``pip install contrastive_zoo[triton]`` and torch 2.8 or later; ask :func:`available` first. The functions are
+They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later; call :func:`available` first. The functions are
 :func:`~contrastive_zoo.kernels.softmax.clip`, :func:`~contrastive_zoo.kernels.softmax.info_nce`,
 :func:`~contrastive_zoo.kernels.softmax.nt_xent` and :func:`~contrastive_zoo.kernels.sigmoid.siglip`.
 """
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 
 def available() -> bool:
-    """Whether kernels can run here: Triton is installed, and there is a GPU for them or Triton's interpreter is on.
+    """Return whether kernels can run: Triton is installed, and there is a suitable GPU or Triton's interpreter is on.
 
     Example:
         >>> available() in (True, False)
@@ -20,6 +20,6 @@ def available() -> bool:
         return False
     if os.environ.get("TRITON_INTERPRET") == "1":
         return True
-    import torch  # the package imports without it
+    import torch  # imported here, so that the package imports without torch
 
     return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)

@@ -1,4 +1,4 @@
-"""SigLIP's loss in Triton: losses and gradients in one sweep, since no pair's gradient depends on another pair."""
+"""Compute SigLIP's loss in Triton: losses and gradients in one sweep, since no pair's gradient depends on another pair."""
 
 from typing import Any
 
@@ -16,23 +16,23 @@ from contrastive_zoo.kernels.blocks import (
     add_product,
     as_scalar,
     blocks,
-    checked,
-    chunk,
+    check_inputs,
     launches,
     precision_of,
-    scaled,
+    rows_per_program,
     tiles_for,
+    write_scaled,
 )
 from contrastive_zoo.kernels.sigmoid_tiles import sigmoid_pairs
 
-WIDEST = 2**16
-"""Height and width of a block of which no weights are asked for."""
+UNWEIGHTED_SIDE = 2**16
+"""Height and width of a block without weights."""
 
 
 def siglip(
     a: Float[Tensor, "n d"], b: Float[Tensor, "m d"], scale: float | Tensor, bias: float | Tensor
 ) -> Float[Tensor, ""]:
-    """``softplus(-y * (scale * a @ b.T + bias)).sum() / n``, y = 1 for pairs i = j and −1 for others.
+    """Return ``softplus(-y * (scale * a @ b.T + bias)).sum() / n``, y = 1 for pairs i = j and −1 for others.
 
     Args:
         a: float32, bfloat16 or float16; d at most 4,096; any strides.
@@ -46,7 +46,7 @@ def siglip(
     Raises:
         ValueError: another shape or dtype, or rows on different devices.
     """
-    checked("siglip", a, b)
+    check_inputs("siglip", a, b)
     return _Sigmoid.apply(a, b, as_scalar(scale, a), as_scalar(bias, a), torch.is_grad_enabled())
 
 
@@ -54,17 +54,22 @@ class _Sigmoid(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, learns: bool) -> Tensor:
-        """``learns``: whether anybody may ask for gradients; a leaf says that it needs one under ``no_grad``, too."""
+        """Compute the loss and its gradients.
+
+        ``learns``: whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too.
+        """
         ctx.learns = learns and any(ctx.needs_input_grad)
         precision = precision_of(a)
         left, right = (Operand.of(x, precision) for x in (a, b))
         plain, edges = tiles_for(a, precision)
-        weights = Weights.of(left, right) if ctx.learns else Weights(a, WIDEST, 0)
-        of_a, of_b = (torch.empty(x.shape if ctx.learns else 0, dtype=torch.float32, device=x.device) for x in (a, b))
+        weights = Weights.of(left, right) if ctx.learns else Weights(a, UNWEIGHTED_SIDE, 0)
+        sums_a, sums_b = (
+            torch.empty(x.shape if ctx.learns else 0, dtype=torch.float32, device=x.device) for x in (a, b)
+        )
         totals = torch.zeros(2, dtype=torch.float32, device=a.device)
         for i, j in blocks(len(a), len(b), weights.side):
             n, m = i.stop - i.start, j.stop - j.start
-            rows = chunk(n, m, plain)
+            rows = rows_per_program(n, m, plain)
             programs = cdiv(n, rows) * cdiv(m, plain.columns)
             sums = totals.new_empty(2, programs)
             w = weights.block(i, j)
@@ -77,10 +82,10 @@ class _Sigmoid(Function):
                 )  # fmt: skip
             totals += sums.sum(1)
             if ctx.learns:
-                add_product(of_a[i], w, right.rows[j], first=j.start == 0)
-                add_product(of_b[j], w.T, left.rows[i], first=i.start == 0)
+                add_product(sums_a[i], w, right.rows[j], first=j.start == 0)
+                add_product(sums_b[j], w.T, left.rows[i], first=i.start == 0)
         loss, dbias = (totals / len(a)).unbind()
-        ctx.save_for_backward(a, b, scale, of_a, of_b, dbias)
+        ctx.save_for_backward(a, b, scale, sums_a, sums_b, dbias)
         ctx.unit = weights.unit / len(a)
         return loss.clone()
 
@@ -88,10 +93,10 @@ class _Sigmoid(Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, scale, of_a, of_b, dbias = ctx.saved_tensors
+        a, b, scale, sums_a, sums_b, dbias = ctx.saved_tensors
         factor = g * ctx.unit
         da, db = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a, b))
         dots = torch.empty(max(len(a), len(b)), dtype=torch.float32, device=a.device)
-        scaled(of_b, Operand.of(b, "ieee"), scale, factor, db, dots, slice(None))
-        scaled(of_a, Operand.of(a, "ieee"), scale, factor, da, dots, slice(None))
+        write_scaled(sums_b, Operand.of(b, "ieee"), scale, factor, db, dots, slice(None))
+        write_scaled(sums_a, Operand.of(a, "ieee"), scale, factor, da, dots, slice(None))
         return da, db, dots[: len(a)].sum(), g * dbias, None

@@ -1,4 +1,4 @@
-"""The Triton kernel of the sigmoid loss: losses and weights of a block of pairs, in one sweep.
+"""Compute losses and weights of a block of pairs in one sweep: the Triton kernel of the sigmoid loss.
 
 With x = scale · a_i·b_j + bias, y = 1 for the pair i = j and −1 for others: loss softplus(−y x), weight −y σ(−y x).
 """
@@ -11,12 +11,12 @@ import triton.language as tl
 from contrastive_zoo.kernels.walk import LOG2E, on_diagonal, own_tiles, store_halves
 
 SIGN: tl.constexpr = tl.constexpr(-(2**31))
-"""The bit of a float32 that says that it is negative."""
+"""The sign bit of a float32."""
 
 
 @triton.jit
 def log1p(e):
-    """Of 0 ≤ e ≤ 1: e times a polynomial, fitted to the least relative error, 2e-7; small e keep their digits."""
+    """Return log(1 + e) for 0 ≤ e ≤ 1: e times a polynomial with minimax relative error 2e-7, precise for small e, too."""
     p = -0.10767960548400879 + e * (0.044088102877140045 + e * -0.008538773283362389)
     p = 0.3327547013759613 + e * (-0.24495412409305573 + e * (0.1774509698152542 + e * p))
     return e * (0.9999998211860657 + e * (-0.4999740421772003 + e * p))
@@ -35,7 +35,7 @@ def sigmoid_pairs(
     d,
     ahead,
     chunk,
-    EDGE: tl.constexpr,  # 0: programs that need no mask, 1: the others, 2: all
+    EDGE: tl.constexpr,  # 0: programs without masks, 1: the other programs, 2: all
     GRADIENT: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,  # weights are stored in units of 2^−UNIT
@@ -53,7 +53,7 @@ def sigmoid_pairs(
     k, shift = tl.load(scale) * LOG2E, tl.load(bias) * LOG2E
     columns = j + tl.arange(0, BLOCK_N)
     loss = tl.zeros((BLOCK_M,), tl.float32)
-    beyond = tl.zeros((BLOCK_M,), tl.float32)
+    positive_part = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.range(start, stop, BLOCK_M, flatten=True):
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -63,22 +63,24 @@ def sigmoid_pairs(
         x = acc * k + shift
         if EDGE:
             pair = (columns + ahead)[None, :] == rows[:, None]
-            there = (rows < n)[:, None] & (columns < m)[None, :]
-            x = tl.where(there, tl.where(pair, -x, x), float("-inf"))
-        beyond += tl.sum(tl.maximum(x, 0.0), 1)
-        # exp(−|x|) with the sign of x: with x beside it, it would not fit into registers
+            inside = (rows < n)[:, None] & (columns < m)[None, :]
+            x = tl.where(inside, tl.where(pair, -x, x), float("-inf"))
+        positive_part += tl.sum(tl.maximum(x, 0.0), 1)
+        # exp(−|x|) with the sign of x in its sign bit: x itself would not fit into registers, too
         bits = tl.exp2(-tl.abs(x)).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN)
         e = bits.to(tl.float32, bitcast=True)
         loss += tl.sum(log1p(tl.abs(e)), 1)
         if GRADIENT:
-            negative = e.to(tl.int32, bitcast=True) < 0  # as −0 is, unlike e < 0
-            q = tl.rsqrt(1.0 + tl.abs(e))  # a quotient is four operations, most of them for numbers beyond 2¹²⁶
+            negative = e.to(tl.int32, bitcast=True) < 0  # true for −0, unlike e < 0
+            q = tl.rsqrt(
+                1.0 + tl.abs(e)
+            )  # rsqrt squared, since a division takes four operations, mostly for values beyond 2¹²⁶
             w = tl.where(negative, -e, 1.0) * q * q
             if EDGE:
                 w = tl.where(pair, -w, w)
             total += tl.sum(w, 1)
             store_halves(weights, w * 2.0**UNIT, i, j, BLOCK_M, BLOCK_N)
     programs = tl.num_programs(0)
-    tl.store(sums + tl.program_id(0), tl.sum(loss + beyond * (1.0 / LOG2E), 0))
+    tl.store(sums + tl.program_id(0), tl.sum(loss + positive_part * (1.0 / LOG2E), 0))
     if GRADIENT:
         tl.store(sums + programs + tl.program_id(0), tl.sum(total, 0))

@@ -1,16 +1,16 @@
-"""Triton kernels of the softmax losses: partial log-sum-exps of a block of logits, and the weights of its gradient.
+"""Compute partial log-sum-exps of a block of logits, and the weights of its gradient: Triton kernels of the softmax losses.
 
-A block is X = scale · log₂e · A Bᵀ of n rows and m columns: logits in bits, so that ``exp2`` needs no factor. Column j is
-δ = j − i + ``ahead`` behind row i in the global batch, which says what the pair is:
+A block is X = scale · log₂e · A Bᵀ of n rows and m columns: logits in bits, so that ``exp2`` needs no factor. The offset
+of column j from row i in the global batch is δ = j − i + ``ahead``. It determines the kind of a pair:
 
     |δ| = partner                     a positive pair: excluded from sums
     δ = 0 of one tower                a row and itself: excluded as well
 
-A sum of exponentials is kept as two numbers, whole exponent e and mantissa s, of which it is s · 2ᵉ: what lies between the
-whole numbers would lose digits in a logarithm of 100 bits or more. (It is s · 2ᵉ = 0 where e is ``NOTHING``.)
+A sum of exponentials s · 2ᵉ is stored as two numbers, integer exponent e and mantissa s: the fraction of a logarithm of
+100 bits or more would lose digits. (The sum is 0 where e is ``NOTHING``.)
 
-Tiles that hold such pairs, or columns beyond the last, need masks, and masks need registers: a second launch with smaller
-tiles takes them (``EDGE``), so that the first one has none.
+Tiles with such pairs, or with columns beyond the last, need masks, and masks need registers: a second launch with smaller
+tiles (``EDGE``) processes them, so that the first launch has no masks.
 """
 
 # mypy: ignore-errors
@@ -21,19 +21,19 @@ import triton.language as tl
 from contrastive_zoo.kernels.walk import LOG2E, on_diagonal, own_tiles, store_halves
 
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
-"""The maximum of nothing; unlike −inf it can be subtracted from itself."""
+"""The maximum of an empty set; unlike −inf, its difference with itself is 0."""
 
 LIFT: tl.constexpr = tl.constexpr(50.0)
-"""Bits by which exponentials, and the factors of rows in column sums, are lifted: otherwise they are at most 1 and the
-upper half of float32's range stays unused. 2 · 50 bits leave 27 for the number of summands."""
+"""Bits that are added to the exponents of exponentials, and of rows' factors in column sums: otherwise they are at most 1
+and the upper half of float32's range is unused. 2 · 50 bits leave 27 for the number of summands."""
 
-LEAST: tl.constexpr = tl.constexpr(2.0**-32)
-"""A column sum this large has lost nothing: a lost term is below 2⁻⁷⁶ (126 bits less ``LIFT``), and 2²⁰ of them are
+MIN_PRECISE_SUM: tl.constexpr = tl.constexpr(2.0**-32)
+"""A column sum this large is precise: a lost term is below 2⁻⁷⁶ (126 bits less ``LIFT``), and 2²⁰ of them are
 below 2⁻²⁴ of the sum."""
 
 SPREAD: tl.constexpr = tl.constexpr(80.0)
-"""Bits that row and column log-sum-exps of a tile may lie apart so that one exponential serves both: a weight that
-underflows is then below 2^(80 − 126)."""
+"""Largest difference, in bits, of a tile's row and column log-sum-exps for which one exponential serves both: a weight
+that underflows is then below 2^(80 − 126)."""
 
 
 @triton.jit
@@ -43,15 +43,15 @@ def log_sum_exps(
     scale,
     by_row,  # [2, column blocks, n]: exponents and mantissas of each row of a tile
     by_column,  # [2, chunks, m]: of each column of a program's rows
-    positives,  # [n]: products of positive pairs, neither scaled nor in bits
-    lost,  # becomes 1 if a column's sum may have lost terms that are far below its neighbours'
+    positives,  # [n]: dot products of positive pairs, neither scaled nor in bits
+    precision_lost,  # set to 1 if a column's sum may lack terms that are far below those of its tile
     n,
     m,
     d,
     ahead,
     partner,
     chunk,
-    EDGE: tl.constexpr,  # 0: programs that need no mask, 1: the others, 2: all
+    EDGE: tl.constexpr,  # 0: programs without masks, 1: the other programs, 2: all
     ONE_TOWER: tl.constexpr,
     UPPER: tl.constexpr,  # only pairs with δ > 0
     COLUMNS: tl.constexpr,
@@ -64,7 +64,7 @@ def log_sum_exps(
     WARPS: tl.constexpr,
 ):
     if IF_LOST:
-        if tl.load(lost) == 0:
+        if tl.load(precision_lost) == 0:
             return
     start, stop, block = own_tiles(n, m, chunk, BLOCK_N, GROUP)
     j = block * BLOCK_N
@@ -76,7 +76,7 @@ def log_sum_exps(
     k = tl.load(scale) * LOG2E
     columns = j + tl.arange(0, BLOCK_N)
     reference = NOTHING
-    # rows of one warp's share of a matrix product are 8 threads apart: these sums cross no thread before the end
+    # the rows of one thread in a matmul are 8 apart, so these sums cross no thread before the end
     sums = tl.zeros((WARPS, 8, BLOCK_N), tl.float32)
     for i in tl.range(start, stop, BLOCK_M, flatten=True):
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -85,8 +85,8 @@ def log_sum_exps(
         rows = i + tl.arange(0, BLOCK_M)
         if EDGE:
             delta = (columns + ahead)[None, :] - rows[:, None]
-            partners = rows + partner - ahead
-            found = (rows < n) & (j <= partners) & (partners < min(j + BLOCK_N, m))
+            partner_columns = rows + partner - ahead
+            found = (rows < n) & (j <= partner_columns) & (partner_columns < min(j + BLOCK_N, m))
             tl.store(positives + rows, tl.sum(tl.where(delta == partner, acc, 0.0), 1), mask=found)
             others = (columns < m)[None, :] & (delta != partner) & (delta != -partner)
             if UPPER:
@@ -116,15 +116,15 @@ def log_sum_exps(
             last = tl.minimum(columns, stop)
         partners = columns + ahead - partner
         others = last - start - ((start <= partners) & (partners < last)).to(tl.int32)
-        if tl.max(((total < LEAST) & (others > 0) & (columns < m)).to(tl.int32), 0) > 0:
-            tl.store(lost, 1)
+        if tl.max(((total < MIN_PRECISE_SUM) & (others > 0) & (columns < m)).to(tl.int32), 0) > 0:
+            tl.store(precision_lost, 1)
 
 
 @triton.jit
 def merge(
     parts,  # [2, count, n]
     out,  # [2, n], rows ``stride`` apart
-    lost,
+    precision_lost,
     count,
     n,
     stride,
@@ -132,9 +132,9 @@ def merge(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """``out += parts.sum(0)`` of sums of exponentials."""
+    """Compute ``out += parts.sum(0)`` of sums of exponentials."""
     if IF_LOST:
-        if tl.load(lost) == 0:
+        if tl.load(precision_lost) == 0:
             return
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = columns < n
@@ -156,52 +156,54 @@ def merge(
 
 @triton.jit
 def finish(
-    of_rows,  # [2, ·]: sums of exponentials of others, of row i; becomes exponent and factor of ``softmax_weights``
-    of_partners,  # [2, ·]: of column i, or of the row that is row i's partner
-    again,  # [2, ·]: what replaces ``of_partners`` (and, of one tower, ``of_rows``) if digits were lost
-    again_of_rows,
-    lost,
-    positives,  # [count]: products of pairs
+    of_rows,  # [2, ·]: sums of exponentials of row i's negatives; overwritten by exponent and factor for ``softmax_weights``
+    of_partners,  # [2, ·]: sums of column i, or of the partner row of row i
+    recomputed,  # [2, ·]: replaces ``of_partners`` if precision was lost
+    recomputed_rows,  # the same for ``of_rows`` of one tower
+    precision_lost,
+    positives,  # [count]: dot products of pairs
     scale,
     losses,  # [count]
-    pulls,  # [count] and, ``partner`` further, once more
+    positive_weights,  # [count], and again at offset ``partner`` for one tower
     count,
     rows_stride,
     partners_stride,
-    again_stride,
+    recomputed_stride,
     partner,
-    SIDES: tl.constexpr,  # how many of a pair look for the other
+    SIDES: tl.constexpr,  # softmaxes per pair
     ONE_TOWER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Losses log(1 + others / positive) in nats, pulls others / (others + positive); in float64, since it is n numbers."""
+    """Compute losses log(1 + negatives / positive) in nats and weights negatives / (negatives + positive), in float64."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < count
     positive = tl.load(positives + i, mask=there, other=0.0).to(tl.float64) * (tl.load(scale) * LOG2E)
     redo = False
     if SIDES == 2:
-        redo = tl.load(lost) > 0
+        redo = tl.load(precision_lost) > 0
     if ONE_TOWER:
-        loss, pull = _finish_side(of_rows, rows_stride, again_of_rows, again_stride, redo, positive, i, there)
+        loss, weight = _finish_side(of_rows, rows_stride, recomputed_rows, recomputed_stride, redo, positive, i, there)
     else:
-        loss, pull = _finish_side(of_rows, rows_stride, of_rows, rows_stride, False, positive, i, there)
+        loss, weight = _finish_side(of_rows, rows_stride, of_rows, rows_stride, False, positive, i, there)
     if SIDES == 2:
-        its_loss, its_pull = _finish_side(of_partners, partners_stride, again, again_stride, redo, positive, i, there)
-        loss, pull = (loss + its_loss) / 2, pull + its_pull
+        partner_loss, partner_weight = _finish_side(
+            of_partners, partners_stride, recomputed, recomputed_stride, redo, positive, i, there
+        )
+        loss, weight = (loss + partner_loss) / 2, weight + partner_weight
     tl.store(losses + i, loss.to(tl.float32), mask=there)
-    tl.store(pulls + i, pull.to(tl.float32), mask=there)
+    tl.store(positive_weights + i, weight.to(tl.float32), mask=there)
     if ONE_TOWER:
-        tl.store(pulls + partner + i, pull.to(tl.float32), mask=there)
+        tl.store(positive_weights + partner + i, weight.to(tl.float32), mask=there)
 
 
 @triton.jit
-def _finish_side(sums, stride, again, again_stride, redo, positive, i, there):
+def _finish_side(sums, stride, recomputed, recomputed_stride, redo, positive, i, there):
     place, mantissas = sums + i, sums + stride + i
     if redo:
-        place, mantissas = again + i, again + again_stride + i
+        place, mantissas = recomputed + i, recomputed + recomputed_stride + i
     exponent = tl.load(place, mask=there, other=NOTHING).to(tl.float64)
     mantissa = tl.load(mantissas, mask=there, other=0.0).to(tl.float64)
-    some = (mantissa > 0) | (mantissa != mantissa)  # NaN stays
+    some = (mantissa > 0) | (mantissa != mantissa)  # NaN is kept
     others = tl.where(some, exponent + tl.log2(tl.where(some, mantissa, 1.0)), float("-inf"))
     gap = others - positive
     e = tl.exp2(-tl.abs(gap))
@@ -209,12 +211,12 @@ def _finish_side(sums, stride, again, again_stride, redo, positive, i, there):
     log1p = tl.where(one_more > 1.0, tl.log(one_more) * (e / tl.where(one_more > 1.0, one_more - 1.0, 1.0)), e)
     log1p = tl.where(gap != gap, gap, log1p)
     loss = tl.maximum(gap, 0.0) * (1.0 / LOG2E) + log1p
-    pull = tl.where(gap > 0, 1.0, e) / one_more
+    weight = tl.where(gap > 0, 1.0, e) / one_more
     total = tl.maximum(others, positive) + log1p * LOG2E
     whole = tl.ceil(total)
     tl.store(sums + i, whole.to(tl.float32), mask=there)
     tl.store(sums + stride + i, tl.exp2(whole - total).to(tl.float32), mask=there)
-    return loss, pull
+    return loss, weight
 
 
 @triton.jit
@@ -225,7 +227,7 @@ def softmax_weights(
     scale,
     of_rows,  # [2, n]: exponents and factors of rows, as ``finish`` leaves them
     of_columns,  # [2, m]
-    pulls,  # [n]: what a positive pair's weight is, but for the sign
+    positive_weights,  # [n]: negated weights of positive pairs
     n,
     m,
     d,
@@ -239,13 +241,13 @@ def softmax_weights(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,  # weights are stored in units of 2^−UNIT
-    MOST: tl.constexpr,  # no chunk is higher
+    MAX_ROWS: tl.constexpr,  # largest chunk
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """``2 ** (X - exponent) * factor`` of rows and of columns, added up; minus its pull for a positive pair."""
+    """Write ``2 ** (X - exponent) * factor`` of rows plus that of columns, and minus ``positive_weights`` of positives."""
     start, stop, block = own_tiles(n, m, chunk, BLOCK_N, GROUP)
     j = block * BLOCK_N
     if EDGE < 2:
@@ -258,9 +260,11 @@ def softmax_weights(
         lowest = tl.min(by_column, 0)
         column_factors = tl.load(of_columns + columns_stride + columns, mask=columns < m, other=0.0)
         column_factors *= tl.exp2(lowest - by_column)
-        every_row = start + tl.arange(0, MOST)
-        together = tl.max(tl.load(of_rows + every_row, mask=every_row < stop, other=float("-inf")), 0) - lowest < SPREAD
-    # read a tile ahead: a load that is waited for here would stop the products
+        every_row = start + tl.arange(0, MAX_ROWS)
+        shared_exponential = (
+            tl.max(tl.load(of_rows + every_row, mask=every_row < stop, other=float("-inf")), 0) - lowest < SPREAD
+        )
+    # loaded one tile ahead: waiting for a load here would stall the matmuls
     rows = start + tl.arange(0, BLOCK_M)
     by_row = tl.load(of_rows + rows, mask=rows < n, other=float("inf"))
     row_factors = tl.load(of_rows + rows_stride + rows, mask=rows < n, other=0.0)
@@ -270,7 +274,7 @@ def softmax_weights(
             acc = tl.dot(a.load([i, depth]), b.load([j, depth]).T, acc, input_precision=PRECISION)
         if not COLUMNS:
             w = tl.exp2(acc * k - (by_row - UNIT)[:, None]) * row_factors[:, None]
-        elif together:
+        elif shared_exponential:
             up = tl.where(row_factors > 0, tl.exp2(by_row - lowest), 0.0)
             w = tl.exp2(acc * k - (by_row - UNIT)[:, None])
             w *= row_factors[:, None] + up[:, None] * column_factors[None, :]
@@ -282,8 +286,8 @@ def softmax_weights(
         rows = i + tl.arange(0, BLOCK_M)
         if EDGE:
             delta = (columns + ahead)[None, :] - rows[:, None]
-            pull = tl.load(pulls + rows, mask=rows < n, other=0.0) * 2.0**UNIT
-            w = tl.where((delta == partner) | (delta == -partner), -pull[:, None], w)
+            weight = tl.load(positive_weights + rows, mask=rows < n, other=0.0) * 2.0**UNIT
+            w = tl.where((delta == partner) | (delta == -partner), -weight[:, None], w)
             if ONE_TOWER:
                 w = tl.where(delta == 0, 0.0, w)
         rows += BLOCK_M

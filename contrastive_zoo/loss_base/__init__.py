@@ -1,1 +1,1 @@
-"""What losses share: the base class, checks, preparation, temperature, and losses by rows, panels, classes and sums."""
+"""Share between losses: the base class, checks, preparation, temperature, and losses by rows, blocks, classes and sums."""

@@ -1,4 +1,4 @@
-"""What is wrong with settings and rows, in words."""
+"""Check settings and embeddings. Each function returns what is wrong as an error message, or None."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from contrastive_zoo.masks import labels_problem
 
 
 def rows_problem(name: str, rows: Tensor) -> str | None:
-    """What is wrong with embeddings, in words; None if nothing is.
+    """Return what is wrong with embeddings, or None.
 
     Example:
         >>> rows_problem("queries", torch.ones(3))
@@ -26,7 +26,7 @@ def rows_problem(name: str, rows: Tensor) -> str | None:
 
 
 def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str | None:
-    """What is wrong with the settings that losses share, in words; None if nothing is.
+    """Return what is wrong with the settings that losses share, or None.
 
     Example:
         >>> shared_problem(reduction="average")
@@ -40,7 +40,7 @@ def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str
 
 
 def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
-    """What is wrong with a word that should be one of a Literal's, in words; None if nothing is.
+    """Return what is wrong with a word that must be one of a Literal, or None.
 
     Example:
         >>> from typing import Literal
@@ -49,9 +49,9 @@ def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -
         >>> word_problem("variant", "both", Literal["out", "in"], one_of=True)
         "variant is one of 'out', 'in', got 'both'."
     """
-    known = get_args(words)
-    listed = f"one of {', '.join(map(repr, known))}" if one_of else " or ".join(map(repr, known))
-    return None if word in known else f"{name} is {listed}, got {word!r}."
+    allowed = get_args(words)
+    listed = f"one of {', '.join(map(repr, allowed))}" if one_of else " or ".join(map(repr, allowed))
+    return None if word in allowed else f"{name} is {listed}, got {word!r}."
 
 
 def is_number(
@@ -64,22 +64,22 @@ def is_number(
     finite: bool = True,
     whole: bool = False,
 ) -> bool:
-    """Whether x is a number within bounds: Python's, NumPy's, or one or more in a tensor. NaN never is.
+    """Return whether x is a number within bounds: Python's, NumPy's, or all numbers of a tensor. NaN never is.
 
     Args:
-        x: what may be a number. A tensor on the meta device, which holds none yet, is not judged.
-        above: the numbers are larger.
-        below: the numbers are smaller.
-        low: the smallest of them.
-        high: the largest of them.
-        finite: whether infinities are left out.
-        whole: whether they are integers.
+        x: the object to check. A tensor on the meta device holds no numbers yet and passes.
+        above: exclusive lower bound.
+        below: exclusive upper bound.
+        low: inclusive lower bound.
+        high: inclusive upper bound.
+        finite: whether infinities are refused.
+        whole: whether the numbers must be integers.
 
     Example:
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
-    each = [] if isinstance(x, Tensor) and x.is_meta else _each(x)
+    values = [] if isinstance(x, Tensor) and x.is_meta else _values(x)
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     return all(
         isinstance(value, kinds)
@@ -89,17 +89,17 @@ def is_number(
         and (below is None or value < below)
         and (low is None or value >= low)
         and (high is None or value <= high)
-        for value in each
+        for value in values
     )
 
 
 def number_problem(rule: str | None = None, fix: str = "", /, **settings: Any) -> str | None:
-    """What is wrong with settings that must be numbers within bounds, in words; None if nothing is.
+    """Return what is wrong with settings that must be numbers within bounds, or None.
 
     Args:
-        rule: what is expected, as a sentence without its end; None says it of each name by the bounds.
-        fix: a sentence that says what to do.
-        settings: numbers by their names, and bounds by the names that :func:`is_number` gives them.
+        rule: the expectation, as a sentence without a full stop; None derives it from name and bounds.
+        fix: a sentence that names the fix.
+        settings: numbers by name, and the bounds of :func:`is_number` by name.
 
     Example:
         >>> number_problem(low=0, high=1, weight=2.0)
@@ -115,7 +115,7 @@ def number_problem(rule: str | None = None, fix: str = "", /, **settings: Any) -
     return None
 
 
-def _each(x: object) -> list[object]:
+def _values(x: object) -> list[object]:
     return x.detach().flatten().tolist() if isinstance(x, Tensor) else [x]
 
 
@@ -130,7 +130,7 @@ def _expected(
     finite: bool = True,
     whole: bool = False,
 ) -> str:
-    """The most usual bounds in words."""
+    """Return a description of bounds."""
     if low is not None and high is not None:
         return f"from {low} to {high}"
     size = ["positive"] if above == 0 else [] if low is None else [f"at least {low}"]
@@ -138,7 +138,7 @@ def _expected(
 
 
 def positive_problem(**settings: object) -> str | None:
-    """What is wrong with settings that must be positive numbers, in words; None if nothing is.
+    """Return what is wrong with settings that must be positive numbers, or None.
 
     Example:
         >>> positive_problem(scale=-1.0)
@@ -148,7 +148,7 @@ def positive_problem(**settings: object) -> str | None:
 
 
 def instance_problem(loss: object) -> str | None:
-    """What is wrong with a loss that may be a class in place of its instance, in words; None if nothing is.
+    """Return an error message for a loss class in place of its instance, or None.
 
     Example:
         >>> from contrastive_zoo.loss_base.temperature import LearnableTemperature
@@ -160,8 +160,8 @@ def instance_problem(loss: object) -> str | None:
     return f"pass an instance, {loss.__name__}(...), not the class {loss.__name__}."
 
 
-def towers_problem(rule: str, mend: str = "", **towers: Tensor) -> str | None:
-    """What is wrong with rows that belong together index by index, in words; None if nothing is.
+def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
+    """Return what is wrong with tensors whose rows form pairs, or None.
 
     Example:
         >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
@@ -170,12 +170,12 @@ def towers_problem(rule: str, mend: str = "", **towers: Tensor) -> str | None:
     (first, one), *others = towers.items()
     for name, other in others:
         if one.shape != other.shape or one.dtype != other.dtype:
-            return f"{rule}, got {first} {kind(one)} and {name} {kind(other)}. {mend}".rstrip()
+            return f"{rule}, got {first} {kind(one)} and {name} {kind(other)}. {fix}".rstrip()
     return rows_problem(first, one)
 
 
 def views_problem(views: Sequence[Tensor]) -> str | None:
-    """What is wrong with views of the same samples, in words; None if nothing is.
+    """Return what is wrong with views of the same samples, or None.
 
     Example:
         >>> views_problem([torch.ones(2, 3)])
@@ -193,7 +193,7 @@ def views_problem(views: Sequence[Tensor]) -> str | None:
 
 
 def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
-    """What is wrong with labelled rows, in words; None if nothing is.
+    """Return what is wrong with labelled embeddings, or None.
 
     Example:
         >>> labelled_problem(torch.ones(2, 3))

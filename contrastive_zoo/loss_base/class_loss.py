@@ -1,4 +1,4 @@
-"""What losses with class weights share: weights as a parameter, whole or dealt out, and rows compared with them."""
+"""Share between losses with class weights: the weights as a parameter, whole or sharded, and the softmax over classes."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -8,21 +8,27 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import gather_rows, scale_gradient
-from contrastive_zoo.engine.classes import Pool, class_shard, drawn_weights, nearest_center, target_and_others
-from contrastive_zoo.engine.precision import wide
+from contrastive_zoo.engine.classes import (
+    CenterPooling,
+    class_shard,
+    draw_weights,
+    nearest_center,
+    target_and_negatives,
+)
+from contrastive_zoo.engine.precision import at_least_float32
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import labelled_problem, number_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin, prepared, whole_labels
+from contrastive_zoo.loss_base.preparation import begin, labels_as_int64, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
 
-class Maker(Loss):
-    """A loss whose constructor makes some of its function's settings itself, such as weights from their sizes.
+class ConstructingLoss(Loss):
+    """A loss whose constructor creates some of the function's settings, such as weights from their sizes.
 
     Example:
         >>> from contrastive_zoo.losses.cos_face import CosFace
@@ -36,29 +42,30 @@ class Maker(Loss):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name))
 
 
-class ClassLoss(Maker):
-    """A loss with weight vectors for each class, its parameter ``weights``; the base of proxies and classifiers.
+class ClassLoss(ConstructingLoss):
+    """A loss with weight vectors for each class, the parameter ``weights``; the base of proxy losses and classifiers.
 
-    Weights are drawn standard normal; only their direction matters. Construct the loss with the same seed on every
-    rank. Every rank then gets the complete gradient of all weights, before the trainer reduces anything.
+    Weights are drawn from a standard normal distribution; only their direction matters. Construct the loss with the
+    same seed on every rank. Every rank then gets the complete gradient of all weights, before the trainer reduces it.
 
-    With ``shard_over`` each rank keeps the weights of its share of the classes only, rows ``class_shard`` of
-    the whole. Their gradient is complete on the rank that holds them, and no other rank has any, so **no trainer may
-    average, broadcast or shard them**: keep the loss out of DDP, FSDP and DeepSpeed, and give its parameters to this
-    rank's optimizer beside the model's. Each rank saves its own part. The gradient is 1 × ∂L/∂weights under either
+    With ``shard_over`` each rank holds the weights of its share of the classes only, the slice ``class_shard``. Their
+    gradient is complete on the rank that holds them, and no other rank has any. Therefore **no trainer may average,
+    broadcast or shard them**: keep the loss out of DDP, FSDP and DeepSpeed, and pass its parameters to this rank's
+    optimizer, together with the model's. Each rank saves its own part. The gradient is 1 × ∂L/∂weights under either
     ``grad_reduction`` of ``DistributedLoss``.
 
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
-        shard_over: the processes over which classes are dealt, ``World.of()`` or ``World.of(group)``, the same that
-            share the batch; None is whole weights on every rank.
-        check_finite: whether rows with NaN or infinite values are refused.
-        settings: as the function takes them.
+        sub_centers: weight vectors per class; None is 1, or 10 for SoftTriple.
+        shard_over: the ranks that classes are split over, ``World.of()`` or ``World.of(group)``, the same that share the
+            batch; None keeps all weights on every rank.
+        check_finite: whether NaN and infinite embeddings are refused.
+        settings: keyword-only arguments of the function.
 
     Raises:
-        ValueError: fewer than one class, width or centre. TypeError: a setting that the function does not have.
+        ValueError: fewer than one class, width or centre.
+        TypeError: a setting that the function does not have.
 
     Example:
         >>> from contrastive_zoo.losses.cos_face import CosFace
@@ -89,7 +96,7 @@ class ClassLoss(Maker):
                 raise TypeError(f"{type(self).__name__} has no {name}: leave it out.")
         if shard_over is not None:
             settings["sharded"] = True
-        weights = drawn_weights(num_classes, sub_centers, embedding_size, keep=class_shard(num_classes, shard_over))
+        weights = draw_weights(num_classes, sub_centers, embedding_size, local=class_shard(num_classes, shard_over))
         super().__init__(
             check_finite=check_finite, weights=nn.Parameter(weights[:, 0] if sub_centers == 1 else weights), **settings
         )
@@ -102,36 +109,36 @@ def softmax_over_classes(
     labels: Int[Tensor, " n"] | None,
     weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"],
     *,
-    of_target: Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]] = lambda cosine: cosine,
+    target_function: Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]] = lambda cosine: cosine,
     penalty: Callable[[], Float[Tensor, ""]] | None = None,
     temperature: float | Tensor = 1.0,
-    times: float = 1.0,
+    scale_factor: float = 1.0,
     scale: float | None = None,
-    pool: Pool = nearest_center,
+    pooling: CenterPooling = nearest_center,
     sharded: bool = False,
     problem: str | None = None,
     reduction: Reduction,
     world: World,
     **settings: Any,
 ) -> Float[Tensor, "..."]:
-    """Check, meet, and reduce ``log(1 + Σ_{j≠y_i} exp(s z_i·w_j) / exp(s f(z_i·w_{y_i})))``, with unit rows z and weights w.
+    """Check inputs, and reduce ``log(1 + Σ_{j≠y_i} exp(s z_i·w_j) / exp(s f(z_i·w_{y_i})))`` with unit rows z and w.
 
     Args:
         caller: name of the loss.
-        embeddings: my rows.
+        embeddings: the local rows.
         labels: their classes y.
-        weights: of all classes, or with ``sharded`` of mine.
-        of_target: f, what the cosine to the own class counts as.
-        penalty: a term for each row alike, asked for when the input has been found good.
-        temperature: t > 0; may be learnt.
-        times: s t, what is divided by the temperature.
-        scale: s; None is ``times / temperature``.
-        pool: from the centres of a class to its similarity.
+        weights: weights of all classes, or of the local classes with ``sharded``.
+        target_function: f, applied to the cosine of the target class.
+        penalty: a function that returns a term for each row; it is called after the checks.
+        temperature: t > 0; a tensor is learnable.
+        scale_factor: s t.
+        scale: s; None is ``scale_factor / temperature``.
+        pooling: from the centres of a class to its similarity.
         sharded: whether ``weights`` are this rank's share.
-        problem: what is wrong besides.
-        reduction: of the rows' losses.
-        world: who holds rows, and classes.
-        settings: for :func:`contrastive_zoo.loss_base.preparation.begin`.
+        problem: a problem that the caller found.
+        reduction: reduction of the rows' losses.
+        world: the ranks that hold rows, and classes.
+        settings: passed to :func:`contrastive_zoo.loss_base.preparation.begin`.
 
     Example:
         >>> import torch
@@ -140,7 +147,7 @@ def softmax_over_classes(
         >>> softmax_over_classes("Loss", eye, torch.arange(2), eye, reduction="mean", world=ALONE)   # log(e + 1) − 1
         tensor(0.3133)
     """
-    z, own, unit, shards, class_shards = begin_with_classes(
+    z, targets, unit_weights, shards, class_shards = begin_with_classes(
         caller,
         embeddings,
         labels,
@@ -153,11 +160,11 @@ def softmax_over_classes(
         world=world,
         **settings,
     )
-    factor = times * logit_scale(temperature, world) if scale is None else real(scale)
-    target, others = target_and_others(
-        z, own, unit, scale=factor, pool=pool, shards=shards, class_shards=class_shards, world=world
+    factor = scale_factor * logit_scale(temperature, world) if scale is None else real(scale)
+    target, negatives = target_and_negatives(
+        z, targets, unit_weights, scale=factor, pooling=pooling, shards=shards, class_shards=class_shards, world=world
     )
-    losses = -F.logsigmoid(factor * of_target(target) - others)
+    losses = -F.logsigmoid(factor * target_function(target) - negatives)
     if penalty is not None:
         losses = losses + penalty().to(losses.dtype)
     return reduce_anchors(losses, reduction=reduction, world=world)
@@ -174,13 +181,13 @@ def begin_with_classes(
     world: World,
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Shards, Shards | None]:
-    """:func:`contrastive_zoo.loss_base.preparation.begin` for labelled rows and classes.
+    """Check labelled embeddings and class weights, as :func:`contrastive_zoo.loss_base.preparation.begin`, and prepare them.
 
     Returns:
-        Unit rows [n, d], labels, unit weights [C, k, d], where rows lie, and where classes lie if they are dealt out.
+        Unit rows [n, d], labels, unit weights [C, k, d], shard sizes of the rows, and shard sizes of sharded classes.
 
     Raises:
-        ValueError: also for weights of another width, or labels that are no classes.
+        ValueError: what ``begin`` raises, weights of another width, or labels that are no classes.
 
     Example:
         >>> import torch
@@ -198,18 +205,18 @@ def begin_with_classes(
         named["class weights"] = weights
     else:
         settings["classes"] = list(weights.shape)
-    found = begin(caller, named, problem=problem, world=world, **settings)
-    shards, class_shards = found[0], found[-1] if sharded else None
-    assert labels is not None  # begin has refused it
+    all_shards = begin(caller, named, problem=problem, world=world, **settings)
+    shards, class_shards = all_shards[0], all_shards[-1] if sharded else None
+    assert labels is not None  # begin raises otherwise
     if class_shards is not None:
         problem = _classes_problem(gather_rows(labels, shards, world), class_shards.total)
         if problem:  # every rank sees the same labels
             raise ValueError(f"{caller}: {problem}")
         if isinstance(world, Session):
             weights = scale_gradient(weights, world.options.sharded_factor)
-    labels = whole_labels(labels, world)
-    z = prepared(embeddings, normalize=True, world=world)
-    unit = F.normalize(wide(weights), dim=-1).to(z.dtype)
+    labels = labels_as_int64(labels, world)
+    z = prepare_rows(embeddings, normalize=True, world=world)
+    unit = F.normalize(at_least_float32(weights), dim=-1).to(z.dtype)
     return z, labels, unit if unit.ndim == 3 else unit[:, None], shards, class_shards
 
 

@@ -1,4 +1,4 @@
-"""What sums of losses share: a weight for each term, and rows that travel once for all of them."""
+"""Add losses: a weight for each term, and one gather of the embeddings for all terms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,18 +15,18 @@ from contrastive_zoo.world import World
 
 
 class Composition(Loss):
-    """``Σ weight · value`` over what :meth:`values` gives; all gather rows under one roof.
+    """Return ``Σ weight · term`` over :meth:`terms`, which share one cache of gathered embeddings.
 
-    A row that one value has gathered, or from which it can be made again on any rank (a prefix, a normalised one), does not
-    travel for the others. Gradients do, for each value by itself.
+    Embeddings that one term gathers, and those that any rank can derive from them (a prefix, normalised ones), are not
+    gathered again for other terms. Gradients are communicated for each term.
 
     Args:
-        losses: of this library.
-        count: of terms.
-        weights: of them; None is 1 for each.
+        losses: losses of this library.
+        count: number of terms.
+        weights: weights of the terms; None is 1 for each.
 
     Raises:
-        ValueError: no losses, one from elsewhere or a class in place of its instance, another number of weights, or
+        ValueError: no losses, a third-party loss, a class in place of its instance, a wrong number of weights, or
             weights that are not finite.
 
     Example:
@@ -35,15 +35,15 @@ class Composition(Loss):
     """
 
     shown: ClassVar[tuple[str, ...]] = ("weights",)
-    """Names of what its representation tells."""
+    """Names of the attributes that the representation shows."""
 
     def __init__(self, losses: Sequence[Loss], count: int, weights: Sequence[float] | None) -> None:
         name = type(self).__name__
         if classes := [problem for loss in losses if (problem := instance_problem(loss))]:
             raise ValueError(f"{name}: {classes[0]}")
-        if strangers := [type(loss).__name__ for loss in losses if not isinstance(loss, Loss)]:
+        if third_party := [type(loss).__name__ for loss in losses if not isinstance(loss, Loss)]:
             raise ValueError(
-                f"{name}: losses are this library's, got {strangers[0]}. Give a loss from elsewhere its own "
+                f"{name}: losses are this library's, got {third_party[0]}. Give a loss from elsewhere its own "
                 "DistributedLoss and add the values."
             )
         if not losses or (weights is not None and len(weights) != count):
@@ -53,21 +53,21 @@ class Composition(Loss):
         self.refuse_bad_settings()
 
     def settings_problem(self) -> str | None:
-        """What is wrong with the weights, in words; the losses speak for themselves."""
+        """Return what is wrong with the weights, or None; the losses check their own settings."""
         return None if all(map(is_number, self.weights)) else f"weights must be finite, got {self.weights}."
 
     def terms(
         self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
     ) -> list[Callable[[], Tensor]]:
-        """What computes each term.
+        """Return a function for each term, which computes it.
 
         Raises:
-            NotImplementedError: this is the method to write.
+            NotImplementedError: a subclass does not define this method.
         """
         raise NotImplementedError(f"{type(self).__name__} must define terms(rows, named_rows, world).")
 
     def members(self) -> list[Loss]:
-        """The losses that are added up."""
+        """Return the losses that are added."""
         return [x for x in self.modules() if isinstance(x, Loss) and x is not self]
 
     def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
@@ -78,12 +78,12 @@ class Composition(Loss):
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
-        """The weighted sum.
+        """Return the weighted sum.
 
         Args:
-            rows: as the losses take them.
-            world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
-            named_rows: as the losses take them.
+            rows: arguments of the losses.
+            world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
+            named_rows: the same arguments by name.
         """
         outer = Session.of(self.local() if world is None else world)
         if problem := self.settings_problem():

@@ -1,4 +1,4 @@
-"""The base class of every loss of this library: settings kept in a module."""
+"""Define the base class of every loss of this library: a module that holds the settings of a function."""
 
 import functools
 import inspect
@@ -18,23 +18,22 @@ from contrastive_zoo.world import World
 
 
 class Loss(nn.Module):
-    """A function of the zoo with its settings kept; the base of every own loss.
+    """A loss function with its settings; the base class of every loss of this library.
 
     The settings are the keyword-only arguments of the function that a class is declared with, as in
-    ``class NTXent(Loss, function=nt_xent)``. One that is a module, such as
-    :class:`LearnableTemperature`, becomes a submodule and is asked for its value at every call.
+    ``class NTXent(Loss, function=nt_xent)``. A setting that is a module, such as
+    :class:`LearnableTemperature`, becomes a submodule; every call computes its value.
 
     Args:
-        check_finite: whether rows with NaN or infinite values are refused.
-        settings: as the function takes them.
+        check_finite: whether NaN and infinite embeddings are refused.
+        settings: keyword-only arguments of the function.
 
     Raises:
         TypeError: a setting that the function does not have.
-        ValueError: a setting that makes no sense, such as a temperature that is not positive or an unknown reduction. At
-            the call, on every rank alike, what any loss refuses: such a setting (attributes may be set later), rows, views
-            or labels that do not fit together (labels missing, not integers, not one per row; towers or views of different
-            shape), NaN or infinite rows (unless ``check_finite=False``), ranks that bring different widths, dtypes or
-            settings, or no rows at all.
+        ValueError: an invalid setting, such as a temperature that is not positive or an unknown reduction. At the call,
+            on every rank, what any loss refuses: an invalid setting (attributes may be set later); labels that are
+            missing, not integers or not one per row; towers or views of different shape; NaN or infinite embeddings
+            (unless ``check_finite=False``); widths, dtypes or settings that differ between ranks; no rows on any rank.
 
     Example:
         >>> import contrastive_zoo as cz
@@ -47,15 +46,15 @@ class Loss(nn.Module):
     check: ClassVar[Callable[..., str | None]] = staticmethod(lambda: None)
     __signature__: ClassVar[inspect.Signature]
     _defaults: ClassVar[dict[str, Any]] = {}
-    _told_to_wrap: ClassVar[bool] = False
+    _warned_about_local_negatives: ClassVar[bool] = False
     made: ClassVar[tuple[str, ...]] = ()
-    """Settings of the function that the constructor makes itself."""
+    """Settings of the function that the constructor creates."""
     refused: ClassVar[tuple[str, ...]] = ()
-    """Arguments of the constructor that this loss has no use for."""
+    """Arguments of the base class's constructor that this loss does not take."""
     rank_local: ClassVar[frozenset[str]] = frozenset()
-    """Arguments that mean something on the rank that brings them alone, such as positions among its own rows."""
+    """Arguments that only their own rank can interpret, such as indices of its local rows."""
     supports_ring: ClassVar[bool] = False
-    """Whether candidates can pass from rank to rank, one shard at a time."""
+    """Whether candidates can be exchanged in a ring, one shard at a time."""
 
     def __init_subclass__(
         cls,
@@ -63,7 +62,7 @@ class Loss(nn.Module):
         check: Callable[..., str | None] = lambda: None,
         **kwargs: Any,
     ) -> None:
-        """``check`` names some settings of ``function`` and returns what is wrong with them in words, or None."""
+        """Declare a loss. ``check`` takes some settings of ``function`` and returns what is wrong with them, or None."""
         super().__init_subclass__(**kwargs)
         if function is not None:
             cls.function, cls.check = staticmethod(function), staticmethod(check)
@@ -85,7 +84,7 @@ class Loss(nn.Module):
 
     @classmethod
     def _constructor(cls, of_function: Sequence[inspect.Parameter]) -> inspect.Signature:
-        """What the constructor takes: its own arguments, then the function's settings that it passes on."""
+        """Return the signature of the constructor: its own arguments, then the function's settings that it passes on."""
         own = {x.name: x for x in list(inspect.signature(cls.__init__).parameters.values())[1:]}
         of_function = [own.get(x.name, x) for x in of_function if x.name not in cls.made]
         passed_on = {x.name for x in of_function} | {"check_finite"} | set(cls.refused)
@@ -102,23 +101,23 @@ class Loss(nn.Module):
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}. It has: {known}, check_finite.")
         for name, value in (self._defaults | settings).items():
             setattr(self, name, value)
-        if self._defaults:  # other losses are complete at the end of their own constructors
+        if self._defaults:  # other losses call this at the end of their constructors
             self.refuse_bad_settings()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """NumPy's numbers become Python's, which multiply tensors and print alike on every rank."""
+        """Convert NumPy numbers to Python's, which do not change a tensor's dtype and print the same on every rank."""
         super().__setattr__(name, value.item() if isinstance(value, np.generic) else value)
 
     def settings(self) -> Mapping[str, Any]:
-        """The settings at this moment: of a learnable one, its present value, [] also where its parameter is [1]."""
+        """Return the current settings; a learnable one as its current value, [] even if its parameter is [1]."""
         current = {name: getattr(self, name) for name in self._defaults}
         values = {name: value() if isinstance(value, nn.Module) else value for name, value in current.items()}
         return {name: real(x) if isinstance(self._defaults[name], float) else x for name, x in values.items()}
 
     def settings_problem(self) -> str | None:
-        """What is wrong with the settings at this moment, in words; None if nothing is. It asks no other rank.
+        """Return what is wrong with the current settings, or None. No rank communicates.
 
-        The value of a setting that is a module is known at the call only, and judged there.
+        The value of a setting that is a module is checked at the call.
         """
         current = {name: getattr(self, name) for name in self._defaults}
         now = {name: self._defaults[name] if isinstance(x, nn.Module) else x for name, x in current.items()}
@@ -128,10 +127,10 @@ class Loss(nn.Module):
         return shared_problem(**shared) or check(**named)
 
     def refuse_bad_settings(self) -> None:
-        """Say what is wrong with the settings; for the end of a constructor.
+        """Raise if settings are invalid; call this at the end of a constructor.
 
         Raises:
-            ValueError: :meth:`settings_problem` says something.
+            ValueError: :meth:`settings_problem` returns a message.
         """
         if problem := self.settings_problem():
             raise ValueError(f"{type(self).__name__}: {problem}")
@@ -142,41 +141,41 @@ class Loss(nn.Module):
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
-        """The function of these rows.
+        """Return the function's value.
 
         Args:
-            rows: as the function takes them.
-            world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
-            named_rows: as the function takes them.
+            rows: positional arguments of the function.
+            world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
+            named_rows: the same arguments by name.
         """
         world = self.local() if world is None else world
         self.refuse_other_than_tensors(rows, named_rows, world)
         return type(self).function(*rows, **named_rows, **self.settings(), world=world)
 
     def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
-        """Whether every rank can compute the loss from the gathered arguments: not a part of it, nor with rank-local ones.
+        """Return whether every rank can compute the whole loss from the gathered arguments; not with rank-local arguments.
 
         Args:
-            rows: as :meth:`forward` takes them.
-            named_rows: as :meth:`forward` takes them.
+            rows: as in :meth:`forward`.
+            named_rows: as in :meth:`forward`.
         """
         if any(getattr(x, "reduction", None) == "none" or getattr(x, "sharded", False) for x in self.modules()):
             return False
-        names, _ = _takes(getattr(type(self), "function", type(self).forward))
+        names, _ = _tensor_arguments(getattr(type(self), "function", type(self).forward))
         given = {**dict(zip(names, rows, strict=False)), **named_rows}
         return not any(given.get(name) is not None for name in self.rank_local)
 
     def can_ring(self) -> bool:
-        """Whether candidates can pass from rank to rank instead of being gathered."""
+        """Return whether candidates can be exchanged in a ring instead of being gathered."""
         return self.supports_ring
 
     def refuse_other_than_tensors(self, rows: Sequence[Any], named_rows: Mapping[str, Any], world: World) -> None:
-        """Say so, on every rank, if what is to be compared is not a tensor; where None is a default, it is allowed.
+        """Raise on every rank if an argument is not a tensor; None is allowed where it is the default.
 
         Raises:
-            ValueError: an argument is something else.
+            ValueError: an argument is not a tensor.
         """
-        names, optional = _takes(getattr(type(self), "function", type(self).forward))
+        names, optional = _tensor_arguments(getattr(type(self), "function", type(self).forward))
         for index, x in enumerate(rows):
             name = names[index] if index < len(names) else f"view {index}"
             self._refuse_other_than_tensor(name, x, name in optional, world)
@@ -188,16 +187,16 @@ class Loss(nn.Module):
             refuse(type(self).__name__, f"{name} must be a tensor, got {type(x).__name__}.", world=world)
 
     def local(self) -> World:
-        """A world of this process alone; says once if there are others that this loss will not see."""
+        """Return a world of this process alone; warn once if other processes run, which this loss ignores."""
         world = World.of()
         if world.size == 1:
             return Session.of(world, check_finite=self.check_finite)
-        if not Loss._told_to_wrap:
-            Loss._told_to_wrap = True
+        if not Loss._warned_about_local_negatives:
+            Loss._warned_about_local_negatives = True
             warnings.warn(
                 f"{type(self).__name__} compares this process's own rows only, though {world.size} processes run: "
                 f"its negatives are local. For the global batch write DistributedLoss({type(self).__name__}(...)).",
-                stacklevel=6,  # the caller's line: beyond forward, what wraps it and two of torch's frames
+                stacklevel=6,  # the caller's line: above forward, its decorator and two frames of torch
             )
         return Session.of(World(), check_finite=self.check_finite)
 
@@ -208,8 +207,8 @@ class Loss(nn.Module):
 
 
 @functools.cache
-def _takes(function: Callable[..., Tensor]) -> tuple[list[str], set[str]]:
-    """Names of what a function compares, and of what may be None."""
+def _tensor_arguments(function: Callable[..., Tensor]) -> tuple[list[str], set[str]]:
+    """Return the names of a function's tensor arguments, and of those that may be None."""
     parameters = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]
     named = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
     return named, {x.name for x in parameters if x.default is None}

@@ -1,4 +1,4 @@
-"""Settings and parameters that are one number."""
+"""Convert settings and parameters that are one number."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 def real(x: Any) -> Any:
-    """A number as formulas take it: a tensor of shape [1] as [], Python's and NumPy's as float; anything else as it is.
+    """Return a tensor of shape [1] as [], a Python or NumPy number as float, and anything else unchanged.
 
-    A parameter of shape [1] would otherwise raise its dtype to the result's, and its shape to the loss's; a number of
-    NumPy's would round what is computed of it to its own few digits.
+    A parameter of shape [1] would change dtype and shape of the loss by promotion. A NumPy float32 number would reduce
+    the precision of results that are computed from it.
 
     Example:
         >>> real(torch.ones(1)), real(torch.ones(2)), real(1), real("mean")
@@ -23,7 +23,7 @@ def real(x: Any) -> Any:
 
 
 def widen_numbers(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Parameters that were saved as [], before they became [1] for FSDP's sake, as [1]."""
+    """Reshape saved parameters of shape [] to [1] in ``state_dict``: earlier versions saved [], which FSDP cannot shard."""
     for name, parameter in module.named_parameters(recurse=False):
         saved = state_dict.get(prefix + name)
         if isinstance(saved, Tensor) and saved.ndim == 0 and parameter.shape == (1,):

@@ -1,4 +1,4 @@
-"""How a step begins: checks, what ranks agree on, and rows of one kind."""
+"""Begin a step of a loss: check inputs, compare them between ranks, and prepare embeddings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import derived
 from contrastive_zoo.engine.dense_mode import is_dense
-from contrastive_zoo.engine.precision import rounded, wide
-from contrastive_zoo.engine.unit_rows import unit
+from contrastive_zoo.engine.precision import at_least_float32, rounded
+from contrastive_zoo.engine.unit_rows import unit_rows
 from contrastive_zoo.handshake import refuse_empty
 from contrastive_zoo.loss_base.checks import labelled_problem, shared_problem, views_problem
 from contrastive_zoo.session import meet
@@ -26,13 +26,13 @@ def begin(
     reduction: str = "mean",
     **settings: object,
 ) -> list[Shards]:
-    """Check what every loss checks, agree on it with all ranks, and learn how the rows lie over them.
+    """Check inputs and settings, compare them between ranks, and return the shard sizes of each input.
 
-    Rows that are None are not there; of a setting that is a tensor, which is learnt, nothing is compared.
+    Inputs that are None are left out. Settings that are tensors are learnable and are not compared.
 
     Raises:
-        ValueError: on every rank alike: a temperature that is not positive, an unknown reduction, ``problem``, no rows
-            at all, or whatever :func:`contrastive_zoo.session.meet` finds.
+        ValueError: on every rank: a temperature that is not positive, an unknown reduction, ``problem``, no rows on any
+            rank, or a difference that :func:`contrastive_zoo.session.meet` finds.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
@@ -60,7 +60,7 @@ def begin_labelled(
     world: World,
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Shards]:
-    """:func:`begin` for labelled rows: these, :func:`prepared`, their labels, and how they lie over the ranks.
+    """Begin with labelled embeddings; return them prepared by :func:`prepare_rows`, their labels, and shard sizes.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
@@ -70,19 +70,19 @@ def begin_labelled(
     problem = labelled_problem(embeddings, labels) or problem
     named = {"embeddings": embeddings, "labels": labels}
     shards, *_ = begin(caller, named, problem=problem, normalize=normalize, world=world, **settings)
-    assert embeddings is not None  # begin has refused it
+    assert embeddings is not None  # begin raises otherwise
     assert labels is not None
-    return prepared(embeddings, normalize=normalize, world=world), whole_labels(labels, world), shards
+    return prepare_rows(embeddings, normalize=normalize, world=world), labels_as_int64(labels, world), shards
 
 
-def meet_views(
+def agree_on_views(
     caller: str, views: Sequence[Tensor], *, problem: str | None = None, world: World, **settings: Any
 ) -> Shards:
-    """:func:`begin` for views of the same samples: how these lie over the ranks.
+    """Begin with views of the same samples; return the shard sizes of the samples.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
-        >>> meet_views("Loss", [torch.ones(2, 1), torch.ones(2, 1)], world=ALONE)
+        >>> agree_on_views("Loss", [torch.ones(2, 1), torch.ones(2, 1)], world=ALONE)
         Shards(sizes=(2,), rank=0)
     """
     named = {f"view {index}": view for index, view in enumerate(views)}
@@ -92,63 +92,63 @@ def meet_views(
 def begin_views(
     caller: str, views: Sequence[Tensor], *, normalize: bool = True, world: World, **settings: Any
 ) -> tuple[list[Tensor], Shards]:
-    """:func:`meet_views`, and the views :func:`prepared`.
+    """Begin with views of the same samples; return them prepared by :func:`prepare_rows`, and shard sizes.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
         >>> begin_views("Loss", [torch.ones(2, 1), 3 * torch.ones(2, 1)], world=ALONE)[0][1].tolist()
         [[1.0], [1.0]]
     """
-    shards = meet_views(caller, views, normalize=normalize, world=world, **settings)
-    return [prepared(view, normalize=normalize, world=world) for view in views], shards
+    shards = agree_on_views(caller, views, normalize=normalize, world=world, **settings)
+    return [prepare_rows(view, normalize=normalize, world=world) for view in views], shards
 
 
-def prepared(rows: Tensor, *, normalize: bool, world: World) -> Tensor:
-    """Rows in at least 32 bits, on the unit sphere if asked; a zero row stays zero.
+def prepare_rows(rows: Tensor, *, normalize: bool, world: World) -> Tensor:
+    """Return rows in at least float32, normalised to unit length if asked; a zero row stays zero.
 
     Example:
-        >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True, world=World())
+        >>> prepare_rows(torch.tensor([[3.0, 4.0]]), normalize=True, world=World())
         tensor([[0.6000, 0.8000]])
     """
-    return derived(lambda x: unit(wide(x)) if normalize else wide(x), rows, world=world)
+    return derived(lambda x: unit_rows(at_least_float32(x)) if normalize else at_least_float32(x), rows, world=world)
 
 
-def whole_labels(labels: Tensor, world: World) -> Tensor:
-    """Labels as int64: those of another dtype cannot be sorted (bool), or would be taken for masks (uint8).
+def labels_as_int64(labels: Tensor, world: World) -> Tensor:
+    """Return labels as int64: bool cannot be sorted, and indexing treats uint8 as a mask.
 
     Example:
-        >>> whole_labels(torch.tensor([True, False]), World())
+        >>> labels_as_int64(torch.tensor([True, False]), World())
         tensor([1, 0])
     """
     return labels if labels.dtype == torch.int64 else derived(lambda x: x.long(), labels, world=world)
 
 
-def narrowed(rows: Tensor, like: Tensor, world: World) -> Tensor:
-    """Prepared rows that are numbers of ``like``'s dtype if that has 16 bits, for products of such to take as they are.
+def round_to_input_dtype(rows: Tensor, like: Tensor, world: World) -> Tensor:
+    """Return prepared rows, rounded to the dtype of ``like`` if that has 16 bits: 16-bit matmuls then lose nothing.
 
     Example:
-        >>> narrowed(torch.tensor([[1.001]]), torch.tensor([[2.0]], dtype=torch.bfloat16), World())
+        >>> round_to_input_dtype(torch.tensor([[1.001]]), torch.tensor([[2.0]], dtype=torch.bfloat16), World())
         tensor([[1.]])
     """
     return rows if is_dense() else derived(lambda x: rounded(x, like.dtype), rows, world=world)
 
 
-def in_a_row(rows: Sequence[Tensor], world: World) -> Tensor:
-    """Views one after the other.
+def concat_views(rows: Sequence[Tensor], world: World) -> Tensor:
+    """Return views concatenated.
 
     Example:
-        >>> in_a_row([torch.zeros(1, 2), torch.ones(1, 2)], World())
+        >>> concat_views([torch.zeros(1, 2), torch.ones(1, 2)], World())
         tensor([[0., 0.],
                 [1., 1.]])
     """
     return derived(lambda *x: torch.cat(x), *rows, world=world)
 
 
-def numbered(shards: Shards, like: Tensor, *, views: int = 1) -> Tensor:
-    """Numbers of my samples in the global batch, view after view.
+def sample_indices(shards: Shards, like: Tensor, *, views: int = 1) -> Tensor:
+    """Return the indices of local samples in the global batch, view after view.
 
     Example:
-        >>> numbered(Shards((1, 2), rank=1), torch.ones(2, 3), views=2)
+        >>> sample_indices(Shards((1, 2), rank=1), torch.ones(2, 3), views=2)
         tensor([1, 2, 1, 2])
     """
     return torch.arange(shards.start, shards.start + shards.size, device=like.device).repeat(views)

@@ -1,4 +1,4 @@
-"""A temperature that is learnt, and how formulas take one."""
+"""Learn a temperature, and pass temperatures to formulas."""
 
 import math
 from typing import Any, ClassVar
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
-from contrastive_zoo.engine.precision import wide
+from contrastive_zoo.engine.precision import at_least_float32
 from contrastive_zoo.loss_base.checks import is_number, shared_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
@@ -15,14 +15,14 @@ from contrastive_zoo.world import World
 
 
 class LearnableTemperature(nn.Module):
-    """A temperature that is learnt as the logarithm of its inverse, as CLIP does: t = exp(−θ).
+    """Learn a temperature as the logarithm of its inverse, as CLIP does: t = exp(−θ).
 
-    The scale 1/t = exp(θ) is kept at or below ``max_scale`` by clamping θ itself before each use, not its gradient, so
-    that θ never gets stuck beyond the bound.
+    Before each use θ itself is clamped, so that the scale 1/t = exp(θ) is at most ``max_scale``. The gradient is not
+    clamped, so θ does not get stuck at the bound.
 
     Args:
-        initial: t at the start, > 0; CLIP's is 0.07.
-        max_scale: largest 1/t; CLIP's is 100.
+        initial: initial t > 0; 0.07 in CLIP.
+        max_scale: largest 1/t; 100 in CLIP.
 
     Raises:
         ValueError: an initial temperature that is not positive and finite, or below 1 / max_scale.
@@ -52,25 +52,25 @@ class LearnableTemperature(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self) -> Tensor:
-        """t, a positive number, []."""
+        """Return t, a positive number, []."""
         log_scale = real(self.log_scale)
         if log_scale.item() > math.log(self.max_scale):
-            # .data: two forward passes before a backward one are fine, the values that autograd keeps are exp's results
+            # through .data, so that two forward passes before a backward pass work: autograd saves results of exp only
             log_scale.data.fill_(math.log(self.max_scale))
         t = (-log_scale).exp()
-        t.log_scale = log_scale  # which few pairs differentiate by at once
+        t.log_scale = log_scale  # lets the small-batch path skip exp's backward; settings pass t on as a plain tensor
         return t
 
     def extra_repr(self) -> str:
-        """The temperature at this moment, where this process holds it: a shard of it, or none yet, has no value."""
+        """Show the current temperature, unless this process holds no value: a shard of it, or a meta tensor."""
         theta = self.log_scale
-        here = type(theta) is nn.Parameter and theta.numel() == 1 and not theta.is_meta
-        value = [f"{math.exp(-min(theta.item(), math.log(self.max_scale))):.4g}"] if here else []
+        has_value = type(theta) is nn.Parameter and theta.numel() == 1 and not theta.is_meta
+        value = [f"{math.exp(-min(theta.item(), math.log(self.max_scale))):.4g}"] if has_value else []
         return ", ".join([*value, *([] if self.max_scale == 100 else [f"max_scale={self.max_scale:g}"])])
 
 
-class LearntScale(Loss):
-    """A loss whose temperature is learnt from the given one on; ``logit_scale`` is log(1/t), as in open_clip's models.
+class LearnableScaleLoss(Loss):
+    """A loss that learns its temperature; the setting is the initial value. ``logit_scale`` is log(1/t), as in open_clip.
 
     Example:
         >>> from contrastive_zoo.losses.clip import Clip
@@ -91,12 +91,12 @@ class LearntScale(Loss):
 
     @property
     def logit_scale(self) -> nn.Parameter:
-        """log(1/t), [1]."""
+        """The parameter log(1/t), [1]."""
         return self.get_parameter("temperature.log_scale")
 
 
 def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:
-    """1 / temperature; a learnable one is used by each rank for its own rows and gets the gradient of all.
+    """Return 1 / temperature; a tensor gets the gradient of all ranks, each of which uses it for its local rows.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
@@ -105,5 +105,5 @@ def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:
     """
     temperature = real(temperature)
     if isinstance(temperature, Tensor):
-        return 1 / wide(replicated(temperature, process_group=world))
+        return 1 / at_least_float32(replicated(temperature, process_group=world))
     return 1 / temperature

@@ -1,1 +1,1 @@
-"""The zoo: one file per loss."""
+"""Define the losses, one file per loss."""

@@ -1,4 +1,4 @@
-"""Alignment and uniformity: partners are near, and all rows spread over the sphere."""
+"""Alignment and uniformity: small distances between partners, and embeddings spread over the sphere."""
 
 import math
 
@@ -27,7 +27,7 @@ def align_uniform(
     uniformity: float = 1.0,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    r"""Mean distance of partners plus the logarithm of the mean Gaussian potential of all pairs; it has no unit.
+    r"""Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
 
     With a, b the unit rows of the two views of all ranks,
 
@@ -41,7 +41,7 @@ def align_uniform(
         alpha: α ≥ 1.
         t: t > 0, an inverse squared distance.
         uniformity: λ, the second term's weight.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an alpha below 1, a t that is not positive, a uniformity that is not finite, or what any
@@ -56,10 +56,11 @@ def align_uniform(
     problem, weights = _settings_problem(alpha, t, uniformity), (alpha, t, uniformity)
     (a, b), shards = begin_views("AlignUniform", (view1, view2), problem=problem, weights=weights, world=world)
     loss, n = reduce_anchors((a - b).norm(dim=1) ** alpha, world=world), shards.total
-    crowds = [
-        self_log_sum_exp(z, scale=2 * real(t), unit=True, shards=shards, world=world)[0].logsumexp(0) for z in (a, b)
+    potentials = [
+        self_log_sum_exp(z, scale=2 * real(t), unit_norm=True, shards=shards, world=world)[0].logsumexp(0)
+        for z in (a, b)
     ]
-    total = log_sum_exp_over_ranks(torch.stack(crowds), gradient="complete", world=world)
+    total = log_sum_exp_over_ranks(torch.stack(potentials), gradient="complete", world=world)
     return loss + uniformity / 2 * (total - 2 * t - math.log(n * (n - 1))).sum() if n > 1 else loss
 
 

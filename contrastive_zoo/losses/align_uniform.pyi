@@ -14,7 +14,7 @@ def align_uniform(
     uniformity: float = 1.0,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    """Mean distance of partners plus the logarithm of the mean Gaussian potential of all pairs; it has no unit.
+    """Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
 
     With a, b the unit rows of the two views of all ranks,
 
@@ -28,7 +28,7 @@ def align_uniform(
         alpha: α ≥ 1.
         t: t > 0, an inverse squared distance.
         uniformity: λ, the second term's weight.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an alpha below 1, a t that is not positive, a uniformity that is not finite, or what any
@@ -42,7 +42,7 @@ def align_uniform(
     """
 
 class AlignUniform(Loss):
-    """Mean distance of partners plus the logarithm of the mean Gaussian potential of all pairs; it has no unit.
+    """Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
 
     With a, b the unit rows of the two views of all ranks,
 
@@ -59,7 +59,7 @@ class AlignUniform(Loss):
         alpha: α ≥ 1.
         t: t > 0, an inverse squared distance.
         uniformity: λ, the second term's weight.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an alpha below 1, a t that is not positive, a uniformity that is not finite, or what any

@@ -1,28 +1,30 @@
-"""Angular: the triangle of a positive pair and a negative must be narrow at the negative."""
+"""Angular loss: limit the angle at the negative in the triangle of a positive pair and a negative."""
 
 import math
 
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.engine.masked import log1p_sum_exp
+from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, log1p_sum_exp, sum_over_positives
+from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Angular(MetricLoss):
-    r"""Soft maximum, over a positive pair's negatives, of how far their angle exceeds α.
+    r"""Compute a soft maximum, over the negatives of a positive pair, of the excess of their angle over α.
 
     With unit rows z, over all ordered positive pairs (i, p) whose class has a negative,
 
         loss = mean_{i, p∈P(i)} log(1 + Σ_{n∈N(i)} exp(4 tan²α (z_i + z_p)·z_n − 2 (1 + tan²α) z_i·z_p))
 
-    One positive is worked on at a time: memory is linear in N, work is P matrix products.
+    One positive per anchor is processed at a time: memory is linear in N, and P positives take P matmuls.
 
     Args:
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
+            anchor's pairs.
             pytorch-metric-learning normalises a pair but not its negatives: give it unit rows to compare.
 
     Raises:
@@ -37,8 +39,8 @@ class Angular(MetricLoss):
     Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
-    def __init__(self, *, alpha: float = 40.0, **kept: Unpack[RowSettings]) -> None:
-        super().__init__(**kept)
+    def __init__(self, *, alpha: float = 40.0, **row_settings: Unpack[RowSettings]) -> None:
+        super().__init__(**row_settings)
         self.alpha = alpha
         self.refuse_bad_settings()
 
@@ -46,15 +48,15 @@ class Angular(MetricLoss):
         rule = "alpha is an angle in degrees, between 0 and 90"
         return super().settings_problem() or number_problem(rule, above=0, below=90, alpha=self.alpha)
 
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         tan2 = math.tan(math.radians(self.alpha)) ** 2
-        anchors, columns = panel.anchors, panel.columns
+        anchors, candidates = block.anchors, block.candidates
 
-        def widest(p: Tensor) -> Tensor:
-            partners = columns[p[:, 0]]
-            angles = 4 * tan2 * (anchors + partners) @ columns.T
-            apart = 2 * (1 + tan2) * (anchors * partners).sum(1, keepdim=True)
-            return log1p_sum_exp(angles - apart, where=panel.negative)
+        def pair_losses(p: Tensor) -> Tensor:
+            partners = candidates[p[:, 0]]
+            angles = 4 * tan2 * (anchors + partners) @ candidates.T
+            similarity = 2 * (1 + tan2) * (anchors * partners).sum(1, keepdim=True)
+            return log1p_sum_exp(angles - similarity, mask=block.negative)
 
-        counts = panel.positive.sum(1).where(panel.negative.any(1), 0)
-        return sum_over_positives(widest, panel.positive & panel.negative.any(1, keepdim=True)), counts
+        counts = block.positive.sum(1).where(block.negative.any(1), 0)
+        return sum_over_positives(pair_losses, block.positive & block.negative.any(1, keepdim=True)), counts

@@ -1,4 +1,4 @@
-"""ArcFace: a normalised softmax whose target angle must win by a margin."""
+"""ArcFace: a normalised softmax with an additive margin on the target angle."""
 
 import math
 from typing import Any
@@ -26,23 +26,23 @@ def arc_face(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Additive angular margin loss; with k centres a class, sub-center ArcFace.
+    r"""Compute the additive angular margin loss; with k centres per class, sub-center ArcFace.
 
     With z the unit rows, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
 
         loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
-    For θ > π − m, where cos(θ + m) would rise again, it is cos θ − m sin m, as in the authors' code.
+    For θ > π − m, where cos(θ + m) increases again, cos θ − m sin m replaces it, as in the authors' code.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
-        margin: m, 0 … π, in radians; pytorch-metric-learning counts it in degrees, its 28.6 is ``math.radians(28.6)``.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
+        margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
         scale: s > 0, dimensionless.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a scale that is not positive, a margin
@@ -58,15 +58,21 @@ def arc_face(
     """
     settings: Any = {"scale": scale, "margin": margin, "sharded": sharded, "reduction": reduction, "world": world}
 
-    def moved(cosine: Tensor) -> Tensor:
+    def target_logit(cosine: Tensor) -> Tensor:
         square, eps = 1 - cosine**2, torch.finfo(cosine.dtype).eps
-        at_pole = square.detach().clamp(min=0).sqrt()  # the slope would be infinite at θ = 0 and π
-        sine = square.clamp(min=eps).sqrt().where(square > eps, at_pole)
-        turned = cosine * math.cos(margin) - sine * math.sin(margin)
-        return turned.where(cosine >= -math.cos(margin), cosine - margin * math.sin(margin))
+        sine_at_pole = square.detach().clamp(min=0).sqrt()  # the derivative is infinite at θ = 0 and π
+        sine = square.clamp(min=eps).sqrt().where(square > eps, sine_at_pole)
+        shifted = cosine * math.cos(margin) - sine * math.sin(margin)
+        return shifted.where(cosine >= -math.cos(margin), cosine - margin * math.sin(margin))
 
     return softmax_over_classes(
-        "ArcFace", embeddings, labels, weights, of_target=moved, problem=_settings_problem(margin, scale), **settings
+        "ArcFace",
+        embeddings,
+        labels,
+        weights,
+        target_function=target_logit,
+        problem=_settings_problem(margin, scale),
+        **settings,
     )
 
 
@@ -76,7 +82,7 @@ def _settings_problem(margin: float, scale: float) -> str | None:
 
 
 class ArcFace(ClassLoss, function=arc_face, check=_settings_problem):
-    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
     ``sub_centers=3`` is sub-center ArcFace.
 
     Example:

@@ -17,23 +17,23 @@ def arc_face(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Additive angular margin loss; with k centres a class, sub-center ArcFace.
+    """Compute the additive angular margin loss; with k centres per class, sub-center ArcFace.
 
     With z the unit rows, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
 
         loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
-    For θ > π − m, where cos(θ + m) would rise again, it is cos θ − m sin m, as in the authors' code.
+    For θ > π − m, where cos(θ + m) increases again, cos θ − m sin m replaces it, as in the authors' code.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
-        margin: m, 0 … π, in radians; pytorch-metric-learning counts it in degrees, its 28.6 is ``math.radians(28.6)``.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
+        margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
         scale: s > 0, dimensionless.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a scale that is not positive, a margin
@@ -49,15 +49,15 @@ def arc_face(
     """
 
 class ArcFace(ClassLoss):
-    """Additive angular margin loss; with k centres a class, sub-center ArcFace.
+    """Compute the additive angular margin loss; with k centres per class, sub-center ArcFace.
 
     With z the unit rows, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
 
         loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
-    For θ > π − m, where cos(θ + m) would rise again, it is cos θ − m sin m, as in the authors' code.
+    For θ > π − m, where cos(θ + m) increases again, cos θ − m sin m replaces it, as in the authors' code.
 
-    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
     ``sub_centers=3`` is sub-center ArcFace.
 
     Called as ``loss(embeddings, labels)``:
@@ -68,13 +68,13 @@ class ArcFace(ClassLoss):
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
-        shard_over: the processes over which classes are dealt, ``World.of()`` or ``World.of(group)``, the same that
-            share the batch; None is whole weights on every rank.
-        margin: m, 0 … π, in radians; pytorch-metric-learning counts it in degrees, its 28.6 is ``math.radians(28.6)``.
+        sub_centers: weight vectors per class; None is 1, or 10 for SoftTriple.
+        shard_over: the ranks that classes are split over, ``World.of()`` or ``World.of(group)``, the same that share the
+            batch; None keeps all weights on every rank.
+        margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
         scale: s > 0, dimensionless.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a scale that is not positive, a margin

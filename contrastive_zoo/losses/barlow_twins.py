@@ -1,4 +1,4 @@
-"""Barlow Twins: features of two views correlate with themselves and with nothing else."""
+"""Barlow Twins: the cross-correlation matrix of two views' features approaches the identity."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -20,22 +20,22 @@ def barlow_twins(
     eps: float = 1e-5,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    r"""Redundancy reduction; rows are not normalised, features are.
+    r"""Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
-    With C the cross-correlation of features over the rows of all ranks, every deviation √(variance + ε) over N,
+    With C the cross-correlation of features over the rows of all ranks, with standard deviations √(variance + ε) over N,
 
         loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
 
-    ε and N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code multiplies
-    the loss by 0.024 or so for its optimiser, lightly has ``lambda_=5e-3``. A single row correlates with nothing.
-    The loss has no unit.
+    ε and the divisor N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code
+    multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single row
+    are 0. The loss has no unit.
 
     Args:
         view1: [n, d]; n may differ between ranks.
         view2: [n, d]; rows of one sample stand at the same index.
         lambda_: λ ≥ 0.
         eps: ε > 0, in units of squared features.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.

@@ -13,22 +13,22 @@ def barlow_twins(
     eps: float = 1e-05,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    """Redundancy reduction; rows are not normalised, features are.
+    """Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
-    With C the cross-correlation of features over the rows of all ranks, every deviation √(variance + ε) over N,
+    With C the cross-correlation of features over the rows of all ranks, with standard deviations √(variance + ε) over N,
 
         loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
 
-    ε and N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code multiplies
-    the loss by 0.024 or so for its optimiser, lightly has ``lambda_=5e-3``. A single row correlates with nothing.
-    The loss has no unit.
+    ε and the divisor N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code
+    multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single row
+    are 0. The loss has no unit.
 
     Args:
         view1: [n, d]; n may differ between ranks.
         view2: [n, d]; rows of one sample stand at the same index.
         lambda_: λ ≥ 0.
         eps: ε > 0, in units of squared features.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.
@@ -43,15 +43,15 @@ def barlow_twins(
     """
 
 class BarlowTwins(Loss):
-    """Redundancy reduction; rows are not normalised, features are.
+    """Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
-    With C the cross-correlation of features over the rows of all ranks, every deviation √(variance + ε) over N,
+    With C the cross-correlation of features over the rows of all ranks, with standard deviations √(variance + ε) over N,
 
         loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
 
-    ε and N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code multiplies
-    the loss by 0.024 or so for its optimiser, lightly has ``lambda_=5e-3``. A single row correlates with nothing.
-    The loss has no unit.
+    ε and the divisor N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code
+    multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single row
+    are 0. The loss has no unit.
 
     Called as ``loss(view1, view2)``:
 
@@ -61,7 +61,7 @@ class BarlowTwins(Loss):
     Args:
         lambda_: λ ≥ 0.
         eps: ε > 0, in units of squared features.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.

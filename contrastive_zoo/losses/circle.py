@@ -1,17 +1,17 @@
-"""Circle: each similarity is pulled at its own pace, by how far it is from its optimum."""
+"""Circle loss: each similarity is weighted by its distance from its optimum."""
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.passes import any_in_row
+from contrastive_zoo.engine.masked import any_in_row, masked_log_sum_exp
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
-from contrastive_zoo.loss_base.distances import Average, MetricLoss, log_sum_exp
+from contrastive_zoo.loss_base.distances import CountedTerms, MetricLoss
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class Circle(MetricLoss):
-    r"""Log-sum-exp of all pairs of a positive and a negative, with self-paced weights.
+    r"""Compute a log-sum-exp over all pairs of a positive and a negative, with self-paced weights.
 
         loss_i = log(1 + Σ_{n∈N(i)} exp(γ a_n (s_in − m)) · Σ_{p∈P(i)} exp(−γ a_p (s_ip − 1 + m)))
         a_p = max(0, 1 + m − s_ip),  a_n = max(0, s_in + m),  both without gradient
@@ -22,7 +22,7 @@ class Circle(MetricLoss):
         m: relaxation, the radius of the decision boundary.
         gamma: γ > 0, scale; the paper's pairs (m, γ) are 0.25, 256 for faces, 0.25, 128 for persons, 0.4, 80 for images.
         average: ``"nonzero"`` leaves out anchors whose loss has underflowed to 0, as pytorch-metric-learning does.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
         ValueError: a γ that is not positive, an m that is not finite, an unknown average; at the call as :class:`RowLoss`.
@@ -36,9 +36,9 @@ class Circle(MetricLoss):
     """
 
     def __init__(
-        self, *, m: float = 0.4, gamma: float = 80.0, average: Average = "all", **kept: Unpack[RowSettings]
+        self, *, m: float = 0.4, gamma: float = 80.0, average: CountedTerms = "all", **row_settings: Unpack[RowSettings]
     ) -> None:
-        super().__init__(**kept)
+        super().__init__(**row_settings)
         self.m, self.gamma, self.average = m, gamma, average
         self.refuse_bad_settings()
 
@@ -47,13 +47,14 @@ class Circle(MetricLoss):
             super().settings_problem()
             or number_problem("gamma is positive", above=0, gamma=self.gamma)
             or number_problem(m=self.m)
-            or word_problem("average", self.average, Average, one_of=True)
+            or word_problem("average", self.average, CountedTerms, one_of=True)
         )
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        s, fixed = similarity, similarity.detach()
-        pull = (fixed - 1 - self.m).clamp_(max=0).mul_(self.gamma) * (s - 1 + self.m)
-        push = (fixed + self.m).clamp_(min=0).mul_(self.gamma) * (s - self.m)
-        both = log_sum_exp(pull, positive) + log_sum_exp(push, negative)
-        losses, valid = torch.logaddexp(both, torch.zeros_like(both)), any_in_row(positive) & any_in_row(negative)
+        s, constant = similarity, similarity.detach()
+        positive_term = (constant - 1 - self.m).clamp_(max=0).mul_(self.gamma) * (s - 1 + self.m)
+        negative_term = (constant + self.m).clamp_(min=0).mul_(self.gamma) * (s - self.m)
+        total = masked_log_sum_exp(positive_term, positive, empty=0.0)
+        total = total + masked_log_sum_exp(negative_term, negative, empty=0.0)
+        losses, valid = torch.logaddexp(total, torch.zeros_like(total)), any_in_row(positive) & any_in_row(negative)
         return losses, valid & (losses > 0) if self.average == "nonzero" else valid

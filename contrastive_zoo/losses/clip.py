@@ -1,4 +1,4 @@
-"""CLIP: images find their texts and texts their images, with a learnt logit scale."""
+"""CLIP: classify the text of each image and the image of each text, with a learnable logit scale."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.temperature import LearntScale
+from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.world import ALONE, World
 
@@ -22,22 +22,22 @@ def clip(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Cross-entropy of finding text i for image i and image i for text i, averaged: symmetric :func:`info_nce`.
+    r"""Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :func:`info_nce`.
 
     With x, y the unit rows of all ranks and S = x yᵀ / t,
 
         loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
 
     Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
-    changes nothing here, a softmax is blind to constants; it matters to :class:`SigLIP`, which has one.
+    does not change a softmax; :class:`SigLIP` has one.
 
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: as :func:`info_nce`.
@@ -53,11 +53,11 @@ def clip(
     return info_nce(images, texts, symmetric=True, world=world, **settings)
 
 
-class Clip(LearntScale, function=clip):
-    """The temperature is learnt; the given one is where it starts.
+class Clip(LearnableScaleLoss, function=clip):
+    """The temperature is learnable; the setting is its initial value.
 
-    ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, kept at or below log(100).
-    For a temperature that stays use ``InfoNCE(symmetric=True)``.
+    ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).
+    For a constant temperature use ``InfoNCE(symmetric=True)``.
 
     Example:
         >>> import torch

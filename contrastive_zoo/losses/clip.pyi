@@ -3,7 +3,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.temperature import LearntScale
+from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
 
 def clip(
@@ -15,22 +15,22 @@ def clip(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Cross-entropy of finding text i for image i and image i for text i, averaged: symmetric :func:`info_nce`.
+    """Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :func:`info_nce`.
 
     With x, y the unit rows of all ranks and S = x yᵀ / t,
 
         loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
 
     Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
-    changes nothing here, a softmax is blind to constants; it matters to :class:`SigLIP`, which has one.
+    does not change a softmax; :class:`SigLIP` has one.
 
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: as :func:`info_nce`.
@@ -43,20 +43,20 @@ def clip(
     Source: Radford et al. 2021, fig. 3, https://arxiv.org/abs/2103.00020
     """
 
-class Clip(LearntScale):
-    """Cross-entropy of finding text i for image i and image i for text i, averaged: symmetric :func:`info_nce`.
+class Clip(LearnableScaleLoss):
+    """Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :func:`info_nce`.
 
     With x, y the unit rows of all ranks and S = x yᵀ / t,
 
         loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
 
     Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
-    changes nothing here, a softmax is blind to constants; it matters to :class:`SigLIP`, which has one.
+    does not change a softmax; :class:`SigLIP` has one.
 
-    The temperature is learnt; the given one is where it starts.
+    The temperature is learnable; the setting is its initial value.
 
-    ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, kept at or below log(100).
-    For a temperature that stays use ``InfoNCE(symmetric=True)``.
+    ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).
+    For a constant temperature use ``InfoNCE(symmetric=True)``.
 
     Called as ``loss(images, texts)``:
 
@@ -64,10 +64,10 @@ class Clip(LearntScale):
     - texts: [n, d], row i belongs to row i of images.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: as :func:`info_nce`.

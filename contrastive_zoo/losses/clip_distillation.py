@@ -1,4 +1,4 @@
-"""CLIP with a teacher: its similarities are the targets of the student's."""
+"""CLIP distillation: a teacher's similarities are the targets of the student's."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise
-from contrastive_zoo.loss_base.preparation import begin, numbered, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
@@ -32,35 +32,35 @@ def clip_distillation(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""CLIP's loss with targets that are partly a teacher's softmax over all ranks' rows.
+    r"""Compute CLIP's loss with targets that mix the identity with a teacher's softmax over all ranks' rows.
 
     With S = x yᵀ / t of the student's unit rows, T = u vᵀ / t' of the teacher's, both of all ranks,
 
         targets = (1 − λ) · I + λ · softmax(T)
         loss = ½ · cross_entropy(S, targets) + ½ · cross_entropy(Sᵀ, targets of Tᵀ)
 
-    open_clip's DistillClipLoss returns two numbers, which are this for λ = 0 and for λ = 1; their sum, which it trains
-    on, is twice this for λ = ½. No gradient reaches the teacher, and nothing N × N is held of either.
+    open_clip's DistillClipLoss returns two numbers: this loss for λ = 0 and for λ = 1. It trains on their sum, twice this
+    loss for λ = ½. The teacher gets no gradient, and neither N × N matrix is held.
 
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
         teacher_images: [n, e], of the same samples.
         teacher_texts: [n, e].
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        teacher_temperature: t' > 0, the teacher's own.
-        weight: λ from 0, no teacher, to 1, nothing else.
-        symmetric: both directions; otherwise only from images to texts.
-        normalize: put the student's and the teacher's rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        teacher_temperature: t' > 0, the teacher's temperature.
+        weight: λ from 0 (no teacher) to 1 (teacher only).
+        symmetric: whether to average both directions; otherwise only from images to texts.
+        normalize: normalise embeddings of student and teacher to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.
 
     Example:
-        >>> eye, undecided = torch.eye(2), torch.ones(2, 2)
-        >>> clip_distillation(eye, eye, undecided, undecided, temperature=1.0, weight=1.0)   # log(e + 1) − ½
+        >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
+        >>> clip_distillation(eye, eye, uniform, uniform, temperature=1.0, weight=1.0)   # log(e + 1) − ½
         tensor(0.8133)
 
     Source: Hinton et al. 2015, eq. 1, https://arxiv.org/abs/1503.02531, on CLIP's logits
@@ -73,19 +73,19 @@ def clip_distillation(
         "ClipDistillation", named, problem=problem, reduction=reduction, world=world, temperature=temperature,
         symmetric=symmetric, normalize=normalize, **settings,
     )  # fmt: skip
-    x, y = (prepared(rows, normalize=normalize, world=world) for rows in (images, texts))
-    u, v = (prepared(rows.detach(), normalize=normalize, world=world) for rows in (teacher_images, teacher_texts))
-    pairs = numbered(shards, x)
-    loss = Panelwise(_taught, temperature=temperature, **settings)
+    x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
+    u, v = (prepare_rows(rows.detach(), normalize=normalize, world=world) for rows in (teacher_images, teacher_texts))
+    pairs = sample_indices(shards, x)
+    loss = BlockLoss(_distilled, temperature=temperature, **settings)
 
-    def direction(anchors: Tensor, columns: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
+    def direction(anchors: Tensor, candidates: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
         return sum_over_anchors(
-            loss, anchors, pairs, columns=columns, column_ids=pairs, companions=[teachers], shards=shards,
+            loss, anchors, pairs, candidates=candidates, candidate_ids=pairs, companions=[teachers], shards=shards,
             reduction=reduction, world=world,
         )  # fmt: skip
 
-    there = direction(x, y, (u, v))
-    return (there + direction(y, x, (v, u))) / 2 if symmetric else there
+    image_to_text = direction(x, y, (u, v))
+    return (image_to_text + direction(y, x, (v, u))) / 2 if symmetric else image_to_text
 
 
 def _settings_problem(teacher_temperature: float, weight: float) -> str | None:
@@ -97,12 +97,14 @@ def _settings_problem(teacher_temperature: float, weight: float) -> str | None:
 class ClipDistillation(Loss, function=clip_distillation, check=_settings_problem): ...
 
 
-def _taught(panel: Panel, temperature: Tensor, teacher_temperature: float, weight: float) -> tuple[Tensor, Tensor]:
-    ((teachers, of_columns),) = panel.companions
-    logits = panel.anchors @ panel.columns.T / temperature
-    targets = weight * (teachers @ of_columns.T / teacher_temperature).softmax(1).to(logits.dtype)
-    targets = targets + (1 - weight) * panel.positive
-    return logits.logsumexp(1) - (targets * logits).sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
+def _distilled(
+    block: AnchorBlock, temperature: Tensor, teacher_temperature: float, weight: float
+) -> tuple[Tensor, Tensor]:
+    ((teacher_anchors, teacher_candidates),) = block.companions
+    logits = block.anchors @ block.candidates.T / temperature
+    targets = weight * (teacher_anchors @ teacher_candidates.T / teacher_temperature).softmax(1).to(logits.dtype)
+    targets = targets + (1 - weight) * block.positive
+    return logits.logsumexp(1) - (targets * logits).sum(1), torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> str | None:

@@ -20,50 +20,50 @@ def clip_distillation(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """CLIP's loss with targets that are partly a teacher's softmax over all ranks' rows.
+    """Compute CLIP's loss with targets that mix the identity with a teacher's softmax over all ranks' rows.
 
     With S = x yᵀ / t of the student's unit rows, T = u vᵀ / t' of the teacher's, both of all ranks,
 
         targets = (1 − λ) · I + λ · softmax(T)
         loss = ½ · cross_entropy(S, targets) + ½ · cross_entropy(Sᵀ, targets of Tᵀ)
 
-    open_clip's DistillClipLoss returns two numbers, which are this for λ = 0 and for λ = 1; their sum, which it trains
-    on, is twice this for λ = ½. No gradient reaches the teacher, and nothing N × N is held of either.
+    open_clip's DistillClipLoss returns two numbers: this loss for λ = 0 and for λ = 1. It trains on their sum, twice this
+    loss for λ = ½. The teacher gets no gradient, and neither N × N matrix is held.
 
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
         teacher_images: [n, e], of the same samples.
         teacher_texts: [n, e].
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        teacher_temperature: t' > 0, the teacher's own.
-        weight: λ from 0, no teacher, to 1, nothing else.
-        symmetric: both directions; otherwise only from images to texts.
-        normalize: put the student's and the teacher's rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        teacher_temperature: t' > 0, the teacher's temperature.
+        weight: λ from 0 (no teacher) to 1 (teacher only).
+        symmetric: whether to average both directions; otherwise only from images to texts.
+        normalize: normalise embeddings of student and teacher to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.
 
     Example:
-        >>> eye, undecided = torch.eye(2), torch.ones(2, 2)
-        >>> clip_distillation(eye, eye, undecided, undecided, temperature=1.0, weight=1.0)   # log(e + 1) − ½
+        >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
+        >>> clip_distillation(eye, eye, uniform, uniform, temperature=1.0, weight=1.0)   # log(e + 1) − ½
         tensor(0.8133)
 
     Source: Hinton et al. 2015, eq. 1, https://arxiv.org/abs/1503.02531, on CLIP's logits
     """
 
 class ClipDistillation(Loss):
-    """CLIP's loss with targets that are partly a teacher's softmax over all ranks' rows.
+    """Compute CLIP's loss with targets that mix the identity with a teacher's softmax over all ranks' rows.
 
     With S = x yᵀ / t of the student's unit rows, T = u vᵀ / t' of the teacher's, both of all ranks,
 
         targets = (1 − λ) · I + λ · softmax(T)
         loss = ½ · cross_entropy(S, targets) + ½ · cross_entropy(Sᵀ, targets of Tᵀ)
 
-    open_clip's DistillClipLoss returns two numbers, which are this for λ = 0 and for λ = 1; their sum, which it trains
-    on, is twice this for λ = ½. No gradient reaches the teacher, and nothing N × N is held of either.
+    open_clip's DistillClipLoss returns two numbers: this loss for λ = 0 and for λ = 1. It trains on their sum, twice this
+    loss for λ = ½. The teacher gets no gradient, and neither N × N matrix is held.
 
     Called as ``loss(images, texts, teacher_images, teacher_texts)``:
 
@@ -73,20 +73,20 @@ class ClipDistillation(Loss):
     - teacher_texts: [n, e].
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        teacher_temperature: t' > 0, the teacher's own.
-        weight: λ from 0, no teacher, to 1, nothing else.
-        symmetric: both directions; otherwise only from images to texts.
-        normalize: put the student's and the teacher's rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for my pairs, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        teacher_temperature: t' > 0, the teacher's temperature.
+        weight: λ from 0 (no teacher) to 1 (teacher only).
+        symmetric: whether to average both directions; otherwise only from images to texts.
+        normalize: normalise embeddings of student and teacher to unit length first.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.
 
     Example:
-        >>> eye, undecided = torch.eye(2), torch.ones(2, 2)
-        >>> ClipDistillation(temperature=1.0, weight=1.0)(eye, eye, undecided, undecided)   # log(e + 1) − ½
+        >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
+        >>> ClipDistillation(temperature=1.0, weight=1.0)(eye, eye, uniform, uniform)   # log(e + 1) − ½
         tensor(0.8133)
 
     Source: Hinton et al. 2015, eq. 1, https://arxiv.org/abs/1503.02531, on CLIP's logits

@@ -1,28 +1,29 @@
-"""Contrastive: positives nearer than one margin, negatives farther than another."""
+"""Contrastive loss: positives within one margin, negatives beyond another."""
 
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.checks import is_number, number_problem, word_problem
-from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, row_sums
+from contrastive_zoo.loss_base.distances import CountedTerms, DissimilarityLoss, Metric, row_sums
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
-class Contrastive(FarnessLoss):
-    r"""Hinges on pairs: the mean over positive pairs plus the mean over negative pairs.
+class Contrastive(DissimilarityLoss):
+    r"""Compute hinges on pairs: the mean over positive pairs plus the mean over negative pairs.
 
     With D_ij the distance of unit rows, over all ordered pairs of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} max(0, D_ip − pos_margin)^power  +  mean_{i, n∈N(i)} max(0, neg_margin − D_in)^power
 
     Args:
-        pos_margin: positives are pulled down to this distance, or up to this similarity.
-        neg_margin: negatives are pushed beyond this distance, or below this similarity.
+        pos_margin: distance up to which positives have no loss, or similarity from which on.
+        neg_margin: distance from which on negatives have no loss, or similarity up to which.
         power: 1, or 2 as in the paper, which halves both terms and divides their sum by the number of all pairs.
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins, such as 1, 0.
-        average: of the pairs with a loss, ``"nonzero"``, or of ``"all"``, as pytorch-metric-learning's MeanReducer.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
+        average: ``"nonzero"``, the mean over pairs with a loss, or ``"all"``, as pytorch-metric-learning's MeanReducer.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
+            anchor's pairs.
 
     Raises:
         ValueError: an unknown metric or average, a power below 1, a margin that is not finite; at the call as
@@ -46,10 +47,10 @@ class Contrastive(FarnessLoss):
         neg_margin: float = 1.0,
         power: float = 1.0,
         metric: Metric = "distance",
-        average: Average = "nonzero",
-        **kept: Unpack[RowSettings],
+        average: CountedTerms = "nonzero",
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(metric=metric, **kept)
+        super().__init__(metric=metric, **row_settings)
         self.pos_margin, self.neg_margin, self.power = pos_margin, neg_margin, power
         self.average = average
         self.refuse_bad_settings()
@@ -59,7 +60,7 @@ class Contrastive(FarnessLoss):
             super().settings_problem()
             or self._power_problem()
             or number_problem(pos_margin=self.pos_margin, neg_margin=self.neg_margin)
-            or word_problem("average", self.average, Average, one_of=True)
+            or word_problem("average", self.average, CountedTerms, one_of=True)
         )
 
     def _power_problem(self) -> str | None:
@@ -67,9 +68,11 @@ class Contrastive(FarnessLoss):
             return None
         return f"power is at least 1, got {self.power}: below, the gradient is infinite at the margin."
 
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        far = self.similarity(panel.anchors, panel.columns)
-        pull = (far - self.sign * self.pos_margin).relu().where(panel.positive, 0)
-        push = (self.sign * self.neg_margin - far).relu().where(panel.negative, 0)
-        counted = (pull > 0, push > 0) if self.average == "nonzero" else (panel.positive, panel.negative)
-        return row_sums(pull.pow(self.power), push.pow(self.power)), row_sums(*counted)
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+        distance = self.similarity(block.anchors, block.candidates)
+        positive_term = (distance - self.sign * self.pos_margin).relu().where(block.positive, 0)
+        negative_term = (self.sign * self.neg_margin - distance).relu().where(block.negative, 0)
+        counted = (
+            (positive_term > 0, negative_term > 0) if self.average == "nonzero" else (block.positive, block.negative)
+        )
+        return row_sums(positive_term.pow(self.power), negative_term.pow(self.power)), row_sums(*counted)

@@ -1,4 +1,4 @@
-"""CosFace: a normalised softmax whose target cosine must win by a margin."""
+"""CosFace: a normalised softmax with an additive margin on the target cosine."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def cos_face(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Large-margin cosine loss.
+    r"""Compute the large-margin cosine loss.
 
     Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
 
@@ -33,12 +33,12 @@ def cos_face(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
         margin: m, in units of the cosine.
         scale: s > 0, dimensionless.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a scale <= 0, a margin that is not finite, or
@@ -53,7 +53,7 @@ def cos_face(
     """
     settings: Any = {"scale": scale, "margin": margin, "sharded": sharded, "reduction": reduction, "world": world}
     return softmax_over_classes(
-        "CosFace", embeddings, labels, weights, of_target=lambda s: s - margin,
+        "CosFace", embeddings, labels, weights, target_function=lambda s: s - margin,
         problem=_settings_problem(margin, scale), **settings,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def _settings_problem(margin: float, scale: float) -> str | None:
 
 
 class CosFace(ClassLoss, function=cos_face, check=_settings_problem):
-    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Example:
         >>> import torch

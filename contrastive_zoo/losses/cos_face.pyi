@@ -17,7 +17,7 @@ def cos_face(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Large-margin cosine loss.
+    """Compute the large-margin cosine loss.
 
     Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
 
@@ -26,12 +26,12 @@ def cos_face(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
         margin: m, in units of the cosine.
         scale: s > 0, dimensionless.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a scale <= 0, a margin that is not finite, or
@@ -46,13 +46,13 @@ def cos_face(
     """
 
 class CosFace(ClassLoss):
-    """Large-margin cosine loss.
+    """Compute the large-margin cosine loss.
 
     Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
 
         loss_i = −log σ( s (z_i·w_{y_i} − m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
-    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -62,13 +62,13 @@ class CosFace(ClassLoss):
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
-        shard_over: the processes over which classes are dealt, ``World.of()`` or ``World.of(group)``, the same that
-            share the batch; None is whole weights on every rank.
+        sub_centers: weight vectors per class; None is 1, or 10 for SoftTriple.
+        shard_over: the ranks that classes are split over, ``World.of()`` or ``World.of(group)``, the same that share the
+            batch; None keeps all weights on every rank.
         margin: m, in units of the cosine.
         scale: s > 0, dimensionless.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a scale <= 0, a margin that is not finite, or

@@ -1,4 +1,4 @@
-"""Decoupled contrastive learning: the positive is left out of its own denominator."""
+"""Decoupled contrastive learning: the denominator leaves out the positive."""
 
 from typing import Any, Literal
 
@@ -8,12 +8,13 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise, log_sum_exp_where
-from contrastive_zoo.loss_base.preparation import begin_views, in_a_row, numbered
+from contrastive_zoo.loss_base.preparation import begin_views, concat_views, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 Denominators = Literal["joint", "per_view"]
@@ -31,27 +32,27 @@ def dcl(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Decoupled contrastive loss of two views, its positives weighted if ``sigma`` is given (DCLW).
+    r"""Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
 
     With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
     w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
 
         loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
 
-    Equal to lightly's DCLLoss and DCLWLoss on one process; gathered, theirs weigh relative to each rank's own batch,
-    these relative to the global one. Its older releases take the logarithm of either view's sum and add them:
+    Equal to lightly's DCLLoss and DCLWLoss on one process. On several ranks lightly's weights are relative to the local
+    batch, these to the global batch. Older releases of lightly add the logarithms of the sums over each view:
     ``denominators="per_view"``.
 
     Args:
         view1: [n, d], n may differ between ranks.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
-        denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
@@ -69,13 +70,13 @@ def dcl(
     )  # fmt: skip
     weight = a.new_ones(len(a))
     if sigma is not None:
-        alike = gather_rows((a * b).sum(-1).detach() / sigma, shards, world)
-        weight = 2 - shards.total * alike.softmax(0)[shards.mine]
+        logits = gather_rows((a * b).sum(-1).detach() / sigma, shards, world)
+        weight = 2 - shards.total * logits.softmax(0)[shards.mine]
     view = torch.arange(2, device=a.device).repeat_interleave(len(a))
-    loss = Panelwise(_decoupled, temperature=temperature, denominators=denominators)
+    loss = BlockLoss(_decoupled, temperature=temperature, denominators=denominators)
     companions = [(view, view), (weight.repeat(2), view)]
     return sum_over_anchors(
-        loss, in_a_row([a, b], world), numbered(shards, a, views=2), companions=companions, shards=shards.times(2),
+        loss, concat_views([a, b], world), sample_indices(shards, a, views=2), companions=companions, shards=shards.times(2),
         reduction=reduction, world=world,
     )  # fmt: skip
 
@@ -101,12 +102,12 @@ class DCLW(DCL, function=dcl, check=_settings_problem):
         super().__init__(sigma=sigma, **settings)
 
 
-def _decoupled(panel: Panel, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
-    (view, views), (weight, _) = panel.companions
-    logits = panel.anchors @ panel.columns.T / temperature
-    parts = [panel.negative]
+def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
+    (view, views), (weight, _) = block.companions
+    logits = block.anchors @ block.candidates.T / temperature
+    masks = [block.negative]
     if denominators == "per_view":
-        own = view[:, None] == views
-        parts = [panel.negative & own, panel.negative & ~own]
-    push = sum(log_sum_exp_where(logits, part) for part in parts)
-    return push - weight * logits.where(panel.positive, 0).sum(1), panel.negative.any(1)
+        same_view = view[:, None] == views
+        masks = [block.negative & same_view, block.negative & ~same_view]
+    negative_term = sum(masked_log_sum_exp(logits, mask) for mask in masks)
+    return negative_term - weight * logits.where(block.positive, 0).sum(1), block.negative.any(1)

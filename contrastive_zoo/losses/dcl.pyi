@@ -21,27 +21,27 @@ def dcl(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Decoupled contrastive loss of two views, its positives weighted if ``sigma`` is given (DCLW).
+    """Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
 
     With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
     w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
 
         loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
 
-    Equal to lightly's DCLLoss and DCLWLoss on one process; gathered, theirs weigh relative to each rank's own batch,
-    these relative to the global one. Its older releases take the logarithm of either view's sum and add them:
+    Equal to lightly's DCLLoss and DCLWLoss on one process. On several ranks lightly's weights are relative to the local
+    batch, these to the global batch. Older releases of lightly add the logarithms of the sums over each view:
     ``denominators="per_view"``.
 
     Args:
         view1: [n, d], n may differ between ranks.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
-        denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
@@ -54,15 +54,15 @@ def dcl(
     """
 
 class DCL(Loss):
-    """Decoupled contrastive loss of two views, its positives weighted if ``sigma`` is given (DCLW).
+    """Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
 
     With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
     w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
 
         loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
 
-    Equal to lightly's DCLLoss and DCLWLoss on one process; gathered, theirs weigh relative to each rank's own batch,
-    these relative to the global one. Its older releases take the logarithm of either view's sum and add them:
+    Equal to lightly's DCLLoss and DCLWLoss on one process. On several ranks lightly's weights are relative to the local
+    batch, these to the global batch. Older releases of lightly add the logarithms of the sums over each view:
     ``denominators="per_view"``.
 
     Called as ``loss(view1, view2)``:
@@ -71,13 +71,13 @@ class DCL(Loss):
     - view2: [n, d], row i belongs to row i of view1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
-        denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
@@ -111,15 +111,15 @@ class DCL(Loss):
     ) -> Tensor: ...
 
 class DCLW(DCL):
-    """Decoupled contrastive loss of two views, its positives weighted if ``sigma`` is given (DCLW).
+    """Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
 
     With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
     w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
 
         loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
 
-    Equal to lightly's DCLLoss and DCLWLoss on one process; gathered, theirs weigh relative to each rank's own batch,
-    these relative to the global one. Its older releases take the logarithm of either view's sum and add them:
+    Equal to lightly's DCLLoss and DCLWLoss on one process. On several ranks lightly's weights are relative to the local
+    batch, these to the global batch. Older releases of lightly add the logarithms of the sums over each view:
     ``denominators="per_view"``.
 
     This class has von Mises–Fisher weights on the positives by default: it is :class:`DCL` with ``sigma=0.5``.
@@ -130,13 +130,13 @@ class DCLW(DCL):
     - view2: [n, d], row i belongs to row i of view1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         sigma: σ > 0, None for no weights.
-        denominators: ``"joint"``, one sum over both views, as the paper; ``"per_view"``, as lightly once did.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.

@@ -1,4 +1,4 @@
-"""DINO: a student predicts, from every crop of a sample, what a centred, sharpened teacher says of the large ones."""
+"""DINO: a student predicts, from every crop of a sample, the centred and sharpened outputs of a teacher for large crops."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.precision import product
+from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import is_number, number_problem, positive_problem
-from contrastive_zoo.loss_base.class_loss import Maker
-from contrastive_zoo.loss_base.preparation import begin, prepared
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
@@ -30,7 +30,7 @@ def dino(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Self-distillation without labels.
+    r"""Compute the self-distillation loss without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
 
@@ -39,17 +39,17 @@ def dino(
     Args:
         student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``. n may differ between
             ranks.
-        teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
-            the same one.
-        centre: c; :class:`DINO` keeps it.
-        temperature: τ_s > 0; a tensor is learnt.
+        teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each; the two
+            views differ.
+        centre: c; the buffer of :class:`DINO`.
+        temperature: τ_s > 0; a tensor is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
-            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> same = torch.zeros(3, 4)
@@ -69,10 +69,11 @@ def dino(
         world=world,
     )
     s, g = (
-        prepared(x if x.ndim == 3 else x[:, None], normalize=False, world=world) for x in (student, teacher.detach())
+        prepare_rows(x if x.ndim == 3 else x[:, None], normalize=False, world=world)
+        for x in (student, teacher.detach())
     )
     predicted = (logit_scale(temperature, world) * s).log_softmax(2)
-    losses = -product(
+    losses = -matmul(
         ((g - centre.to(g.dtype)) / teacher_temperature).softmax(2), predicted.mT
     )  # of teacher's view u, student's view v
     same_view = torch.eye(*losses.shape[1:], dtype=torch.bool, device=losses.device) & (student.ndim == 3)
@@ -83,11 +84,11 @@ def _settings_problem(teacher_temperature: float) -> str | None:
     return positive_problem(teacher_temperature=teacher_temperature)
 
 
-class DINO(Maker, function=dino, check=_settings_problem):
+class DINO(ConstructingLoss, function=dino, check=_settings_problem):
     """The centre is the buffer ``centre``.
 
-    While training, each call moves the buffer ``centre`` towards the mean of the teacher's rows of all ranks, after it
-    was used: c ← m c + (1 − m) mean. It is equal on every rank, and to that of one process.
+    In training mode each call first uses the buffer and then moves it towards the mean of the teacher's rows of all
+    ranks: c ← m c + (1 − m) mean. It is equal on every rank, and equal to that of one process.
 
     Args:
         out_dim: k.
@@ -110,12 +111,12 @@ class DINO(Maker, function=dino, check=_settings_problem):
 
     @uncompiled
     def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
-        """The loss of these outputs, and a step of the centre.
+        """Return the loss, and move the centre by one step.
 
         Args:
-            student: as the function takes it.
-            teacher: as the function takes it.
-            world: who else holds rows; None is nobody. ``DistributedLoss`` passes the process group's.
+            student: as in the function.
+            teacher: as in the function.
+            world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
         """
         world = self.local() if world is None else world
         if problem := number_problem(low=0, high=1, centre_momentum=self.centre_momentum):
@@ -127,7 +128,7 @@ class DINO(Maker, function=dino, check=_settings_problem):
 
     @torch.no_grad()
     def move_centre(self, teacher: Tensor, world: World) -> None:
-        """One step towards the mean of the teacher's rows of all ranks."""
+        """Move the centre by one step towards the mean of the teacher's rows of all ranks."""
         rows = teacher.flatten(0, -2).to(self.centre.dtype)
         total = torch.cat([rows.sum(0), rows.new_tensor([len(rows)])])
         total = sum_over_ranks(total, gradient="complete", world=world)

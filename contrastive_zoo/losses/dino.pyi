@@ -3,7 +3,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.class_loss import Maker
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.world import ALONE, World
 
 def dino(
@@ -16,7 +16,7 @@ def dino(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Self-distillation without labels.
+    """Compute the self-distillation loss without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
 
@@ -25,17 +25,17 @@ def dino(
     Args:
         student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``. n may differ between
             ranks.
-        teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
-            the same one.
-        centre: c; :class:`DINO` keeps it.
-        temperature: τ_s > 0; a tensor is learnt.
+        teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each; the two
+            views differ.
+        centre: c; the buffer of :class:`DINO`.
+        temperature: τ_s > 0; a tensor is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
-            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> same = torch.zeros(3, 4)
@@ -45,8 +45,8 @@ def dino(
     Source: Caron et al. 2021, eq. 3 and algorithm 1, https://arxiv.org/abs/2104.14294
     """
 
-class DINO(Maker):
-    """Self-distillation without labels.
+class DINO(ConstructingLoss):
+    """Compute the self-distillation loss without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
 
@@ -54,27 +54,27 @@ class DINO(Maker):
 
     The centre is the buffer ``centre``.
 
-    While training, each call moves the buffer ``centre`` towards the mean of the teacher's rows of all ranks, after it
-    was used: c ← m c + (1 − m) mean. It is equal on every rank, and to that of one process.
+    In training mode each call first uses the buffer and then moves it towards the mean of the teacher's rows of all
+    ranks: c ← m c + (1 − m) mean. It is equal on every rank, and equal to that of one process.
 
     Called as ``loss(student, teacher)``:
 
     - student: outputs of v views of a sample, the teacher's first: ``torch.stack(outputs, 1)``. n may differ between
       ranks.
-    - teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each, and not
-      the same one.
+    - teacher: outputs of the first g of these views, used without gradient. [n, k] for both is one view each; the two
+      views differ.
 
     Args:
         out_dim: k.
         centre_momentum: m, 0 … 1.
-        temperature: τ_s > 0; a tensor is learnt.
+        temperature: τ_s > 0; a tensor is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
-            infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> same = torch.zeros(3, 4)
@@ -110,4 +110,4 @@ class DINO(Maker):
         world: World | None = None,
     ) -> Tensor: ...
     def move_centre(self, teacher: Tensor, world: World) -> None:
-        """One step towards the mean of the teacher's rows of all ranks."""
+        """Move the centre by one step towards the mean of the teacher's rows of all ranks."""

@@ -9,7 +9,7 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class FastAP(MetricLoss):
-    r"""One minus average precision, with ranks read from a histogram of squared distances of unit rows.
+    r"""Compute one minus average precision, with ranks from a histogram of squared distances of unit rows.
 
     With h_l, h⁺_l the numbers of an anchor's other rows and of its positives in bin l (each row shared linearly between
     the two nearest bin centres), H, H⁺ their running sums, and M positives,
@@ -20,7 +20,7 @@ class FastAP(MetricLoss):
 
     Args:
         num_bins: L, the number of steps between distances 0 and 4.
-        kept: reduction, check_finite of :class:`RowLoss`; rows are always normalised.
+        row_settings: reduction, check_finite of :class:`RowLoss`; rows are always normalised.
 
     Raises:
         ValueError: num_bins below 1, ``normalize=False``; at the call as :class:`RowLoss`.
@@ -34,24 +34,24 @@ class FastAP(MetricLoss):
     Source: Cakir et al. 2019, https://openaccess.thecvf.com/content_CVPR_2019/html/Cakir_Deep_Metric_Learning_to_Rank_CVPR_2019_paper.html
     """
 
-    def __init__(self, *, num_bins: int = 10, **kept: Unpack[RowSettings]) -> None:
-        super().__init__(**kept)
+    def __init__(self, *, num_bins: int = 10, **row_settings: Unpack[RowSettings]) -> None:
+        super().__init__(**row_settings)
         self.num_bins = num_bins
         self.refuse_bad_settings()
 
     def settings_problem(self) -> str | None:
         if not self.normalize:
             return "its histogram spans the distances of unit rows. Leave normalize=True."
-        few = number_problem("num_bins is 1 or more", low=1, whole=True, num_bins=self.num_bins)
-        return super().settings_problem() or few
+        problem = number_problem("num_bins is 1 or more", low=1, whole=True, num_bins=self.num_bins)
+        return super().settings_problem() or problem
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return squared_distances(anchors, columns)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        place = similarity * (self.num_bins / 4)
-        lower = place.detach().long().clamp_(0, self.num_bins)
-        above = place - lower
+        position = similarity * (self.num_bins / 4)
+        lower = position.detach().long().clamp_(0, self.num_bins)
+        above = position - lower
         of_positives, of_negatives = (self._histogram(lower, above, where) for where in (positive, negative))
         ranked, found = (of_positives + of_negatives).cumsum(1), of_positives.cumsum(1)
         precision = (of_positives * found / ranked.where(ranked > 0, 1)).sum(1)

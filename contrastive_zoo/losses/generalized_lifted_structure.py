@@ -1,28 +1,29 @@
-"""Generalised lifted structure: an anchor's positives together nearer than its negatives together."""
+"""Generalised lifted structure: a soft maximum of positive distances below a soft minimum of negative distances."""
 
 from torch import Tensor
 from typing_extensions import Unpack
 
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import FarnessLoss, Metric, log_sum_exp
+from contrastive_zoo.loss_base.distances import DissimilarityLoss, Metric
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
-class GeneralizedLiftedStructure(FarnessLoss):
-    r"""Hinge of two soft extremes: the farthest positive and the nearest negative.
+class GeneralizedLiftedStructure(DissimilarityLoss):
+    r"""Compute a hinge on two soft extremes: the farthest positive and the nearest negative.
 
     With D_ij the distance of unit rows,
 
         loss_i = max(0, log Σ_{p∈P(i)} exp(D_ip − pos_margin) + log Σ_{n∈N(i)} exp(neg_margin − D_in))
 
-    averaged over the anchors with a positive and a negative. pytorch-metric-learning counts the others too, with 0 for
-    a logarithm of nothing; where every class has two rows or more, its number is the same.
+    averaged over the anchors with a positive and a negative. pytorch-metric-learning counts other anchors, too,
+    with 0 for an empty sum. Where every class has two rows or more, both values are equal.
 
     Args:
         pos_margin: in units of the metric.
         neg_margin: in units of the metric; the paper's margin is neg_margin − pos_margin.
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
         ValueError: an unknown metric, a margin that is not finite; at the call as :class:`RowLoss`.
@@ -42,9 +43,9 @@ class GeneralizedLiftedStructure(FarnessLoss):
         pos_margin: float = 0.0,
         neg_margin: float = 1.0,
         metric: Metric = "distance",
-        **kept: Unpack[RowSettings],
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(metric=metric, **kept)
+        super().__init__(metric=metric, **row_settings)
         self.pos_margin, self.neg_margin = pos_margin, neg_margin
         self.refuse_bad_settings()
 
@@ -53,6 +54,6 @@ class GeneralizedLiftedStructure(FarnessLoss):
         return super().settings_problem() or number_problem(**margins)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        pull = log_sum_exp(similarity - self.sign * self.pos_margin, positive)
-        push = log_sum_exp(self.sign * self.neg_margin - similarity, negative)
-        return (pull + push).relu(), positive.any(1) & negative.any(1)
+        positive_term = masked_log_sum_exp(similarity - self.sign * self.pos_margin, positive, empty=0.0)
+        negative_term = masked_log_sum_exp(self.sign * self.neg_margin - similarity, negative, empty=0.0)
+        return (positive_term + negative_term).relu(), positive.any(1) & negative.any(1)

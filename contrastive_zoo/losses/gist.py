@@ -1,4 +1,4 @@
-"""GIST: a guide model strikes out false negatives, whichever rank they come from."""
+"""GIST: a guide model masks false negatives of all ranks."""
 
 from typing import Any, Literal
 
@@ -7,13 +7,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem, word_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
-from contrastive_zoo.loss_base.preparation import begin, numbered, prepared
+from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.world import ALONE, Shards, World
 
 Strategy = Literal["absolute", "relative"]
@@ -36,44 +38,44 @@ def gist(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""InfoNCE among the candidates that a guide model does not find closer to the anchor than its positive.
+    r"""Compute InfoNCE over the candidates that a guide model does not find closer to the anchor than its positive.
 
     With a, p, x the unit rows of anchors, positives and negatives of all ranks, g(·,·) the guide's cosine and
 
         τ_i = g(a_i, p_i) − margin,   or, relative,   g(a_i, p_i) − margin · |g(a_i, p_i)|
 
     anchor i's logits are a_i·p_j / t; with ``contrast_anchors`` also a_i·a_j / t, j ≠ i; with ``contrast_positives``
-    p_i·p_j / t, j ≠ i; and a_i·x / t. A pair with g(·,·) > τ_i is struck out, but for a_i·p_i:
+    p_i·p_j / t, j ≠ i; and a_i·x / t. Pairs with g(·,·) > τ_i are masked, except a_i·p_i:
 
         loss = mean_i [ logsumexp of i's logits  −  a_i·p_i / t ]
 
-    Equal to sentence-transformers' GISTEmbedLoss on one process, which strikes a_i·a_i and p_i·p_i only as the guide
-    finds them closer than τ_i, that is, if τ_i < 1. Gathered, it compares a rank's anchors with that rank's own only.
+    Equal to sentence-transformers' GISTEmbedLoss on one process, which masks a_i·a_i and p_i·p_i only if the guide finds
+    them closer than τ_i, that is, if τ_i < 1. On several ranks it compares anchors only with anchors of the same rank.
 
     Args:
         anchors: [n, d], n may differ between ranks.
         positives: [n, d], row i belongs to row i of anchors.
-        guide_anchors: [n, e], the guide's embeddings of the same samples; they get no gradient.
+        guide_anchors: [n, e], the guide's embeddings of the same samples; without gradient.
         guide_positives: [n, e].
-        negatives: [m, d], seen by every anchor of every rank; m may differ between ranks.
+        negatives: [m, d], candidates of every anchor of every rank; m may differ between ranks.
         guide_negatives: [m, e].
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         margin_strategy: ``"absolute"`` or ``"relative"``.
-        margin: of τ; the larger, the more is struck out.
+        margin: the margin in τ; a larger margin masks more pairs.
         contrast_anchors: whether anchors are candidates of each other.
-        contrast_positives: whether positives are.
-        reduction: ``"mean"`` over all ranks' anchors (nats per anchor), ``"sum"``, or ``"none"`` for my anchors, [n].
-        world: who else holds rows.
+        contrast_positives: whether positives are candidates of each other.
+        reduction: ``"mean"`` over all ranks' anchors (nats per anchor), ``"sum"``, or ``"none"`` for the local anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: rows that do not pair or lack their guide's, an unknown strategy, a margin that is not finite,
             or what any :class:`Loss` refuses.
 
     Example:
-        >>> eye, alike = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> eye, equal = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> gist(eye, eye, eye, eye, temperature=1.0)   # log(e + 3) − 1
         tensor(0.7437)
-        >>> gist(eye, eye, alike, alike, temperature=1.0, margin=0.1)   # all others struck out
+        >>> gist(eye, eye, equal, equal, temperature=1.0, margin=0.1)   # all other pairs are masked
         tensor(0.)
 
     Source: Solatorio 2024, §3, https://arxiv.org/abs/2402.16829
@@ -89,19 +91,19 @@ def gist(
     shards, _, mined, *_ = begin(
         "GIST", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
     )
-    pairs, columns, single = side_by_side(
-        *(prepared(rows, normalize=True, world=world) for rows in (anchors, positives, x))
+    pairs, columns, single = concat_pairs(
+        *(prepare_rows(rows, normalize=True, world=world) for rows in (anchors, positives, x))
     )
     guides = (
-        prepared(rows.detach(), normalize=True, world=world) for rows in (guide_anchors, guide_positives, guide_x)
+        prepare_rows(rows.detach(), normalize=True, world=world) for rows in (guide_anchors, guide_positives, guide_x)
     )
-    guide_pairs, guide_columns, _ = side_by_side(*guides)
-    mine = numbered(shards, pairs)
+    guide_pairs, guide_columns, _ = concat_pairs(*guides)
+    ids = sample_indices(shards, pairs)
     sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
     return sum_over_anchors(
-        Panelwise(_guided, temperature=temperature, **settings), pairs, mine, columns=columns, shards=shards,
-        column_ids=torch.cat([mine, mine.new_full((len(x),), -1)]), column_shards=Shards(sizes, shards.rank),
-        companions=[(mine, single), (guide_pairs, guide_columns)], reduction=reduction, world=world,
+        BlockLoss(_guided, temperature=temperature, **settings), pairs, ids, candidates=columns, shards=shards,
+        candidate_ids=torch.cat([ids, ids.new_full((len(x),), -1)]), candidate_shards=Shards(sizes, shards.rank),
+        companions=[(ids, single), (guide_pairs, guide_columns)], reduction=reduction, world=world,
     )  # fmt: skip
 
 
@@ -113,33 +115,33 @@ class GIST(Loss, function=gist, check=_settings_problem): ...
 
 
 def _guided(
-    panel: Panel,
+    block: AnchorBlock,
     temperature: Tensor,
     relative: bool,
     margin: float,
     contrast_anchors: bool,
     contrast_positives: bool,
 ) -> tuple[Tensor, Tensor]:
-    (_, single), (guide_rows, guide_columns) = panel.companions
+    (_, single), (guide_rows, guide_columns) = block.companions
     x, guide = (
-        apart(rows, columns, single, panel.positive)
-        for rows, columns in ((panel.anchors, panel.columns), (guide_rows, guide_columns))
+        split_pairs(rows, columns, single, block.positive)
+        for rows, columns in ((block.anchors, block.candidates), (guide_rows, guide_columns))
     )
-    agreed = (guide.first * guide.second).sum(1, keepdim=True)
-    closest = agreed - margin * (agreed.abs() if relative else 1)
+    similarity = (guide.first * guide.second).sum(1, keepdim=True)
+    threshold = similarity - margin * (similarity.abs() if relative else 1)
 
-    logits = x.first @ x.seconds.T / temperature
-    sums = [log_sum_exp_where(logits, (guide.first @ guide.seconds.T <= closest) | x.own)]
-    blocks = [(x.first, x.singles, guide.first, guide.singles, x.mine)]
+    logits = x.first @ x.candidate_second.T / temperature
+    sums = [masked_log_sum_exp(logits, (guide.first @ guide.candidate_second.T <= threshold) | x.own_pair)]
+    blocks = [(x.first, x.singles, guide.first, guide.singles, x.own_single)]
     if contrast_anchors:
-        blocks.append((x.first, x.firsts, guide.first, guide.firsts, x.own))
+        blocks.append((x.first, x.candidate_first, guide.first, guide.candidate_first, x.own_pair))
     if contrast_positives:
-        blocks.append((x.second, x.seconds, guide.second, guide.seconds, x.own))
+        blocks.append((x.second, x.candidate_second, guide.second, guide.candidate_second, x.own_pair))
     for rows, columns, guide_of_rows, guide_of_columns, own in blocks:
-        kept = (guide_of_rows @ guide_of_columns.T <= closest) & ~own
-        sums.append(log_sum_exp_where(rows @ columns.T / temperature, kept))
-    every = torch.stack(sums).logsumexp(0)
-    return every - logits.where(x.own, 0).sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
+        mask = (guide_of_rows @ guide_of_columns.T <= threshold) & ~own
+        sums.append(masked_log_sum_exp(rows @ columns.T / temperature, mask))
+    total = torch.stack(sums).logsumexp(0)
+    return total - logits.where(x.own_pair, 0).sum(1), torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _problem(

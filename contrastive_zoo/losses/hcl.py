@@ -1,4 +1,4 @@
-"""Hard-negative weighted contrast (HCL), and debiased contrast, which is the same with even weights."""
+"""Contrastive losses with hard-negative weights (HCL), and with uniform weights (debiased)."""
 
 import math
 from typing import Any
@@ -9,12 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise, log_sum_exp_where
-from contrastive_zoo.loss_base.preparation import begin_views, in_a_row, numbered
+from contrastive_zoo.loss_base.preparation import begin_views, concat_views, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
@@ -29,7 +30,7 @@ def hcl(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Contrast of two views against an estimate of the true negatives that favours the hard ones.
+    r"""Compute the contrastive loss of two views with an estimate of the true negatives that weights hard ones more.
 
     With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
 
@@ -37,17 +38,17 @@ def hcl(
         G_i = max( (H_i − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
         loss = mean_i log(1 + G_i / exp(x_ip))
 
-    β = 0 is debiased contrast, τ⁺ = 0 too NT-Xent. Equal to the authors' code on one process; computed in logarithms.
+    β = 0 is the debiased loss; with τ⁺ = 0, too, NT-Xent. Equal to the authors' code on one process; computed in logarithms.
 
     Args:
-        view1: [n, d], n may differ between ranks; rows are put on the unit sphere, where the bound exp(−1/t) holds.
+        view1: [n, d], n may differ between ranks; rows are normalised, which the bound exp(−1/t) needs.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        beta: β ≥ 0, how much hard negatives count more.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        beta: β ≥ 0; a larger β weights hard negatives more.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
@@ -58,7 +59,7 @@ def hcl(
 
     Source: Robinson et al. 2021, §3, https://arxiv.org/abs/2010.04592
     """
-    return _contrast("HCL", view1, view2, temperature, tau_plus, beta, reduction, world)
+    return _contrastive("HCL", view1, view2, temperature, tau_plus, beta, reduction, world)
 
 
 @uncompiled
@@ -71,16 +72,16 @@ def debiased(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Contrast of two views, corrected for negatives that are of the anchor's class: :func:`hcl` with β = 0.
+    r"""Compute the contrastive loss of two views, corrected for negatives of the anchor's class: :func:`hcl` with β = 0.
 
     Args:
-        view1: [n, d], n may differ between ranks; rows are put on the unit sphere.
+        view1: [n, d], n may differ between ranks; rows are normalised.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: as :func:`hcl`.
@@ -91,7 +92,7 @@ def debiased(
 
     Source: Chuang et al. 2020, https://arxiv.org/abs/2007.00224
     """
-    return _contrast("Debiased", view1, view2, temperature, tau_plus, 0.0, reduction, world)
+    return _contrastive("Debiased", view1, view2, temperature, tau_plus, 0.0, reduction, world)
 
 
 def _debiased_problem(tau_plus: float) -> str | None:
@@ -110,7 +111,7 @@ class HCL(Loss, function=hcl, check=_settings_problem): ...
 class Debiased(Loss, function=debiased, check=_debiased_problem): ...
 
 
-def _contrast(
+def _contrastive(
     caller: str,
     view1: Tensor,
     view2: Tensor,
@@ -123,24 +124,24 @@ def _contrast(
     problem = _settings_problem(tau_plus, beta)
     settings: dict[str, Any] = {"temperature": temperature, "tau_plus": tau_plus, "beta": beta}
     views, shards = begin_views(caller, (view1, view2), problem=problem, reduction=reduction, world=world, **settings)
-    z, samples = in_a_row(views, world), numbered(shards, view1, views=2)
-    loss = Panelwise(_against_true_negatives, negatives=max(1, 2 * shards.total - 2), **settings)
+    z, samples = concat_views(views, world), sample_indices(shards, view1, views=2)
+    loss = BlockLoss(_estimated_negatives_loss, negatives=max(1, 2 * shards.total - 2), **settings)
     return sum_over_anchors(loss, z, samples, shards=shards.times(2), reduction=reduction, world=world)
 
 
-def _against_true_negatives(
-    panel: Panel, temperature: Tensor, tau_plus: float, beta: float, negatives: int
+def _estimated_negatives_loss(
+    block: AnchorBlock, temperature: Tensor, tau_plus: float, beta: float, negatives: int
 ) -> tuple[Tensor, Tensor]:
-    x = panel.anchors @ panel.columns.T / temperature
-    positive = x.where(panel.positive, 0).sum(1)
-    hard = log_sum_exp_where((1 + beta) * x, panel.negative, empty=0.0)
-    hard = hard - log_sum_exp_where(beta * x, panel.negative, empty=0.0) + math.log(negatives)
-    least = math.log(negatives) - torch.as_tensor(1 / temperature, dtype=x.dtype, device=x.device)
-    true = hard
+    x = block.anchors @ block.candidates.T / temperature
+    positive = x.where(block.positive, 0).sum(1)
+    hard = masked_log_sum_exp((1 + beta) * x, block.negative, empty=0.0)
+    hard = hard - masked_log_sum_exp(beta * x, block.negative, empty=0.0) + math.log(negatives)
+    lower_bound = math.log(negatives) - torch.as_tensor(1 / temperature, dtype=x.dtype, device=x.device)
+    estimate = hard
     if tau_plus > 0:
         share = math.log(tau_plus * negatives) + positive - hard
-        some_left = share < -torch.finfo(x.dtype).eps  # where it is not, the estimate is not positive
-        share = share.where(some_left, -1.0)
-        true = (hard + torch.log1p(-share.exp())).where(some_left, -torch.inf)
-    true = torch.maximum(true - math.log1p(-tau_plus), least.expand_as(true))
-    return -F.logsigmoid(positive - true), panel.negative.any(1)
+        is_positive = share < -torch.finfo(x.dtype).eps  # elsewhere the estimate is 0 or negative
+        share = share.where(is_positive, -1.0)
+        estimate = (hard + torch.log1p(-share.exp())).where(is_positive, -torch.inf)
+    estimate = torch.maximum(estimate - math.log1p(-tau_plus), lower_bound.expand_as(estimate))
+    return -F.logsigmoid(positive - estimate), block.negative.any(1)

@@ -16,7 +16,7 @@ def hcl(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Contrast of two views against an estimate of the true negatives that favours the hard ones.
+    """Compute the contrastive loss of two views with an estimate of the true negatives that weights hard ones more.
 
     With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
 
@@ -24,17 +24,17 @@ def hcl(
         G_i = max( (H_i − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
         loss = mean_i log(1 + G_i / exp(x_ip))
 
-    β = 0 is debiased contrast, τ⁺ = 0 too NT-Xent. Equal to the authors' code on one process; computed in logarithms.
+    β = 0 is the debiased loss; with τ⁺ = 0, too, NT-Xent. Equal to the authors' code on one process; computed in logarithms.
 
     Args:
-        view1: [n, d], n may differ between ranks; rows are put on the unit sphere, where the bound exp(−1/t) holds.
+        view1: [n, d], n may differ between ranks; rows are normalised, which the bound exp(−1/t) needs.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        beta: β ≥ 0, how much hard negatives count more.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        beta: β ≥ 0; a larger β weights hard negatives more.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
@@ -55,16 +55,16 @@ def debiased(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Contrast of two views, corrected for negatives that are of the anchor's class: :func:`hcl` with β = 0.
+    """Compute the contrastive loss of two views, corrected for negatives of the anchor's class: :func:`hcl` with β = 0.
 
     Args:
-        view1: [n, d], n may differ between ranks; rows are put on the unit sphere.
+        view1: [n, d], n may differ between ranks; rows are normalised.
         view2: [n, d], row i belongs to row i of view1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: as :func:`hcl`.
@@ -77,7 +77,7 @@ def debiased(
     """
 
 class HCL(Loss):
-    """Contrast of two views against an estimate of the true negatives that favours the hard ones.
+    """Compute the contrastive loss of two views with an estimate of the true negatives that weights hard ones more.
 
     With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
 
@@ -85,20 +85,20 @@ class HCL(Loss):
         G_i = max( (H_i − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
         loss = mean_i log(1 + G_i / exp(x_ip))
 
-    β = 0 is debiased contrast, τ⁺ = 0 too NT-Xent. Equal to the authors' code on one process; computed in logarithms.
+    β = 0 is the debiased loss; with τ⁺ = 0, too, NT-Xent. Equal to the authors' code on one process; computed in logarithms.
 
     Called as ``loss(view1, view2)``:
 
-    - view1: [n, d], n may differ between ranks; rows are put on the unit sphere, where the bound exp(−1/t) holds.
+    - view1: [n, d], n may differ between ranks; rows are normalised, which the bound exp(−1/t) needs.
     - view2: [n, d], row i belongs to row i of view1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        beta: β ≥ 0, how much hard negatives count more.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        beta: β ≥ 0; a larger β weights hard negatives more.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
@@ -130,19 +130,19 @@ class HCL(Loss):
     ) -> Tensor: ...
 
 class Debiased(Loss):
-    """Contrast of two views, corrected for negatives that are of the anchor's class: :func:`hcl` with β = 0.
+    """Compute the contrastive loss of two views, corrected for negatives of the anchor's class: :func:`hcl` with β = 0.
 
     Called as ``loss(view1, view2)``:
 
-    - view1: [n, d], n may differ between ranks; rows are put on the unit sphere.
+    - view1: [n, d], n may differ between ranks; rows are normalised.
     - view2: [n, d], row i belongs to row i of view1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for my rows,
-            view after view, [2n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' rows (nats per anchor, 0 for one sample), ``"sum"``, or ``"none"`` for the
+            local rows, view after view, [2n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: as :func:`hcl`.

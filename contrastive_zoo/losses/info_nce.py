@@ -1,4 +1,4 @@
-"""InfoNCE: a query must find its own key among all keys of the global batch; in both directions it is CLIP's loss."""
+"""InfoNCE: classify each query's own key among all keys of the global batch; CLIP's loss is its symmetric form."""
 
 from functools import partial
 
@@ -7,14 +7,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.pairs import Who, are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.softmax import log_sum_exp
+from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, uses_small_batch_path
+from contrastive_zoo.engine.softmax import cross_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import towers_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin, narrowed, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
@@ -32,30 +32,30 @@ def info_nce(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Cross-entropy of finding key i for query i; row i of queries belongs to row i of keys.
+    r"""Compute the cross-entropy of key i for query i; row i of queries belongs to row i of keys.
 
     With q, k the unit rows of all ranks and X(i) the extra negatives that query i sees,
 
         loss = mean_i [ log ( Σ_j exp(q_i·k_j / t) + Σ_{x∈X(i)} exp(q_i·x / t) )  −  q_i·k_i / t ]
 
-    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; symmetric, the mean of that and of
-    ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held. Without negatives in the
-    batch the first sum has one term, q_i·k_i: MoCo's loss, whose logits are a query's own key and the queue.
+    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; with ``symmetric``, it is
+    the mean of that and of ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held.
+    Without ``in_batch_negatives`` the first sum has one term, q_i·k_i: MoCo's loss, over the own key and the queue.
 
     Args:
         queries: [n, d], n may differ between ranks.
         keys: [n, d].
-        negatives: [m, d] are shared, every query of every rank sees those of all ranks (m may differ between ranks);
-            [n, m, d] are per query and seen by it alone. Keys, as anchors of the symmetric loss, see queries only.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        symmetric: average with the direction from keys to queries.
+        negatives: [m, d] are candidates of every query of every rank (m may differ between ranks); [n, m, d] are candidates
+            of one query each. In the symmetric direction only queries are candidates.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        symmetric: whether to average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
+        world: the ranks that share the batch.
 
     Raises:
-        ValueError: negatives of another width or number, none at all without those of the batch, or what any
+        ValueError: negatives of another width or number, no negatives without in-batch negatives, or what any
             :class:`Loss` refuses.
 
     Example:
@@ -75,21 +75,25 @@ def info_nce(
         "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
-    who: Who = "rows and columns" if symmetric else "rows"
-    if negatives is None and normalize and are_few_pairs(queries, temperature, who, reduction, world):
-        return few_pairs(queries, keys, temperature=temperature, who=who, reduction=reduction)
+    comparison: Comparison = "rows and columns" if symmetric else "rows"
+    if negatives is None and normalize and uses_small_batch_path(queries, temperature, comparison, reduction, world):
+        return small_batch_info_nce(queries, keys, temperature=temperature, comparison=comparison, reduction=reduction)
 
     scale = logit_scale(temperature, world)
     q, k, *others = (
-        narrowed(prepared(rows, normalize=normalize, world=world), rows, world)
+        round_to_input_dtype(prepare_rows(rows, normalize=normalize, world=world), rows, world)
         for rows in (queries, keys, negatives)
         if rows is not None
     )
     extra = others[0] if others else None
 
-    among = partial(log_sum_exp, q, scale=scale, row_shards=shards, unit=normalize, dtype=queries.dtype, world=world)
+    over_columns = partial(
+        cross_log_sum_exp, q, scale=scale, row_shards=shards, unit_norm=normalize, dtype=queries.dtype, world=world
+    )
     if in_batch_negatives:
-        over_keys, over_queries, (positive,) = among(k, column_shards=shards, columnwise=symmetric, partners=[0])
+        over_keys, over_queries, (positive,) = over_columns(
+            k, column_shards=shards, columnwise=symmetric, partner_offsets=[0]
+        )
     else:
         over_keys = positive = scale * (q * k).sum(-1)
         over_queries = None
@@ -97,7 +101,7 @@ def info_nce(
         own = torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1)
         over_keys = torch.logaddexp(over_keys, own)
     elif extra is not None and last.total > 0:
-        shared, *_ = among(extra, column_shards=last, columnwise=False)
+        shared, *_ = over_columns(extra, column_shards=last, columnwise=False)
         over_keys = torch.logaddexp(over_keys, shared)
     losses = over_keys - positive
     if over_queries is not None:
@@ -124,5 +128,5 @@ def _problem(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> str | N
         if not fits or negatives.shape[-1] != queries.shape[-1] or negatives.dtype != queries.dtype:
             got = f"got {kind(negatives)} for queries {kind(queries)}"
             return f"negatives are shared [m, d] or per query [n, m, d], {got}."
-    rule, mend = "row i of queries belongs to row i of keys", "Pass keys without a partner as negatives."
-    return towers_problem(rule, mend, queries=queries, keys=keys)
+    rule, fix = "row i of queries belongs to row i of keys", "Pass keys without a partner as negatives."
+    return towers_problem(rule, fix, queries=queries, keys=keys)

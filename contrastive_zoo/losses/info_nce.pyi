@@ -18,30 +18,30 @@ def info_nce(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Cross-entropy of finding key i for query i; row i of queries belongs to row i of keys.
+    """Compute the cross-entropy of key i for query i; row i of queries belongs to row i of keys.
 
     With q, k the unit rows of all ranks and X(i) the extra negatives that query i sees,
 
         loss = mean_i [ log ( Σ_j exp(q_i·k_j / t) + Σ_{x∈X(i)} exp(q_i·x / t) )  −  q_i·k_i / t ]
 
-    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; symmetric, the mean of that and of
-    ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held. Without negatives in the
-    batch the first sum has one term, q_i·k_i: MoCo's loss, whose logits are a query's own key and the queue.
+    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; with ``symmetric``, it is
+    the mean of that and of ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held.
+    Without ``in_batch_negatives`` the first sum has one term, q_i·k_i: MoCo's loss, over the own key and the queue.
 
     Args:
         queries: [n, d], n may differ between ranks.
         keys: [n, d].
-        negatives: [m, d] are shared, every query of every rank sees those of all ranks (m may differ between ranks);
-            [n, m, d] are per query and seen by it alone. Keys, as anchors of the symmetric loss, see queries only.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        symmetric: average with the direction from keys to queries.
+        negatives: [m, d] are candidates of every query of every rank (m may differ between ranks); [n, m, d] are candidates
+            of one query each. In the symmetric direction only queries are candidates.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        symmetric: whether to average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
+        world: the ranks that share the batch.
 
     Raises:
-        ValueError: negatives of another width or number, none at all without those of the batch, or what any
+        ValueError: negatives of another width or number, no negatives without in-batch negatives, or what any
             :class:`Loss` refuses.
 
     Example:
@@ -55,33 +55,33 @@ def info_nce(
     """
 
 class InfoNCE(Loss):
-    """Cross-entropy of finding key i for query i; row i of queries belongs to row i of keys.
+    """Compute the cross-entropy of key i for query i; row i of queries belongs to row i of keys.
 
     With q, k the unit rows of all ranks and X(i) the extra negatives that query i sees,
 
         loss = mean_i [ log ( Σ_j exp(q_i·k_j / t) + Σ_{x∈X(i)} exp(q_i·x / t) )  −  q_i·k_i / t ]
 
-    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; symmetric, the mean of that and of
-    ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held. Without negatives in the
-    batch the first sum has one term, q_i·k_i: MoCo's loss, whose logits are a query's own key and the queue.
+    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; with ``symmetric``, it is
+    the mean of that and of ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held.
+    Without ``in_batch_negatives`` the first sum has one term, q_i·k_i: MoCo's loss, over the own key and the queue.
 
     Called as ``loss(queries, keys, negatives)``:
 
     - queries: [n, d], n may differ between ranks.
     - keys: [n, d].
-    - negatives: [m, d] are shared, every query of every rank sees those of all ranks (m may differ between ranks);
-      [n, m, d] are per query and seen by it alone. Keys, as anchors of the symmetric loss, see queries only.
+    - negatives: [m, d] are candidates of every query of every rank (m may differ between ranks); [n, m, d] are candidates
+      of one query each. In the symmetric direction only queries are candidates.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        symmetric: average with the direction from keys to queries.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        symmetric: whether to average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: negatives of another width or number, none at all without those of the batch, or what any
+        ValueError: negatives of another width or number, no negatives without in-batch negatives, or what any
             :class:`Loss` refuses.
 
     Example:

@@ -5,12 +5,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import distances, log_sum_exp
+from contrastive_zoo.loss_base.distances import distances
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise
 from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import ALONE, World
 
@@ -26,22 +27,22 @@ def lifted_structure(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Squared hinge on positive pairs, whose margin is a soft minimum of both rows' distances to negatives.
+    r"""Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
 
     With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
-    Two sweeps: a row's crowding by negatives is a number that then travels with it.
+    Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for my rows' sums, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for the local rows' sums, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
@@ -57,9 +58,9 @@ def lifted_structure(
         "LiftedStructure", embeddings, labels, normalize=normalize, reduction=reduction, world=world,
         problem=_settings_problem(pos_margin, neg_margin), margins=(pos_margin, neg_margin),
     )  # fmt: skip
-    loss = Panelwise(_crowding, margin=neg_margin)
+    loss = BlockLoss(_negative_sums, margin=neg_margin)
     crowding = sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction="none")
-    z, loss = torch.cat([z, crowding[:, None]], 1), Panelwise(_pairs, margin=pos_margin)
+    z, loss = torch.cat([z, crowding[:, None]], 1), BlockLoss(_pairs, margin=pos_margin)
     return sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction=reduction)
 
 
@@ -70,14 +71,14 @@ def _settings_problem(pos_margin: float, neg_margin: float) -> str | None:
 class LiftedStructure(Loss, function=lifted_structure, check=_settings_problem): ...
 
 
-def _crowding(panel: Panel, margin: float) -> tuple[Tensor, Tensor]:
-    near = margin - distances(panel.anchors, panel.columns)
-    return log_sum_exp(near, panel.negative), panel.negative.any(1)
+def _negative_sums(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
+    logits = margin - distances(block.anchors, block.candidates)
+    return masked_log_sum_exp(logits, block.negative, empty=0.0), block.negative.any(1)
 
 
-def _pairs(panel: Panel, margin: float) -> tuple[Tensor, Tensor]:
-    far = distances(panel.anchors[:, :-1], panel.columns[:, :-1])
-    crowding = torch.logaddexp(panel.anchors[:, -1:], panel.columns[:, -1])
-    counted = panel.positive & panel.negative.any(1, keepdim=True)
-    losses = (far - margin + crowding).relu().square().where(counted, 0)
+def _pairs(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
+    distance = distances(block.anchors[:, :-1], block.candidates[:, :-1])
+    crowding = torch.logaddexp(block.anchors[:, -1:], block.candidates[:, -1])
+    counted = block.positive & block.negative.any(1, keepdim=True)
+    losses = (distance - margin + crowding).relu().square().where(counted, 0)
     return losses.sum(1) / 2, counted.sum(1)

@@ -16,22 +16,22 @@ def lifted_structure(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Squared hinge on positive pairs, whose margin is a soft minimum of both rows' distances to negatives.
+    """Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
 
     With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
-    Two sweeps: a row's crowding by negatives is a number that then travels with it.
+    Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for my rows' sums, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for the local rows' sums, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
@@ -45,13 +45,13 @@ def lifted_structure(
     """
 
 class LiftedStructure(Loss):
-    """Squared hinge on positive pairs, whose margin is a soft minimum of both rows' distances to negatives.
+    """Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
 
     With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
-    Two sweeps: a row's crowding by negatives is a number that then travels with it.
+    Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -61,9 +61,9 @@ class LiftedStructure(Loss):
     Args:
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for my rows' sums, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for the local rows' sums, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.

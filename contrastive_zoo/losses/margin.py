@@ -1,11 +1,11 @@
-"""Margin: positives nearer than a learnt boundary β, negatives farther, each by a margin."""
+"""Margin loss: positive distances below a learnable boundary β, negative distances above it, by a margin."""
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, distances
 from contrastive_zoo.loss_base.numbers import real
@@ -17,24 +17,25 @@ _SIZE = "num_classes is 1 or more"
 
 
 class Margin(MetricLoss):
-    r"""Two hinges around a boundary that is a parameter, of the loss or of each class.
+    r"""Compute two hinges around a boundary, which is one parameter or one per class.
 
     With D_ij the distance of unit rows, P and N an anchor's positives and negatives, and active pairs those with a loss,
 
         loss = Σ_i [ |N(i)| Σ_{p∈P(i)} max(0, D_ip − β_i + margin) + |P(i)| Σ_{n∈N(i)} max(0, β_i − D_in + margin)
                      + ν |P(i)| |N(i)| β_i ]  /  Σ_i [ |N(i)| · active positives + |P(i)| · active negatives ]
 
-    which is every triplet's two pairs over the number of active ones, as pytorch-metric-learning has it. The last term
-    keeps β small; with one β for all classes it is ν β alone, and without any if β is not learnt. The mean is 0 if no pair
-    is active.
+    that is, both pairs of every triplet over the number of active pairs, as in pytorch-metric-learning. The last term
+    keeps β small. With one β for all classes it is ν β; if β is not learnable, it is left out. The mean is 0 if no pair is
+    active.
 
     Args:
         margin: distance α between β and either side.
-        beta: β at the start.
-        num_classes: with it β is one number a class, and labels are 0 … num_classes − 1.
+        beta: initial β.
+        num_classes: number of classes, each with its own β; labels are then 0 … num_classes − 1.
         learn_beta: whether β is a parameter; pytorch-metric-learning's default is False.
         nu: ν >= 0, the weight of β itself.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives an anchor's sum, without ν β.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns
+            anchors' sums, without ν β.
 
     Raises:
         ValueError: a negative ν, num_classes below 1, a margin or β that is not finite; at the call labels
@@ -56,9 +57,9 @@ class Margin(MetricLoss):
         num_classes: int | None = None,
         learn_beta: bool = True,
         nu: float = 0.0,
-        **kept: Unpack[RowSettings],
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(**kept)
+        super().__init__(**row_settings)
         self.margin, self.nu, self.num_classes, self.learn_beta = margin, nu, num_classes, learn_beta
         problem = None if num_classes is None else number_problem(_SIZE, low=1, whole=True, num_classes=num_classes)
         if problem := problem or number_problem(beta=beta):
@@ -77,30 +78,29 @@ class Margin(MetricLoss):
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return distances(anchors, columns)
 
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        far = self.similarity(panel.anchors, panel.columns)
-        beta = (
-            self.beta.to(far.dtype)[:, None] if self.num_classes is None else self.beta.to(far.dtype)[panel.ids, None]
-        )
-        pull = (far - beta + self.margin).relu().where(panel.positive, 0)
-        push = (beta - far + self.margin).relu().where(panel.negative, 0)
-        positives, negatives = panel.positive.sum(1), panel.negative.sum(1)
-        losses = negatives * pull.sum(1) + positives * push.sum(1)
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+        distance = self.similarity(block.anchors, block.candidates)
+        beta = self.beta.to(distance.dtype)
+        beta = beta[:, None] if self.num_classes is None else beta[block.ids, None]
+        positive_term = (distance - beta + self.margin).relu().where(block.positive, 0)
+        negative_term = (beta - distance + self.margin).relu().where(block.negative, 0)
+        positives, negatives = block.positive.sum(1), block.negative.sum(1)
+        losses = negatives * positive_term.sum(1) + positives * negative_term.sum(1)
         if self.num_classes is not None and self.learn_beta:
             losses = losses + self.nu * beta[:, 0] * positives * negatives
-        active = negatives * (pull > 0).sum(1) + positives * (push > 0).sum(1)
-        # an anchor with triplets of which no pair is active is not counted by the divisor, but its ν β is in the sum
-        has_triplets = (positives * negatives > 0).to(far.dtype)
-        return losses, active.to(far.dtype) + torch.finfo(far.dtype).tiny * has_triplets
+        active = negatives * (positive_term > 0).sum(1) + positives * (negative_term > 0).sum(1)
+        # an anchor with triplets but no active pair does not count in the divisor, but its ν β is in the sum
+        has_triplets = (positives * negatives > 0).to(distance.dtype)
+        return losses, active.to(distance.dtype) + torch.finfo(distance.dtype).tiny * has_triplets
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
-        """The reduced loss of these rows.
+        """Return the reduced loss.
 
         Args:
-            rows: as :class:`RowLoss` takes them.
-            world: who else holds rows.
-            named_rows: as :class:`RowLoss` takes them.
+            rows: as in :class:`RowLoss`.
+            world: the ranks that share the batch.
+            named_rows: as in :class:`RowLoss`.
         """
         world = self.local() if world is None else world
         labels = named_rows.get("labels", rows[-1] if len(rows) == 2 else None)

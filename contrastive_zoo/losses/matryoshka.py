@@ -1,4 +1,4 @@
-"""Matryoshka: the first few dimensions of an embedding are to be an embedding, too."""
+"""Matryoshka: train prefixes of an embedding as embeddings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,19 +15,19 @@ from contrastive_zoo.world import World
 
 
 class Matryoshka(Composition):
-    r"""``loss`` on prefixes of the embeddings, added up.
+    r"""Add the values of ``loss`` on prefixes of the embeddings.
 
         L = Σ_m c_m · loss(z[:, :m])
 
-    A loss that normalises does so for each prefix. Rows travel once and whole, gradients for each prefix.
+    A loss that normalises does so for each prefix. Embeddings are gathered once, gradients are communicated per prefix.
 
     Args:
         loss: a loss of this library, with any call form; its parameters are shared by all prefixes.
-        dims: widths m. Give the whole width as well if the whole embedding is to be trained.
+        dims: widths m. Include the whole width to train the whole embedding.
         weights: c_m; None is 1 for each, as in the paper and in sentence-transformers' MatryoshkaLoss.
 
     Raises:
-        ValueError: a loss from elsewhere or a class in place of its instance, dims below 1, other than a finite weight for
+        ValueError: a third-party loss or a class in place of its instance, dims below 1, other than a finite weight for
             each; at the call narrower embeddings.
 
     Example:
@@ -50,8 +50,8 @@ class Matryoshka(Composition):
     def terms(
         self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
     ) -> list[Callable[[], Tensor]]:
-        every = {**{f"argument {index}": x for index, x in enumerate(rows)}, **named_rows}
-        narrow = [f"{name} {kind(x)}" for name, x in every.items() if _wide(x) and x.shape[-1] < max(self.dims)]
+        tensors = {**{f"argument {index}": x for index, x in enumerate(rows)}, **named_rows}
+        narrow = [f"{name} {kind(x)}" for name, x in tensors.items() if _wide(x) and x.shape[-1] < max(self.dims)]
         problem = f"a prefix of {max(self.dims)} does not fit into {', '.join(narrow)}." if narrow else None
         if problem is not None:
             return [partial(refuse, "Matryoshka", problem, world=world)]

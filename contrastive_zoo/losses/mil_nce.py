@@ -1,4 +1,4 @@
-"""MIL-NCE: a video is told by several candidate texts, of which some fit."""
+"""MIL-NCE: each video has several candidate texts, some of which match."""
 
 from typing import Any, Literal
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.softmax import log_sum_exp
+from contrastive_zoo.engine.softmax import cross_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import rows_problem, word_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, narrowed, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
@@ -30,7 +30,7 @@ def mil_nce(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Multiple-instance NCE: the candidates of a video together against all pairs of one of them with another sample.
+    r"""Compute multiple-instance NCE: the candidates of a video against all pairs with another sample.
 
     With v the videos and y_i1 … y_ik the candidate texts of video i, of all ranks,
 
@@ -38,17 +38,17 @@ def mil_nce(
         N_i = Σ_{j≠i} Σ_k [ exp(v_i·y_jk / t) + exp(v_j·y_ik / t) ]
         loss = mean_i [ log(P_i + N_i) − log P_i ]
 
-    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in either
-    direction, log(2 P_i + N_i), so that a perfect model is left with log 2 per video: ``"reference"``.
+    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in
+    either direction, log(2 P_i + N_i), so that the loss of a perfect model is log 2 per video: ``"reference"``.
 
     Args:
         videos: [n, d], n may differ between ranks.
         texts: [n, k, d], the same k everywhere.
-        temperature: t > 0, dimensionless; a tensor is learnt. The paper has none.
+        temperature: t > 0, dimensionless; a tensor is learnable. The paper has none.
         denominator: ``"exact"`` or ``"reference"``.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for my videos, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for the local videos, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: texts that are not k ≥ 1 per video, an unknown denominator, or what any :class:`Loss` refuses.
@@ -70,26 +70,29 @@ def mil_nce(
         "MILNCE", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
     )
     scale = logit_scale(temperature, world)
-    v, y = (narrowed(prepared(rows, normalize=normalize, world=world), rows, world) for rows in (videos, texts))
+    v, y = (
+        round_to_input_dtype(prepare_rows(rows, normalize=normalize, world=world), rows, world)
+        for rows in (videos, texts)
+    )
 
-    over_texts, over_videos, positives = log_sum_exp(
+    over_texts, over_videos, positives = cross_log_sum_exp(
         v,
         y.flatten(0, 1),
         scale=scale,
         row_shards=shards,
         column_shards=shards.times(y.shape[1]),
-        unit=normalize,
+        unit_norm=normalize,
         dtype=videos.dtype,
-        partners=range(y.shape[1]),
-        pace=y.shape[1],
+        partner_offsets=range(y.shape[1]),
+        stride=y.shape[1],
         world=world,
     )
     assert over_videos is not None  # columnwise is the default
     positive = torch.stack(positives).logsumexp(0)
-    every = torch.logaddexp(over_texts, torch.logsumexp(over_videos.view(y.shape[:2]), 1))
-    if denominator == "exact":  # either sum holds the positives, so that they are at most half of both
-        every = every + torch.log1p(-(positive - every).exp().clamp(max=0.5))
-    return reduce_anchors(every - positive, reduction=reduction, world=world)
+    total = torch.logaddexp(over_texts, torch.logsumexp(over_videos.view(y.shape[:2]), 1))
+    if denominator == "exact":  # both sums contain the positives, which are thus at most half of the total
+        total = total + torch.log1p(-(positive - total).exp().clamp(max=0.5))
+    return reduce_anchors(total - positive, reduction=reduction, world=world)
 
 
 def _settings_problem(denominator: str) -> str | None:

@@ -20,7 +20,7 @@ def mil_nce(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Multiple-instance NCE: the candidates of a video together against all pairs of one of them with another sample.
+    """Compute multiple-instance NCE: the candidates of a video against all pairs with another sample.
 
     With v the videos and y_i1 … y_ik the candidate texts of video i, of all ranks,
 
@@ -28,17 +28,17 @@ def mil_nce(
         N_i = Σ_{j≠i} Σ_k [ exp(v_i·y_jk / t) + exp(v_j·y_ik / t) ]
         loss = mean_i [ log(P_i + N_i) − log P_i ]
 
-    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in either
-    direction, log(2 P_i + N_i), so that a perfect model is left with log 2 per video: ``"reference"``.
+    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in
+    either direction, log(2 P_i + N_i), so that the loss of a perfect model is log 2 per video: ``"reference"``.
 
     Args:
         videos: [n, d], n may differ between ranks.
         texts: [n, k, d], the same k everywhere.
-        temperature: t > 0, dimensionless; a tensor is learnt. The paper has none.
+        temperature: t > 0, dimensionless; a tensor is learnable. The paper has none.
         denominator: ``"exact"`` or ``"reference"``.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for my videos, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for the local videos, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: texts that are not k ≥ 1 per video, an unknown denominator, or what any :class:`Loss` refuses.
@@ -51,7 +51,7 @@ def mil_nce(
     """
 
 class MILNCE(Loss):
-    """Multiple-instance NCE: the candidates of a video together against all pairs of one of them with another sample.
+    """Compute multiple-instance NCE: the candidates of a video against all pairs with another sample.
 
     With v the videos and y_i1 … y_ik the candidate texts of video i, of all ranks,
 
@@ -59,8 +59,8 @@ class MILNCE(Loss):
         N_i = Σ_{j≠i} Σ_k [ exp(v_i·y_jk / t) + exp(v_j·y_ik / t) ]
         loss = mean_i [ log(P_i + N_i) − log P_i ]
 
-    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in either
-    direction, log(2 P_i + N_i), so that a perfect model is left with log 2 per video: ``"reference"``.
+    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in
+    either direction, log(2 P_i + N_i), so that the loss of a perfect model is log 2 per video: ``"reference"``.
 
     Called as ``loss(videos, texts)``:
 
@@ -68,11 +68,11 @@ class MILNCE(Loss):
     - texts: [n, k, d], the same k everywhere.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt. The paper has none.
+        temperature: t > 0, dimensionless; a tensor is learnable. The paper has none.
         denominator: ``"exact"`` or ``"reference"``.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for my videos, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' videos (nats per video), ``"sum"``, or ``"none"`` for the local videos, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: texts that are not k ≥ 1 per video, an unknown denominator, or what any :class:`Loss` refuses.

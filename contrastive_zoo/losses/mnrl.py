@@ -1,4 +1,4 @@
-"""Multiple negatives ranking: a query must find its document among all documents, hard negatives included."""
+"""Multiple negatives ranking: classify each query's document among all documents and hard negatives."""
 
 from typing import Any, Literal
 
@@ -7,14 +7,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
-from contrastive_zoo.engine.softmax import log_sum_exp, self_log_sum_exp
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise, apart, log_sum_exp_where, side_by_side
-from contrastive_zoo.loss_base.preparation import begin, narrowed, numbered, prepared
+from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.world import ALONE, Shards, World
@@ -41,7 +43,7 @@ def mnrl(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Multiple negatives ranking loss in sentence-transformers' sense.
+    r"""Compute the multiple negatives ranking loss of sentence-transformers.
 
     With q, d the unit rows of queries and documents of all ranks, D all documents and hard negatives,
 
@@ -57,23 +59,23 @@ def mnrl(
     Args:
         queries: [n, d], n may differ between ranks.
         documents: [n, d], row i belongs to row i of queries.
-        negatives: [m, d] hard negatives, seen by every query of every rank; m may differ between ranks. Where one rank
-            has them all must: pass [0, d].
+        negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
+            passes them, all must: a rank without any passes [0, d].
         owners: [m], the row among this rank's queries that a negative was mined for, any number each, or −1 for none;
             None is −1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         directions: ``"query_to_doc"`` and any of the above. GTE's loss is all four, symmetric InfoNCE query_to_doc and
             doc_to_query ``"per_direction"``.
         partition_mode: ``"joint"`` or ``"per_direction"``.
         hardness_mode: ``"in_batch_negatives"`` (other queries' documents and negatives), ``"hard_negatives"`` (a
             query's own), ``"all_negatives"``, or None.
         hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
+        world: the ranks that share the batch.
 
     Raises:
-        ValueError: owners that do not fit, settings that are unknown or do not go together, or what any :class:`Loss`
+        ValueError: invalid owners, settings that are unknown or contradict each other, or what any :class:`Loss`
             refuses.
 
     Example:
@@ -105,33 +107,39 @@ def mnrl(
     scale = logit_scale(temperature, world)
     if hardness_mode is None and not ("doc_to_doc" in directions and mined.total):  # each Z_i is a plain sum
         q, d, x = (
-            narrowed(prepared(rows, normalize=normalize, world=world), rows, world)
+            round_to_input_dtype(prepare_rows(rows, normalize=normalize, world=world), rows, world)
             for rows in (queries, documents, negatives)
         )
-        kind_of_rows: Any = {"scale": scale, "unit": normalize, "dtype": queries.dtype, "world": world}
-        by_direction, positive = _sums(q, d, x, directions, shards, mined, **kind_of_rows)
-        return reduce_anchors(_together(by_direction, partition_mode) - positive, reduction=reduction, world=world)
+        settings_of_sums: Any = {"scale": scale, "unit_norm": normalize, "dtype": queries.dtype, "world": world}
+        by_direction, positive = _sums(q, d, x, directions, shards, mined, **settings_of_sums)
+        return reduce_anchors(_combine(by_direction, partition_mode) - positive, reduction=reduction, world=world)
 
-    q, d, x = (prepared(rows, normalize=normalize, world=world) for rows in (queries, documents, negatives))
-    mine = numbered(shards, q)
-    pairs, columns, single = side_by_side(q, d, x)
+    q, d, x = (prepare_rows(rows, normalize=normalize, world=world) for rows in (queries, documents, negatives))
+    ids = sample_indices(shards, q)
+    pairs, columns, single = concat_pairs(q, d, x)
     sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
     return sum_over_anchors(
-        Panelwise(_ranked, temperature=temperature, **settings), pairs, mine, columns=columns, shards=shards,
-        column_ids=torch.cat([mine, torch.where(owners < 0, -1, owners + shards.start)]),
-        column_shards=Shards(sizes, shards.rank), companions=[(mine, single)], reduction=reduction, world=world,
+        BlockLoss(_ranked, temperature=temperature, **settings), pairs, ids, candidates=columns, shards=shards,
+        candidate_ids=torch.cat([ids, torch.where(owners < 0, -1, owners + shards.start)]),
+        candidate_shards=Shards(sizes, shards.rank), companions=[(ids, single)], reduction=reduction, world=world,
     )  # fmt: skip
 
 
 def _sums(
     q: Tensor, d: Tensor, x: Tensor, directions: tuple[Direction, ...], shards: Shards, mined: Shards, **rows: Any
 ) -> tuple[list[Tensor], Tensor]:
-    """log Z of every direction, where none leaves out mined negatives; and the similarity of the pair."""
-    over_documents, over_queries, (positive,) = log_sum_exp(
-        q, d, row_shards=shards, column_shards=shards, columnwise="doc_to_query" in directions, partners=[0], **rows
+    """Return log Z of every direction, if none leaves out mined negatives, and the logits of the pairs."""
+    over_documents, over_queries, (positive,) = cross_log_sum_exp(
+        q,
+        d,
+        row_shards=shards,
+        column_shards=shards,
+        columnwise="doc_to_query" in directions,
+        partner_offsets=[0],
+        **rows,
     )
     if mined.total:
-        over_mined, *_ = log_sum_exp(q, x, row_shards=shards, column_shards=mined, columnwise=False, **rows)
+        over_mined, *_ = cross_log_sum_exp(q, x, row_shards=shards, column_shards=mined, columnwise=False, **rows)
         over_documents = torch.logaddexp(over_documents, over_mined)
     sums = [over_documents]
     if over_queries is not None:
@@ -143,22 +151,22 @@ def _sums(
     return sums, positive
 
 
-def _together(sums: list[Tensor], partition_mode: str) -> Tensor:
-    every = torch.stack(sums)
-    return every.logsumexp(0) if partition_mode == "joint" else every.mean(0)
+def _combine(sums: list[Tensor], partition_mode: str) -> Tensor:
+    stacked = torch.stack(sums)
+    return stacked.logsumexp(0) if partition_mode == "joint" else stacked.mean(0)
 
 
 def _ranked(
-    panel: Panel,
+    block: AnchorBlock,
     temperature: Tensor,
     directions: tuple[Direction, ...],
     partition_mode: str,
     hardness_mode: Hardness | None,
     hardness_strength: float,
 ) -> tuple[Tensor, Tensor]:
-    x = apart(panel.anchors, panel.columns, panel.companions[0][1], panel.positive)
-    documents, own = torch.cat([x.seconds, x.singles]), torch.cat([x.own, x.mine], 1)
-    mined = torch.arange(len(documents), device=own.device) >= len(x.seconds)
+    x = split_pairs(block.anchors, block.candidates, block.companions[0][1], block.positive)
+    documents, own = torch.cat([x.candidate_second, x.singles]), torch.cat([x.own_pair, x.own_single], 1)
+    mined = torch.arange(len(documents), device=own.device) >= len(x.candidate_second)
 
     cos = x.first @ documents.T
     logits = cos / temperature
@@ -168,12 +176,12 @@ def _ranked(
         logits = logits + (hardness_strength * cos.detach()).where(hard, 0)
     sums = [logits.logsumexp(1)]
     if "query_to_query" in directions:
-        sums.append(log_sum_exp_where(x.first @ x.firsts.T / temperature, ~x.own))
+        sums.append(masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, ~x.own_pair))
     if "doc_to_query" in directions:
-        sums.append((x.second @ x.firsts.T / temperature).logsumexp(1))
+        sums.append((x.second @ x.candidate_first.T / temperature).logsumexp(1))
     if "doc_to_doc" in directions:
-        sums.append(log_sum_exp_where(x.second @ documents.T / temperature, ~own))
-    return _together(sums, partition_mode) - positive, torch.ones_like(panel.ids, dtype=torch.bool)
+        sums.append(masked_log_sum_exp(x.second @ documents.T / temperature, ~own))
+    return _combine(sums, partition_mode) - positive, torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:
@@ -186,8 +194,8 @@ def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owner
             return wrong
         if len(owners) and not -1 <= int(owners.min()) <= int(owners.max()) < len(queries):
             return f"owners are rows of this rank's {len(queries)} queries, or -1, got {owners.unique().tolist()}."
-    rule, mend = "row i of queries belongs to row i of documents", "Pass further documents as negatives."
-    return towers_problem(rule, mend, queries=queries, documents=documents)
+    rule, fix = "row i of queries belongs to row i of documents", "Pass further documents as negatives."
+    return towers_problem(rule, fix, queries=queries, documents=documents)
 
 
 def _settings_problem(

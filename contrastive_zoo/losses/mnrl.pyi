@@ -26,7 +26,7 @@ def mnrl(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Multiple negatives ranking loss in sentence-transformers' sense.
+    """Compute the multiple negatives ranking loss of sentence-transformers.
 
     With q, d the unit rows of queries and documents of all ranks, D all documents and hard negatives,
 
@@ -42,23 +42,23 @@ def mnrl(
     Args:
         queries: [n, d], n may differ between ranks.
         documents: [n, d], row i belongs to row i of queries.
-        negatives: [m, d] hard negatives, seen by every query of every rank; m may differ between ranks. Where one rank
-            has them all must: pass [0, d].
+        negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
+            passes them, all must: a rank without any passes [0, d].
         owners: [m], the row among this rank's queries that a negative was mined for, any number each, or −1 for none;
             None is −1.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         directions: ``"query_to_doc"`` and any of the above. GTE's loss is all four, symmetric InfoNCE query_to_doc and
             doc_to_query ``"per_direction"``.
         partition_mode: ``"joint"`` or ``"per_direction"``.
         hardness_mode: ``"in_batch_negatives"`` (other queries' documents and negatives), ``"hard_negatives"`` (a
             query's own), ``"all_negatives"``, or None.
         hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
+        world: the ranks that share the batch.
 
     Raises:
-        ValueError: owners that do not fit, settings that are unknown or do not go together, or what any :class:`Loss`
+        ValueError: invalid owners, settings that are unknown or contradict each other, or what any :class:`Loss`
             refuses.
 
     Example:
@@ -71,7 +71,7 @@ def mnrl(
     """
 
 class MNRL(Loss):
-    """Multiple negatives ranking loss in sentence-transformers' sense.
+    """Compute the multiple negatives ranking loss of sentence-transformers.
 
     With q, d the unit rows of queries and documents of all ranks, D all documents and hard negatives,
 
@@ -88,25 +88,25 @@ class MNRL(Loss):
 
     - queries: [n, d], n may differ between ranks.
     - documents: [n, d], row i belongs to row i of queries.
-    - negatives: [m, d] hard negatives, seen by every query of every rank; m may differ between ranks. Where one rank
-      has them all must: pass [0, d].
+    - negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
+      passes them, all must: a rank without any passes [0, d].
     - owners: [m], the row among this rank's queries that a negative was mined for, any number each, or −1 for none;
       None is −1.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         directions: ``"query_to_doc"`` and any of the above. GTE's loss is all four, symmetric InfoNCE query_to_doc and
             doc_to_query ``"per_direction"``.
         partition_mode: ``"joint"`` or ``"per_direction"``.
         hardness_mode: ``"in_batch_negatives"`` (other queries' documents and negatives), ``"hard_negatives"`` (a
             query's own), ``"all_negatives"``, or None.
         hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for my queries, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: owners that do not fit, settings that are unknown or do not go together, or what any :class:`Loss`
+        ValueError: invalid owners, settings that are unknown or contradict each other, or what any :class:`Loss`
             refuses.
 
     Example:

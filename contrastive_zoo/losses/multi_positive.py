@@ -1,4 +1,4 @@
-"""Multi-positive InfoNCE: a query has several keys to find, each as much as it is worth."""
+"""Multi-positive InfoNCE: each query has several positive keys, with weights."""
 
 from typing import Any, Literal
 
@@ -7,13 +7,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import rows_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise, log_sum_exp_where
-from contrastive_zoo.loss_base.preparation import begin, numbered, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.world import ALONE, World
 
@@ -36,14 +37,14 @@ def multi_positive(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""InfoNCE whose targets are all keys with the query's ids.
+    r"""Compute InfoNCE with all keys of the query's ids as targets.
 
     With q, k the unit rows of all ranks, s_ij = q_i·k_j / t and targets p_i, a distribution over keys,
 
         loss_i = log Σ_{j∈C(i)} exp(s_ij)  −  Σ_j p_ij s_ij
 
-    which is ``cross_entropy(s, p)`` for C(i) all keys. A query with several ids looks for the keys of each of them, as
-    much as its weights say: p_ij ∝ Σ_l w_il [key j has id ids_il], softly; a query without a key does not count.
+    which is ``cross_entropy(s, p)`` for C(i) all keys. The targets of a query with several
+    ids follow its weights: p_ij ∝ Σ_l w_il [key j has id ids_il]. A query without a key does not count.
 
     Where row i of queries belongs to row i of keys, others of its id, such as a caption that occurs twice, are
 
@@ -54,18 +55,19 @@ def multi_positive(
     Args:
         queries: [n, d], n may differ between ranks.
         keys: [m, d], m may differ between ranks.
-        ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, fills up.
+        ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, is padding.
         key_ids: [m] integers; None where row i of keys belongs to row i of queries, and has its id.
-        weights: [n, k], non-negative; None is all alike.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        weights: [n, k], non-negative; None weights all ids equally.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         duplicates: see above; other than ``"positive"`` for paired rows with one id each.
-        symmetric: average with the direction from keys to queries, for paired rows with one id each.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for mine, [n].
-        world: who else holds rows.
+        symmetric: whether to average with the direction from keys to queries, for paired rows with one id each.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for the
+            local queries, [n].
+        world: the ranks that share the batch.
 
     Raises:
-        ValueError: ids and weights that do not fit, or what any :class:`Loss` refuses.
+        ValueError: invalid ids or weights, or what any :class:`Loss` refuses.
 
     Example:
         >>> eye = torch.eye(2)
@@ -84,17 +86,18 @@ def multi_positive(
     shards, key_shards, *_ = begin(
         "MultiPositive", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
     )
-    q, k = (prepared(rows, normalize=normalize, world=world) for rows in (queries, keys))
-    of_keys = ids if key_ids is None else key_ids
-    wanted = ids[:, None] if ids.ndim == 1 else ids
-    much = q.new_ones(wanted.shape) if weights is None else weights.detach().to(q.dtype)
-    own, of_key = (numbered(x, q) for x in (shards, key_shards))
-    loss = Panelwise(_found, temperature=temperature, paired=paired, duplicates=duplicates)
+    q, k = (prepare_rows(rows, normalize=normalize, world=world) for rows in (queries, keys))
+    ids_of_keys = ids if key_ids is None else key_ids
+    targets = ids[:, None] if ids.ndim == 1 else ids
+    target_weights = q.new_ones(targets.shape) if weights is None else weights.detach().to(q.dtype)
+    query_index, key_index = (sample_indices(x, q) for x in (shards, key_shards))
+    loss = BlockLoss(_block_losses, temperature=temperature, paired=paired, duplicates=duplicates)
 
-    def direction(anchors: Tensor, columns: Tensor) -> Tensor:
+    def direction(anchors: Tensor, candidates: Tensor) -> Tensor:
         return sum_over_anchors(
-            loss, anchors, own, columns=columns, column_ids=of_key, shards=shards, column_shards=key_shards,
-            companions=[(wanted, of_keys), (much, of_keys)], reduction=reduction, world=world,
+            loss, anchors, query_index, candidates=candidates, candidate_ids=key_index, shards=shards,
+            candidate_shards=key_shards, companions=[(targets, ids_of_keys), (target_weights, ids_of_keys)],
+            reduction=reduction, world=world,
         )  # fmt: skip
 
     return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
@@ -108,20 +111,22 @@ def _settings_problem(duplicates: str) -> str | None:
 class MultiPositive(Loss, function=multi_positive, check=_settings_problem): ...
 
 
-def _found(panel: Panel, temperature: Tensor, paired: bool, duplicates: Duplicates) -> tuple[Tensor, Tensor]:
-    logits = panel.anchors @ panel.columns.T / temperature
-    (wanted, of_keys), (much, _) = panel.companions
+def _block_losses(
+    block: AnchorBlock, temperature: Tensor, paired: bool, duplicates: Duplicates
+) -> tuple[Tensor, Tensor]:
+    logits = block.anchors @ block.candidates.T / temperature
+    (target_ids, ids_of_keys), (weights, _) = block.companions
     targets = torch.zeros_like(logits)
-    for target, weight in zip(wanted.unbind(1), much.unbind(1), strict=True):
-        targets = targets + weight[:, None] * (target[:, None] == of_keys)
-    candidates = torch.ones_like(panel.positive)
+    for target, weight in zip(target_ids.unbind(1), weights.unbind(1), strict=True):
+        targets = targets + weight[:, None] * (target[:, None] == ids_of_keys)
+    candidates = torch.ones_like(block.positive)
     if paired and duplicates != "positive":
         if duplicates == "ignore":
-            candidates = panel.positive | (targets == 0)
-        targets = panel.positive.to(logits.dtype)
+            candidates = block.positive | (targets == 0)
+        targets = block.positive.to(logits.dtype)
     total = targets.sum(1)
-    pull = (targets * logits).sum(1) / total.where(total > 0, 1)
-    return log_sum_exp_where(logits, candidates) - pull, total > 0
+    positive_term = (targets * logits).sum(1) / total.where(total > 0, 1)
+    return masked_log_sum_exp(logits, candidates) - positive_term, total > 0
 
 
 def _problem(

@@ -24,14 +24,14 @@ def multi_positive(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """InfoNCE whose targets are all keys with the query's ids.
+    """Compute InfoNCE with all keys of the query's ids as targets.
 
     With q, k the unit rows of all ranks, s_ij = q_i·k_j / t and targets p_i, a distribution over keys,
 
         loss_i = log Σ_{j∈C(i)} exp(s_ij)  −  Σ_j p_ij s_ij
 
-    which is ``cross_entropy(s, p)`` for C(i) all keys. A query with several ids looks for the keys of each of them, as
-    much as its weights say: p_ij ∝ Σ_l w_il [key j has id ids_il], softly; a query without a key does not count.
+    which is ``cross_entropy(s, p)`` for C(i) all keys. The targets of a query with several
+    ids follow its weights: p_ij ∝ Σ_l w_il [key j has id ids_il]. A query without a key does not count.
 
     Where row i of queries belongs to row i of keys, others of its id, such as a caption that occurs twice, are
 
@@ -42,18 +42,19 @@ def multi_positive(
     Args:
         queries: [n, d], n may differ between ranks.
         keys: [m, d], m may differ between ranks.
-        ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, fills up.
+        ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, is padding.
         key_ids: [m] integers; None where row i of keys belongs to row i of queries, and has its id.
-        weights: [n, k], non-negative; None is all alike.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        weights: [n, k], non-negative; None weights all ids equally.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         duplicates: see above; other than ``"positive"`` for paired rows with one id each.
-        symmetric: average with the direction from keys to queries, for paired rows with one id each.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for mine, [n].
-        world: who else holds rows.
+        symmetric: whether to average with the direction from keys to queries, for paired rows with one id each.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for the
+            local queries, [n].
+        world: the ranks that share the batch.
 
     Raises:
-        ValueError: ids and weights that do not fit, or what any :class:`Loss` refuses.
+        ValueError: invalid ids or weights, or what any :class:`Loss` refuses.
 
     Example:
         >>> eye = torch.eye(2)
@@ -67,14 +68,14 @@ def multi_positive(
     """
 
 class MultiPositive(Loss):
-    """InfoNCE whose targets are all keys with the query's ids.
+    """Compute InfoNCE with all keys of the query's ids as targets.
 
     With q, k the unit rows of all ranks, s_ij = q_i·k_j / t and targets p_i, a distribution over keys,
 
         loss_i = log Σ_{j∈C(i)} exp(s_ij)  −  Σ_j p_ij s_ij
 
-    which is ``cross_entropy(s, p)`` for C(i) all keys. A query with several ids looks for the keys of each of them, as
-    much as its weights say: p_ij ∝ Σ_l w_il [key j has id ids_il], softly; a query without a key does not count.
+    which is ``cross_entropy(s, p)`` for C(i) all keys. The targets of a query with several
+    ids follow its weights: p_ij ∝ Σ_l w_il [key j has id ids_il]. A query without a key does not count.
 
     Where row i of queries belongs to row i of keys, others of its id, such as a caption that occurs twice, are
 
@@ -86,20 +87,21 @@ class MultiPositive(Loss):
 
     - queries: [n, d], n may differ between ranks.
     - keys: [m, d], m may differ between ranks.
-    - ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, fills up.
+    - ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, is padding.
     - key_ids: [m] integers; None where row i of keys belongs to row i of queries, and has its id.
-    - weights: [n, k], non-negative; None is all alike.
+    - weights: [n, k], non-negative; None weights all ids equally.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         duplicates: see above; other than ``"positive"`` for paired rows with one id each.
-        symmetric: average with the direction from keys to queries, for paired rows with one id each.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for mine, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        symmetric: whether to average with the direction from keys to queries, for paired rows with one id each.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for the
+            local queries, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: ids and weights that do not fit, or what any :class:`Loss` refuses.
+        ValueError: invalid ids or weights, or what any :class:`Loss` refuses.
 
     Example:
         >>> eye = torch.eye(2)

@@ -1,17 +1,17 @@
-"""Multi-similarity: pairs weigh by how much they stand out among the anchor's others."""
+"""Multi-similarity: weight each pair by its similarity relative to the anchor's other pairs."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.passes import any_in_row, largest, smallest
+from contrastive_zoo.engine.masked import any_in_row, log1p_sum_exp, masked_max, masked_min
 from contrastive_zoo.loss_base.checks import is_number, number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, log1p_sum_exp
+from contrastive_zoo.loss_base.distances import MetricLoss
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class MultiSimilarity(MetricLoss):
-    r"""Soft sums of an anchor's similarities, to positives below a base and to negatives above it.
+    r"""Compute soft sums of an anchor's similarities, to positives below a base and to negatives above it.
 
         loss_i = 1/α · log(1 + Σ_{p∈P(i)} exp(−α (s_ip − λ)))  +  1/β · log(1 + Σ_{n∈N(i)} exp(β (s_in − λ)))
 
@@ -23,7 +23,7 @@ class MultiSimilarity(MetricLoss):
         base: λ, a similarity.
         epsilon: if given, the paper's mining, as pytorch-metric-learning's MultiSimilarityMiner: only negatives with
             s_in > min_p s_ip − ε and positives with s_ip < max_n s_in + ε.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
         ValueError: α or β that is not positive, a base or ε that is not finite; at the call as :class:`RowLoss`.
@@ -44,9 +44,9 @@ class MultiSimilarity(MetricLoss):
         beta: float = 50.0,
         base: float = 0.5,
         epsilon: float | None = None,
-        **kept: Unpack[RowSettings],
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(**kept)
+        super().__init__(**row_settings)
         self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon
         self.refuse_bad_settings()
 
@@ -60,15 +60,15 @@ class MultiSimilarity(MetricLoss):
         any_pair = any_in_row(positive) | any_in_row(negative)
         if self.epsilon is not None:
             fixed = similarity.detach()
-            least, most = smallest(fixed, positive), largest(fixed, negative)
-            positive = positive & (fixed < most[:, None] + self.epsilon)
-            negative = negative & (fixed > least[:, None] - self.epsilon)
+            lowest, highest = masked_min(fixed, positive), masked_max(fixed, negative)
+            positive = positive & (fixed < highest[:, None] + self.epsilon)
+            negative = negative & (fixed > lowest[:, None] - self.epsilon)
         return self.of_mined(similarity, positive, negative), any_pair
 
     def of_mined(
         self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]
     ) -> Float[Tensor, " c"]:
-        """What each anchor loses by the pairs that are left."""
-        pull = log1p_sum_exp(-self.alpha * (similarity - self.base), where=positive) / self.alpha
-        push = log1p_sum_exp(self.beta * (similarity - self.base), where=negative) / self.beta
-        return pull + push
+        """Return the loss of each anchor over its mined pairs."""
+        positive_term = log1p_sum_exp(-self.alpha * (similarity - self.base), mask=positive) / self.alpha
+        negative_term = log1p_sum_exp(self.beta * (similarity - self.base), mask=negative) / self.beta
+        return positive_term + negative_term

@@ -1,4 +1,4 @@
-"""N-pairs: one pair per class, each anchor against the positives of the other classes."""
+"""N-pairs: one pair per class, each anchor against the positives of other classes."""
 
 import torch
 from jaxtyping import Float, Int
@@ -7,10 +7,10 @@ from torch import Tensor
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import Panelwise
 from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import ALONE, Shards, World
 
@@ -26,24 +26,25 @@ def n_pairs(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Multi-class N-pair loss: of each class, the first row must find the second among the second rows of all classes.
+    r"""Compute the multi-class N-pair loss: classify, for each class's first row, its second row among those of all classes.
 
     With x_c, y_c the first two rows, in rank order, of the C classes that have two,
 
         loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
 
     Dense: ``cross_entropy(x @ y.T / t, arange(C))``. With ``normalize=True`` equal to pytorch-metric-learning's
-    NPairsLoss, which takes the same rows; its ``embedding_regularizer`` is a mean over all rows, the paper's and this
-    one over the pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
+    NPairsLoss, which selects the same rows. Its ``embedding_regularizer`` is a mean over all rows; the paper's and this
+    one are means over pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, in units of dot products; a tensor is learnt. The paper has none.
-        l2: λ ≥ 0, against growing norms.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for my rows.
-        world: who else holds rows.
+        temperature: t > 0, in units of dot products; a tensor is learnable. The paper has none.
+        l2: λ ≥ 0, the weight of the squared norms.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for the local
+            rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.
@@ -59,18 +60,18 @@ def n_pairs(
         "NPairs", embeddings, labels, problem=_settings_problem(l2), temperature=temperature, l2=l2, normalize=normalize,
         reduction=reduction, world=world,
     )  # fmt: skip
-    every = gather_rows(ids, shards, world)
-    order = every.argsort(stable=True)
-    place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=z.device))
-    start = torch.searchsorted(every[order], every)
-    nth = place - start  # how many rows of my class stand before me
-    twice = torch.searchsorted(every[order], every, right=True) - start > 1
-    first, second = (nth == 0) & twice, nth == 1
-    x, y = (chosen[shards.mine].nonzero().flatten() for chosen in (first, second))
-    loss = Panelwise(_partner, temperature=temperature)
+    all_ids = gather_rows(ids, shards, world)
+    order = all_ids.argsort(stable=True)
+    position = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=z.device))
+    start = torch.searchsorted(all_ids[order], all_ids)
+    index_in_class = position - start
+    has_pair = torch.searchsorted(all_ids[order], all_ids, right=True) - start > 1
+    first, second = (index_in_class == 0) & has_pair, index_in_class == 1
+    x, y = (selected[shards.mine].nonzero().flatten() for selected in (first, second))
+    loss = BlockLoss(_pair_losses, temperature=temperature)
     losses = sum_over_anchors(
-        loss, z[x], ids[x], columns=z[y], column_ids=ids[y], shards=_only(shards, first),
-        column_shards=_only(shards, second), reduction="none", world=world,
+        loss, z[x], ids[x], candidates=z[y], candidate_ids=ids[y], shards=_shards_of_selected(shards, first),
+        candidate_shards=_shards_of_selected(shards, second), reduction="none", world=world,
     )  # fmt: skip
     squares = l2 * z.square().sum(-1)
     losses = z.new_zeros(len(z)).index_add(0, x, losses) + squares.where((first | second)[shards.mine], 0)
@@ -87,11 +88,11 @@ def _settings_problem(l2: float) -> str | None:
 class NPairs(Loss, function=n_pairs, check=_settings_problem): ...
 
 
-def _partner(panel: Panel, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    logits = panel.anchors @ panel.columns.T / temperature
-    return logits.logsumexp(1) - logits.where(panel.positive, 0).sum(1), panel.positive.any(1)
+def _pair_losses(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logits = block.anchors @ block.candidates.T / temperature
+    return logits.logsumexp(1) - logits.where(block.positive, 0).sum(1), block.positive.any(1)
 
 
-def _only(shards: Shards, chosen: Tensor) -> Shards:
-    """How the chosen rows lie over the ranks."""
-    return Shards(tuple(int(part.sum()) for part in chosen.split(list(shards.sizes))), shards.rank)
+def _shards_of_selected(shards: Shards, selected: Tensor) -> Shards:
+    """Return the shard sizes of the selected rows."""
+    return Shards(tuple(int(part.sum()) for part in selected.split(list(shards.sizes))), shards.rank)

@@ -16,24 +16,25 @@ def n_pairs(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Multi-class N-pair loss: of each class, the first row must find the second among the second rows of all classes.
+    """Compute the multi-class N-pair loss: classify, for each class's first row, its second row among those of all classes.
 
     With x_c, y_c the first two rows, in rank order, of the C classes that have two,
 
         loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
 
     Dense: ``cross_entropy(x @ y.T / t, arange(C))``. With ``normalize=True`` equal to pytorch-metric-learning's
-    NPairsLoss, which takes the same rows; its ``embedding_regularizer`` is a mean over all rows, the paper's and this
-    one over the pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
+    NPairsLoss, which selects the same rows. Its ``embedding_regularizer`` is a mean over all rows; the paper's and this
+    one are means over pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, in units of dot products; a tensor is learnt. The paper has none.
-        l2: λ ≥ 0, against growing norms.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for my rows.
-        world: who else holds rows.
+        temperature: t > 0, in units of dot products; a tensor is learnable. The paper has none.
+        l2: λ ≥ 0, the weight of the squared norms.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for the local
+            rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.
@@ -47,15 +48,15 @@ def n_pairs(
     """
 
 class NPairs(Loss):
-    """Multi-class N-pair loss: of each class, the first row must find the second among the second rows of all classes.
+    """Compute the multi-class N-pair loss: classify, for each class's first row, its second row among those of all classes.
 
     With x_c, y_c the first two rows, in rank order, of the C classes that have two,
 
         loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
 
     Dense: ``cross_entropy(x @ y.T / t, arange(C))``. With ``normalize=True`` equal to pytorch-metric-learning's
-    NPairsLoss, which takes the same rows; its ``embedding_regularizer`` is a mean over all rows, the paper's and this
-    one over the pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
+    NPairsLoss, which selects the same rows. Its ``embedding_regularizer`` is a mean over all rows; the paper's and this
+    one are means over pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -63,11 +64,12 @@ class NPairs(Loss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, in units of dot products; a tensor is learnt. The paper has none.
-        l2: λ ≥ 0, against growing norms.
-        normalize: put rows on the unit sphere first; the paper does not.
-        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for my rows.
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, in units of dot products; a tensor is learnable. The paper has none.
+        l2: λ ≥ 0, the weight of the squared norms.
+        normalize: normalise embeddings to unit length first; the paper does not.
+        reduction: ``"mean"`` over all ranks' pairs (nats per pair, 0 without any), ``"sum"``, or ``"none"`` for the local
+            rows.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.

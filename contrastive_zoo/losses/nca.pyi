@@ -3,7 +3,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.panelwise import PanelLoss
+from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.world import ALONE, World
 
 def nca(
@@ -15,22 +15,23 @@ def nca(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Neighbourhood component analysis: −log of the chance that a stochastic neighbour is of the anchor's class.
+    """Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
     With z the rows of all ranks, P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
 
-    averaged over the anchors that have a positive, the paper's alternative to the sum of the chances themselves. Equal to
-    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``; there an anchor whose chance underflows is left out.
+    averaged over the anchors that have a positive, the paper's alternative to the sum of the probabilities. Equal to
+    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, in units of squared distance; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        temperature: t > 0, in units of squared distance; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: what any :class:`Loss` refuses.
@@ -43,15 +44,15 @@ def nca(
     Source: Goldberger et al. 2004, https://www.cs.toronto.edu/~hinton/absps/nca.pdf
     """
 
-class NCA(PanelLoss):
-    """Neighbourhood component analysis: −log of the chance that a stochastic neighbour is of the anchor's class.
+class NCA(LabelledLoss):
+    """Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
     With z the rows of all ranks, P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
 
-    averaged over the anchors that have a positive, the paper's alternative to the sum of the chances themselves. Equal to
-    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``; there an anchor whose chance underflows is left out.
+    averaged over the anchors that have a positive, the paper's alternative to the sum of the probabilities. Equal to
+    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -59,10 +60,11 @@ class NCA(PanelLoss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, in units of squared distance; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, in units of squared distance; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: what any :class:`Loss` refuses.

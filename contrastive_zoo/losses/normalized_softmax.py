@@ -1,4 +1,4 @@
-"""Normalised softmax: a classifier whose rows and class weights lie on the sphere."""
+"""Normalised softmax: a classifier with unit embeddings and unit class weights."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def normalized_softmax(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Cross-entropy of finding a row's class by cosine; each class weight is the class's one proxy.
+    r"""Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
 
     With z the unit rows, w the unit weights and y the labels,
 
@@ -33,11 +33,11 @@ def normalized_softmax(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
@@ -54,7 +54,7 @@ def normalized_softmax(
 
 
 class NormalizedSoftmax(ClassLoss, function=normalized_softmax):
-    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Example:
         >>> import torch

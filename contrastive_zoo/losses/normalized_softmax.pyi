@@ -16,7 +16,7 @@ def normalized_softmax(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Cross-entropy of finding a row's class by cosine; each class weight is the class's one proxy.
+    """Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
 
     With z the unit rows, w the unit weights and y the labels,
 
@@ -27,11 +27,11 @@ def normalized_softmax(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k centres a class, of which the nearest counts; equal on every rank.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        weights: [C, d], or [C, k, d] with k centres per class, of which the nearest counts; equal on every rank.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
@@ -45,7 +45,7 @@ def normalized_softmax(
     """
 
 class NormalizedSoftmax(ClassLoss):
-    """Cross-entropy of finding a row's class by cosine; each class weight is the class's one proxy.
+    """Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
 
     With z the unit rows, w the unit weights and y the labels,
 
@@ -53,7 +53,7 @@ class NormalizedSoftmax(ClassLoss):
 
     Dense: ``cross_entropy(z @ w.T / t, labels)``.
 
-    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -63,12 +63,12 @@ class NormalizedSoftmax(ClassLoss):
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
-        shard_over: the processes over which classes are dealt, ``World.of()`` or ``World.of(group)``, the same that
-            share the batch; None is whole weights on every rank.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        sub_centers: weight vectors per class; None is 1, or 10 for SoftTriple.
+        shard_over: the ranks that classes are split over, ``World.of()`` or ``World.of(group)``, the same that share the
+            batch; None keeps all weights on every rank.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.

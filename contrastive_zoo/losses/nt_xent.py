@@ -1,4 +1,4 @@
-"""NT-Xent: each view must find its partner among all other views of the global batch."""
+"""NT-Xent: classify each view's partner among all other views of the global batch."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.pairs import are_few_pairs, few_pairs
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.engine.small_batch import small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import self_log_sum_exp
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import in_a_row, meet_views, narrowed, prepared
+from contrastive_zoo.loss_base.preparation import agree_on_views, concat_views, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
@@ -26,7 +26,7 @@ def nt_xent(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Normalised-temperature cross-entropy over two or more views.
+    r"""Compute the normalised-temperature cross-entropy over two or more views.
 
     With z the unit rows of all views of all ranks and P(i) the other views of row i's sample,
 
@@ -36,10 +36,11 @@ def nt_xent(
 
     Args:
         views: two or more of [n, d], rows of one sample at the same index; n may differ between ranks.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' anchors (nats), ``"sum"``, or ``"none"``, mine view after view, [views · n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' anchors (nats), ``"sum"``, or ``"none"`` for the local anchors, view
+            after view, [views · n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: fewer than two views, or what any :class:`Loss` refuses.
@@ -52,19 +53,19 @@ def nt_xent(
     """
     temperature = real(temperature)
     settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction, "world": world}
-    shards, count = meet_views("NTXent", views, **settings), len(views)
-    if count == 2 and normalize and are_few_pairs(views[0], temperature, "views", reduction, world):
-        return few_pairs(*views, temperature=temperature, who="views", reduction=reduction)
+    shards, count = agree_on_views("NTXent", views, **settings), len(views)
+    if count == 2 and normalize and uses_small_batch_path(views[0], temperature, "views", reduction, world):
+        return small_batch_info_nce(*views, temperature=temperature, comparison="views", reduction=reduction)
 
     scale = logit_scale(temperature, world)
-    rows = [narrowed(prepared(view, normalize=normalize, world=world), view, world) for view in views]
-    partners = [len(rows[0]) * step for step in range(1, count)]
+    rows = [round_to_input_dtype(prepare_rows(view, normalize=normalize, world=world), view, world) for view in views]
+    offsets = [len(rows[0]) * step for step in range(1, count)]
     candidates, similarities = self_log_sum_exp(
-        in_a_row(rows, world), scale=scale, unit=normalize, dtype=views[0].dtype, partners=partners,
+        concat_views(rows, world), scale=scale, unit_norm=normalize, dtype=views[0].dtype, partner_offsets=offsets,
         shards=shards.times(count), world=world,
     )  # fmt: skip
-    # a pair counts for its earlier and for its later view
-    both = [F.pad(s, (0, p)) + F.pad(s, (p, 0)) for p, s in zip(partners, similarities, strict=True)]
+    # each pair counts for both of its views
+    both = [F.pad(s, (0, o)) + F.pad(s, (o, 0)) for o, s in zip(offsets, similarities, strict=True)]
     positive = torch.stack(both).sum(0) / (count - 1)
     return reduce_anchors(candidates - positive, reduction=reduction, world=world)
 

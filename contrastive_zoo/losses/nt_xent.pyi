@@ -13,7 +13,7 @@ def nt_xent(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Normalised-temperature cross-entropy over two or more views.
+    """Compute the normalised-temperature cross-entropy over two or more views.
 
     With z the unit rows of all views of all ranks and P(i) the other views of row i's sample,
 
@@ -23,10 +23,11 @@ def nt_xent(
 
     Args:
         views: two or more of [n, d], rows of one sample at the same index; n may differ between ranks.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' anchors (nats), ``"sum"``, or ``"none"``, mine view after view, [views · n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' anchors (nats), ``"sum"``, or ``"none"`` for the local anchors, view
+            after view, [views · n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: fewer than two views, or what any :class:`Loss` refuses.
@@ -39,7 +40,7 @@ def nt_xent(
     """
 
 class NTXent(Loss):
-    """Normalised-temperature cross-entropy over two or more views.
+    """Compute the normalised-temperature cross-entropy over two or more views.
 
     With z the unit rows of all views of all ranks and P(i) the other views of row i's sample,
 
@@ -52,10 +53,11 @@ class NTXent(Loss):
     - views: two or more of [n, d], rows of one sample at the same index; n may differ between ranks.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' anchors (nats), ``"sum"``, or ``"none"``, mine view after view, [views · n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' anchors (nats), ``"sum"``, or ``"none"`` for the local anchors, view
+            after view, [views · n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: fewer than two views, or what any :class:`Loss` refuses.

@@ -1,4 +1,4 @@
-"""ProxyAnchor: each proxy pulls the rows of its class and pushes all others, the hardest most."""
+"""ProxyAnchor: each proxy is an anchor for all rows of the batch, with the hardest rows weighted most."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -21,13 +21,13 @@ def proxy_anchor(
     alpha: float = 32.0,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    r"""Proxies are the anchors, the rows of the global batch their positives and negatives.
+    r"""Compute a loss whose anchors are proxies, and whose positives and negatives are the rows of the global batch.
 
     With s the cosines of rows x and proxies p, X⁺(p) the rows of p's class and P⁺ the proxies that have some,
 
         loss = 1/|P⁺| Σ_{p∈P⁺} log(1 + Σ_{x∈X⁺(p)} exp(−α (s_xp − δ)))  +  1/C Σ_p log(1 + Σ_{x∉X⁺(p)} exp(α (s_xp + δ)))
 
-    in nats per proxy. The sums over rows are two numbers a proxy, taken over all ranks.
+    in nats per proxy. The sums over rows are two numbers per proxy, reduced over all ranks.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -35,10 +35,10 @@ def proxy_anchor(
         weights: the proxies [C, d], equal on every rank.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
-        ValueError: labels that are no classes, proxies that do not fit, an alpha <= 0, or what any :class:`Loss` refuses.
+        ValueError: labels that are no classes, proxies of another shape, an alpha <= 0, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
@@ -49,11 +49,13 @@ def proxy_anchor(
     """
     several = f"there is one proxy a class, got weights {list(weights.shape)}. Leave sub_centers at 1."
     problem = _settings_problem(margin, alpha) if weights.ndim == 2 else several
-    z, own, proxies, *_ = begin_with_classes(
+    z, targets, proxies, *_ = begin_with_classes(
         "ProxyAnchor", embeddings, labels, weights, margin=margin, alpha=alpha, problem=problem, world=world
     )
-    pull, push, members = log1p_sum_exp_by_class(z, own, proxies, shift=real(margin), scale=real(alpha), world=world)
-    return pull.sum() / (members > 0).sum() + push.mean()  # 0 for a proxy without such rows
+    positive_term, negative_term, counts = log1p_sum_exp_by_class(
+        z, targets, proxies, shift=real(margin), scale=real(alpha), world=world
+    )
+    return positive_term.sum() / (counts > 0).sum() + negative_term.mean()  # a proxy without such rows has 0
 
 
 def _settings_problem(margin: float, alpha: float) -> str | None:
@@ -61,7 +63,7 @@ def _settings_problem(margin: float, alpha: float) -> str | None:
 
 
 class ProxyAnchor(ClassLoss, function=proxy_anchor, check=_settings_problem):
-    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Example:
         >>> import torch

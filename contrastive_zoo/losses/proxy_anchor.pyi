@@ -14,13 +14,13 @@ def proxy_anchor(
     alpha: float = 32.0,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    """Proxies are the anchors, the rows of the global batch their positives and negatives.
+    """Compute a loss whose anchors are proxies, and whose positives and negatives are the rows of the global batch.
 
     With s the cosines of rows x and proxies p, X⁺(p) the rows of p's class and P⁺ the proxies that have some,
 
         loss = 1/|P⁺| Σ_{p∈P⁺} log(1 + Σ_{x∈X⁺(p)} exp(−α (s_xp − δ)))  +  1/C Σ_p log(1 + Σ_{x∉X⁺(p)} exp(α (s_xp + δ)))
 
-    in nats per proxy. The sums over rows are two numbers a proxy, taken over all ranks.
+    in nats per proxy. The sums over rows are two numbers per proxy, reduced over all ranks.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -28,10 +28,10 @@ def proxy_anchor(
         weights: the proxies [C, d], equal on every rank.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
-        ValueError: labels that are no classes, proxies that do not fit, an alpha <= 0, or what any :class:`Loss` refuses.
+        ValueError: labels that are no classes, proxies of another shape, an alpha <= 0, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch
@@ -42,15 +42,15 @@ def proxy_anchor(
     """
 
 class ProxyAnchor(ClassLoss):
-    """Proxies are the anchors, the rows of the global batch their positives and negatives.
+    """Compute a loss whose anchors are proxies, and whose positives and negatives are the rows of the global batch.
 
     With s the cosines of rows x and proxies p, X⁺(p) the rows of p's class and P⁺ the proxies that have some,
 
         loss = 1/|P⁺| Σ_{p∈P⁺} log(1 + Σ_{x∈X⁺(p)} exp(−α (s_xp − δ)))  +  1/C Σ_p log(1 + Σ_{x∉X⁺(p)} exp(α (s_xp + δ)))
 
-    in nats per proxy. The sums over rows are two numbers a proxy, taken over all ranks.
+    in nats per proxy. The sums over rows are two numbers per proxy, reduced over all ranks.
 
-    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -62,10 +62,10 @@ class ProxyAnchor(ClassLoss):
         embedding_size: d.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: labels that are no classes, proxies that do not fit, an alpha <= 0, or what any :class:`Loss` refuses.
+        ValueError: labels that are no classes, proxies of another shape, an alpha <= 0, or what any :class:`Loss` refuses.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""ProxyNCA++: a row's own proxy must be the nearest, by squared distance, with low temperature."""
+"""ProxyNCA++: a softmax over squared distances to proxies, with a low temperature."""
 
 from typing import Any
 
@@ -22,23 +22,23 @@ def proxy_nca(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Probability of choosing a row's own proxy among all proxies, by squared Euclidean distance on the sphere.
+    r"""Compute −log of the probability of a row's own proxy among all proxies, by squared distances of unit vectors.
 
     With z the unit rows, p the unit proxies and y the labels,
 
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
     As ‖z − p‖² = 2 − 2 z·p, this is :func:`normalized_softmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
-    The own proxy stands in the denominator, unlike in ProxyNCA.
+    Unlike in ProxyNCA, the denominator contains the own proxy.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k proxies a class, of which the nearest counts; equal on every rank.
-        temperature: t > 0, in units of squared distance; a tensor is learnt.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        weights: [C, d], or [C, k, d] with k proxies per class, of which the nearest counts; equal on every rank.
+        temperature: t > 0, in units of squared distance; a tensor is learnable.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, proxies of another width, or what any :class:`Loss` refuses.
@@ -51,11 +51,11 @@ def proxy_nca(
     Source: Teh et al. 2020, §3, https://arxiv.org/abs/2004.01113
     """
     settings: Any = {"temperature": temperature, "sharded": sharded, "reduction": reduction, "world": world}
-    return softmax_over_classes("ProxyNCA", embeddings, labels, weights, times=2.0, **settings)
+    return softmax_over_classes("ProxyNCA", embeddings, labels, weights, scale_factor=2.0, **settings)
 
 
 class ProxyNCA(ClassLoss, function=proxy_nca):
-    """``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Example:
         >>> import torch

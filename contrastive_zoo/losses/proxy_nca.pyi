@@ -16,23 +16,23 @@ def proxy_nca(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Probability of choosing a row's own proxy among all proxies, by squared Euclidean distance on the sphere.
+    """Compute −log of the probability of a row's own proxy among all proxies, by squared distances of unit vectors.
 
     With z the unit rows, p the unit proxies and y the labels,
 
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
     As ‖z − p‖² = 2 − 2 z·p, this is :func:`normalized_softmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
-    The own proxy stands in the denominator, unlike in ProxyNCA.
+    Unlike in ProxyNCA, the denominator contains the own proxy.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
-        weights: [C, d], or [C, k, d] with k proxies a class, of which the nearest counts; equal on every rank.
-        temperature: t > 0, in units of squared distance; a tensor is learnt.
-        sharded: ``weights`` are this rank's share; the classes of all ranks, in rank order, are compared.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        weights: [C, d], or [C, k, d] with k proxies per class, of which the nearest counts; equal on every rank.
+        temperature: t > 0, in units of squared distance; a tensor is learnable.
+        sharded: whether ``weights`` are this rank's share; rows are compared with the classes of all ranks, in rank order.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, proxies of another width, or what any :class:`Loss` refuses.
@@ -46,16 +46,16 @@ def proxy_nca(
     """
 
 class ProxyNCA(ClassLoss):
-    """Probability of choosing a row's own proxy among all proxies, by squared Euclidean distance on the sphere.
+    """Compute −log of the probability of a row's own proxy among all proxies, by squared distances of unit vectors.
 
     With z the unit rows, p the unit proxies and y the labels,
 
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
     As ‖z − p‖² = 2 − 2 z·p, this is :func:`normalized_softmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
-    The own proxy stands in the denominator, unlike in ProxyNCA.
+    Unlike in ProxyNCA, the denominator contains the own proxy.
 
-    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -65,12 +65,12 @@ class ProxyNCA(ClassLoss):
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
-        shard_over: the processes over which classes are dealt, ``World.of()`` or ``World.of(group)``, the same that
-            share the batch; None is whole weights on every rank.
-        temperature: t > 0, in units of squared distance; a tensor is learnt.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        sub_centers: weight vectors per class; None is 1, or 10 for SoftTriple.
+        shard_over: the ranks that classes are split over, ``World.of()`` or ``World.of(group)``, the same that share the
+            batch; None keeps all weights on every rank.
+        temperature: t > 0, in units of squared distance; a tensor is learnable.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: labels that are no classes, proxies of another width, or what any :class:`Loss` refuses.

@@ -1,4 +1,4 @@
-"""Ranked list: positives inside a ball around the anchor, negatives outside of a larger one, the worst first."""
+"""Ranked list: positives within one radius, negatives beyond a larger one, with the hardest weighted most."""
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -9,23 +9,23 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class RankedList(MetricLoss):
-    r"""Weighted means of the hinges of the positives and of the negatives that violate their ball.
+    r"""Compute weighted means of the hinges of positives and of negatives that violate their radius.
 
     With D_ij the distance of unit rows, over the pairs with D_ip > α − margin and D_in < α,
 
         loss_i = (1 − λ) Σ_p w_p (D_ip − α + margin) / Σ_p w_p  +  λ Σ_n w_n (α − D_in) / Σ_n w_n
         w_p = exp(T_p (D_ip − α + margin)),  w_n = exp(T_n (α − D_in))
 
-    averaged over the anchors with any pair; a mean of nothing is 0. The gradient flows through the weights too.
+    averaged over the anchors with any pair; an empty mean is 0. The weights have gradients, too.
 
     Args:
-        margin: between the two balls.
-        alpha: α, radius beyond which negatives are left alone.
-        t_p: T_p >= 0; 0 weighs positives alike.
+        margin: difference of the two radii.
+        alpha: α, the radius beyond which negatives have no loss.
+        t_p: T_p >= 0; 0 weights positives equally.
         t_n: T_n >= 0.
         imbalance: λ in 0 … 1, the share of the negatives.
         epsilon: added to Σ w once per row of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
         ValueError: a λ outside of 0 … 1, a negative T or epsilon, a margin or α that is not finite; at the call
@@ -49,9 +49,9 @@ class RankedList(MetricLoss):
         t_n: float = 10.0,
         imbalance: float = 0.5,
         epsilon: float = 0.0,
-        **kept: Unpack[RowSettings],
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(**kept)
+        super().__init__(**row_settings)
         self.margin, self.alpha, self.t_p, self.t_n = margin, alpha, t_p, t_n
         self.imbalance, self.epsilon = imbalance, epsilon
         self.refuse_bad_settings()
@@ -70,9 +70,9 @@ class RankedList(MetricLoss):
         return distances(anchors, columns)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        pull = self._mean(similarity - self.alpha + self.margin, positive, self.t_p)
-        push = self._mean(self.alpha - similarity, negative, self.t_n)
-        return (1 - self.imbalance) * pull + self.imbalance * push, positive.any(1) | negative.any(1)
+        positive_term = self._mean(similarity - self.alpha + self.margin, positive, self.t_p)
+        negative_term = self._mean(self.alpha - similarity, negative, self.t_n)
+        return (1 - self.imbalance) * positive_term + self.imbalance * negative_term, positive.any(1) | negative.any(1)
 
     def _mean(self, hinge: Tensor, where: Tensor, t: float) -> Tensor:
         where = where & (hinge > 0)

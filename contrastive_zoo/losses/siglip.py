@@ -1,4 +1,4 @@
-"""SigLIP: every pair of an image and a text is a yes or no question of its own."""
+"""SigLIP: a binary classification of every pair of an image and a text."""
 
 import math
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.panelwise import Panelwise
-from contrastive_zoo.loss_base.preparation import begin, numbered, prepared
-from contrastive_zoo.loss_base.temperature import LearntScale
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
+from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
 
 
@@ -30,7 +30,7 @@ def siglip(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Binary cross-entropy of all pairs, summed over texts and averaged over images.
+    r"""Compute the binary cross-entropy of all pairs, summed over texts and averaged over images.
 
     With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
 
@@ -42,11 +42,11 @@ def siglip(
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        logit_bias: b, that starts the many negatives near their answer; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for my images, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        logit_bias: b; a negative start matches the many negatives. A tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for the local images, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
@@ -63,18 +63,20 @@ def siglip(
     shards, *_ = begin(
         "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world, **settings
     )
-    x, y = (prepared(rows, normalize=normalize, world=world) for rows in (images, texts))
-    ids, loss = numbered(shards, x), Panelwise(yes_or_no, **settings)
-    return sum_over_anchors(loss, x, ids, columns=y, column_ids=ids, shards=shards, reduction=reduction, world=world)
+    x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
+    ids, loss = sample_indices(shards, x), BlockLoss(binary_cross_entropy, **settings)
+    return sum_over_anchors(
+        loss, x, ids, candidates=y, candidate_ids=ids, shards=shards, reduction=reduction, world=world
+    )
 
 
 def bias_problem(logit_bias: float | Tensor) -> str | None:
-    """What is wrong with a bias, in words; None if nothing is."""
+    """Return what is wrong with a bias, or None."""
     return number_problem(None, "SigLIP starts at -10.", logit_bias=real(logit_bias))
 
 
-class SigLIP(LearntScale, function=siglip, check=bias_problem):
-    """Temperature and bias are learnt; the given ones are where they start.
+class SigLIP(LearnableScaleLoss, function=siglip, check=bias_problem):
+    """Temperature and bias are learnable; the settings are their initial values.
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
 
@@ -93,8 +95,8 @@ class SigLIP(LearntScale, function=siglip, check=bias_problem):
         super().__init__(logit_bias=logit_bias, **settings)
 
 
-def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """−Σ log σ(± logit) over a panel's pairs: positives are to be positive, negatives negative."""
-    logits = panel.anchors @ panel.columns.T / temperature + logit_bias
-    pairs = -F.logsigmoid(logits.where(panel.positive, -logits)).where(panel.positive | panel.negative, 0)
-    return pairs.sum(1), torch.ones_like(panel.ids, dtype=torch.bool)
+def binary_cross_entropy(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return −Σ log σ(± logit) over the pairs of each anchor: + for positives, − for negatives."""
+    logits = block.anchors @ block.candidates.T / temperature + logit_bias
+    pairs = -F.logsigmoid(logits.where(block.positive, -logits)).where(block.positive | block.negative, 0)
+    return pairs.sum(1), torch.ones_like(block.ids, dtype=torch.bool)

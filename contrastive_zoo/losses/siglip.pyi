@@ -3,8 +3,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel
-from contrastive_zoo.loss_base.temperature import LearntScale
+from contrastive_zoo.engine.rowwise import AnchorBlock
+from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
 
 def siglip(
@@ -17,7 +17,7 @@ def siglip(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Binary cross-entropy of all pairs, summed over texts and averaged over images.
+    """Compute the binary cross-entropy of all pairs, summed over texts and averaged over images.
 
     With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
 
@@ -29,11 +29,11 @@ def siglip(
     Args:
         images: [n, d], n may differ between ranks.
         texts: [n, d], row i belongs to row i of images.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        logit_bias: b, that starts the many negatives near their answer; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for my images, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        logit_bias: b; a negative start matches the many negatives. A tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for the local images, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
@@ -46,10 +46,10 @@ def siglip(
     """
 
 def bias_problem(logit_bias: float | Tensor) -> str | None:
-    """What is wrong with a bias, in words; None if nothing is."""
+    """Return what is wrong with a bias, or None."""
 
-class SigLIP(LearntScale):
-    """Binary cross-entropy of all pairs, summed over texts and averaged over images.
+class SigLIP(LearnableScaleLoss):
+    """Compute the binary cross-entropy of all pairs, summed over texts and averaged over images.
 
     With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
 
@@ -58,7 +58,7 @@ class SigLIP(LearntScale):
     Dense: ``-logsigmoid((2 * eye(N) - 1) * (x @ y.T / t + b)).sum() / N``. Equal to open_clip's ``SigLipLoss`` on one
     process, with logit_scale = 1/t.
 
-    Temperature and bias are learnt; the given ones are where they start.
+    Temperature and bias are learnable; the settings are their initial values.
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
 
@@ -68,11 +68,11 @@ class SigLIP(LearntScale):
     - texts: [n, d], row i belongs to row i of images.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        logit_bias: b, that starts the many negatives near their answer; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for my images, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        logit_bias: b; a negative start matches the many negatives. A tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for the local images, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
@@ -103,5 +103,5 @@ class SigLIP(LearntScale):
         self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"], *, world: World | None = None
     ) -> Tensor: ...
 
-def yes_or_no(panel: Panel, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """−Σ log σ(± logit) over a panel's pairs: positives are to be positive, negatives negative."""
+def binary_cross_entropy(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return −Σ log σ(± logit) over the pairs of each anchor: + for positives, − for negatives."""

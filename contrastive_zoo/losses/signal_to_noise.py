@@ -1,28 +1,29 @@
-"""Signal-to-noise: the contrastive loss of a distance that divides by the anchor's own variance."""
+"""Signal-to-noise: the contrastive loss on a distance that is relative to the anchor's variance."""
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.loss_base.distances import Average, squared_distances
+from contrastive_zoo.loss_base.distances import CountedTerms, squared_distances
 from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.losses.contrastive import Contrastive
 
 
 class SignalToNoise(Contrastive):
-    r"""Hinges on pairs as in :class:`Contrastive`, of the noise that a row adds to the anchor.
+    r"""Compute hinges on pairs as :class:`Contrastive`, on the ratio of noise to the anchor's variance.
 
         D_ij = var(z_j − z_i) / var(z_i)
 
     with variances over the d features of unit rows. It is not symmetric. The paper's regulariser of the rows' means is
-    left to the user: ``λ * z.sum(1).abs().mean()``, of pytorch-metric-learning ZeroMeanRegularizer.
+    not included: add ``λ * z.sum(1).abs().mean()``, pytorch-metric-learning's ZeroMeanRegularizer.
 
     Args:
-        pos_margin: positives are pulled down to this ratio.
-        neg_margin: negatives are pushed beyond this ratio.
-        power: of the hinges.
+        pos_margin: ratio up to which positives have no loss.
+        neg_margin: ratio from which on negatives have no loss.
+        power: the power of the hinges.
         average: over the pairs with a loss (``"nonzero"``, as pytorch-metric-learning) or ``"all"``.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's pairs.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
+            anchor's pairs.
 
     Raises:
         ValueError: an unknown average, a power below 1, a margin that is not finite; at the call as :class:`RowLoss`.
@@ -41,10 +42,10 @@ class SignalToNoise(Contrastive):
         pos_margin: float = 0.0,
         neg_margin: float = 1.0,
         power: float = 1.0,
-        average: Average = "nonzero",
-        **kept: Unpack[RowSettings],
+        average: CountedTerms = "nonzero",
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(pos_margin=pos_margin, neg_margin=neg_margin, power=power, average=average, **kept)
+        super().__init__(pos_margin=pos_margin, neg_margin=neg_margin, power=power, average=average, **row_settings)
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         a, b = (x - x.mean(1, keepdim=True) for x in (anchors, columns))

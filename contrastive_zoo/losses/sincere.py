@@ -1,13 +1,13 @@
-"""SINCERE: each positive competes with the negatives only, never with the anchor's other positives."""
+"""SINCERE: each positive is compared with the negatives only, never with the anchor's other positives."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.engine.rowwise import AnchorBlock
+from contrastive_zoo.loss_base.block_loss import Average, LabelledLoss, info_nce_per_positive, sum_over_labelled_anchors
 from contrastive_zoo.loss_base.checks import word_problem
-from contrastive_zoo.loss_base.panelwise import Average, PanelLoss, each_positive, over_anchors
 from contrastive_zoo.world import ALONE, World
 
 
@@ -22,7 +22,7 @@ def sincere(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Supervised InfoNCE revisited: the mean over an anchor's positives of their InfoNCE losses.
+    r"""Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
     With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
 
@@ -31,12 +31,13 @@ def sincere(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        average: ``"anchors"`` that have a positive weigh alike (the authors' code knows no others), or ``"pairs"`` (i, p):
-            then it is pytorch-metric-learning's NTXentLoss on labelled rows, in memory linear in N.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
+            which is pytorch-metric-learning's NTXentLoss on labelled rows, with memory linear in N.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an unknown average, or what any :class:`Loss` refuses.
@@ -48,18 +49,18 @@ def sincere(
 
     Source: Feeney and Hughes 2023, https://arxiv.org/abs/2309.14277
     """
-    return over_anchors(
-        "SINCERE", _revisited, embeddings, labels, problem=_settings_problem(average), average=average,
+    return sum_over_labelled_anchors(
+        "SINCERE", _block_losses, embeddings, labels, problem=_settings_problem(average), average=average,
         temperature=temperature, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
 
 
-def _revisited(panel: Panel, temperature: Tensor, average: Average) -> tuple[Tensor, Tensor]:
-    return each_positive(panel.anchors @ panel.columns.T / temperature, panel, average)
+def _block_losses(block: AnchorBlock, temperature: Tensor, average: Average) -> tuple[Tensor, Tensor]:
+    return info_nce_per_positive(block.anchors @ block.candidates.T / temperature, block, average)
 
 
 def _settings_problem(average: str) -> str | None:
     return word_problem("average", average, Average)
 
 
-class SINCERE(PanelLoss, function=sincere, panel=_revisited, check=_settings_problem): ...
+class SINCERE(LabelledLoss, function=sincere, block_function=_block_losses, check=_settings_problem): ...

@@ -3,7 +3,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.panelwise import Average, PanelLoss
+from contrastive_zoo.loss_base.block_loss import Average, LabelledLoss
 from contrastive_zoo.world import ALONE, World
 
 def sincere(
@@ -16,7 +16,7 @@ def sincere(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Supervised InfoNCE revisited: the mean over an anchor's positives of their InfoNCE losses.
+    """Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
     With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
 
@@ -25,12 +25,13 @@ def sincere(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        average: ``"anchors"`` that have a positive weigh alike (the authors' code knows no others), or ``"pairs"`` (i, p):
-            then it is pytorch-metric-learning's NTXentLoss on labelled rows, in memory linear in N.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
+            which is pytorch-metric-learning's NTXentLoss on labelled rows, with memory linear in N.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an unknown average, or what any :class:`Loss` refuses.
@@ -43,8 +44,8 @@ def sincere(
     Source: Feeney and Hughes 2023, https://arxiv.org/abs/2309.14277
     """
 
-class SINCERE(PanelLoss):
-    """Supervised InfoNCE revisited: the mean over an anchor's positives of their InfoNCE losses.
+class SINCERE(LabelledLoss):
+    """Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
     With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
 
@@ -56,12 +57,13 @@ class SINCERE(PanelLoss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        average: ``"anchors"`` that have a positive weigh alike (the authors' code knows no others), or ``"pairs"`` (i, p):
-            then it is pytorch-metric-learning's NTXentLoss on labelled rows, in memory linear in N.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
+            which is pytorch-metric-learning's NTXentLoss on labelled rows, with memory linear in N.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' anchors or pairs (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an unknown average, or what any :class:`Loss` refuses.

@@ -1,4 +1,4 @@
-"""SmoothAP: average precision of an anchor's ranking, with sigmoids for the comparisons of similarities."""
+"""SmoothAP: average precision of an anchor's ranking, with sigmoids in place of comparisons."""
 
 import torch
 from torch import Tensor
@@ -10,20 +10,20 @@ from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
 class SmoothAP(MetricLoss):
-    r"""One minus average precision; a row's rank counts the rows before it softly.
+    r"""Compute one minus average precision, with a soft count of the rows before each positive.
 
-    With σ_k(p) = sigmoid((s_ik − s_ip) / t), how surely row k comes before positive p in anchor i's ranking,
+    With σ_k(p) = sigmoid((s_ik − s_ip) / t), the soft comparison of row k and positive p in anchor i's ranking,
 
         loss_i = 1 − mean_{p∈P(i)} (1 + Σ_{k∈P(i), k≠p} σ_k(p)) / (1 + Σ_{k∈P(i)∪N(i), k≠p} σ_k(p))
 
-    averaged over the anchors with a positive. One positive is worked on at a time: memory is linear in N, work is P N an
-    anchor.
+    averaged over the anchors with a positive. One positive per anchor is processed at a time: memory is linear in N,
+    and an anchor takes P N comparisons.
 
     Args:
         temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
-        with_self: whether an anchor also retrieves itself, as a positive, as in the authors' code and in
-            pytorch-metric-learning's, which takes blocks of equal classes, as many as each has rows.
-        kept: normalize, reduction, check_finite of :class:`RowLoss`.
+        with_self: whether an anchor is its own positive, as in the authors' code and in pytorch-metric-learning, which needs
+            classes of equal size, in blocks.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
 
     Raises:
         ValueError: a temperature that is not positive; at the call as :class:`RowLoss`.
@@ -36,14 +36,16 @@ class SmoothAP(MetricLoss):
     Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
 
-    def __init__(self, *, temperature: float = 0.01, with_self: bool = False, **kept: Unpack[RowSettings]) -> None:
-        super().__init__(**kept)
+    def __init__(
+        self, *, temperature: float = 0.01, with_self: bool = False, **row_settings: Unpack[RowSettings]
+    ) -> None:
+        super().__init__(**row_settings)
         self.temperature, self.with_self = temperature, with_self
         self.refuse_bad_settings()
 
     def settings_problem(self) -> str | None:
-        cold = number_problem("temperature is positive", above=0, temperature=self.temperature)
-        return super().settings_problem() or cold
+        problem = number_problem("temperature is positive", above=0, temperature=self.temperature)
+        return super().settings_problem() or problem
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive
@@ -51,7 +53,7 @@ class SmoothAP(MetricLoss):
 
         def precision(p: Tensor) -> Tensor:
             before = ((ranked - similarity.gather(1, p)) / self.temperature).sigmoid()
-            # among both sums is sigmoid(0) = ½ of the positive itself
+            # both sums contain sigmoid(0) = ½ of the positive itself
             return (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
 
         mean = sum_over_positives(precision, relevant) / relevant.sum(1).clamp(min=1)

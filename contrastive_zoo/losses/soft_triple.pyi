@@ -18,25 +18,25 @@ def soft_triple(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
+    """Compute the cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
 
     With z the unit rows, w the unit centres and y the labels,
 
         S_ij   = Σ_k softmax_k(z_i·w_jk / γ) z_i·w_jk
         loss_i = −log σ( λ (S_{i y_i} − δ)  −  log Σ_{j≠y_i} exp(λ S_ij) )  +  τ R
 
-    and R = Σ_j Σ_{k<l} ‖w_jk − w_jl‖ / (C K (K − 1)) over the K centres of each class, which merges spare ones.
+    and R = Σ_j Σ_{k<l} ‖w_jk − w_jl‖ / (C K (K − 1)) over the K centres of each class, which merges redundant ones.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] classes 0 … C − 1.
         weights: centres [C, k, d], equal on every rank.
         la: λ > 0, dimensionless.
-        gamma: γ > 0, how soft centres are chosen.
+        gamma: γ > 0, the temperature of the softmax over centres.
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, a
@@ -51,16 +51,16 @@ def soft_triple(
     """
 
 class SoftTriple(ClassLoss):
-    """Cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
+    """Compute the cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
 
     With z the unit rows, w the unit centres and y the labels,
 
         S_ij   = Σ_k softmax_k(z_i·w_jk / γ) z_i·w_jk
         loss_i = −log σ( λ (S_{i y_i} − δ)  −  log Σ_{j≠y_i} exp(λ S_ij) )  +  τ R
 
-    and R = Σ_j Σ_{k<l} ‖w_jk − w_jl‖ / (C K (K − 1)) over the K centres of each class, which merges spare ones.
+    and R = Σ_j Σ_{k<l} ‖w_jk − w_jl‖ / (C K (K − 1)) over the K centres of each class, which merges redundant ones.
 
-    ``loss.weights`` is the parameter; :class:`ClassLoss` says how it is drawn, shared and sharded.
+    The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
     ``sub_centers`` is 10 by default.
 
     Called as ``loss(embeddings, labels)``:
@@ -71,13 +71,13 @@ class SoftTriple(ClassLoss):
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        sub_centers: weight vectors a class; None is one, ten for SoftTriple.
+        sub_centers: weight vectors per class; None is 1, or 10 for SoftTriple.
         la: λ > 0, dimensionless.
-        gamma: γ > 0, how soft centres are chosen.
+        gamma: γ > 0, the temperature of the softmax over centres.
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, a

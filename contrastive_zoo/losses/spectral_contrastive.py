@@ -1,4 +1,4 @@
-"""Spectral contrastive loss: partners have a large dot product, any two other rows a small one in square."""
+"""Spectral contrastive loss: large dot products of partners, small squared dot products of other pairs."""
 
 import torch
 from jaxtyping import Float
@@ -18,20 +18,20 @@ from contrastive_zoo.world import ALONE, World
 def spectral_contrastive(
     view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"], *, mu: float = 1.0, world: World = ALONE
 ) -> Float[Tensor, ""]:
-    r"""Partners' dot products against the squares of all others', in closed form.
+    r"""Compute squared dot products of all other pairs minus dot products of partners, in closed form.
 
-    Rows longer than √μ are shortened to that, others are left; then, with a, b the rows of all ranks,
+    Rows with norms above √μ are scaled to √μ; then, with a, b the rows of all ranks,
 
         loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
 
-    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N, and 0 without a pair. A number
-    without a unit where rows have none.
+    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N; it is 0 without a pair. The
+    loss has no unit if rows have none.
 
     Args:
         view1: a, [n, d]; n may differ between ranks.
         view2: b, [n, d]; rows of one sample stand at the same index.
-        mu: largest squared length; ``math.inf`` for the paper's loss, 1 in the authors' code.
-        world: who else holds rows.
+        mu: largest squared norm; ``math.inf`` for the paper's loss, 1 in the authors' code.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a mu that is not positive, or what any :class:`Loss` refuses.
@@ -46,10 +46,10 @@ def spectral_contrastive(
     views, shards = begin_views(
         "SpectralContrastive", (view1, view2), normalize=False, problem=_settings_problem(mu), mu=mu, world=world
     )
-    a, b = (_shortened(z, real(mu) ** 0.5) for z in views)
+    a, b = (_clip_norms(z, real(mu) ** 0.5) for z in views)
     own, n = (a * b).sum(1), shards.total
-    everybody = (second_moments(a, a, world=world) * second_moments(b, b, world=world)).sum()
-    others = everybody - reduce_anchors(own.square(), reduction="sum", world=world)
+    all_pairs = (second_moments(a, a, world=world) * second_moments(b, b, world=world)).sum()
+    others = all_pairs - reduce_anchors(own.square(), reduction="sum", world=world)
     return -2 * reduce_anchors(own, world=world) + others / max(1, n * (n - 1))
 
 
@@ -60,5 +60,5 @@ def _settings_problem(mu: float) -> str | None:
 class SpectralContrastive(Loss, function=spectral_contrastive, check=_settings_problem): ...
 
 
-def _shortened(z: Tensor, longest: float) -> Tensor:
-    return z if longest == torch.inf else z * (longest / z.norm(dim=1, keepdim=True).clamp(min=longest))
+def _clip_norms(z: Tensor, max_norm: float) -> Tensor:
+    return z if max_norm == torch.inf else z * (max_norm / z.norm(dim=1, keepdim=True).clamp(min=max_norm))

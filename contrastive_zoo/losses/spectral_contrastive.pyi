@@ -8,20 +8,20 @@ from contrastive_zoo.world import ALONE, World
 def spectral_contrastive(
     view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"], *, mu: float = 1.0, world: World = ALONE
 ) -> Float[Tensor, ""]:
-    """Partners' dot products against the squares of all others', in closed form.
+    """Compute squared dot products of all other pairs minus dot products of partners, in closed form.
 
-    Rows longer than √μ are shortened to that, others are left; then, with a, b the rows of all ranks,
+    Rows with norms above √μ are scaled to √μ; then, with a, b the rows of all ranks,
 
         loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
 
-    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N, and 0 without a pair. A number
-    without a unit where rows have none.
+    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N; it is 0 without a pair. The
+    loss has no unit if rows have none.
 
     Args:
         view1: a, [n, d]; n may differ between ranks.
         view2: b, [n, d]; rows of one sample stand at the same index.
-        mu: largest squared length; ``math.inf`` for the paper's loss, 1 in the authors' code.
-        world: who else holds rows.
+        mu: largest squared norm; ``math.inf`` for the paper's loss, 1 in the authors' code.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a mu that is not positive, or what any :class:`Loss` refuses.
@@ -35,14 +35,14 @@ def spectral_contrastive(
     """
 
 class SpectralContrastive(Loss):
-    """Partners' dot products against the squares of all others', in closed form.
+    """Compute squared dot products of all other pairs minus dot products of partners, in closed form.
 
-    Rows longer than √μ are shortened to that, others are left; then, with a, b the rows of all ranks,
+    Rows with norms above √μ are scaled to √μ; then, with a, b the rows of all ranks,
 
         loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
 
-    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N, and 0 without a pair. A number
-    without a unit where rows have none.
+    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N; it is 0 without a pair. The
+    loss has no unit if rows have none.
 
     Called as ``loss(view1, view2)``:
 
@@ -50,8 +50,8 @@ class SpectralContrastive(Loss):
     - view2: b, [n, d]; rows of one sample stand at the same index.
 
     Args:
-        mu: largest squared length; ``math.inf`` for the paper's loss, 1 in the authors' code.
-        check_finite: whether rows with NaN or infinite values are refused.
+        mu: largest squared norm; ``math.inf`` for the paper's loss, 1 in the authors' code.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a mu that is not positive, or what any :class:`Loss` refuses.

@@ -1,4 +1,4 @@
-"""SupCon: every other row of an anchor's class is its positive, the rest of the global batch its candidates."""
+"""SupCon: InfoNCE whose positives are all other rows of the anchor's class."""
 
 from typing import Any, Literal
 
@@ -8,12 +8,13 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
+from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
 from contrastive_zoo.loss_base.checks import word_problem
-from contrastive_zoo.loss_base.panelwise import PanelLoss, Panelwise, log_sum_exp_where
-from contrastive_zoo.loss_base.preparation import begin_labelled, narrowed
+from contrastive_zoo.loss_base.preparation import begin_labelled, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
@@ -31,26 +32,28 @@ def sup_con(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Supervised contrastive loss, positives outside the logarithm (or inside).
+    r"""Compute the supervised contrastive loss, with positives outside the logarithm (or inside).
 
     With z the unit rows of all ranks and P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
     averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
-    positive).sum(1) / positive.sum(1)``. Positives need no mask: their sum is one dot product with the class's.
+    positive).sum(1) / positive.sum(1)``. Positives need no mask: the sum of
+    their logits is one dot product with the sum of the class.
 
-    The variant ``"in"``, which the paper finds the worse one, averages probabilities, not their logarithms: its last
-    term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+    The variant ``"in"``, which performs worse in the paper, averages probabilities, not their logarithms. Its last term is
+    log mean_{p∈P(i)} exp(z_i·z_p / t).
 
     Args:
         embeddings: [n, d], n may differ between ranks. Several views of a sample are several rows.
         labels: [n] integers.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an unknown variant, or what any :class:`Loss` refuses.
@@ -68,38 +71,40 @@ def sup_con(
         normalize=normalize, world=world, **settings,
     )  # fmt: skip
     if variant == "in":
-        loss = Panelwise(_attraction, **settings)
+        loss = BlockLoss(_block_losses, **settings)
         return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
 
-    z = narrowed(z, embeddings, world)
-    # positives need no mask: the sum of their similarities is one dot product with their sum
-    everybody = gather_rows(ids, shards, world)
-    classes, of_row, members = torch.unique(everybody, return_inverse=True, return_counts=True)
-    mine = of_row[shards.mine]
+    z = round_to_input_dtype(z, embeddings, world)
+    # the sum of an anchor's positive logits is one dot product with the sum of its class
+    all_ids = gather_rows(ids, shards, world)
+    classes, class_index, counts = torch.unique(all_ids, return_inverse=True, return_counts=True)
+    local_index = class_index[shards.mine]
     class_sums = sum_over_ranks(
-        z.new_zeros(len(classes), z.shape[1]).index_add(0, mine, z), gradient="partial", world=world
+        z.new_zeros(len(classes), z.shape[1]).index_add(0, local_index, z), gradient="partial", world=world
     )
-    positives = members[mine] - 1
+    positives = counts[local_index] - 1
     scale = logit_scale(temperature, world)
-    positive = scale * (z * (class_sums.index_select(0, mine) - z)).sum(-1) / positives.clamp(min=1)
-    candidates, _ = self_log_sum_exp(z, scale=scale, unit=normalize, dtype=embeddings.dtype, shards=shards, world=world)
+    positive = scale * (z * (class_sums.index_select(0, local_index) - z)).sum(-1) / positives.clamp(min=1)
+    candidates, _ = self_log_sum_exp(
+        z, scale=scale, unit_norm=normalize, dtype=embeddings.dtype, shards=shards, world=world
+    )
     return reduce_anchors(candidates - positive, positives > 0, reduction=reduction, world=world)
 
 
-def _attraction(panel: Panel, temperature: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
-    logits = panel.anchors @ panel.columns.T / temperature
-    count = panel.positive.sum(1, dtype=logits.dtype)
+def _block_losses(block: AnchorBlock, temperature: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+    logits = block.anchors @ block.candidates.T / temperature
+    count = block.positive.sum(1, dtype=logits.dtype)
     if variant == "in":
-        pull = log_sum_exp_where(logits, panel.positive) - count.clamp(min=1).log()
+        positive_term = masked_log_sum_exp(logits, block.positive) - count.clamp(min=1).log()
     else:
-        pull = logits.where(panel.positive, 0).sum(1) / count.clamp(min=1)
-    return log_sum_exp_where(logits, panel.positive | panel.negative) - pull, count > 0
+        positive_term = logits.where(block.positive, 0).sum(1) / count.clamp(min=1)
+    return masked_log_sum_exp(logits, block.positive | block.negative) - positive_term, count > 0
 
 
 def _settings_problem(variant: str) -> str | None:
     return word_problem("variant", variant, Variant)
 
 
-class SupCon(PanelLoss, function=sup_con, panel=_attraction, check=_settings_problem):
+class SupCon(LabelledLoss, function=sup_con, block_function=_block_losses, check=_settings_problem):
     def can_ring(self) -> bool:
         return self.variant == "out"

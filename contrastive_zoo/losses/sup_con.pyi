@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.panelwise import PanelLoss
+from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.world import ALONE, World
 
 Variant = Literal["out", "in"]
@@ -20,26 +20,28 @@ def sup_con(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Supervised contrastive loss, positives outside the logarithm (or inside).
+    """Compute the supervised contrastive loss, with positives outside the logarithm (or inside).
 
     With z the unit rows of all ranks and P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
     averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
-    positive).sum(1) / positive.sum(1)``. Positives need no mask: their sum is one dot product with the class's.
+    positive).sum(1) / positive.sum(1)``. Positives need no mask: the sum of
+    their logits is one dot product with the sum of the class.
 
-    The variant ``"in"``, which the paper finds the worse one, averages probabilities, not their logarithms: its last
-    term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+    The variant ``"in"``, which performs worse in the paper, averages probabilities, not their logarithms. Its last term is
+    log mean_{p∈P(i)} exp(z_i·z_p / t).
 
     Args:
         embeddings: [n, d], n may differ between ranks. Several views of a sample are several rows.
         labels: [n] integers.
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an unknown variant, or what any :class:`Loss` refuses.
@@ -52,18 +54,19 @@ def sup_con(
     Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362
     """
 
-class SupCon(PanelLoss):
-    """Supervised contrastive loss, positives outside the logarithm (or inside).
+class SupCon(LabelledLoss):
+    """Compute the supervised contrastive loss, with positives outside the logarithm (or inside).
 
     With z the unit rows of all ranks and P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
     averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
-    positive).sum(1) / positive.sum(1)``. Positives need no mask: their sum is one dot product with the class's.
+    positive).sum(1) / positive.sum(1)``. Positives need no mask: the sum of
+    their logits is one dot product with the sum of the class.
 
-    The variant ``"in"``, which the paper finds the worse one, averages probabilities, not their logarithms: its last
-    term is log mean_{p∈P(i)} exp(z_i·z_p / t).
+    The variant ``"in"``, which performs worse in the paper, averages probabilities, not their logarithms. Its last term is
+    log mean_{p∈P(i)} exp(z_i·z_p / t).
 
     Called as ``loss(embeddings, labels)``:
 
@@ -71,11 +74,12 @@ class SupCon(PanelLoss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
+        temperature: t > 0, dimensionless; a tensor is learnable.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an unknown variant, or what any :class:`Loss` refuses.

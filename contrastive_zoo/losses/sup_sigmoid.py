@@ -1,4 +1,4 @@
-"""Supervised sigmoid: every pair of rows is asked whether it is of one class."""
+"""Supervised sigmoid: a binary classification of every pair of rows as the same class or not."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.panelwise import PanelLoss, over_anchors
-from contrastive_zoo.losses.siglip import SigLIP, bias_problem, yes_or_no
+from contrastive_zoo.loss_base.block_loss import LabelledLoss, sum_over_labelled_anchors
+from contrastive_zoo.losses.siglip import SigLIP, bias_problem, binary_cross_entropy
 from contrastive_zoo.world import ALONE, World
 
 
@@ -23,7 +23,7 @@ def sup_sigmoid(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""SigLIP's binary cross-entropy over all pairs of labelled rows.
+    r"""Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
 
     With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
 
@@ -32,11 +32,11 @@ def sup_sigmoid(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        logit_bias: b; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        logit_bias: b; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
@@ -51,13 +51,20 @@ def sup_sigmoid(
     """
     problem = bias_problem(logit_bias)
     settings: Any = {"temperature": temperature, "logit_bias": logit_bias, "normalize": normalize}
-    return over_anchors(
-        "SupSigmoid", yes_or_no, embeddings, labels, reduction=reduction, problem=problem, world=world, **settings
+    return sum_over_labelled_anchors(
+        "SupSigmoid",
+        binary_cross_entropy,
+        embeddings,
+        labels,
+        reduction=reduction,
+        problem=problem,
+        world=world,
+        **settings,
     )
 
 
-class SupSigmoid(SigLIP, PanelLoss, function=sup_sigmoid, panel=yes_or_no, check=bias_problem):
-    """Temperature and bias are learnt; the given ones are where they start.
+class SupSigmoid(SigLIP, LabelledLoss, function=sup_sigmoid, block_function=binary_cross_entropy, check=bias_problem):
+    """Temperature and bias are learnable; the settings are their initial values.
 
     Example:
         >>> import torch

@@ -3,7 +3,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.panelwise import PanelLoss
+from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.losses.siglip import SigLIP
 from contrastive_zoo.world import ALONE, World
 
@@ -17,7 +17,7 @@ def sup_sigmoid(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """SigLIP's binary cross-entropy over all pairs of labelled rows.
+    """Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
 
     With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
 
@@ -26,11 +26,11 @@ def sup_sigmoid(
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        logit_bias: b; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        world: who else holds rows.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        logit_bias: b; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
@@ -44,14 +44,14 @@ def sup_sigmoid(
     Source: Zhai et al. 2023, §3.2, with z_ij from labels, https://arxiv.org/abs/2303.15343
     """
 
-class SupSigmoid(SigLIP, PanelLoss):
-    """SigLIP's binary cross-entropy over all pairs of labelled rows.
+class SupSigmoid(SigLIP, LabelledLoss):
+    """Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
 
     With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
 
         loss = −1/N · Σ_i Σ_{j≠i} log σ( y_ij · (z_i·z_j / t + b) )
 
-    Temperature and bias are learnt; the given ones are where they start.
+    Temperature and bias are learnable; the settings are their initial values.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -59,11 +59,11 @@ class SupSigmoid(SigLIP, PanelLoss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        logit_bias: b; a tensor is learnt.
-        normalize: put rows on the unit sphere first.
-        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for my rows, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        logit_bias: b; a tensor is learnable.
+        normalize: normalise embeddings to unit length first.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.

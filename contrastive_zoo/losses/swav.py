@@ -1,4 +1,4 @@
-"""SwAV: from one view of a sample, predict the cluster of another, with clusters of equal size."""
+"""SwAV: predict the cluster of one view of a sample from another view, with clusters of equal size."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.classes import drawn_weights
-from contrastive_zoo.engine.precision import product, wide
+from contrastive_zoo.engine.classes import draw_weights
+from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
 from contrastive_zoo.loss_base.checks import is_number, positive_problem, views_problem
-from contrastive_zoo.loss_base.class_loss import Maker
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
@@ -32,7 +32,7 @@ def swav(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Swapped prediction of cluster assignments.
+    r"""Compute the loss of swapped predictions of cluster assignments.
 
     With z the unit rows of view v, c the unit prototypes, and q the balanced assignment of view u's rows of all ranks,
 
@@ -43,17 +43,17 @@ def swav(
     Args:
         views: two or more of [n, d], the full-size crops first; n may differ between ranks.
         prototypes: [K, d], equal on every rank. The authors and lightly normalise the parameter itself before a step;
-            here it is normalised inside, so its gradient has no part along it.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        epsilon: ε > 0, how soft assignments are.
-        iterations: ≥ 0 of Sinkhorn; 0 is a softmax.
-        code_views: how many views, from the first on, give codes; the others only predict.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        world: who else holds rows.
+            here the loss normalises it, so its gradient is orthogonal to it.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        epsilon: ε > 0, the temperature of the assignments.
+        iterations: number ≥ 0 of Sinkhorn iterations; 0 is a softmax.
+        code_views: number of first views that give codes; the other views only predict.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
-            NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> eye = torch.eye(2)
@@ -72,9 +72,9 @@ def swav(
         world=world,
     )
     scale = logit_scale(temperature, world)
-    z = prepared(torch.cat(views), normalize=True, world=world)
-    unit = F.normalize(wide(replicated(prototypes, process_group=world)), dim=1).to(z.dtype)
-    scores = product(z, unit.T).unflatten(0, (len(views), -1))  # view, row, cluster
+    z = prepare_rows(torch.cat(views), normalize=True, world=world)
+    unit = F.normalize(at_least_float32(replicated(prototypes, process_group=world)), dim=1).to(z.dtype)
+    scores = matmul(z, unit.T).unflatten(0, (len(views), -1))  # view, row, cluster
     codes = [
         balanced_assignment(x, epsilon=real(epsilon), iterations=iterations, world=world)
         for x in scores.detach()[:code_views]
@@ -91,7 +91,7 @@ def _settings_problem(epsilon: float, iterations: int, code_views: int, views: i
     return positive_problem(epsilon=epsilon)
 
 
-class SwAV(Maker, function=swav, check=_settings_problem):
+class SwAV(ConstructingLoss, function=swav, check=_settings_problem):
     """``loss.prototypes`` is the parameter, drawn standard normal.
 
     Args:
@@ -110,7 +110,7 @@ class SwAV(Maker, function=swav, check=_settings_problem):
     def __init__(self, num_prototypes: int, embedding_size: int, **settings: Any) -> None:
         if not (is_number(num_prototypes, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)):
             raise ValueError(f"SwAV: there are prototypes and features, got {num_prototypes} and {embedding_size}.")
-        drawn = drawn_weights(num_prototypes, embedding_size, keep=slice(0, num_prototypes))
+        drawn = draw_weights(num_prototypes, embedding_size, local=slice(0, num_prototypes))
         super().__init__(prototypes=nn.Parameter(drawn), **settings)
         self.num_prototypes, self.embedding_size = num_prototypes, embedding_size
 

@@ -3,7 +3,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.class_loss import Maker
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.world import ALONE, World
 
 def swav(
@@ -16,7 +16,7 @@ def swav(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Swapped prediction of cluster assignments.
+    """Compute the loss of swapped predictions of cluster assignments.
 
     With z the unit rows of view v, c the unit prototypes, and q the balanced assignment of view u's rows of all ranks,
 
@@ -27,17 +27,17 @@ def swav(
     Args:
         views: two or more of [n, d], the full-size crops first; n may differ between ranks.
         prototypes: [K, d], equal on every rank. The authors and lightly normalise the parameter itself before a step;
-            here it is normalised inside, so its gradient has no part along it.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        epsilon: ε > 0, how soft assignments are.
-        iterations: ≥ 0 of Sinkhorn; 0 is a softmax.
-        code_views: how many views, from the first on, give codes; the others only predict.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        world: who else holds rows.
+            here the loss normalises it, so its gradient is orthogonal to it.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        epsilon: ε > 0, the temperature of the assignments.
+        iterations: number ≥ 0 of Sinkhorn iterations; 0 is a softmax.
+        code_views: number of first views that give codes; the other views only predict.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
-            NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> eye = torch.eye(2)
@@ -47,8 +47,8 @@ def swav(
     Source: Caron et al. 2020, eqs. 2-5, https://arxiv.org/abs/2006.09882
     """
 
-class SwAV(Maker):
-    """Swapped prediction of cluster assignments.
+class SwAV(ConstructingLoss):
+    """Compute the loss of swapped predictions of cluster assignments.
 
     With z the unit rows of view v, c the unit prototypes, and q the balanced assignment of view u's rows of all ranks,
 
@@ -65,16 +65,16 @@ class SwAV(Maker):
     Args:
         num_prototypes: K.
         embedding_size: d.
-        temperature: t > 0, dimensionless; a tensor is learnt.
-        epsilon: ε > 0, how soft assignments are.
-        iterations: ≥ 0 of Sinkhorn; 0 is a softmax.
-        code_views: how many views, from the first on, give codes; the others only predict.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for my samples, [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        temperature: t > 0, dimensionless; a tensor is learnable.
+        epsilon: ε > 0, the temperature of the assignments.
+        iterations: number ≥ 0 of Sinkhorn iterations; 0 is a softmax.
+        code_views: number of first views that give codes; the other views only predict.
+        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
-            NaN or infinite rows, ranks that bring different widths or dtypes, or no rows at all.
+            NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
     Example:
         >>> loss = SwAV(2, 2, temperature=1.0)

@@ -1,4 +1,4 @@
-"""Triplet: an anchor's positives nearer than its negatives, by a margin; all triplets, or hard or semi-hard ones."""
+"""Triplet loss: positives nearer than negatives by a margin, over all, hard or semi-hard triplets."""
 
 from collections.abc import Callable
 from typing import ClassVar, Literal
@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.passes import largest, marked_columns, smallest
+from contrastive_zoo.engine.masked import masked_indices, masked_max, masked_min
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
-from contrastive_zoo.loss_base.distances import Average, FarnessLoss, Metric, sum_over_positives
+from contrastive_zoo.loss_base.distances import CountedTerms, DissimilarityLoss, Metric, sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 Mining = Literal["all", "hard", "semi-hard"]
 
 
-class Triplet(FarnessLoss):
-    r"""Hinge, or its soft form, of how much farther a positive is than a negative.
+class Triplet(DissimilarityLoss):
+    r"""Compute a hinge, or its soft form, on the distance to a positive minus the distance to a negative.
 
     With D_ij the distance of unit rows and the triplets (i, p, n) of the rows of all ranks,
 
@@ -34,7 +34,8 @@ class Triplet(FarnessLoss):
         metric: ``"distance"``, ``"squared distance"`` (FaceNet) or ``"similarity"``, of which D is the negative.
         average: over the triplets with a loss (``"nonzero"``, pytorch-metric-learning's default) or over all mined ones
             (``"all"``, its MeanReducer).
-        kept: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` gives the sum over an anchor's triplets.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
+            anchor's triplets.
 
     Raises:
         ValueError: an unknown mining, metric or average, a margin that is not finite; at the call as :class:`RowLoss`.
@@ -49,7 +50,7 @@ class Triplet(FarnessLoss):
     """
 
     first_of_equals: ClassVar[bool] = False
-    """Whether the first of equally hard rows gets all of their gradient; otherwise they share it."""
+    """Whether the first of equally hard rows gets the whole gradient; otherwise they share it."""
 
     def __init__(
         self,
@@ -58,10 +59,10 @@ class Triplet(FarnessLoss):
         mining: Mining = "all",
         soft: bool = False,
         metric: Metric = "distance",
-        average: Average = "nonzero",
-        **kept: Unpack[RowSettings],
+        average: CountedTerms = "nonzero",
+        **row_settings: Unpack[RowSettings],
     ) -> None:
-        super().__init__(metric=metric, **kept)
+        super().__init__(metric=metric, **row_settings)
         self.margin, self.mining, self.soft, self.average = margin, mining, soft, average
         self.refuse_bad_settings()
 
@@ -72,67 +73,68 @@ class Triplet(FarnessLoss):
         return (
             super().settings_problem()
             or word_problem("mining", self.mining, Mining, one_of=True)
-            or word_problem("average", self.average, Average, one_of=True)
+            or word_problem("average", self.average, CountedTerms, one_of=True)
             or number_problem(rule, above=least, margin=self.margin)
         )
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        far = similarity
+        distance = similarity
         if self.mining == "hard":
             first = self.first_of_equals
-            violation = largest(far, positive, first=first) - smallest(far, negative, first=first)
+            violation = masked_max(distance, positive, first=first) - masked_min(distance, negative, first=first)
             both = violation != -torch.inf
-            losses = self._of(violation.masked_fill(~both, 0))
+            losses = self._penalty(violation.masked_fill(~both, 0))
             return losses, both & (losses > 0) if self.average == "nonzero" else both
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.soft):
-            losses, active = self._hinges(far, positive, negative)
+            losses, active = self._hinges(distance, positive, negative)
         mined = positive.sum(1) * negative.sum(1) if self.mining == "all" else active
         if self.soft:  # no triplet's loss is zero
-            return self._one_positive_at_a_time(far, positive, negative), mined
+            return self._sum_by_positive(distance, positive, negative), mined
         return losses, active if self.average == "nonzero" else mined
 
-    def _of(self, violation: Tensor) -> Tensor:
+    def _penalty(self, violation: Tensor) -> Tensor:
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
-    def _hinges(self, far: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ (D_ip + margin − D_in) over active triplets, and their number, from how often each pair is in one."""
-        columns, there = marked_columns(positive)
-        positives = far.gather(1, columns).where(there, -torch.inf).sort(1).values
+    def _hinges(self, distance: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Σ (D_ip + margin − D_in) over active triplets, and their number, from each pair's number of triplets."""
+        columns, present = masked_indices(positive)
+        positives = distance.gather(1, columns).where(present, -torch.inf).sort(1).values
         with torch.no_grad():
-            negatives = far.where(negative, torch.inf)
+            negatives = distance.where(negative, torch.inf)
             of_positive, of_negative = _active(positives + self.margin, negatives, torch.lt)
             if self.mining == "semi-hard":
                 harder = _active(positives, negatives, torch.le)
                 of_positive, of_negative = of_positive - harder[0], of_negative - harder[1]
-        pull = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
-        return pull - (of_negative * far).sum(1), of_negative.sum(1)
+        positive_term = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
+        return positive_term - (of_negative * distance).sum(1), of_negative.sum(1)
 
-    def _one_positive_at_a_time(self, far: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        negatives = far.where(negative, torch.inf)
+    def _sum_by_positive(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        negatives = distance.where(negative, torch.inf)
 
         def losses(p: Tensor) -> Tensor:
-            nearer = far.gather(1, p)
-            found = self._of(nearer - negatives)
+            positives = distance.gather(1, p)
+            values = self._penalty(positives - negatives)
             if self.mining == "semi-hard":
-                found = found.where((negatives > nearer) & (negatives < nearer + self.margin), 0)
-            return found.sum(1)
+                values = values.where((negatives > positives) & (negatives < positives + self.margin), 0)
+            return values.sum(1)
 
         return sum_over_positives(losses, positive)
 
 
-def _active(bars: Tensor, negatives: Tensor, below: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    """How many negatives lie below each of the ascending bars, and how many bars above each negative."""
-    if bars.shape[1] > _MANY:
-        lowest = torch.searchsorted(bars, negatives, right=below is torch.lt)
-        ones = bars.new_ones(()).expand_as(negatives)
-        lying = bars.new_zeros(len(bars), bars.shape[1] + 1).scatter_add_(1, lowest, ones).cumsum(1)
-        return lying[:, :-1], (bars.shape[1] - lowest).to(bars.dtype)
-    lying, above, hit = torch.empty_like(bars), torch.zeros_like(negatives), torch.empty_like(negatives)
-    for bar, count in zip(bars.unbind(1), lying.unbind(1), strict=True):
-        above += below(negatives, bar[:, None], out=hit)
+def _active(thresholds: Tensor, negatives: Tensor, below: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the number of negatives below each ascending threshold, and of thresholds above each negative."""
+    if thresholds.shape[1] > _SEARCH_THRESHOLDS:
+        lowest = torch.searchsorted(thresholds, negatives, right=below is torch.lt)
+        ones = thresholds.new_ones(()).expand_as(negatives)
+        counts_below = thresholds.new_zeros(len(thresholds), thresholds.shape[1] + 1)
+        counts_below = counts_below.scatter_add_(1, lowest, ones).cumsum(1)
+        return counts_below[:, :-1], (thresholds.shape[1] - lowest).to(thresholds.dtype)
+    counts_below, above, hit = torch.empty_like(thresholds), torch.zeros_like(negatives), torch.empty_like(negatives)
+    for threshold, count in zip(thresholds.unbind(1), counts_below.unbind(1), strict=True):
+        above += below(negatives, threshold[:, None], out=hit)
         count.copy_(hit.sum(1))
-    return lying, above
+    return counts_below, above
 
 
-_MANY = 128
-"""Bars with which a search, logarithmic in their number, is as quick as to compare with one after another."""
+_SEARCH_THRESHOLDS = 128
+"""Number of thresholds from which on a binary search is faster than comparing with one after another."""

@@ -1,4 +1,4 @@
-"""Tuplet margin: all negatives of an anchor against each positive, with an angle to spare."""
+"""Tuplet margin: all negatives of an anchor against each positive, with an angular margin."""
 
 import math
 from typing import Any
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.engine.rowwise import AnchorBlock
+from contrastive_zoo.loss_base.block_loss import Average, LabelledLoss, info_nce_per_positive, sum_over_labelled_anchors
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
-from contrastive_zoo.loss_base.panelwise import Average, PanelLoss, each_positive, over_anchors
 from contrastive_zoo.world import ALONE, World
 
 
@@ -26,23 +26,24 @@ def tuplet_margin(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    r"""Softmax over tuples of a positive and all negatives, on angles.
+    r"""Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
     With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
 
         loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
 
-    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, whose gradient there is
-    infinite and here zero.
+    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, where its gradient
+    is infinite and this one zero.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnt.
+        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnable.
         margin: β in degrees, 0 to 180.
-        average: ``"pairs"`` (i, p) weigh alike, or ``"anchors"``.
-        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
+        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a margin out of range, an unknown average, or what any :class:`Loss` refuses.
@@ -57,15 +58,17 @@ def tuplet_margin(
     """
     problem = _settings_problem(margin, average)
     settings: Any = {"temperature": temperature, "margin": margin, "average": average, "reduction": reduction}
-    return over_anchors("TupletMargin", _tuples, embeddings, labels, problem=problem, world=world, **settings)
+    return sum_over_labelled_anchors(
+        "TupletMargin", _block_losses, embeddings, labels, problem=problem, world=world, **settings
+    )
 
 
-def _tuples(panel: Panel, temperature: Tensor, margin: float, average: Average) -> tuple[Tensor, Tensor]:
-    cos, beta = panel.anchors @ panel.columns.T, math.radians(margin)
+def _block_losses(block: AnchorBlock, temperature: Tensor, margin: float, average: Average) -> tuple[Tensor, Tensor]:
+    cos, beta = block.anchors @ block.candidates.T, math.radians(margin)
     sine2 = 1 - cos.square()
     sine = sine2.clamp(min=torch.finfo(cos.dtype).tiny).sqrt().where(sine2 > torch.finfo(cos.dtype).eps, 0)
     slack = cos * math.cos(beta) + sine * math.sin(beta)  # cos(θ − β)
-    return each_positive(cos / temperature, panel, average, of_positives=slack / temperature)
+    return info_nce_per_positive(cos / temperature, block, average, positive_logits=slack / temperature)
 
 
 def _settings_problem(margin: float, average: str) -> str | None:
@@ -74,4 +77,4 @@ def _settings_problem(margin: float, average: str) -> str | None:
     return wrong or word_problem("average", average, Average)
 
 
-class TupletMargin(PanelLoss, function=tuplet_margin, panel=_tuples, check=_settings_problem): ...
+class TupletMargin(LabelledLoss, function=tuplet_margin, block_function=_block_losses, check=_settings_problem): ...

@@ -3,7 +3,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.panelwise import Average, PanelLoss
+from contrastive_zoo.loss_base.block_loss import Average, LabelledLoss
 from contrastive_zoo.world import ALONE, World
 
 def tuplet_margin(
@@ -16,23 +16,24 @@ def tuplet_margin(
     reduction: Reduction = "mean",
     world: World = ALONE,
 ) -> Float[Tensor, "..."]:
-    """Softmax over tuples of a positive and all negatives, on angles.
+    """Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
     With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
 
         loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
 
-    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, whose gradient there is
-    infinite and here zero.
+    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, where its gradient
+    is infinite and this one zero.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
         labels: [n] integers.
-        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnt.
+        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnable.
         margin: β in degrees, 0 to 180.
-        average: ``"pairs"`` (i, p) weigh alike, or ``"anchors"``.
-        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        world: who else holds rows.
+        average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
+        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: a margin out of range, an unknown average, or what any :class:`Loss` refuses.
@@ -46,15 +47,15 @@ def tuplet_margin(
     Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
     """
 
-class TupletMargin(PanelLoss):
-    """Softmax over tuples of a positive and all negatives, on angles.
+class TupletMargin(LabelledLoss):
+    """Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
     With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
 
         loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
 
-    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, whose gradient there is
-    infinite and here zero.
+    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, where its gradient
+    is infinite and this one zero.
 
     Called as ``loss(embeddings, labels)``:
 
@@ -62,11 +63,12 @@ class TupletMargin(PanelLoss):
     - labels: [n] integers.
 
     Args:
-        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnt.
+        temperature: t > 0, dimensionless, the paper's 1/s; a tensor is learnable.
         margin: β in degrees, 0 to 180.
-        average: ``"pairs"`` (i, p) weigh alike, or ``"anchors"``.
-        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"``, mine [n].
-        check_finite: whether rows with NaN or infinite values are refused.
+        average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
+        reduction: ``"mean"`` over all ranks' pairs or anchors (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
+            anchors, [n].
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: a margin out of range, an unknown average, or what any :class:`Loss` refuses.

@@ -1,4 +1,4 @@
-"""VICReg: two views of a sample agree, every feature keeps its variance, no two features tell the same."""
+"""VICReg: equal embeddings of two views, a minimum variance of each feature, uncorrelated features."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def vicreg(
     eps: float = 1e-4,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    r"""Variance-invariance-covariance regularisation; rows are not normalised.
+    r"""Compute the variance-invariance-covariance regularisation; embeddings are not normalised.
 
     With Cov the covariance (over N − 1) of the rows of all ranks,
 
@@ -43,9 +43,9 @@ def vicreg(
         invariance: λ.
         variance: μ.
         covariance: ν.
-        gamma: γ, the standard deviation that is asked for.
+        gamma: γ, the target standard deviation.
         eps: ε > 0.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.
@@ -74,7 +74,7 @@ def vicreg_over(
     eps: float,
     world: World,
 ) -> Float[Tensor, ""]:
-    """:func:`vicreg` whose covariances are sums over ``degrees(N)``, of N rows.
+    """Compute :func:`vicreg` with covariances that are divided by ``degrees(N)``, for N rows.
 
     Example:
         >>> import torch
@@ -91,8 +91,8 @@ def vicreg_over(
     for z in (a, b):
         x = centered(z, shards=shards, world=world)
         cov = second_moments(x, x, world=world) / degrees(shards.total)
-        spread = (cov.diagonal() + eps).sqrt()
-        loss = loss + variance / 2 * (gamma - spread).relu().mean()
+        deviation = (cov.diagonal() + eps).sqrt()
+        loss = loss + variance / 2 * (gamma - deviation).relu().mean()
         loss = loss + covariance * off_diagonal(cov).square().sum() / len(cov)
     return loss
 

@@ -18,7 +18,7 @@ def vicreg(
     eps: float = 0.0001,
     world: World = ALONE,
 ) -> Float[Tensor, ""]:
-    """Variance-invariance-covariance regularisation; rows are not normalised.
+    """Compute the variance-invariance-covariance regularisation; embeddings are not normalised.
 
     With Cov the covariance (over N − 1) of the rows of all ranks,
 
@@ -35,9 +35,9 @@ def vicreg(
         invariance: λ.
         variance: μ.
         covariance: ν.
-        gamma: γ, the standard deviation that is asked for.
+        gamma: γ, the target standard deviation.
         eps: ε > 0.
-        world: who else holds rows.
+        world: the ranks that share the batch.
 
     Raises:
         ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.
@@ -63,7 +63,7 @@ def vicreg_over(
     eps: float,
     world: World,
 ) -> Float[Tensor, ""]:
-    """:func:`vicreg` whose covariances are sums over ``degrees(N)``, of N rows.
+    """Compute :func:`vicreg` with covariances that are divided by ``degrees(N)``, for N rows.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def vicreg_over(
     """
 
 class VICReg(Loss):
-    """Variance-invariance-covariance regularisation; rows are not normalised.
+    """Compute the variance-invariance-covariance regularisation; embeddings are not normalised.
 
     With Cov the covariance (over N − 1) of the rows of all ranks,
 
@@ -93,9 +93,9 @@ class VICReg(Loss):
         invariance: λ.
         variance: μ.
         covariance: ν.
-        gamma: γ, the standard deviation that is asked for.
+        gamma: γ, the target standard deviation.
         eps: ε > 0.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.

@@ -1,4 +1,4 @@
-"""Weighted sum: several losses of the same rows, trained together."""
+"""Weighted sum: several losses of the same embeddings, trained together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,20 +11,20 @@ from contrastive_zoo.world import World
 
 
 class WeightedSum(Composition):
-    r"""Several losses of the same rows, added up.
+    r"""Add the weighted values of several losses of the same embeddings.
 
         L = Σ_k w_k · loss_k(rows)
 
-    Each row travels once, however many losses compare it. (What is concatenated with other rows first, as the hard
-    negatives of :class:`MNRL` and :class:`GIST` are, travels by itself.)
+    Embeddings are gathered once for all losses. (Tensors that a loss first concatenates, such as the hard negatives of
+    :class:`MNRL` and :class:`GIST`, are gathered by that loss.)
 
     Args:
-        losses: losses of this library that are called alike. A temperature, or any other module, may be shared.
+        losses: losses of this library with the same call form. A temperature, or any other module, may be shared.
         weights: w_k; None is 1 for each, as in pytorch-metric-learning's MultipleLosses.
 
     Raises:
-        ValueError: no losses, a loss from elsewhere or a class in place of its instance, or not as many finite weights as
-            losses. At the call, on every rank alike: whatever a loss refuses.
+        ValueError: no losses, a third-party loss or a class in place of its instance, or not one finite weight per loss. At
+            the call, on every rank: what any of the losses refuses.
 
     Example:
         >>> import torch

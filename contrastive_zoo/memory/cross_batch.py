@@ -1,21 +1,20 @@
 """A loss that compares the batch with a memory of earlier batches."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.rows import Panel, sum_over_anchors
+from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.loss_base.checks import labelled_problem, rows_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import PanelLoss
-from contrastive_zoo.loss_base.preparation import begin, prepared
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.memory.memory_input import loss_name, memory_input
 from contrastive_zoo.memory.queue import MemoryQueue, present
@@ -178,21 +177,20 @@ class CrossBatchMemory(Loss):
     def _against_candidates(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
         """Compare the local anchors with the memory; each rank provides its shard of the memory as candidates."""
         loss: Any = self.loss
-        panels = loss.panelwise() if isinstance(loss, PanelLoss) else loss
+        block_loss = loss.block_loss() if isinstance(loss, LabelledLoss) else loss
         normalize = getattr(loss, "normalize", True)  # a loss without this setting always normalizes
         share = self.memory.shards(world)
         columns = self._stored(rows)[share.mine]
-        numbers = torch.arange(share.total, device=rows.device)[share.mine]
         return sum_over_anchors(
-            _WithoutOwnCopy(panels),
-            prepared(rows, normalize=normalize, world=world),
+            block_loss,
+            prepare_rows(rows, normalize=normalize, world=world),
             labels,
             shards=shards,
             world=world,
-            columns=prepared(columns, normalize=normalize, world=world),
-            column_ids=self.memory.labels.to(labels)[share.mine],
-            column_shards=share,
-            companions=[(slots[shards.mine].to(rows.device), numbers)],
+            candidates=prepare_rows(columns, normalize=normalize, world=world),
+            candidate_ids=self.memory.labels.to(labels)[share.mine],
+            candidate_shards=share,
+            own_candidates=slots[shards.mine].to(rows.device),  # candidates stand in the order of slots
             reduction=loss.reduction,
         )
 
@@ -208,24 +206,6 @@ class CrossBatchMemory(Loss):
             else:
                 indices = tuple(self.miner(rows, labels, references, ref_labels))
             return self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
-
-
-class _WithoutOwnCopy(nn.Module):
-    """A row-wise loss that leaves out the candidate that is the anchor's copy: the one with the anchor's slot number."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.loss, self.terms = loss, getattr(loss, "terms", 1)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the loss's parameters; a row-wise loss may hold tensors that ``nn.Module`` does not list."""
-        return ((f"loss.{name}", x) for name, x in self.loss.named_parameters())
-
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        ((slots, numbers),) = panel.companions
-        is_other = slots[:, None] != numbers
-        loss: Any = self.loss
-        return loss.on_panel(replace(panel, positive=panel.positive & is_other, companions=()))
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

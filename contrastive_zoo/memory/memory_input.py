@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.loss_base.checks import instance_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.panelwise import PanelLoss
 from contrastive_zoo.loss_base.row_loss import RowLoss
 
 MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
@@ -26,7 +26,7 @@ def memory_input(loss: Any) -> MemoryInput:
         raise ValueError(f"CrossBatchMemory: {problem}")
     if not callable(loss):
         raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
-    if isinstance(loss, PanelLoss) or (isinstance(loss, RowLoss) and type(loss).forward is RowLoss.forward):
+    if isinstance(loss, LabelledLoss) or (isinstance(loss, RowLoss) and type(loss).forward is RowLoss.forward):
         return "candidates"
     parameters = _parameters(loss)
     required = [name for name, x in parameters.items() if x.default is x.empty and name != "negatives"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.precision import products_of, rounded
+from contrastive_zoo.engine.precision import matmul_rounding, rounded
 from tests.helpers import numbers
 
 MATMUL = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
@@ -21,7 +21,7 @@ def test_the_setting_is_that_of_the_device_and_comes_back(device: str, before: s
     at_first, untouched = matmul.fp32_precision, other.fp32_precision
     matmul.fp32_precision = before
     try:
-        with contextlib.suppress(KeyError), products_of(torch.bfloat16, device):
+        with contextlib.suppress(KeyError), matmul_rounding(torch.bfloat16, device):
             assert (matmul.fp32_precision, other.fp32_precision) == (expected, untouched)
             raise KeyError
         assert matmul.fp32_precision == before
@@ -32,7 +32,7 @@ def test_the_setting_is_that_of_the_device_and_comes_back(device: str, before: s
 @pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (None, "cuda"), (torch.float16, "cpu")])
 def test_nothing_is_set_where_nothing_would_be_won(dtype: torch.dtype | None, device: str) -> None:
     before = {name: matmul.fp32_precision for name, matmul in MATMUL.items()}
-    with products_of(dtype, device):
+    with matmul_rounding(dtype, device):
         assert {name: matmul.fp32_precision for name, matmul in MATMUL.items()} == before
 
 
@@ -41,7 +41,7 @@ def test_sums_of_products_are_not_rounded() -> None:
     a = torch.ones(64, 64)
     b = torch.full((64, 64), 2.0**-12)
     b[0] = 1.0
-    with products_of(torch.bfloat16, "cpu"):
+    with matmul_rounding(torch.bfloat16, "cpu"):
         assert torch.equal(a @ b, torch.full((64, 64), 1 + 63 * 2.0**-12))
 
 
@@ -61,12 +61,12 @@ def test_threads_leave_the_setting_as_the_first_found_it() -> None:
     both, first_has_left = threading.Barrier(2), threading.Event()
 
     def first() -> None:
-        with products_of(torch.bfloat16, "cpu"):
+        with matmul_rounding(torch.bfloat16, "cpu"):
             both.wait(10)
         first_has_left.set()
 
     def second() -> str:
-        with products_of(torch.bfloat16, "cpu"):
+        with matmul_rounding(torch.bfloat16, "cpu"):
             both.wait(10)
             first_has_left.wait(10)
             return matmul.fp32_precision
@@ -83,7 +83,7 @@ def test_many_threads_restore_the_setting() -> None:
 
     def work(_: int) -> None:
         for _ in range(200):
-            with products_of(torch.bfloat16, "cpu"):
+            with matmul_rounding(torch.bfloat16, "cpu"):
                 pass
 
     with ThreadPoolExecutor(8) as pool:

@@ -1,4 +1,4 @@
-"""Log-sum-exps in tiles: on any number of ranks, in either arithmetic, kept or made again, they are the dense ones."""
+"""Log-sum-exps in tiles equal the dense ones: on any number of ranks, in either arithmetic, cached or recomputed."""
 
 import itertools
 import weakref
@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.collectives import scatters_sums, transport
-from contrastive_zoo.engine import blocks, similarity_budget, softmax, tiling
+from contrastive_zoo.engine import exchange, schedule, similarity_budget, softmax, softmax_sweep, tiling
 from contrastive_zoo.engine.precision import rounded
+from contrastive_zoo.engine.softmax_arithmetic import ExactSums
+from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
@@ -26,46 +28,46 @@ D = 5
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the tiles are made."""
+class Options:
+    """Options of the engine."""
 
     ring: bool = False
     tile_bytes: int = 2**21
     keep: int = 0
     scale: float = 3.0
-    unit: bool = False
+    unit_norm: bool = False
     dtype: torch.dtype | None = None
-    partners: tuple[int, ...] = ()
-    pace: int = 1
+    partner_offsets: tuple[int, ...] = ()
+    stride: int = 1
 
     @property
-    def ahead(self) -> list[int]:
-        """Of one tower, where nobody is its own partner."""
-        return [step for step in self.partners if step]
+    def nonzero_offsets(self) -> list[int]:
+        """The offsets for one tower, where no row is its own partner."""
+        return [step for step in self.partner_offsets if step]
 
     def rows(self, n: int, seed: int) -> Tensor:
         z = rounded(numbers(n, D, seed=seed), self.dtype)
-        return torch.nn.functional.normalize(z, dim=1) if self.unit else z
+        return torch.nn.functional.normalize(z, dim=1) if self.unit_norm else z
 
 
-WAYS = [
-    Way(),
-    Way(tile_bytes=64),
-    Way(tile_bytes=64, keep=2**20),
-    Way(ring=True),
-    Way(ring=True, tile_bytes=64, keep=2**20),
-    Way(scale=900.0),  # beyond what one shift can hold: a maximum for each row and column
-    Way(scale=900.0, tile_bytes=64),
-    Way(scale=900.0, ring=True, keep=2**20),
-    Way(scale=700.0, unit=True, tile_bytes=64),  # shifted, with u > 0
-    Way(partners=(1, 0)),
-    Way(partners=(0, 1, 3), pace=2),
-    Way(partners=(4, 1), pace=3, tile_bytes=64),
-    Way(scale=900.0, partners=(0, 2, 3), tile_bytes=64, keep=2**20),
+OPTIONS = [
+    Options(),
+    Options(tile_bytes=64),
+    Options(tile_bytes=64, keep=2**20),
+    Options(ring=True),
+    Options(ring=True, tile_bytes=64, keep=2**20),
+    Options(scale=900.0),  # beyond what one shift can hold: a maximum for each row and column
+    Options(scale=900.0, tile_bytes=64),
+    Options(scale=900.0, ring=True, keep=2**20),
+    Options(scale=700.0, unit_norm=True, tile_bytes=64),  # shifted, with u > 0
+    Options(partner_offsets=(1, 0)),
+    Options(partner_offsets=(0, 1, 3), stride=2),
+    Options(partner_offsets=(4, 1), stride=3, tile_bytes=64),
+    Options(scale=900.0, partner_offsets=(0, 2, 3), tile_bytes=64, keep=2**20),
     # rows that came in 16 bits; in 64 nothing is rounded
-    Way(dtype=torch.bfloat16, partners=(0, 1)),
-    Way(dtype=torch.float16, partners=(2, 1), tile_bytes=64, keep=2**20),
-    Way(dtype=torch.bfloat16, partners=(0, 3), tile_bytes=64, ring=True),
+    Options(dtype=torch.bfloat16, partner_offsets=(0, 1)),
+    Options(dtype=torch.float16, partner_offsets=(2, 1), tile_bytes=64, keep=2**20),
+    Options(dtype=torch.bfloat16, partner_offsets=(0, 3), tile_bytes=64, ring=True),
 ]
 
 
@@ -83,46 +85,45 @@ def weighed(positives: Iterable[Tensor]) -> Tensor:
     return sum(((numbers(len(p), seed=5) * p).sum() for p in positives), torch.zeros(()))
 
 
-def dense(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
+def dense(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
     """Σ w·R + Σ v·C + Σ w·P of one process, and its gradients by rows, columns and scale."""
     n, m = sum(sizes), sum(columns)
 
-    def of_partners(s: Tensor, columns: tuple[int, ...], steps: Sequence[int], pace: int = 1) -> Tensor:
+    def of_partners(s: Tensor, columns: tuple[int, ...], steps: Sequence[int], stride: int = 1) -> Tensor:
         ranks = [(Shards(sizes, rank).mine, Shards(columns, rank).mine) for rank in range(len(sizes))]
-        return sum(weighed(s[i, j][:, step::pace].diagonal() for step in steps) for i, j in ranks)
+        return sum(weighed(s[i, j][:, step::stride].diagonal() for step in steps) for i, j in ranks)
 
-    a, b, scale = way.rows(n, 1).requires_grad_(), way.rows(m, 2).requires_grad_(), torch.tensor(way.scale).double()
-    scale.requires_grad_()
+    a, b = (options.rows(count, seed).requires_grad_() for seed, count in ((1, n), (2, m)))
+    scale = torch.tensor(options.scale).double().requires_grad_()
     w, v = numbers(n, seed=3), numbers(m, seed=4)
     if kind == "one tower":
         s = (scale * a @ a.T).masked_fill(torch.eye(n).bool(), -torch.inf)
-        value = (w * s.logsumexp(1)).sum() + of_partners(s, sizes, way.ahead)
+        value = (w * s.logsumexp(1)).sum() + of_partners(s, sizes, options.nonzero_offsets)
         return [value.detach(), *torch.autograd.grad(value, (a, scale))]
     s = scale * a @ b.T
     value = (w * s.logsumexp(1)).sum() + ((v * s.logsumexp(0)).sum() if kind == "two towers" else 0)
-    value = value + of_partners(s, columns, way.partners, way.pace)
+    value = value + of_partners(s, columns, options.partner_offsets, options.stride)
     return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
 
 
-def job(way: Way, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
+def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
     """This rank's share of the value, its rows' gradients, and its share of the scale's."""
-    world = Session.of(World.of(), ring=way.ring)
+    world = Session.of(World.of(), ring=options.ring)
     rank = world.rank
-    a = local_shard(way.rows(sum(sizes), 1), sizes).requires_grad_()
-    b = local_shard(way.rows(sum(columns), 2), columns).requires_grad_()
+    a = local_shard(options.rows(sum(sizes), 1), sizes).requires_grad_()
+    b = local_shard(options.rows(sum(columns), 2), columns).requires_grad_()
     w, v = local_shard(numbers(sum(sizes), seed=3), sizes), local_shard(numbers(sum(columns), seed=4), columns)
-    scale = torch.tensor(way.scale, dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(options.scale, dtype=torch.float64, requires_grad=True)
     rows, cols = Shards(sizes, rank), Shards(columns, rank)
-    with tiled(way.tile_bytes), similarity_budget.memory_budget(way.keep):
+    settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "dtype": options.dtype, "world": world}
+    with tiled(options.tile_bytes), similarity_budget.memory_budget(options.keep):
         if kind == "one tower":
-            r, p = softmax.self_log_sum_exp(
-                a, scale=scale, unit=way.unit, dtype=way.dtype, partners=way.ahead, shards=rows, world=world
-            )
+            r, p = softmax.self_log_sum_exp(a, partner_offsets=options.nonzero_offsets, shards=rows, **settings)
             value = (w * r).sum() + weighed(p)
             return [value.detach(), *torch.autograd.grad(value, (a, scale))]
-        r, c, p = softmax.log_sum_exp(
-            a, b, scale=scale, row_shards=rows, column_shards=cols, columnwise=kind == "two towers", unit=way.unit,
-            dtype=way.dtype, partners=way.partners, pace=way.pace, world=world,
+        r, c, p = softmax.cross_log_sum_exp(
+            a, b, row_shards=rows, column_shards=cols, columnwise=kind == "two towers",
+            partner_offsets=options.partner_offsets, stride=options.stride, **settings,
         )  # fmt: skip
         value = (w * r).sum() + (0 if c is None else (v * c).sum()) + weighed(p)
         return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
@@ -140,10 +141,10 @@ KINDS = ("one tower", "two towers", "rows alone")
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 def test_it_is_the_dense_log_sum_exp(sizes: tuple[int, ...], worlds: Worlds) -> None:
     columns = COLUMNS[len(sizes)]
-    every = list(itertools.product(WAYS, KINDS))
-    found = worlds.run(len(sizes), lambda: [job(way, kind, sizes, columns) for way, kind in every])
-    for (way, kind), of_ranks in zip(every, zip(*found, strict=True), strict=True):
-        expected = dense(way, kind, sizes, columns)
+    every = list(itertools.product(OPTIONS, KINDS))
+    found = worlds.run(len(sizes), lambda: [job(options, kind, sizes, columns) for options, kind in every])
+    for (options, kind), of_ranks in zip(every, zip(*found, strict=True), strict=True):
+        expected = dense(options, kind, sizes, columns)
         for x, y in zip(together(list(of_ranks)), expected, strict=True):
             close(x, y)
 
@@ -151,7 +152,7 @@ def test_it_is_the_dense_log_sum_exp(sizes: tuple[int, ...], worlds: Worlds) -> 
 @pytest.mark.parametrize("sizes", [(5, 5), (3, 3, 3), (1, 1), (4, 5)], ids=str)
 def test_where_the_backend_scatters_sums_itself(sizes: tuple[int, ...], worlds: Worlds) -> None:
     """As NCCL does of even shards; here gloo's reduce-scatter stands in for it."""
-    every = list(itertools.product(WAYS[:3], KINDS))
+    every = list(itertools.product(OPTIONS[:3], KINDS))
 
     def evenly(shards: Shards, world: World) -> bool:
         return len(set(shards.sizes)) == 1
@@ -159,19 +160,19 @@ def test_where_the_backend_scatters_sums_itself(sizes: tuple[int, ...], worlds: 
     def jobs() -> list[list[Tensor]]:
         made, original = [], transport.reduce_scatter_single
         transport.reduce_scatter_single = lambda *args, **named: (made.append(args), original(*args, **named))[1]
-        transport.scatters_sums, blocks.scatters_sums = evenly, evenly
+        transport.scatters_sums, exchange.scatters_sums = evenly, evenly
         try:
-            results = [job(way, kind, sizes, sizes) for way, kind in every]
+            results = [job(options, kind, sizes, sizes) for options, kind in every]
             return [*results, [torch.tensor(len(made))]]
         finally:
             transport.reduce_scatter_single = original
-            transport.scatters_sums = blocks.scatters_sums = scatters_sums
+            transport.scatters_sums = exchange.scatters_sums = scatters_sums
 
     *found, calls = zip(*worlds.run(len(sizes), jobs), strict=True)
-    for (way, kind), of_ranks in zip(every, found, strict=True):
-        for x, y in zip(together(list(of_ranks)), dense(way, kind, sizes, sizes), strict=True):
+    for (options, kind), of_ranks in zip(every, found, strict=True):
+        for x, y in zip(together(list(of_ranks)), dense(options, kind, sizes, sizes), strict=True):
             close(x, y)
-    two_towers = 2 * len(WAYS[:3])
+    two_towers = 2 * len(OPTIONS[:3])
     least = two_towers if len(set(sizes)) == 1 else 0
     assert all(int(x) >= least and bool(x) == bool(least) for (x,) in calls)
 
@@ -183,7 +184,7 @@ def test_each_pair_of_ranks_meets_once_and_the_load_is_even() -> None:
         for rank in range(size):
             shards = Shards(sizes, rank)
             cells = -(shards.size**2) / 2  # of my own block half is computed
-            for block in blocks.schedule(shards, shards, half=True):
+            for block in schedule.schedule(shards, shards, half=True):
                 start = sum(sizes[: block.ahead])
                 met[shards.mine][block.rows, start + block.columns.start : start + block.columns.stop] += 1
                 cells += (block.rows.stop - block.rows.start) * (block.columns.stop - block.columns.start)
@@ -196,29 +197,29 @@ def test_each_pair_of_ranks_meets_once_and_the_load_is_even() -> None:
         assert max(load) <= 1.25 * min(load), load  # sizes differ by an eighth, products by two
 
 
-def test_what_is_lent_is_what_the_other_takes() -> None:
+def test_a_rank_sends_the_columns_that_the_other_compares() -> None:
     for size, half in itertools.product(range(1, 8), (True, False)):
         sizes = tuple((5 * rank) % 4 for rank in range(size))
-        of = [blocks.schedule(Shards(sizes, rank), Shards(sizes, rank), half=half) for rank in range(size)]
+        of = [schedule.schedule(Shards(sizes, rank), Shards(sizes, rank), half=half) for rank in range(size)]
         for rank, mine_ in enumerate(of):
             for step, block in enumerate(mine_):
-                taker = of[block.behind][step]
-                assert (taker.ahead, taker.columns) == (rank, block.lent)
+                receiver = of[block.behind][step]
+                assert (receiver.ahead, receiver.columns) == (rank, block.sent)
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     made: list[Any] = []
-    original = getattr(softmax._Exact, name)
-    monkeypatch.setattr(softmax._Exact, name, lambda self, *args: (made.append(args), original(self, *args))[1])
+    original = getattr(ExactSums, name)
+    monkeypatch.setattr(ExactSums, name, lambda self, *args: (made.append(args), original(self, *args))[1])
     return made
 
 
 @pytest.mark.parametrize(("scale", "exact"), [(10.0, False), (39.0, False), (100.0, False), (1e4, True)])
 def test_one_exponential_where_it_can(scale: float, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At CLIP's largest scale, float32 and rows that have some neighbour, too."""
-    made = calls_of(monkeypatch, "enter")
+    made = calls_of(monkeypatch, "transform")
     z = torch.nn.functional.normalize(numbers(64, 32, seed=0).float(), dim=1)
-    found, _ = softmax.self_log_sum_exp(z, scale=scale, unit=True, shards=Shards((64,)), world=World())
+    found, _ = softmax.self_log_sum_exp(z, scale=scale, unit_norm=True, shards=Shards((64,)), world=World())
     s = (scale * z.double() @ z.double().T).fill_diagonal_(-torch.inf)
     assert bool(made) == exact
     torch.testing.assert_close(found.double(), s.logsumexp(1), rtol=1e-6, atol=2e-5 * scale / 10)
@@ -228,7 +229,7 @@ def test_a_row_far_from_all_others_is_not_lost() -> None:
     """Its sum is below what a common shift can hold; without the second arithmetic R is off or infinite."""
     z = torch.zeros(5, 3)
     z[:4, 0], z[4, 0] = 1.0, -1.0
-    args = {"unit": True, "shards": Shards((5,)), "world": World()}
+    args = {"unit_norm": True, "shards": Shards((5,)), "world": World()}
     r, _ = softmax.self_log_sum_exp(z.requires_grad_(), scale=100.0, **args)
     torch.testing.assert_close(r[4], torch.tensor(4.0).log() - 100)
     (g,) = torch.autograd.grad(r[4], z)
@@ -236,7 +237,7 @@ def test_a_row_far_from_all_others_is_not_lost() -> None:
 
 
 def test_a_mutant_that_never_looks_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax._Sweep, "has_lost", lambda *_: False)
+    monkeypatch.setattr(SoftmaxSweep, "lost_precision", lambda *_: False)
     with pytest.raises(AssertionError):
         test_a_row_far_from_all_others_is_not_lost()
 
@@ -245,25 +246,25 @@ def test_mutants_of_the_schedule_are_caught(worlds: Worlds) -> None:
     """A rank that meets half of those opposite twice, or not at all."""
 
     def wrong() -> list[Tensor]:
-        original = blocks.schedule
-        softmax.schedule = lambda rows, columns, half: original(rows, columns, half=False) if half else None
+        original = schedule.schedule
+        softmax_sweep.schedule = lambda rows, columns, half: original(rows, columns, half=False) if half else None
         try:
-            return job(Way(), "one tower", (5, 4), (3, 8))
+            return job(Options(), "one tower", (5, 4), (3, 8))
         finally:
-            softmax.schedule = original
+            softmax_sweep.schedule = original
 
-    found, expected = together(worlds.run(2, wrong)), dense(Way(), "one tower", (5, 4), (3, 8))
+    found, expected = together(worlds.run(2, wrong)), dense(Options(), "one tower", (5, 4), (3, 8))
     with pytest.raises(AssertionError):
         close(found[0], expected[0])
 
 
 @pytest.fixture
-def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses of other tests whose backward pass never came, and which Python has not collected yet."""
-    monkeypatch.setattr(similarity_budget.Kept, "_all", weakref.WeakSet())
+def no_pending_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget losses of other tests whose backward pass never ran, and which Python has not collected yet."""
+    monkeypatch.setattr(similarity_budget.CachedLogits, "_all", weakref.WeakSet())
 
 
-@pytest.mark.usefixtures("nobody_waits")
+@pytest.mark.usefixtures("no_pending_backward")
 def test_similarities_are_kept_where_they_fit() -> None:
     z = numbers(8, 4, seed=0).requires_grad_()
     args = {"scale": 1.0, "shards": Shards((8,)), "world": World()}
@@ -279,7 +280,7 @@ def test_similarities_are_kept_where_they_fit() -> None:
 
 def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before others are made in the second arithmetic, which has the same budget."""
-    sums, kept, alive = softmax._Sweep.sums, [], []
+    sums, kept, alive = SoftmaxSweep.sums, [], []
 
     def watched(*args: Any) -> Any:
         alive.append(sum(x() is not None for x in kept))
@@ -287,7 +288,7 @@ def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatc
         kept.extend(weakref.ref(x) for x in found[3] if x is not None)
         return found
 
-    monkeypatch.setattr(softmax._Sweep, "sums", watched)
+    monkeypatch.setattr(SoftmaxSweep, "sums", watched)
     z = numbers(8, 4, seed=0).requires_grad_()
     r, _ = softmax.self_log_sum_exp(z, scale=1e4, shards=Shards((8,)), world=World())
     assert (alive, len(kept)) == ([0, 0], 2)
@@ -295,7 +296,7 @@ def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatc
     del r
 
 
-@pytest.mark.usefixtures("nobody_waits")
+@pytest.mark.usefixtures("no_pending_backward")
 def test_losses_that_wait_for_their_backward_passes_share_the_budget() -> None:
     def forward() -> Tensor:
         z = numbers(8, 4, seed=0).requires_grad_()

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from contrastive_zoo.kernels.blocks import MOST_TILES, Tile, tiles
+from contrastive_zoo.kernels.blocks import MAX_TILES, Tile, tiles
 from contrastive_zoo.kernels.sigmoid_tiles import sigmoid_pairs
 from contrastive_zoo.kernels.softmax_tiles import log_sum_exps, softmax_weights
 
@@ -33,7 +33,7 @@ def compiled(name: str, capability: int, dtype: torch.dtype, precision: str, edg
     options = tile.options
     warps, stages = options.pop("num_warps"), options.pop("num_stages")
     given = {**constants, **options, "PRECISION": precision, "EDGE": edge, "WARPS": min(warps, tile.rows // 16)}
-    given["MOST"] = MOST_TILES * tile.rows
+    given["MAX_ROWS"] = MAX_TILES * tile.rows
     given = {x: value for x, value in given.items() if x in kernel.arg_names}
     blocks = {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": (tile.rows, tile.columns // 2)}
     numbers = {"n", "m", "d", "ahead", "partner", "chunk", "rows_stride", "columns_stride"}
@@ -44,7 +44,7 @@ def compiled(name: str, capability: int, dtype: torch.dtype, precision: str, edg
         elif x in blocks:
             signature[x] = f"tensordesc<{NAMES[dtype]}[{blocks[x][0]},{blocks[x][1]}]>"
         else:
-            signature[x] = "i32" if x in numbers else "*i32" if x == "lost" else "*fp32"
+            signature[x] = "i32" if x in numbers else "*i32" if x == "precision_lost" else "*fp32"
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(x),): value for x, value in given.items()})
     return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}

@@ -79,7 +79,7 @@ def test_panels_of_any_height_and_views_give_the_same(entry: Entry, monkeypatch:
     whole = loss(z, y)
     if not isinstance(loss, LiftedStructure) and getattr(loss, "num_classes", None) is None:
         torch.testing.assert_close(loss(*z.chunk(2)), whole)
-    monkeypatch.setattr("contrastive_zoo.engine.tiling.PANEL_BYTES", 4 * 8 * 8 * 3)
+    monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", 4 * 8 * 8 * 3)
     panelled = loss(z, y)
     torch.testing.assert_close(panelled, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*(torch.autograd.grad(x, z)[0] for x in (panelled, whole)), rtol=1e-10, atol=1e-12)
@@ -343,7 +343,7 @@ def test_labels_outside_of_the_classes_are_refused(labels: Tensor) -> None:
         Margin(num_classes=3)(torch.eye(2), torch.eye(2))
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
 @pytest.mark.parametrize("learnt", [True, False], ids=["learnt", "fixed"])
 @pytest.mark.parametrize("active", ["none", "one anchor's", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

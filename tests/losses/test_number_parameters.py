@@ -42,11 +42,11 @@ def test_no_parameter_is_without_a_dimension(name: str) -> None:
     assert all(shape == (1,) for shape in shapes)
 
 
-@pytest.mark.parametrize("few", [-1, 2**16], ids=["engine", "few"])
+@pytest.mark.parametrize("elements", [-1, 2**16], ids=["engine", "small batch"])
 @pytest.mark.parametrize("dense", [False, True], ids=["engine", "dense"])
 @pytest.mark.parametrize("name", MAKE)
-def test_values_and_gradients_have_their_shapes(name: str, dense: bool, few: int, monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.dense_mode.FEW", few)
+def test_values_and_gradients_have_their_shapes(name: str, dense: bool, elements: int, monkeypatch) -> None:
+    monkeypatch.setattr("contrastive_zoo.engine.dense_mode.SMALL_BATCH_ELEMENTS", elements)
     make, labelled = MAKE[name]
     for dtype in (torch.float32, torch.float64):
         loss = make()

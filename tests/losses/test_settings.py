@@ -295,10 +295,10 @@ def test_numbers_of_numpy_and_integers_are_numbers(name: str, setting: str, kind
 @pytest.mark.parametrize(
     "name", [name for name, subject in SUBJECTS.items() if subject.refused.get("temperature") == COLD]
 )
-@pytest.mark.parametrize("few", [-1, 2**16], ids=["engine", "few"])
-def test_a_learnt_temperature_may_have_one_dimension(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elements", [-1, 2**16], ids=["engine", "small batch"])
+def test_a_learnt_temperature_may_have_one_dimension(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP shards no other. In float32 rows, a parameter of 64 bits raises nothing."""
-    monkeypatch.setattr("contrastive_zoo.engine.dense_mode.FEW", few)
+    monkeypatch.setattr("contrastive_zoo.engine.dense_mode.SMALL_BATCH_ELEMENTS", elements)
     subject, found = SUBJECTS[name], []
     for shape in ((), (1,)):
         t = torch.full(shape, 0.3, dtype=torch.float64, requires_grad=True)

@@ -320,7 +320,7 @@ def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
 
 
 def test_nothing_n_by_n_is_held() -> None:
-    """In small panels, no tensor comes near the size of the matrix of similarities."""
+    """In small blocks no tensor is nearly as large as the similarity matrix."""
     from contrastive_zoo.engine import tiling
 
     found: list[int] = []
@@ -338,7 +338,7 @@ def test_nothing_n_by_n_is_held() -> None:
     n, threads = 120, torch.get_num_threads()
     torch.set_num_threads(1)  # small operations, and many
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "PANEL_BYTES", 2**15)
+        patch.setattr(tiling, "BLOCK_BYTES", 2**15)
         patch.setattr(tiling, "TILE_BYTES", 2**13)
         for entry in [x for x in ENTRIES if "," not in x.name or "all" in x.name]:
             rows = rows_of(entry, GlobalBatch((n,), d=4))

@@ -39,7 +39,7 @@ def views(seed: int, count: int = 2, n: int = 7, d: int = 4) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
 def test_it_is_the_papers_formula(entry: Entry, dense: bool) -> None:
     for seed in range(5):
         rows = views(seed, entry.views, n=(7, 2, 9, 5, 6)[seed], d=(4, 4, 2, 8, 1)[seed])

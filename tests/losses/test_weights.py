@@ -40,11 +40,11 @@ def labelled(seed: int, n: int = 9, d: int = 4, classes: int = 5) -> tuple[Tenso
     return z.requires_grad_(), labels
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
-@pytest.mark.parametrize("panel_bytes", [2**25, 4000], ids=["one panel", "many"])
+@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
+@pytest.mark.parametrize("block_bytes", [2**25, 4000], ids=["one block", "several"])
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_it_is_the_papers_formula(entry: Entry, dense: bool, panel_bytes: int, monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.tiling.PANEL_BYTES", panel_bytes)
+def test_it_is_the_papers_formula(entry: Entry, dense: bool, block_bytes: int, monkeypatch) -> None:
+    monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", block_bytes)
     for seed in range(5):
         z, labels = labelled(seed)
         loss = entry.make(temperature=0.2).double()
@@ -188,7 +188,7 @@ def test_a_rank_may_hold_no_class(worlds: Worlds) -> None:
 
 
 def test_second_derivatives_are_the_dense_ways(monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.tiling.PANEL_BYTES", 500)
+    monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", 500)
     z, labels = labelled(0)
     weights = torch.randn(5, 4, dtype=torch.float64)
     with cz.dense():
@@ -202,8 +202,8 @@ def test_second_derivatives_are_the_dense_ways(monkeypatch) -> None:
 def test_a_learnt_temperature_is_that_of_one_panel(monkeypatch) -> None:
     z, labels = labelled(0)
     found = []
-    for panel_bytes in (2**25, 500):
-        monkeypatch.setattr("contrastive_zoo.engine.tiling.PANEL_BYTES", panel_bytes)
+    for block_bytes in (2**25, 500):
+        monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", block_bytes)
         weights, t = torch.ones(5, 4, dtype=torch.float64).tril_(), torch.tensor(0.3, dtype=torch.float64)
         loss = normalized_softmax(z, labels, weights=weights.requires_grad_(), temperature=t.requires_grad_())
         found.append([loss, *torch.autograd.grad(loss, (z, weights, t))])

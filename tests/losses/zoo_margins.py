@@ -58,16 +58,16 @@ def nonzero(losses: list[Tensor], z: Tensor) -> Tensor:
 def dense_contrastive(
     z: Tensor,
     labels: Tensor,
-    far: Callable[[Tensor, Tensor], Tensor] = distance,
+    measure: Callable[[Tensor, Tensor], Tensor] = distance,
     margins: tuple[float, float] = (0.0, 1.0),
     power: int = 1,
     average: Callable[[list[Tensor], Tensor], Tensor] = nonzero,
     **_: Any,
 ) -> Tensor:
     z = F.normalize(z, dim=1)
-    pull = [(far(z[i], z[p]) - margins[0]).relu() ** power for i, ps, _ in anchors(labels) for p in ps]
-    push = [(margins[1] - far(z[i], z[n])).relu() ** power for i, _, ns in anchors(labels) for n in ns]
-    return average(pull, z) + average(push, z)
+    positive_terms = [(measure(z[i], z[p]) - margins[0]).relu() ** power for i, ps, _ in anchors(labels) for p in ps]
+    negative_terms = [(margins[1] - measure(z[i], z[n])).relu() ** power for i, _, ns in anchors(labels) for n in ns]
+    return average(positive_terms, z) + average(negative_terms, z)
 
 
 def noise_to_signal(a: Tensor, b: Tensor) -> Tensor:
@@ -84,14 +84,14 @@ def dense_triplet(
     z: Tensor,
     labels: Tensor,
     margin: float = 0.3,
-    far: Callable[[Tensor, Tensor], Tensor] = distance,
+    measure: Callable[[Tensor, Tensor], Tensor] = distance,
     keep: Callable[[Tensor, Tensor, float], Any] = lambda ap, an, margin: True,
     hinge: Callable[[Tensor], Tensor] = torch.relu,
     average: Callable[[list[Tensor], Tensor], Tensor] = nonzero,
     **_: Any,
 ) -> Tensor:
     z = F.normalize(z, dim=1)
-    pairs = [(far(z[i], z[p]), far(z[i], z[n])) for i, ps, ns in anchors(labels) for p in ps for n in ns]
+    pairs = [(measure(z[i], z[p]), measure(z[i], z[n])) for i, ps, ns in anchors(labels) for p in ps for n in ns]
     return average([hinge(ap - an + margin) for ap, an in pairs if keep(ap, an, margin)], z)
 
 
@@ -134,9 +134,9 @@ def dense_multi_similarity(
                 [s for s in sn if any(s > x - epsilon for x in sp)],
             )
         zero = 0 * z.sum()
-        pull = log_sum_exp([zero, *(-alpha * (s - base) for s in sp)]) / alpha
-        push = log_sum_exp([zero, *(beta * (s - base) for s in sn)]) / beta
-        losses.append(pull + push)
+        positive_terms = log_sum_exp([zero, *(-alpha * (s - base) for s in sp)]) / alpha
+        negative_terms = log_sum_exp([zero, *(beta * (s - base) for s in sn)]) / beta
+        losses.append(positive_terms + negative_terms)
     return mean(losses, z)
 
 
@@ -145,9 +145,9 @@ def dense_circle(z: Tensor, labels: Tensor, m: float = 0.4, gamma: float = 80, *
     for i, ps, ns in anchors(labels):
         if ps and ns:
             sp, sn = (torch.stack([z[i] @ z[j] for j in js]) for js in (ps, ns))
-            push = gamma * (sn.detach() + m).relu() * (sn - m)
-            pull = -gamma * (1 + m - sp.detach()).relu() * (sp - 1 + m)
-            both = (push[:, None] + pull).flatten()
+            negative_terms = gamma * (sn.detach() + m).relu() * (sn - m)
+            positive_terms = -gamma * (1 + m - sp.detach()).relu() * (sp - 1 + m)
+            both = (negative_terms[:, None] + positive_terms).flatten()
             losses.append(log_sum_exp([0 * both[0], *both]))
     return mean(losses, z)
 
@@ -166,8 +166,8 @@ def dense_generalized_lifted(z: Tensor, labels: Tensor, margin: float = 1.0, **_
     z, losses = F.normalize(z, dim=1), []
     for i, ps, ns in anchors(labels):
         if ps and ns:
-            pull = log_sum_exp([distance(z[i], z[p]) for p in ps])
-            losses.append((pull + log_sum_exp([margin - distance(z[i], z[n]) for n in ns])).relu())
+            positive_terms = log_sum_exp([distance(z[i], z[p]) for p in ps])
+            losses.append((positive_terms + log_sum_exp([margin - distance(z[i], z[n]) for n in ns])).relu())
     return mean(losses, z)
 
 
@@ -195,8 +195,8 @@ def dense_ranked_list(
         return sum(w * x for w, x in zip(weights, found, strict=True)) / sum(weights) if found else 0 * z.sum()
 
     for i, ps, ns in anchors(labels):
-        pull = weighted([distance(z[i], z[p]) - alpha + margin for p in ps], t_p)
-        losses.append((pull + weighted([alpha - distance(z[i], z[n]) for n in ns], t_n)) / 2)
+        positive_terms = weighted([distance(z[i], z[p]) - alpha + margin for p in ps], t_p)
+        losses.append((positive_terms + weighted([alpha - distance(z[i], z[n]) for n in ns], t_n)) / 2)
     return mean(losses, z)
 
 
@@ -207,9 +207,9 @@ def dense_fast_ap(z: Tensor, labels: Tensor, bins: int = 10, **_: Any) -> Tensor
             continue
 
         def histogram(js: list[int], i: int = i) -> list[Tensor]:
-            far = [(z[i] - z[j]).square().sum() for j in js]
+            measure = [(z[i] - z[j]).square().sum() for j in js]
             return [
-                sum(((1 - (x - width * k).abs() / width).relu() for x in far), 0 * z.sum()) for k in range(bins + 1)
+                sum(((1 - (x - width * k).abs() / width).relu() for x in measure), 0 * z.sum()) for k in range(bins + 1)
             ]
 
         of_positives, of_all = histogram(ps), histogram(ps + ns)
@@ -279,7 +279,7 @@ ENTRIES = [
     entry(
         "Contrastive, similarity",
         Contrastive,
-        with_settings(dense_contrastive, far=minus_cosine, margins=(-0.9, -0.2)),
+        with_settings(dense_contrastive, measure=minus_cosine, margins=(-0.9, -0.2)),
         metric="similarity",
         pos_margin=0.9,
         neg_margin=0.2,
@@ -288,7 +288,11 @@ ENTRIES = [
     entry("Triplet", Triplet, dense_triplet, margin=0.3),
     entry("Triplet, mean of all", Triplet, with_settings(dense_triplet, average=mean), margin=0.3, average="all"),
     entry(
-        "Triplet, similarity", Triplet, with_settings(dense_triplet, far=minus_cosine), margin=0.3, metric="similarity"
+        "Triplet, similarity",
+        Triplet,
+        with_settings(dense_triplet, measure=minus_cosine),
+        margin=0.3,
+        metric="similarity",
     ),
     entry("Triplet, soft", Triplet, with_settings(dense_triplet, margin=0.0, hinge=softplus), margin=0.0, soft=True),
     entry("Triplet, hard", Triplet, dense_batch_hard, margin=0.3, mining="hard"),

@@ -103,13 +103,13 @@ def dense_soft_triple(z: Tensor, labels: Tensor, temperature: Any = None, tau: f
 
 
 def dense_proxy_anchor(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
-    s, pulls, pushes = cosines(z)[..., 0], [], []
+    s, positive_terms, negative_terms = cosines(z)[..., 0], [], []
     for c in range(CLASSES):
         own = labels == c
         if own.any():
-            pulls.append(torch.log1p(torch.exp(-32 * (s[own, c] - 0.1)).sum()))
-        pushes.append(torch.log1p(torch.exp(32 * (s[~own, c] + 0.1)).sum()))
-    return torch.stack(pulls).mean() + torch.stack(pushes).mean()
+            positive_terms.append(torch.log1p(torch.exp(-32 * (s[own, c] - 0.1)).sum()))
+        negative_terms.append(torch.log1p(torch.exp(32 * (s[~own, c] + 0.1)).sum()))
+    return torch.stack(positive_terms).mean() + torch.stack(negative_terms).mean()
 
 
 ENTRIES = [

@@ -17,8 +17,8 @@ from contrastive_zoo.adapters.pml_native.settings import (
 from contrastive_zoo.adapters.pml_native.variants import named_as_its_base
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rows import sum_over_anchors
-from contrastive_zoo.loss_base.panelwise import Panelwise
+from contrastive_zoo.engine.rowwise import sum_over_anchors
+from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.losses.fast_ap import FastAP
 from contrastive_zoo.losses.n_pairs import NPairs
@@ -79,7 +79,7 @@ def _sup_con_of_several_classes(
 
 
 @named_as_its_base
-class _SupConOfSeveralClasses(SupCon, function=_sup_con_of_several_classes, panel=SupCon.panel):
+class _SupConOfSeveralClasses(SupCon, function=_sup_con_of_several_classes, block_function=SupCon.block_function):
     """The module of :func:`_sup_con_of_several_classes`."""
 
 
@@ -106,7 +106,7 @@ def _nca_of_positives(
     z, ids, shards = begin_labelled(
         "NCA", embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world
     )
-    loss = Panelwise(NCA.panel, temperature=temperature)
+    loss = BlockLoss(NCA.block_function, temperature=temperature)
     value = sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
     if reduction != "mean" or shards.total == 1:
         return value
@@ -115,7 +115,7 @@ def _nca_of_positives(
 
 
 @named_as_its_base
-class _NCAOfPositives(NCA, function=_nca_of_positives, panel=NCA.panel):
+class _NCAOfPositives(NCA, function=_nca_of_positives, block_function=NCA.block_function):
     """The module of :func:`_nca_of_positives`."""
 
 

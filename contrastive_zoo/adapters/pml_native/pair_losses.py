@@ -24,7 +24,7 @@ from contrastive_zoo.adapters.pml_native.settings import (
     spelled,
 )
 from contrastive_zoo.adapters.pml_native.variants import ZeroBelowCount, named_as_its_base
-from contrastive_zoo.engine.rows import Panel
+from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.contrastive import Contrastive
 from contrastive_zoo.losses.lifted_structure import LiftedStructure
@@ -188,8 +188,8 @@ def margin(loss: Any) -> Margin:
 class _MarginOfTriplets(ZeroBelowCount, Margin):
     """:class:`Margin` without the term ν β if there is no triplet, or, with one β per class, if no pair is active."""
 
-    def on_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        losses, counts = super().on_panel(panel)
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+        losses, counts = super().on_block(block)
         self.count((counts > 0).sum(), (counts >= 1).sum())
         return losses, counts
 

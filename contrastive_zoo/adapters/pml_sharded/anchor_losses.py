@@ -15,7 +15,7 @@ from contrastive_zoo.adapters.pml_sharded.anchor_batch import AnchorBatch, Indic
 from contrastive_zoo.adapters.pml_sharded.mining import miner_weights
 from contrastive_zoo.adapters.pml_sharded.reducers import already_averaged
 from contrastive_zoo.collectives import all_gather, gather_rows, sum_over_ranks
-from contrastive_zoo.loss_base.panelwise import log_sum_exp_where
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.losses.fast_ap import FastAP
 from contrastive_zoo.losses.ranked_list import RankedList
 
@@ -38,10 +38,10 @@ def lifted_structure(loss: Any, batch: AnchorBatch, indices: Indices | None) -> 
         (a2, n), distance.new_ones(()), accumulate=True
     )  # triplets repeat pairs
     margins = loss.distance.margin(loss.neg_margin, distance) + times.clamp(min=1).log()
-    negatives = log_sum_exp_where(margins, times > 0)
+    negatives = masked_log_sum_exp(margins, times > 0)
     all_negatives = all_gather(negatives, shards=batch.shards, process_group=batch.world)
     both = torch.stack([negatives[a], all_negatives[p]], 1)
-    of_pair = log_sum_exp_where(both, both.isfinite(), empty=0.0)
+    of_pair = masked_log_sum_exp(both, both.isfinite(), empty=0.0)
     values = (of_pair + loss.distance.margin(distance[a, p], loss.pos_margin)).relu().square() / 2
     return {"loss": {"losses": values, "indices": (a, p), "reduction_type": "pos_pair"}}
 
@@ -54,7 +54,7 @@ def nca(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Inf
     distance = loss.distance(batch.anchors, batch.candidates)
     logits = loss.softmax_scale * (distance if loss.distance.is_inverted else -distance)
     positive, negative = batch.masks()
-    losses = log_sum_exp_where(logits, positive | negative) - log_sum_exp_where(logits, positive)
+    losses = masked_log_sum_exp(logits, positive | negative) - masked_log_sum_exp(logits, positive)
     (counted,) = torch.where((-losses.detach()).exp() > 0)
     return _of_anchors(losses[counted] * weights[counted], counted)
 

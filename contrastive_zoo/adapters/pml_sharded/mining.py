@@ -9,7 +9,7 @@ from torch import Tensor
 
 from contrastive_zoo.adapters.pml_sharded.anchor_batch import AnchorBatch, Indices
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.passes import largest, smallest
+from contrastive_zoo.engine.masked import masked_max, masked_min
 from contrastive_zoo.randomness import one_stream
 
 PAIRWISE_DISTANCES = (
@@ -98,7 +98,7 @@ def _multi_similarity(miner: Any, batch: AnchorBatch) -> Indices:
     positive, negative = batch.masks()
     if similarity.numel() == 0:
         return (*torch.where(positive), *torch.where(negative))
-    least, most = smallest(similarity, positive)[:, None], largest(similarity, negative)[:, None]
+    least, most = masked_min(similarity, positive)[:, None], masked_max(similarity, negative)[:, None]
     hard = positive & (similarity - miner.epsilon < most), negative & (similarity + miner.epsilon > least)
     return (*torch.where(hard[0]), *torch.where(hard[1]))
 

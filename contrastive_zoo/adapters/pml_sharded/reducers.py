@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.adapters.pml_sharded.anchor_batch import AnchorBatch, Info
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.reduction import divisor
+from contrastive_zoo.engine.reduction import mean_divisor
 
 
 def reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, *, connected: Sequence[Tensor]) -> Tensor:
@@ -31,7 +31,7 @@ def reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, *,
     sums, counts = (torch.stack(x) for x in zip((nothing, nothing.detach()), *terms, strict=True))
     sums = sum_over_ranks(sums, gradient="complete", world=batch.world)
     counts = sum_over_ranks(counts, gradient="complete", world=batch.world)
-    return (sums / divisor(counts)).sum().to(batch.anchors.dtype)
+    return (sums / mean_divisor(counts)).sum().to(batch.anchors.dtype)
 
 
 def _sum_and_count(reducer: Any, name: str, info: Info, batch: AnchorBatch) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Small batches on one process go another way than large ones; the numbers are the same."""
+"""The small-batch path and the general path compute the same values and gradients."""
 
 import contextlib
 import math
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode, pairs, softmax
+from contrastive_zoo.engine import dense_mode, small_batch, softmax
 from tests.helpers import close, numbers
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -46,21 +46,21 @@ def outcome(loss: Callable[..., Tensor], rows: str, n: int, temperature: float, 
     reduction=st.sampled_from(["mean", "sum", "none"]),
 )
 @settings(max_examples=25)
-def test_few_are_as_many(name: str, rows: str, n: int, temperature: float, reduction: str) -> None:
+def test_both_paths_agree(name: str, rows: str, n: int, temperature: float, reduction: str) -> None:
     """Down to and below the temperature at which one exponential no longer holds a logit."""
     assume(n == 7 or rows != "with a tiny one")  # gradients of 1e12 times nothing would be compared
-    many = outcome(LOSSES[name], rows, n, temperature, reduction)
+    general = outcome(LOSSES[name], rows, n, temperature, reduction)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense_mode, "FEW", 2**16)
-        few = outcome(LOSSES[name], rows, n, temperature, reduction)
-    for found, expected in zip(few, many, strict=True):
+        patch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+        small = outcome(LOSSES[name], rows, n, temperature, reduction)
+    for found, expected in zip(small, general, strict=True):
         close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
 def test_a_low_temperature_overflows_nowhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 exp(400) is infinite, and exp(40) is not."""
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
     a = torch.eye(3).requires_grad_()
     for temperature in (1 / 40, 1 / 80, 1 / 120, 1 / 400):
         value = LOSSES[name](a, a.detach(), temperature=temperature)
@@ -69,13 +69,13 @@ def test_a_low_temperature_overflows_nowhere(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
-def test_they_do_go_another_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant of that way shows, so the comparison above is one of two ways."""
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
-    wrong = pairs._FewPairs.backward
-    monkeypatch.setattr(pairs._FewPairs, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
+def test_the_small_batch_path_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of the small-batch path shows, so the comparison above compares two paths."""
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    wrong = small_batch._SmallBatchInfoNCE.backward
+    monkeypatch.setattr(small_batch._SmallBatchInfoNCE, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
     found = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
-    monkeypatch.setattr(dense_mode, "FEW", -1)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", -1)
     expected = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
     close(found[1], 2 * expected[1])
 
@@ -83,11 +83,11 @@ def test_they_do_go_another_way(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("bound", [1.0, 1 - 1e-6, 0.6, 0.45, 0.2, 0.101], ids="{} of the bound".format)
 @pytest.mark.parametrize("rows", ["gaussian", "with a zero", "all alike"])
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
-def test_32_bits_hold_the_exponentials_of_few(
+def test_32_bits_hold_the_exponentials_of_a_small_batch(
     name: str, rows: str, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """exp(1 / t) is finite down to t = 1/88 only: at 1/40 one exponential does, below it the engine has to."""
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
     t, found = bound / 40, []
     for dtype in (torch.float32, torch.float64):
         a, b = (ROWS[rows](7, seed).to(dtype).requires_grad_() for seed in (1, 2))
@@ -98,15 +98,15 @@ def test_32_bits_hold_the_exponentials_of_few(
         close(x, y, 1e-5)
 
 
-def test_few_end_at_a_temperature_of_1_40(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
-    for t, few in ((1 / 40, True), (math.nextafter(1 / 40, 0), False)):
+def test_the_small_batch_path_ends_at_a_temperature_of_1_40(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    for t, expected in ((1 / 40, True), (math.nextafter(1 / 40, 0), False)):
         for temperature in (t, torch.tensor(t, dtype=torch.float64)):
-            assert pairs.are_few_pairs(torch.eye(3), temperature, "rows", "mean", cz.ALONE) == few
+            assert small_batch.uses_small_batch_path(torch.eye(3), temperature, "rows", "mean", cz.ALONE) == expected
 
 
 def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "FEW", 2**16)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
     a, b = (numbers(6, 4, seed=seed).bfloat16() for seed in (1, 2))
     with torch.autocast("cpu", torch.bfloat16):
         found = cz.nt_xent(a, b)
@@ -117,15 +117,15 @@ def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 0.05])
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
-def test_rows_of_16_bits_are_rounded_in_either_way(name: str, temperature: float, monkeypatch) -> None:
-    def found(few: int) -> list[Tensor]:
-        monkeypatch.setattr(dense_mode, "FEW", few)
-        monkeypatch.setattr(softmax, "products_of", lambda *_: contextlib.nullcontext())
+def test_rows_of_16_bits_are_rounded_on_either_path(name: str, temperature: float, monkeypatch) -> None:
+    def found(elements: int) -> list[Tensor]:
+        monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", elements)
+        monkeypatch.setattr(softmax, "matmul_rounding", lambda *_: contextlib.nullcontext())
         a, b = (numbers(7, 4, seed=seed).bfloat16().requires_grad_() for seed in (1, 2))
         log_t = torch.tensor(temperature).log().requires_grad_()
         value = LOSSES[name](a, b, temperature=log_t.exp())
         return [x.detach().float() for x in (value, *torch.autograd.grad(value, (a, b, log_t)))]
 
-    few, many = found(2**16), found(-1)
-    for x, y, bound in zip(few, many, [1e-6, 0.01, 0.01, 1e-5], strict=True):  # rows' gradients have 16 bits
+    small, general = found(2**16), found(-1)
+    for x, y, bound in zip(small, general, [1e-6, 0.01, 0.01, 1e-5], strict=True):  # rows' gradients have 16 bits
         close(x, y, bound)

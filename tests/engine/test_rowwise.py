@@ -1,4 +1,4 @@
-"""What a panel's loss is made of: in few passes, from few pairs, in panels of any height, it is the plain formula."""
+"""The parts of a row-wise loss equal their plain formulas: by hand, from sparse gradients, in blocks of any height."""
 
 import contextlib
 import gc
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode, passes, rows, tiling
+from contrastive_zoo.engine import dense_mode, masked, pairwise, rowwise_sweep, tiling
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
 from contrastive_zoo.losses import triplet
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
@@ -21,19 +22,19 @@ from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
 
-# ------------------------------------------------------------------------------------- few passes, the plain formula
+# ---------------------------------------------------------------------------------------- hand-written, plain formula
 
 Pass = Callable[..., Tensor]
 
 OF_A_MATRIX: dict[str, Pass] = {
-    "log_sum_exp": passes.log_sum_exp,
-    "largest": passes.largest,
-    "smallest": passes.smallest,
+    "log_sum_exp": masked.masked_log_sum_exp,
+    "largest": masked.masked_max,
+    "smallest": masked.masked_min,
 }
 OF_ROWS: dict[str, Pass] = {
-    "dot_products": passes.dot_products,
-    "distances": passes.euclidean,
-    "squared distances": lambda a, b: passes.euclidean(a, b, squared=True),
+    "dot_products": pairwise.dot_products,
+    "distances": pairwise.euclidean,
+    "squared distances": lambda a, b: pairwise.euclidean(a, b, squared=True),
 }
 
 
@@ -88,8 +89,8 @@ def alike() -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def few(places: int) -> Tensor:
-    """A gradient [5, 33] that is 0 but in a few places; points that are the same are among them."""
+def sparse_gradient(places: int) -> Tensor:
+    """Return a gradient [5, 33] that is 0 except in some places, equal points among them."""
     w = torch.zeros(5, 33, dtype=torch.float64)
     w.view(-1)[numbers(165, seed=4).topk(places).indices] = numbers(places, seed=5)
     w[1, 0] = 3.0
@@ -101,34 +102,34 @@ def few(places: int) -> Tensor:
 def test_products_and_distances_are_their_plain_formula(
     name: str, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the gradient is taken from all pairs or from a few."""
+    """Value and gradient are equal for dense and for sparse gradients."""
     asked: list[bool] = []
-    question = passes._few
-    monkeypatch.setattr(passes, "_few", lambda *of: (asked.append(question(*of)), asked[-1])[1])
-    assert_plain(OF_ROWS[name], *alike(), weights=few(places))
+    question = pairwise._is_sparse_enough
+    monkeypatch.setattr(pairwise, "_is_sparse_enough", lambda *of: (asked.append(question(*of)), asked[-1])[1])
+    assert_plain(OF_ROWS[name], *alike(), weights=sparse_gradient(places))
     assert asked == [places < 165]
-    assert_plain(OF_ROWS[name], alike()[0][:0], alike()[1], weights=few(places)[:0])
+    assert_plain(OF_ROWS[name], alike()[0][:0], alike()[1], weights=sparse_gradient(places)[:0])
 
 
 def test_a_distance_that_is_rounding_alone_is_caught() -> None:
     def mutant(a: Tensor, b: Tensor) -> Tensor:
         both = a.square().sum(1)[:, None] + b.square().sum(1)
-        return passes.euclidean(a, b) if dense_mode.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
+        return pairwise.euclidean(a, b) if dense_mode.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
 
     with pytest.raises(AssertionError):
-        assert_plain(mutant, *alike(), weights=few(20))
+        assert_plain(mutant, *alike(), weights=sparse_gradient(20))
 
 
 def test_few_means_that_their_rows_are_smaller_than_the_matrix() -> None:
     w = torch.zeros(64, 64)
     w[:, 0] = 1
-    assert passes._few(w, width=64)
-    assert not passes._few(w, width=65)
+    assert pairwise._is_sparse_enough(w, width=64)
+    assert not pairwise._is_sparse_enough(w, width=65)
     w[1:16] = 1  # that the sample does not see
-    assert not passes._few(w, width=8)
+    assert not pairwise._is_sparse_enough(w, width=8)
 
 
-@pytest.mark.parametrize("function", [*OF_ROWS.values(), passes.log_sum_exp, passes.largest])
+@pytest.mark.parametrize("function", [*OF_ROWS.values(), masked.masked_log_sum_exp, masked.masked_max])
 def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: Pass) -> None:
     a, b = numbers(3, 2, seed=0).requires_grad_(), numbers(2, 2, seed=1)
     mask = torch.ones(3, 2, dtype=torch.bool)
@@ -144,10 +145,10 @@ def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: 
 
 
 def test_marked_columns() -> None:
-    columns, there = passes.marked_columns(torch.zeros(3, 4, dtype=torch.bool))
+    columns, there = masked.masked_indices(torch.zeros(3, 4, dtype=torch.bool))
     assert columns.shape == there.shape == (3, 0)
     _, mask = matrix()
-    columns, there = passes.marked_columns(mask)
+    columns, there = masked.masked_indices(mask)
     assert torch.equal(there.sum(1), mask.sum(1))
     for of_row, present, marks in zip(columns, there, mask, strict=True):
         assert torch.equal(of_row[present], marks.nonzero().flatten())
@@ -164,7 +165,7 @@ HARD = {
 @pytest.mark.parametrize("rows_are", ["gaussian", "duplicates"])
 @pytest.mark.parametrize("metric", HARD)
 def test_the_contract_holds_for_gradients_of_few_pairs(metric: str, rows_are: Any, worlds: Worlds) -> None:
-    """Rows enough that the hardest pairs are few, which the small batches of the other tests have not."""
+    """The batch is so large that the hardest pairs are few, unlike in the other tests."""
     batch = GlobalBatch((9, 0, 15), d=2, rows=rows_are, seed=3)
     trial = Trial(Case(lambda: cz.DistributedLoss(HARD[metric]())), batch, worlds)
     for invariant in CONTRACT:
@@ -174,8 +175,8 @@ def test_the_contract_holds_for_gradients_of_few_pairs(metric: str, rows_are: An
 def test_the_hardest_pairs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The invariant above sees them so: nothing but them comes back."""
     gradients: list[bool] = []
-    pairs = passes._pairs
-    monkeypatch.setattr(passes, "_pairs", lambda *of: (gradients.append(of[0].is_sparse), pairs(*of))[1])
+    pairs = pairwise._sparse_entries
+    monkeypatch.setattr(pairwise, "_sparse_entries", lambda *of: (gradients.append(of[0].is_sparse), pairs(*of))[1])
     for make in HARD.values():
         make()(numbers(24, 2, seed=0).requires_grad_(), torch.arange(24) % 8)
     assert gradients == [True] * 3
@@ -187,11 +188,11 @@ def test_pairs_and_all_others_together(name: str) -> None:
     function = OF_ROWS[name]
 
     def of(a: Tensor, b: Tensor) -> Tensor:
-        far = function(a, b if dense_mode.is_dense() else passes.shared_by_panels(b))
-        found = passes.largest(far, far.detach() < 9) + far.sum(1)
+        distance = function(a, b if dense_mode.is_dense() else pairwise.share_across_blocks(b))
+        found = masked.masked_max(distance, distance.detach() < 9) + distance.sum(1)
         if name == "dot_products":  # distances are needed as they are
-            far.clamp_(max=2)
-        return found + passes.smallest(far, far.detach() > 0).clamp(max=9)
+            distance.clamp_(max=2)
+        return found + masked.masked_min(distance, distance.detach() > 0).clamp(max=9)
 
     def outcome() -> list[Tensor]:
         a, b = (x.clone().requires_grad_() for x in alike())
@@ -220,8 +221,8 @@ def test_equals_share_the_gradient_of_few_pairs() -> None:
 
 
 def test_a_mutant_that_takes_equals_for_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = passes._places
-    monkeypatch.setattr(passes, "_places", lambda hit, equals, none: places(hit, torch.ones_like(equals), none))
+    places = masked._hit_positions
+    monkeypatch.setattr(masked, "_hit_positions", lambda hit, equals, none: places(hit, torch.ones_like(equals), none))
     with pytest.raises((AssertionError, IndexError)):
         of_equals()
 
@@ -241,41 +242,41 @@ def test_a_search_and_one_bar_after_another_find_the_same(
     z[5] = z[2]  # equal distances
     loss = Triplet(mining=mining, margin=0.4)
     one_by_one = outcome(loss, z, labels)
-    monkeypatch.setattr(triplet, "_MANY", -1)
+    monkeypatch.setattr(triplet, "_SEARCH_THRESHOLDS", -1)
     for x, y in zip(outcome(loss, z, labels), one_by_one, strict=True):
         close(x, y)
 
 
-# ------------------------------------------------------------------------------------------------------------- panels
+# ------------------------------------------------------------------------------------------------------------- blocks
 
 LOSSES = [Triplet(mining="hard"), Triplet(mining="semi-hard"), MultiSimilarity(epsilon=0.1), Circle(gamma=8)]
 
 
 def heights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
-    panel = rows._Layout.panel
+    block = BatchLayout.block
 
-    def listening(self: Any, of: slice, *more: Tensor) -> rows.Panel:
+    def listening(self: Any, of: slice, *more: Tensor) -> AnchorBlock:
         found.append(of.stop - of.start)
-        return panel(self, of, *more)
+        return block(self, of, *more)
 
-    monkeypatch.setattr(rows._Layout, "panel", listening)
+    monkeypatch.setattr(BatchLayout, "block", listening)
     return found
 
 
-def test_a_panel_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     found, z, labels = heights(monkeypatch), numbers(2048, 2, seed=0).float().requires_grad_(), torch.arange(2048) % 99
     MultiSimilarity()(z, labels)
     usual = found[0]
-    assert usual * 2048 * 4 * rows._MATRICES == tiling.PANEL_BYTES
+    assert usual * 2048 * 4 * rowwise_sweep.MATRICES_PER_BLOCK == tiling.BLOCK_BYTES
     found.clear()
-    with cz.memory_budget(tiling.PANEL_BYTES // 4):
+    with cz.memory_budget(tiling.BLOCK_BYTES // 4):
         MultiSimilarity()(z, labels)
     assert found[0] == usual // 4
     found.clear()
     with cz.memory_budget(0):  # not row by row
         MultiSimilarity()(z, labels)
-    assert found[0] == rows._LOW
+    assert found[0] == rowwise_sweep.LOW_BLOCK
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{type(x).__name__}")
@@ -284,7 +285,7 @@ def test_no_height_changes_anything(loss: Any, monkeypatch: pytest.MonkeyPatch) 
     whole = outcome(loss, z, labels)
     found = heights(monkeypatch)
     for height in (1, 3, 39):
-        monkeypatch.setattr(tiling, "PANEL_BYTES", height * 40 * 8 * rows._AT_LEAST)
+        monkeypatch.setattr(tiling, "BLOCK_BYTES", height * 40 * 8 * rowwise_sweep.FEWEST_MATRICES)
         found.clear()
         for x, y in zip(outcome(loss, z, labels), whole, strict=True):
             close(x, y)
@@ -302,11 +303,11 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
             return out
 
     n = 96
-    monkeypatch.setattr(tiling, "PANEL_BYTES", n * 8 * rows._AT_LEAST * 8)
+    monkeypatch.setattr(tiling, "BLOCK_BYTES", n * 8 * rowwise_sweep.FEWEST_MATRICES * 8)
     z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
     with Listener():
         outcome(loss, z, labels)
-    assert max(largest) <= 8 * n  # one panel of eight
+    assert max(largest) <= 8 * n  # one block of eight rows
     largest.clear()
     with cz.dense(), Listener():
         outcome(loss, z, labels)
@@ -347,7 +348,7 @@ def held_rows(value: Tensor) -> list[Tensor]:
         held = [*getattr(node, "__dict__", {}).values()]
         with contextlib.suppress(RuntimeError):
             held += getattr(node, "saved_tensors", ())
-        inside = [y for x in held for y in ([*vars(x).values()] if type(x).__name__ == "_Sweep" else [x])]
+        inside = [y for x in held for y in ([*vars(x).values()] if type(x).__name__ == "RowwiseSweep" else [x])]
         flat = [y for x in inside for y in (x if isinstance(x, (list, tuple)) else [x])]
         found += [x for x in flat if isinstance(x, Tensor) and x.numel() >= 64 * 8]
     return found

@@ -1,0 +1,83 @@
+"""Define what a row-wise loss sees of the global batch: a block of local anchors and the candidates of all ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from contrastive_zoo.world import Shards, World
+
+
+@dataclass(frozen=True)
+class AnchorBlock:
+    """Hold c of this rank's anchors, the N candidates of all ranks, and which candidates are positives and negatives."""
+
+    anchors: Float[Tensor, "c d"]
+    candidates: Float[Tensor, "N d"]
+    positive: Bool[Tensor, "c N"]
+    """Whether the candidate has the anchor's id, and is not the anchor itself."""
+    negative: Bool[Tensor, "c N"]
+    """Whether the candidate has another id."""
+    ids: Int[Tensor, " c"]
+    """The ids of the anchors."""
+    candidate_ids: Int[Tensor, " N"]
+    companions: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Further data without gradient, each for anchors and for candidates, such as a guide's embeddings."""
+
+
+BlockFunction = Callable[[AnchorBlock], tuple[Tensor, Tensor]]
+"""A function that returns for the anchors of a block (loss [c], whether or how many times the anchor counts [c]).
+
+Row i of the result depends on anchor i only. A loss whose mean is taken over pairs or triplets returns its anchors' sums
+and their numbers of pairs. A loss that adds several means returns them as columns, [c, k] both, and declares k in the
+attribute ``terms``.
+"""
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Hold the ids of local anchors and of all candidates, from which each block's positives and negatives follow."""
+
+    ids: Tensor
+    candidate_ids: Tensor
+    companions: tuple[tuple[Tensor, Tensor], ...]
+    candidate_shards: Shards
+    world: World
+    first_own_candidate: int | None
+    """The candidate that is the first local anchor, where anchors are candidates too."""
+    own_candidates: Tensor | None
+    """The candidate that is a copy of each local anchor, −1 for none."""
+
+    @cached_property
+    def _ids_as_floats(self) -> tuple[Tensor, Tensor]:
+        """The ids of anchors and candidates, renumbered 0, 1, … so that floats represent them exactly."""
+        renumbered = torch.cat([self.ids, self.candidate_ids]).unique(return_inverse=True)[1]
+        anchors, candidates = renumbered.to(torch.float32 if len(renumbered) < 2**24 else torch.float64).split(
+            [len(self.ids), len(self.candidate_ids)]
+        )
+        return anchors, candidates
+
+    def _same_id(self, rows: slice) -> Tensor:
+        if self.ids.device.type != "cpu":
+            return self.ids[rows, None] == self.candidate_ids
+        # a CPU vectorises comparisons of floats into floats, and compares into booleans element by element
+        anchors, candidates = self._ids_as_floats
+        return torch.eq(
+            anchors[rows, None], candidates, out=anchors.new_empty(len(anchors[rows]), len(candidates))
+        ).bool()
+
+    def block(self, rows: slice, anchors: Tensor, candidates: Tensor) -> AnchorBlock:
+        """Return the block of some local anchors."""
+        ids = self.ids[rows]
+        positive = self._same_id(rows)
+        negative = ~positive
+        if self.first_own_candidate is not None:
+            positive.diagonal(self.first_own_candidate + rows.start).fill_(False)
+        if self.own_candidates is not None:
+            index = torch.arange(positive.shape[1], device=positive.device)
+            positive &= self.own_candidates[rows, None] != index
+        companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
+        return AnchorBlock(anchors, candidates, positive, negative, ids, self.candidate_ids, companions)

@@ -1,0 +1,172 @@
+"""Reduce the rows of a matrix over the entries that a mask selects: log-sum-exp, maximum, minimum.
+
+Under :func:`dense` each function is its plain formula. Otherwise value and gradient are computed by hand, in a third of
+autograd's passes over the matrix. Comparisons are written as 0 and 1 into floats (``out=``): a CPU converts to and from
+booleans element by element.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from contrastive_zoo.compiling import Function
+from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.pairwise import takes_sparse_gradient
+
+
+def masked_log_sum_exp(
+    x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, empty: float = -torch.inf
+) -> Float[Tensor, " c"]:
+    """Return log Σ exp x over the selected entries of each row; ``empty``, without gradient, for a row without any.
+
+    All x are finite.
+
+    Example:
+        >>> masked_log_sum_exp(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
+        tensor([0.6931,   -inf])
+    """
+    if not is_dense() and x.shape[1]:  # a maximum of no columns is an error
+        return _MaskedLogSumExp.apply(x, mask, empty)
+    some = mask.any(1)
+    return x.masked_fill(~mask & some[:, None], -torch.inf).logsumexp(1).where(some, empty)
+
+
+class _MaskedLogSumExp(Function):
+    """Compute y with dx = softmax(x) dy. The softmax comes from the forward pass; its maximum is exp(max x − y)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, empty: float) -> Tensor:
+        selected = _fill_unselected(x, mask, -_fill_value(x))
+        largest = selected.amax(1)
+        none = largest < -_fill_value(x) / 2
+        selected[none] = 0
+        softmax = selected.softmax(1)
+        ctx.save_for_backward(softmax, none)
+        return (largest - softmax.amax(1).log_()).masked_fill_(none, empty)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        softmax, none = ctx.saved_tensors
+        return softmax * gradient.masked_fill(none, 0)[:, None], None, None
+
+
+def log1p_sum_exp(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
+    """Return log(1 + Σ exp x) over the selected entries of each row.
+
+    Example:
+        >>> log1p_sum_exp(torch.zeros(1, 3), torch.tensor([[True, True, False]]))   # log 3
+        tensor([1.0986])
+    """
+    total = masked_log_sum_exp(x, mask)
+    return torch.logaddexp(total, torch.zeros_like(total))
+
+
+def masked_max(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: bool = False) -> Float[Tensor, " c"]:
+    """Return the largest selected entry of each row; −inf, without gradient, for a row without any. All x are finite.
+
+    Equal maxima share the gradient, so that it does not depend on their order; with ``first`` the first of them gets
+    all of it, as from ``x.max(1)``.
+
+    Example:
+        >>> masked_max(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, False], [False, False]]))
+        tensor([1., -inf])
+    """
+    return _masked_extreme(x, mask, -1, first)
+
+
+def masked_min(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: bool = False) -> Float[Tensor, " c"]:
+    """Return the smallest selected entry of each row, as :func:`masked_max`; +inf for a row without any.
+
+    Example:
+        >>> masked_min(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, True], [False, False]]))
+        tensor([1., inf])
+    """
+    return _masked_extreme(x, mask, 1, first)
+
+
+def _masked_extreme(x: Tensor, mask: Tensor, sign: int, first: bool) -> Tensor:
+    """Return the minimum (sign 1) or the maximum (sign −1)."""
+    if not is_dense():
+        return _MaskedExtreme.apply(x, mask, sign, first, takes_sparse_gradient(x))
+    some, empty = mask.any(1), sign * torch.inf
+    selected = x.where(mask | ~some[:, None], empty)
+    if first:
+        return (selected.max(1) if sign < 0 else selected.min(1)).values.where(some, empty)
+    return (selected.amax(1) if sign < 0 else selected.amin(1)).where(some, empty)
+
+
+class _MaskedExtreme(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, sign: int, first: bool, sparse: bool) -> Tensor:
+        selected = _fill_unselected(x, mask, sign * _fill_value(x))
+        extreme = selected.amax(1) if sign < 0 else selected.amin(1)
+        none = sign * extreme > _fill_value(x) / 2
+        hit = torch.eq(selected, extreme[:, None], out=selected)
+        ties = hit.sum(1)
+        if first and int(ties.amax()) > 1:
+            hit = torch.zeros_like(hit).scatter_(1, hit.argmax(1, keepdim=True), 1)
+            ties = hit.sum(1)
+        ctx.save_for_backward(none, ties, *(_hit_positions(hit, ties, none) if sparse else [hit]))
+        ctx.shape = x.shape
+        return extreme.masked_fill_(none, sign * torch.inf)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        none, ties, *hits = ctx.saved_tensors
+        share = (gradient / ties).masked_fill(none, 0)
+        if len(hits) == 1:
+            return hits[0] * share[:, None], None, None, None, None
+        i, j = hits
+        dx = torch.sparse_coo_tensor(torch.stack([i, j]), share[i], ctx.shape, check_invariants=False)
+        return dx, None, None, None, None
+
+
+def _hit_positions(hit: Tensor, ties: Tensor, none: Tensor) -> list[Tensor]:
+    """Return row and column indices of the ones in a matrix of 0 and 1, without those of rows that are ``none``."""
+    # the usual case: one hit per row, whose column index a matmul computes exactly
+    if int(ties.amax()) == 1 and hit.shape[1] < 1 / torch.finfo(hit.dtype).eps:
+        i = (~none).nonzero()[:, 0]
+        return [i, (hit @ torch.arange(hit.shape[1], dtype=hit.dtype, device=hit.device))[i].long()]
+    return list(hit.masked_fill_(none[:, None], 0).nonzero().unbind(1))
+
+
+def _fill_unselected(x: Tensor, mask: Tensor, value: float) -> Tensor:
+    """Return x with its unselected entries at about ``value``, which no finite x comes near."""
+    if x.device.type != "cpu":
+        return x.where(mask, value)
+    unselected = torch.empty_like(x).copy_((~mask).view(torch.uint8))
+    return torch.add(x, unselected, alpha=value, out=unselected)
+
+
+def _fill_value(x: Tensor) -> float:
+    return torch.finfo(x.dtype).max / 4
+
+
+def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
+    """Return ``mask.any(1)`` of a mask with at least one column.
+
+    Example:
+        >>> any_in_row(torch.eye(2, dtype=torch.bool))
+        tensor([True, True])
+    """
+    return mask.view(torch.uint8).amax(1).bool()
+
+
+def masked_indices(mask: Bool[Tensor, "c N"]) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:
+    """Return the selected columns of each row in order, padded to the longest row, and which of them are no padding.
+
+    Example:
+        >>> masked_indices(torch.tensor([[True, False, True], [False, True, False]]))
+        (tensor([[0, 2],
+                [1, 0]]), tensor([[ True,  True],
+                [ True, False]]))
+    """
+    rows, columns = mask.nonzero().unbind(1)
+    counts = rows.bincount(minlength=len(mask))
+    present = torch.arange(int(counts.max()) if len(rows) else 0, device=mask.device) < counts[:, None]
+    return columns.new_zeros(present.shape).masked_scatter_(present, columns), present

@@ -1,0 +1,178 @@
+"""Compute dot products and distances of anchors and candidates; the backward pass uses the sparsity of mined losses.
+
+Under :func:`dense` each function is its plain formula. Otherwise value and gradient are computed by hand, in a third of
+autograd's passes over the matrix. Comparisons are written as 0 and 1 into floats (``out=``): a CPU converts to and from
+booleans element by element.
+
+A mined loss selects few pairs, so its gradient with respect to the matrix is almost only zeros. Two attributes mark
+tensors of this module for that case. They are attributes, and not arguments, because the tensors pass through the
+user's ``RowLoss.similarity(anchors, candidates)`` and ``RowLoss.rows(similarity, …)``, which take plain tensors.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from contrastive_zoo.compiling import Function
+from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.precision import without_autocast
+
+_ROUNDING_UNITS = 8
+"""Squared distances below so many units of rounding of ‖a‖² + ‖b‖² count as 0: a matmul does not resolve them."""
+
+
+def share_across_blocks(candidates: Tensor) -> Tensor:
+    """Return candidates as a leaf for many blocks of anchors: squared norms are computed once, gradients may be sparse.
+
+    Example:
+        >>> from contrastive_zoo.engine.masked import masked_min
+        >>> candidates = share_across_blocks(torch.eye(3))
+        >>> similarity = dot_products(torch.tensor([[3.0, 2.0, 1.0]]), candidates)
+        >>> lowest = masked_min(similarity, torch.ones(1, 3, dtype=torch.bool))
+        >>> torch.autograd.grad(lowest, candidates)[0].is_sparse
+        True
+    """
+    leaf = candidates.detach().requires_grad_()
+    leaf.squared_norms = leaf.detach().square().sum(1)  # type: ignore[attr-defined]  # why: see the module's docstring
+    return leaf
+
+
+def _is_shared(candidates: Tensor) -> bool:
+    return hasattr(candidates, "squared_norms")
+
+
+def _allow_sparse_gradient(matrix: Tensor, candidates: Tensor) -> Tensor:
+    """Mark a matrix whose backward pass takes a sparse gradient; return it.
+
+    Only a CPU gains from that. On a GPU a dense matmul is faster than finding the non-zero entries.
+    """
+    if _is_shared(candidates) and matrix.device.type == "cpu":
+        matrix.sparse_grad_fn = matrix.grad_fn  # type: ignore[attr-defined]  # why: see the module's docstring
+    return matrix
+
+
+def takes_sparse_gradient(matrix: Tensor) -> bool:
+    """Return whether the backward pass of a matrix takes a sparse gradient; not if it was changed in place."""
+    return matrix.grad_fn is getattr(matrix, "sparse_grad_fn", False)
+
+
+def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
+    """Return ``anchors @ candidates.T``, whose backward pass skips the zeros of a sparse gradient.
+
+    Example:
+        >>> dot_products(torch.eye(2), torch.ones(1, 2))
+        tensor([[1.],
+                [1.]])
+    """
+    if is_dense():
+        return anchors @ candidates.T
+    return _allow_sparse_gradient(_DotProducts.apply(anchors, candidates), candidates)
+
+
+class _DotProducts(Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, anchors: Tensor, candidates: Tensor) -> Tensor:
+        ctx.save_for_backward(anchors, candidates)
+        ctx.shared = _is_shared(candidates)
+        return anchors @ candidates.T
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        anchors, candidates = ctx.saved_tensors
+        if (entries := _sparse_entries(gradient, anchors.shape[1])) is not None:
+            i, j, w = entries
+            return _row_sums(i, w * candidates[j], anchors), _row_sums(j, w * anchors[i], candidates, sparse=ctx.shared)
+        return gradient @ candidates, gradient.t() @ anchors
+
+
+def euclidean(
+    anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"], *, squared: bool = False
+) -> Float[Tensor, "c N"]:
+    """Return ‖a − b‖ of every anchor and candidate, or its square; the gradient at 0 is 0.
+
+    Points that are closer together than the rounding of a matmul have distance 0, without gradient.
+
+    Example:
+        >>> euclidean(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
+        tensor([[5., 0.]])
+    """
+    if not is_dense():
+        return _allow_sparse_gradient(_Euclidean.apply(anchors, candidates, squared), candidates)
+    norms = anchors.square().sum(1)[:, None] + candidates.square().sum(1)
+    distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
+    distinct = distance > _ROUNDING_UNITS * torch.finfo(distance.dtype).eps * norms.detach()
+    return distance.where(distinct, 0) if squared else distance.where(distinct, 1).sqrt().where(distinct, 0)
+
+
+class _Euclidean(Function):
+    """Compute distances D with da_i = Σ_j w_ij (a_i − b_j) and db_j = Σ_i w_ij (b_j − a_i).
+
+    w = dD / D, or 2 dD of squared distances; w = 0 where D = 0.
+    """
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, anchors: Tensor, candidates: Tensor, squared: bool) -> Tensor:
+        ctx.shared = _is_shared(candidates)
+        squares: Tensor = candidates.squared_norms if ctx.shared else candidates.square().sum(1)  # type: ignore[attr-defined]
+        norms = anchors.square().sum(1)[:, None] + squares
+        distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
+        distance *= torch.gt(distance, norms.mul_(_ROUNDING_UNITS * torch.finfo(distance.dtype).eps), out=norms)
+        if not squared:
+            distance.sqrt_()
+        ctx.save_for_backward(anchors, candidates, distance)
+        ctx.squared = squared
+        return distance
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        anchors, candidates, distance = ctx.saved_tensors
+
+        def weights(g: Tensor, d: Tensor) -> Tensor:
+            w = torch.gt(d, 0, out=torch.empty_like(d)).mul_(g)
+            return w.mul_(2) if ctx.squared else w.div_(d.clamp(min=torch.finfo(d.dtype).tiny))
+
+        if (entries := _sparse_entries(gradient, anchors.shape[1])) is not None:
+            i, j, g = entries
+            difference = weights(g, distance[i, j, None]) * (anchors[i] - candidates[j])
+            return (
+                _row_sums(i, difference, anchors),
+                _row_sums(j, -difference, candidates, sparse=ctx.shared),
+                None,
+            )
+        w = weights(gradient, distance)
+        danchors = w @ candidates.new_ones(len(candidates), 1) * anchors
+        dcandidates = w.t() @ anchors.new_ones(len(anchors), 1) * candidates
+        return danchors.addmm_(w, candidates, alpha=-1), dcandidates.addmm_(w.t(), anchors, alpha=-1), None
+
+
+def _sparse_entries(gradient: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return row indices, column indices and values [k, 1] of a gradient's non-zero entries; None if it is not sparse."""
+    if not gradient.is_sparse:
+        if not _is_sparse_enough(gradient, width):
+            return None
+        gradient = gradient.to_sparse()
+    i, j = gradient._indices()
+    return i, j, gradient._values()[:, None]
+
+
+def _row_sums(index: Tensor, rows: Tensor, like: Tensor, *, sparse: bool = False) -> Tensor:
+    """Return a tensor like ``like`` that holds at row ``index[k]`` the sum of the matching rows k, and 0 elsewhere."""
+    if sparse:
+        return torch.sparse_coo_tensor(index[None], rows, like.shape, check_invariants=False)
+    return torch.zeros_like(like).index_add_(0, index, rows)
+
+
+def _is_sparse_enough(weights: Tensor, width: int) -> bool:
+    """Return whether the rows of the non-zero entries are smaller than the matrix; a sample of rows is counted first."""
+    return weights.device.type == "cpu" and all(
+        int(x.count_nonzero()) * width <= x.numel() for x in (weights[::16], weights)
+    )

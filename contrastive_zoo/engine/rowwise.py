@@ -1,0 +1,192 @@
+"""Compute any loss that is a sum over anchors, from a function that returns the losses of one block of anchors.
+
+The function sees the block's anchors, the candidates of all ranks, and which candidates are positives and negatives; it
+is plain torch. Blocks are c × N, so memory is linear in N. The outer sum is linear. Its gradient is therefore taken
+block by block in the forward pass, and only divided by the global count afterwards:
+
+    dq, dZ, dφ = ∂(Σ valid losses of the block) / ∂(anchors, candidates, φ)
+
+dq is complete; dZ, the gradient of the local anchors' losses with respect to all candidates, is summed at the
+candidates' owners; dφ is summed over ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from contrastive_zoo.collectives import all_gather, gather_rows, replicated, sum_over_ranks
+from contrastive_zoo.compiling import Function
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction
+from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.derivatives import differentiable_once
+from contrastive_zoo.engine.precision import without_autocast
+from contrastive_zoo.engine.reduction import Reduction, mean_divisor, reduce_anchors
+from contrastive_zoo.engine.rowwise_sweep import RowwiseSweep
+from contrastive_zoo.session import Replicate, Session
+from contrastive_zoo.world import Shards, World
+
+__all__ = ["AnchorBlock", "BlockFunction", "sum_over_anchors"]
+
+
+def sum_over_anchors(
+    loss: nn.Module,
+    anchors: Float[Tensor, "n d"],
+    ids: Int[Tensor, " n"],
+    *,
+    shards: Shards,
+    world: World,
+    candidates: Float[Tensor, "m d"] | None = None,
+    candidate_ids: Int[Tensor, " m"] | None = None,
+    candidate_shards: Shards | None = None,
+    own_candidates: Int[Tensor, " n"] | None = None,
+    companions: Sequence[tuple[Tensor, Tensor]] = (),
+    reduction: Reduction = "mean",
+) -> Float[Tensor, "..."]:
+    """Return the losses that ``loss.on_block`` computes of every anchor, reduced over the valid anchors of all ranks.
+
+    Equal to ``reduce(*loss.on_block(AnchorBlock(Z, candidates, …)))`` with the anchors of all ranks in one block.
+
+    Args:
+        loss: a module whose method ``on_block(block)`` is a :data:`BlockFunction`, with ``loss.terms`` terms (1 if it
+            has no such attribute). Its parameters get their complete gradient on every rank.
+        anchors: the local anchors.
+        ids: ids of the local anchors; candidates with an equal id are their positives.
+        shards: shard sizes of the anchors.
+        world: the ranks that hold them.
+        candidates: the local candidates; None if anchors are the candidates, and then no anchor is its own positive.
+        candidate_ids: ids of the local candidates.
+        candidate_shards: shard sizes of the candidates.
+        own_candidates: for each local anchor the index, among the candidates of all ranks, of a copy of it, which is
+            then no positive; −1 for none.
+        companions: pairs of [n, …] for the local anchors and [m, …] for the local candidates, without gradient.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for the losses of the local anchors.
+
+    Example:
+        >>> class Nearest(nn.Module):
+        ...     def on_block(self, block):
+        ...         s = block.anchors @ block.candidates.T
+        ...         return s.masked_fill(~block.negative, -9.0).amax(1), block.negative.any(1)
+        >>> from contrastive_zoo.world import ALONE
+        >>> sum_over_anchors(Nearest(), torch.eye(2), torch.arange(2), shards=Shards((2,)), world=ALONE)
+        tensor(0.)
+    """
+    where = candidate_shards or shards
+    layout = BatchLayout(
+        ids,
+        gather_rows(ids if candidate_ids is None else candidate_ids, where, world),
+        tuple((of_anchors, gather_rows(of_candidates, where, world)) for of_anchors, of_candidates in companions),
+        where,
+        world,
+        shards.start if candidates is None else None,
+        own_candidates,
+    )
+    parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
+    if is_dense():
+        return _dense(loss, anchors, anchors if candidates is None else candidates, layout, parameters, reduction)
+    terms, learns = getattr(loss, "terms", 1), torch.is_grad_enabled()
+    return _SumOverAnchors.apply(
+        loss.on_block, terms, reduction, layout, learns, anchors, candidates, *parameters.values()
+    )
+
+
+@without_autocast
+def _dense(
+    loss: nn.Module,
+    anchors: Tensor,
+    candidates: Tensor,
+    layout: BatchLayout,
+    parameters: Mapping[str, Tensor],
+    reduction: Reduction,
+) -> Tensor:
+    """Compute the definition: all local anchors in one block, with plain autograd."""
+    gathered = all_gather(candidates, shards=layout.candidate_shards, process_group=layout.world)
+    block = layout.block(slice(0, len(anchors)), anchors, gathered)
+    shared = {name: replicated(x, process_group=layout.world) for name, x in parameters.items()}
+    losses, valid = torch.func.functional_call(_CallOnBlock(loss), shared, (block,))
+    return reduce_anchors(losses, valid, reduction=reduction, world=layout.world)
+
+
+class _CallOnBlock(nn.Module):
+    """Call ``loss.on_block`` as a forward: functional_call replaces parameters only while it calls a module's forward."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+        on_block: BlockFunction = self.loss.on_block  # type: ignore[assignment]  # nn.Module types attributes as tensors
+        return on_block(block)
+
+
+class _SumOverAnchors(Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any,
+        on_block: BlockFunction,
+        terms: int,
+        reduction: Reduction,
+        layout: BatchLayout,
+        learns: bool,
+        anchors: Tensor,
+        candidates: Tensor | None,
+        *parameters: Tensor,
+    ) -> Tensor:
+        """Compute the loss, and its gradients where the weight of every anchor is already known.
+
+        ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
+        """
+        gathered = gather_rows(anchors if candidates is None else candidates, layout.candidate_shards, layout.world)
+        sweep = RowwiseSweep(on_block, terms, layout, anchors, gathered, parameters)
+        ctx.sweep_settings, ctx.reduction, ctx.one_tower = (on_block, terms, layout), reduction, candidates is None
+        inputs = [anchors, *([] if candidates is None else [candidates]), *parameters]
+        ctx.count_inputs, ctx.has_gradients = len(inputs), False
+        ctx.save_for_backward(*inputs, gathered)  # saved tensors, unlike attributes, are freed with the graph
+        changes = layout.world.progress.changes if isinstance(layout.world, Session) else None
+        if reduction == "none":  # each anchor's weight is known in the backward pass only
+            losses = sweep.losses()[0].sum(1)
+            if changes and sum_over_ranks(torch.tensor(float(changes())), gradient="complete", world=layout.world) > 0:
+                raise ValueError(_STATEFUL_WITHOUT_REDUCTION)
+            return losses
+        if learns and any(ctx.needs_input_grad) and (terms == 1 or reduction == "sum"):
+            losses, counts, *gradients = sweep.gradients()
+            ctx.has_gradients = True
+            ctx.save_for_backward(*inputs, *gradients)
+        else:  # each term has its own weight, which is known after the whole sweep
+            losses, counts = sweep.losses()
+        sums = [x.sum(0, dtype=torch.float64) for x in (losses, counts)]
+        if changes:
+            sums.append(torch.full_like(sums[0], changes()))
+        total, count, *changed = sum_over_ranks(torch.stack(sums), gradient="complete", world=layout.world).unbind()
+        if any(bool(x.any()) for x in changed):  # on any rank: all ranks see the same sum
+            raise Replicate
+        ctx.count = mean_divisor(count) if reduction == "mean" else torch.ones_like(count)
+        return (total / ctx.count).sum().to(anchors.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once: a checkpoint recomputes them at the first access and refuses a second
+        inputs, rest = saved[: ctx.count_inputs], saved[ctx.count_inputs :]
+        if not ctx.has_gradients:
+            on_block, terms, layout = ctx.sweep_settings
+            parameters = inputs[1 if ctx.one_tower else 2 :]
+            sweep = RowwiseSweep(on_block, terms, layout, inputs[0], rest[0], parameters)
+            weights = grad_output[:, None] if ctx.reduction == "none" else grad_output / ctx.count
+            with torch.no_grad():
+                gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), terms))[2:]
+        else:
+            weight = (grad_output / ctx.count[0]).to(grad_output.dtype)
+            gradients = [weight * gradient for gradient in rest]
+        danchors, dcandidates, *dparameters = gradients
+        by_rows = [danchors + dcandidates, None] if ctx.one_tower else [danchors, dcandidates]
+        by_input = (differentiable_once(gradient, *inputs) for gradient in [*by_rows, *dparameters])
+        return None, None, None, None, None, *by_input
+
+
+_STATEFUL_WITHOUT_REDUCTION = (
+    "reduction='none': the loss draws random numbers or changes a buffer as it is computed, so every rank must compute it "
+    "from the embeddings of all ranks, and no rank has the losses of its own anchors alone. Use reduction='mean' or 'sum'."
+)

@@ -1,0 +1,149 @@
+"""Compute InfoNCE of a small batch on one process, value and gradients at once: there each operation's overhead counts.
+
+:mod:`contrastive_zoo.engine.softmax` computes the same values for large batches, for batches that are split over ranks,
+for temperatures so low that one exponential overflows, and where each anchor's loss is returned.
+"""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.compiling import Function
+from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
+from contrastive_zoo.engine.derivatives import differentiable_once
+from contrastive_zoo.engine.precision import at_least_float32, rounded, without_autocast
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.unit_rows import MIN_NORM
+from contrastive_zoo.world import World
+
+Comparison = Literal["rows", "rows and columns", "views"]
+"""The softmaxes of the loss: of each row over the columns; also of each column over the rows; or of all rows of two
+views over each other."""
+
+_MIN_TEMPERATURE = 1 / 40
+"""The exponentials of unit rows' logits, up to exp(1/t), and their sums are finite in float32 from here on."""
+
+
+def uses_small_batch_path(
+    a: Tensor, temperature: float | Tensor, comparison: Comparison, reduction: Reduction, world: World
+) -> bool:
+    """Return whether :func:`small_batch_info_nce` computes a loss of unit rows, with as many rows as ``a`` on each side."""
+    similarities = (len(a) * (2 if comparison == "views" else 1)) ** 2
+    if world.size > 1 or is_dense() or not len(a) or not is_small_batch(similarities // 4) or reduction == "none":
+        return False
+    return (temperature.item() if isinstance(temperature, Tensor) else temperature) >= _MIN_TEMPERATURE
+
+
+def small_batch_info_nce(
+    a: Float[Tensor, "n d"],
+    b: Float[Tensor, "n d"],
+    *,
+    temperature: float | Tensor,
+    comparison: Comparison,
+    reduction: Reduction,
+) -> Float[Tensor, ""]:
+    """Return ``logsumexp(S, 1) - S.diagonal()`` with S = unit(a) unit(b)ᵀ / t, its mean with that of Sᵀ, or NT-Xent.
+
+    Args:
+        a: row i belongs to row i of b.
+        b: the other tower, or the other view.
+        temperature: t, at least 1/40.
+        comparison: the softmaxes of the loss.
+        reduction: mean or sum over rows; over the rows of both views for ``"views"``.
+
+    Returns:
+        Nats.
+
+    Example:
+        >>> settings = {"temperature": 1.0, "reduction": "sum"}
+        >>> small_batch_info_nce(torch.eye(2), torch.eye(2), comparison="rows", **settings)   # 2 (log(e + 1) − 1)
+        tensor(0.6265)
+        >>> small_batch_info_nce(torch.eye(2), torch.eye(2), comparison="views", **settings)   # 4 (log(e + 2) − 1)
+        tensor(2.2058)
+    """
+    dtype, a, b = a.dtype, at_least_float32(a), at_least_float32(b)
+    # the value of a LearnableTemperature carries its parameter θ, t = exp(−θ): differentiating by θ saves autograd's steps
+    log_scale = getattr(temperature, "log_scale", None)
+    parameter = torch.as_tensor(
+        temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device
+    ).reshape(())
+    # 1 / t is rounded to the digits of t, as in logit_scale
+    t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else temperature
+    rate, learns = t**2 if log_scale is None else -t, torch.is_grad_enabled()
+    return _SmallBatchInfoNCE.apply(a, b, parameter, t, rate, comparison, reduction, dtype, learns)
+
+
+class _SmallBatchInfoNCE(Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        parameter: Tensor,
+        t: float,
+        rate: float,
+        comparison: Comparison,
+        reduction: Reduction,
+        dtype: torch.dtype,
+        learns: bool,
+    ) -> Tensor:
+        """Compute the loss and its gradients.
+
+        ``parameter`` is t or the θ that t is made of; the derivative of S by it is −S t / rate. ``learns`` says whether
+        gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
+        """
+        n, views = len(a), comparison == "views"
+        rows = torch.cat([a, b])
+        norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        has_zero_row = norm.amin().item() <= MIN_NORM
+        z = rows.div_(norm.clamp_(min=MIN_NORM) if has_zero_row else norm)
+        factors = rounded(z, dtype)
+        q, k = (factors, factors) if views else (factors[:n], factors[n:])
+        s = torch.mm(q / t, k.T)
+        positive = s.diagonal(n if views else 0).clone()
+        if views:
+            s.fill_diagonal_(-torch.inf)
+            positive = positive.repeat(2)
+        r = s.exp_().sum(1)
+        c = s.sum(0) if comparison == "rows and columns" else None
+        losses = (r.log() if c is None else torch.lerp(r.log(), c.log(), 0.5)).sub_(positive)
+        mean, sides = reduction == "mean", 1 if c is None else 2
+        if learns and any(ctx.needs_input_grad):
+            count = (len(losses) if mean else 1) * sides  # the loss is a mean of so many softmaxes
+            dz = _gradient_of_rows(s, r, c, q, k, views)
+            radial = torch.linalg.vecdot(z, dz).unsqueeze(1)
+            dscale = radial if factors is z else torch.linalg.vecdot(factors, dz)
+            # each pair appears in two rows
+            dparameter = dscale.sum() / (-2 * rate * count) if ctx.needs_input_grad[2] else None
+            if has_zero_row:
+                radial = radial.where(norm > MIN_NORM, 0)
+            drows = dz.addcmul_(z, radial, value=-1).div_(norm * (t * count))
+            ctx.save_for_backward(a, b, parameter, drows, dparameter)
+        return losses.mean() if mean else losses.sum(dtype=torch.float64).to(losses.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, parameter, drows, dparameter = ctx.saved_tensors
+        with torch.no_grad():
+            da, db = (drows * g).split(len(a))
+            dparameter = None if dparameter is None else dparameter * g
+        return *(differentiable_once(x, a, b, parameter) for x in (da, db, dparameter)), *[None] * 6
+
+
+def _gradient_of_rows(s: Tensor, r: Tensor, c: Tensor | None, q: Tensor, k: Tensor, views: bool) -> Tensor:
+    """Return the gradient of Σ losses, times t, with respect to the unit rows of both sides; s = exp(S) is overwritten."""
+    n, inverse = len(q), r.reciprocal()
+    if views:
+        w = torch.add(inverse[:, None], inverse).mul_(s)
+        w.diagonal(n // 2).sub_(2)
+        w.diagonal(-(n // 2)).sub_(2)
+        return w @ q
+    w = s.mul_(inverse[:, None] if c is None else torch.add(inverse[:, None], c.reciprocal()))
+    w.diagonal().sub_(1 if c is None else 2)
+    dz = w.new_empty(2 * n, q.shape[1])
+    torch.mm(w, k, out=dz[:n])
+    torch.mm(w.T, q, out=dz[n:])
+    return dz

@@ -1,0 +1,93 @@
+"""Sum exponentials of a tile of logits in one of two ways: shifted by one number, or each with its own maximum.
+
+Both classes have the same methods. ``empty`` is the accumulator before the first tile, ``transform`` changes a tile of
+logits in place, ``add`` accumulates the tile over a dimension, ``merge`` joins two accumulators, ``log`` turns an
+accumulator into log-sum-exps. For the backward pass ``coefficients`` prepares log-sum-exps and their gradients [n, 2],
+from which ``weights`` computes G of a tile.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ShiftedSums:
+    """Accumulate sums of exp(s − u), with one exponential for rows, columns and both passes.
+
+    G = exp(S − u) · (g_i exp(u − R_i) + h_j exp(u − C_j)).
+    """
+
+    u: float
+
+    @classmethod
+    def for_logits_up_to(cls, largest: float, dtype: torch.dtype) -> "ShiftedSums":
+        """Choose u so that neither a logit up to ``largest`` nor a sum of many overflows."""
+        return cls(max(0.0, largest - shift_window(dtype)[1]))
+
+    def empty(self, count: int, like: Tensor) -> Tensor:
+        return like.new_zeros(count)
+
+    def transform(self, s: Tensor) -> None:
+        (s.sub_(self.u) if self.u else s).exp_()
+
+    def add(self, total: Tensor, e: Tensor, dim: int) -> None:
+        total += e.sum(dim)
+
+    def merge(self, total: Tensor, part: Tensor) -> Tensor:
+        return total + part
+
+    def log(self, total: Tensor) -> Tensor:
+        return total.log() + self.u
+
+    def coefficients(self, statistics: Tensor) -> Tensor:
+        log_sum_exp, gradient = _without_empty_sums(statistics)
+        return (self.u - log_sum_exp).exp_().mul_(gradient)
+
+    def weights(self, e: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor) -> Tensor:
+        if columns is None:
+            return torch.mul(e, rows[:, None], out=out)
+        return torch.add(rows[:, None], columns, out=out).mul_(e)
+
+
+class ExactSums:
+    """Accumulate log-sum-exps of s, with a maximum for every row and column of a tile."""
+
+    def empty(self, count: int, like: Tensor) -> Tensor:
+        return like.new_full((count,), -torch.inf)
+
+    def transform(self, s: Tensor) -> None:
+        pass
+
+    def add(self, total: Tensor, s: Tensor, dim: int) -> None:
+        torch.logaddexp(total, s.logsumexp(dim), out=total)
+
+    def merge(self, total: Tensor, part: Tensor) -> Tensor:
+        return torch.logaddexp(total, part)
+
+    def log(self, total: Tensor) -> Tensor:
+        return total
+
+    def coefficients(self, statistics: Tensor) -> Tensor:
+        return torch.stack(_without_empty_sums(statistics), 1)
+
+    def weights(self, s: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor) -> Tensor:
+        torch.sub(s, rows[:, :1], out=out).exp_().mul_(rows[:, 1:])
+        return out if columns is None else out.addcmul_((s - columns[:, 0]).exp_(), columns[:, 1])
+
+
+Arithmetic = ShiftedSums | ExactSums
+
+
+def shift_window(dtype: torch.dtype) -> tuple[float, float]:
+    """Return how far below u all logits may lie without loss, and how far above u without overflow, in nats."""
+    span = math.log(torch.finfo(dtype).max)
+    return 0.45 * span, 0.6 * span
+
+
+def _without_empty_sums(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps and gradients, with +inf for the −inf of an empty sum: exp(s − inf) = 0, where −inf gives NaN."""
+    log_sum_exp, gradient = statistics.unbind(1)
+    return log_sum_exp.masked_fill(log_sum_exp == -torch.inf, torch.inf), gradient

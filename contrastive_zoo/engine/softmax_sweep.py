@@ -1,0 +1,203 @@
+"""Sweep over the tiles of the similarity matrix that one rank computes: log-sum-exps forward, gradients backward."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
+from contrastive_zoo.engine.exchange import GatherExchange, RingExchange, merge_at_owners
+from contrastive_zoo.engine.schedule import RankBlock, schedule
+from contrastive_zoo.engine.similarity_budget import CachedLogits
+from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, shift_window
+from contrastive_zoo.engine.tiling import ScratchBuffer, tile_shape, tiles
+from contrastive_zoo.session import Session
+from contrastive_zoo.world import Shards, World
+
+
+@dataclass(frozen=True)
+class SoftmaxSweep:
+    """Compute all tiles of this rank, in the order in which their columns arrive."""
+
+    row_shards: Shards
+    column_shards: Shards
+    world: World
+    one_tower: bool = False
+    columnwise: bool = True
+    unit_norm: bool = False
+    """Whether rows and columns have norms of at most 1."""
+    learnable_scale: bool = False
+    """Whether the scale is a tensor; its value may then differ between ranks by rounding."""
+    dtype: torch.dtype | None = None
+    """The dtype of the input; embeddings of 16 bits are sent, and multiplied where that is faster, in 16 bits."""
+    partner_offsets: Sequence[int] = ()
+    """The partners of row i are the columns stride · i + offset of the same rank."""
+    stride: int = 1
+    learns: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too."""
+
+    @cached_property
+    def blocks(self) -> list[RankBlock]:
+        return schedule(self.row_shards, self.column_shards, half=self.one_tower)
+
+    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | RingExchange:
+        """Start to bring the other ranks' columns here."""
+        if isinstance(self.world, Session) and self.world.options.ring:
+            return RingExchange(columns, self.blocks, self.world, self.dtype)
+        return GatherExchange(columns, self.blocks, self.column_shards, self.world, self.dtype, gathered)
+
+    def max_dot_product(self, rows: Tensor, columns: Tensor) -> float:
+        """Return an upper bound of the dot products of all ranks' rows and columns."""
+        if self.unit_norm:
+            return 1.0
+        norms = [torch.linalg.vector_norm(x, dim=1).max() if len(x) else x.new_zeros(()) for x in (rows, columns)]
+        return extreme_over_ranks(torch.stack(norms), "max", self.world).prod().item()
+
+    def lost_precision(self, r: Tensor, c: Tensor | None, largest: float) -> bool:
+        """Return whether a sum of shifted exponentials is so small that its terms may have underflowed, on any rank."""
+        window = shift_window(r.dtype)[0]
+        if (self.unit_norm and not self.learnable_scale and largest <= window) or not self._has_pairs():
+            return False
+        lowest = min(x.min().item() if len(x) else math.inf for x in (r, r if c is None else c))
+        precise = r.new_tensor(lowest >= math.exp(-window), dtype=torch.float32)
+        return not extreme_over_ranks(precise, "min", self.world).item()
+
+    def _has_pairs(self) -> bool:
+        return self.row_shards.total > self.one_tower and self.column_shards.total > 0
+
+    def _scratch_buffer(self, like: Tensor) -> ScratchBuffer:
+        height, width = tile_shape(like)
+        return ScratchBuffer(like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes))))
+
+    def _tiles(
+        self, rows: Tensor, exchange: GatherExchange | RingExchange
+    ) -> Iterator[tuple[int, RankBlock, Tensor, Iterator[tuple[slice, slice, bool]]]]:
+        """Yield each block, its columns, and its tiles: their rows and columns, and whether they are on the diagonal."""
+        for index, (block, columns) in enumerate(zip(self.blocks, exchange, strict=True)):
+            upper = self.one_tower and index == 0
+            cut = tiles(block.rows.stop - block.rows.start, len(columns), rows, upper=upper)
+            yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
+
+    def _partner_diagonals(self, i: slice, j: slice, *, both: bool = False) -> Iterator[tuple[int, slice, int, int]]:
+        """Yield the partners in a tile of the local block: index of the offset, their rows, and the first entry's place.
+
+        With ``both`` also the mirrored diagonals of a tile on the diagonal, where partners are rows.
+        """
+        for index, offset in enumerate(self.partner_offsets):
+            first, last = (-((offset - start) // self.stride) for start in (j.start, j.stop))
+            rows = slice(max(i.start, first), min(i.stop, last))
+            if rows.start < rows.stop:
+                row, column = rows.start - i.start, offset + self.stride * rows.start - j.start
+                yield index, rows, row, column
+                if both:
+                    yield index, rows, column, row
+
+    def _diagonal(self, tile: Tensor, rows: slice, row: int, column: int) -> Tensor:
+        """Return a view of the tile's entries that :meth:`_partner_diagonals` names."""
+        down, right = tile.stride()
+        start = tile.storage_offset() + row * down + column * right
+        return tile.as_strided((rows.stop - rows.start,), (down + self.stride * right,), start)
+
+    def sums(
+        self,
+        arithmetic: Arithmetic,
+        rows: Tensor,
+        exchange: GatherExchange | RingExchange,
+        scale: float,
+        cached: CachedLogits | None,
+    ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
+        """Return sums of local rows over all columns, sums of local columns over all rows, partners' logits, and tiles.
+
+        Tiles are those that fit into the budget, None in place of the others.
+        """
+        scratch, total, parts = self._scratch_buffer(rows), arithmetic.empty(len(rows), rows), []
+        count = self.column_shards.size
+        positives = [
+            rows.new_zeros(max(0, min(len(rows), -((offset - count) // self.stride))))
+            for offset in self.partner_offsets
+        ]
+        stored: list[Tensor | None] = []
+        for index, block, columns, cut in self._tiles(rows, exchange):
+            block_rows, row_total = rows[block.rows], total[block.rows]
+            column_total = total if self.one_tower and index == 0 else arithmetic.empty(len(columns), rows)
+            for i, strip in groupby(cut, itemgetter(0)):
+                a, strip_total = block_rows[i], row_total[i]
+                for _, j, diagonal in strip:
+                    tile = scratch.tile(i, j)
+                    keep = cached is not None and cached.reserve(tile.nbytes)
+                    s = _logits(a, columns[j], scale, torch.empty_like(tile) if keep else tile, diagonal)
+                    for number, of, *place in self._partner_diagonals(i, j) if index == 0 else ():
+                        positives[number][of] = self._diagonal(s, of, *place)
+                    arithmetic.transform(s)
+                    arithmetic.add(strip_total, s, 1)
+                    if self.columnwise and not diagonal:
+                        arithmetic.add(column_total[j], s, 0)
+                    stored.append(s if keep else None)
+            parts.append(column_total)
+        if not self.columnwise:
+            return total, None, positives, stored
+        column_total = merge_at_owners(parts[0], parts[1:], self.blocks[1:], self.world, arithmetic.merge)
+        return total, None if self.one_tower else column_total, positives, stored
+
+    def gradients(
+        self,
+        arithmetic: Arithmetic,
+        rows: Tensor,
+        exchange: GatherExchange | RingExchange,
+        scale: float,
+        row_statistics: Tensor,
+        column_statistics: Tensor | None,
+        dpositives: Sequence[Tensor],
+        drows: Tensor,
+        dcolumns: Tensor | None,
+        stored: list[Tensor | None],
+    ) -> Iterator[Tensor]:
+        """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
+
+        Statistics are log-sum-exps and their gradients, [n, 2] and [m, 2]. ``dpositives`` nearly cancel the weights of
+        partners. They are added before a matmul rounds the weights, so that the difference keeps its digits.
+        """
+        scratch, row_weights, column_weights = self._scratch_buffer(rows), arithmetic.coefficients(row_statistics), None
+        if column_statistics is not None:
+            column_statistics = gather_rows(column_statistics, self.column_shards, self.world)
+            column_weights = arithmetic.coefficients(column_statistics).split(self.column_shards.sizes)
+        out, cached = self._scratch_buffer(rows), iter(stored)
+        for index, block, columns, cut in self._tiles(rows, exchange):
+            block_rows, block_weights, block_drows = rows[block.rows], row_weights[block.rows], drows[block.rows]
+            by_column = None if column_weights is None else column_weights[block.ahead][block.columns]
+            part = dcolumns if index == 0 or dcolumns is None else gradient_buffer(columns, block)
+            for i, strip in groupby(cut, itemgetter(0)):
+                a, da, strip_weights = block_rows[i], block_drows[i], block_weights[i]
+                for _, j, diagonal in strip:
+                    b, s = columns[j], next(cached)
+                    if s is None:
+                        s = _logits(a, b, scale, scratch.tile(i, j), diagonal)
+                        arithmetic.transform(s)
+                    weights = arithmetic.weights(
+                        s, strip_weights, None if by_column is None else by_column[j], out.tile(i, j)
+                    )
+                    for number, of, *place in self._partner_diagonals(i, j, both=diagonal) if index == 0 else ():
+                        self._diagonal(weights, of, *place).add_(dpositives[number][of])
+                    # the first matmul into a buffer overwrites its content
+                    da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=scale)
+                    if part is not None and not diagonal:
+                        part[j].addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=scale)
+            if index and part is not None:
+                yield part
+
+
+def gradient_buffer(like: Tensor, block: RankBlock) -> Tensor:
+    """Return uninitialised memory for the gradient of a block's rows or columns; zeros if the block has no pairs."""
+    some = block.rows.start < block.rows.stop and block.columns.start < block.columns.stop
+    return torch.empty_like(like) if some else torch.zeros_like(like)
+
+
+def _logits(rows: Tensor, columns: Tensor, scale: float, out: Tensor, diagonal: bool) -> Tensor:
+    """Write scaled dot products into ``out``, with −inf for a row and itself on a diagonal tile; return it."""
+    torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
+    return out.fill_diagonal_(-torch.inf) if diagonal else out
