@@ -50,7 +50,7 @@ class Shards:
         return sum(self.sizes)
 
     @property
-    def mine(self) -> slice:
+    def local(self) -> slice:
         """This rank's rows as a slice of the global batch."""
         return slice(self.start, self.start + self.size)
 

@@ -34,35 +34,35 @@ Block = tuple[str, tuple[int, ...]]  # its text, and the ranks it is made of: no
 Stack = list[Block]
 Side = list[Stack]  # one stack for each rank
 WORLD = 3
-EVERYBODY = tuple(range(WORLD))
+ALL_RANKS = tuple(range(WORLD))
 
 
 def each(text: Callable[[int], str], colour: Callable[[int], tuple[int, ...]] = lambda r: (r,)) -> Side:
     """One block on every rank."""
-    return [[(text(r), colour(r))] for r in EVERYBODY]
+    return [[(text(r), colour(r))] for r in ALL_RANKS]
 
 
 def stack_on(root: int, text: Callable[[int], str]) -> Side:
     """All slices on the root, nothing elsewhere."""
-    return [[(text(s), (s,)) for s in EVERYBODY] if r == root else [] for r in EVERYBODY]
+    return [[(text(s), (s,)) for s in ALL_RANKS] if r == root else [] for r in ALL_RANKS]
 
 
-ALL_TO_ALL = [(a, b) for a in EVERYBODY for b in EVERYBODY]
-STAY = [(r, r) for r in EVERYBODY]
-FROM_0 = [(0, r) for r in EVERYBODY]
-TO_0 = [(r, 0) for r in EVERYBODY]
+ALL_TO_ALL = [(a, b) for a in ALL_RANKS for b in ALL_RANKS]
+STAY = [(r, r) for r in ALL_RANKS]
+FROM_0 = [(0, r) for r in ALL_RANKS]
+TO_0 = [(r, 0) for r in ALL_RANKS]
 
 
 def summed(text: str) -> Side:
-    return each(lambda r: text, lambda r: EVERYBODY)
+    return each(lambda r: text, lambda r: ALL_RANKS)
 
 
 def only_0(block: Block, rest: str = "0") -> Side:
-    return [[block] if r == 0 else [(rest, ())] for r in EVERYBODY]
+    return [[block] if r == 0 else [(rest, ())] for r in ALL_RANKS]
 
 
 def stacks(text: Callable[[int, int], str]) -> Side:
-    return [[(text(r, s), (s,)) for s in EVERYBODY] for r in EVERYBODY]
+    return [[(text(r, s), (s,)) for s in ALL_RANKS] for r in ALL_RANKS]
 
 
 def sub(letter: str) -> Callable[[int], str]:
@@ -73,7 +73,7 @@ COLLECTIVES: dict[str, tuple[Side, Side, list[tuple[int, int]], Side, Side, list
     # name: inputs, outputs, who sends to whom; gradients of outputs, of inputs, who sends to whom
     "reduce": (
         each(sub("x")),
-        only_0(("x₀+x₁+x₂", EVERYBODY)),
+        only_0(("x₀+x₁+x₂", ALL_RANKS)),
         TO_0,
         only_0(("g₀", (0,)), "not read"),
         each(lambda r: "g₀", lambda r: (0,)),
@@ -95,7 +95,7 @@ COLLECTIVES: dict[str, tuple[Side, Side, list[tuple[int, int]], Side, Side, list
         each(lambda r: "x₀", lambda r: (0,)),
         FROM_0,
         each(sub("g")),
-        only_0(("g₀+g₁+g₂", EVERYBODY)),
+        only_0(("g₀+g₁+g₂", ALL_RANKS)),
         TO_0,
     ),
     "reduce_scatter": (
@@ -139,7 +139,7 @@ def draw_half(
 ) -> None:
     """Inputs above, outputs below; arrows down, or up if this is the way back."""
     roof = max(len(stack) for stack in bottom) * HIGH
-    for rank in EVERYBODY:
+    for rank in ALL_RANKS:
         draw_stack(ax, bottom[rank], x + rank * PITCH, 0)
         draw_stack(ax, top[rank], x + rank * PITCH, base)
     for source, target in arrows:
@@ -170,7 +170,7 @@ def draw_collective(name: str) -> None:
     for x, title, colour in ((0, "forward", FORWARD), (second, "backward", BACKWARD)):
         middle = x + ((WORLD - 1) * PITCH + WIDE) / 2
         ax.text(middle, height - 0.16, title, ha="center", va="center", color=colour, fontsize=11, weight="bold")
-        for rank in EVERYBODY:
+        for rank in ALL_RANKS:
             place = (x + rank * PITCH + WIDE / 2, height - 0.44)
             ax.text(*place, f"rank {rank}", ha="center", va="center", fontsize=8, color=FAINT)
     for y, text in ((base + high / 2, "in"), (low / 2, "out")):

@@ -63,19 +63,19 @@ class MyRows(cz.RowLoss):
 
 @dataclass(frozen=True)
 class Mistake:
-    """A call that is bad where ``guilty``, which is the last rank alone (or everybody).
+    """A call that is bad where ``guilty``, which is the last rank alone (or every rank).
 
     Args:
         call: ``call(guilty, wrap)``, with ``wrap`` DistributedLoss, or nothing on one process.
         words: what the sentence must say: what came, what was expected, the fix.
         alone: whether one process makes it too.
-        everybody: whether all ranks are guilty.
+        on_all_ranks: whether every rank makes the mistake.
     """
 
     call: Callable[[bool, Wrap], Any]
     words: tuple[str, ...]
     alone: bool = True
-    everybody: bool = False
+    on_all_ranks: bool = False
 
 
 def between(call: Callable[[bool, Wrap], Any], *words: str) -> Mistake:
@@ -83,10 +83,10 @@ def between(call: Callable[[bool, Wrap], Any], *words: str) -> Mistake:
     return Mistake(call, words, alone=False)
 
 
-def own(name: str, call: Callable[[bool, Wrap], Any], *words: str, everybody: bool = False) -> dict[str, Mistake]:
+def own(name: str, call: Callable[[bool, Wrap], Any], *words: str, on_all_ranks: bool = False) -> dict[str, Mistake]:
     """A rank's own fault: of the last rank alone, and of all."""
-    of_all = {f"{name}, everywhere": Mistake(call, words, everybody=True)}
-    return of_all if everybody else of_all | {name: Mistake(call, words)}
+    of_all = {f"{name}, everywhere": Mistake(call, words, on_all_ranks=True)}
+    return of_all if on_all_ranks else of_all | {name: Mistake(call, words)}
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -176,7 +176,7 @@ MISTAKES: dict[str, Mistake] = {
         "brought d=5",
         "same encoder head",
     ),
-    "widths of a foreign loss": between(
+    "widths of a third-party loss": between(
         lambda guilty, wrap: wrap(foreign)(z(4, 3 + 2 * guilty), y()),
         "foreign: ranks disagree on the width of embeddings",
         "d=3",
@@ -189,7 +189,7 @@ MISTAKES: dict[str, Mistake] = {
         "bfloat16",
         "same precision",
     ),
-    "dtypes of a foreign loss": between(
+    "dtypes of a third-party loss": between(
         lambda guilty, wrap: wrap(foreign)(z(dtype=torch.float64 if guilty else torch.float32), y()),
         "foreign: ranks disagree on the dtype of embeddings",
     ),
@@ -211,7 +211,7 @@ MISTAKES: dict[str, Mistake] = {
         "without gradient",
         "empty batch",
     ),
-    "rows without a gradient for a foreign loss": between(
+    "rows without a gradient for a third-party loss": between(
         lambda guilty, wrap: wrap(foreign)(z(learnt=not guilty), y()),
         "disagree on whether embeddings carry a gradient",
         "without gradient",
@@ -224,13 +224,13 @@ MISTAKES: dict[str, Mistake] = {
         "call loss",
     ),
     **own("no labels for rows", lambda guilty, wrap: wrap(MyRows())(z(), *[y()] * (not guilty)), "labels are missing"),
-    "no labels for a foreign loss": between(
+    "no labels for a third-party loss": between(
         lambda guilty, wrap: wrap(foreign)(z(), *[y()] * (not guilty)),
         "foreign: ",
         "missing a required argument",
         "labels",
     ),
-    "labels that a foreign loss can do without": between(
+    "labels that a third-party loss can do without": between(
         lambda guilty, wrap: wrap(lenient)(z(), *[y()] * (not guilty)),
         "ranks disagree on what they bring",
         "rank 0 brought labels",
@@ -248,7 +248,7 @@ MISTAKES: dict[str, Mistake] = {
         "one per row, got 5 for 4 rows",
         "own labels",
     ),
-    "labels of another length for a foreign loss": between(
+    "labels of another length for a third-party loss": between(
         lambda guilty, wrap: wrap(foreign)(z(), y(4 + guilty)), "labels are one per row, got 5 for 4 rows"
     ),
     **own(
@@ -318,7 +318,7 @@ MISTAKES: dict[str, Mistake] = {
             (lambda normalize: MyRows(normalize=normalize), lambda: (z(), y())),
         )
     },
-    "numbers for a foreign loss": between(
+    "numbers for a third-party loss": between(
         lambda guilty, wrap: wrap(lambda embeddings, margin: embeddings.sum() * margin)(z(), 0.5 + guilty),
         "ranks disagree on margin",
         "0.5",
@@ -340,18 +340,23 @@ MISTAKES: dict[str, Mistake] = {
         lambda guilty, wrap: wrap(cz.SupCon())(spoilt(torch.nan, (0, 3)) if guilty else z(), y()),
         "embeddings hold NaN or infinite values in 2 of 4 rows (row 0, 3)",
     ),
-    "NaN for a foreign loss": between(
+    "NaN for a third-party loss": between(
         lambda guilty, wrap: wrap(foreign)(spoilt(torch.nan) if guilty else z(), y()),
         "foreign: ",
         "embeddings hold NaN or infinite values in 1 of 4 rows (row 2)",
     ),
     # ---- no rows at all
-    **own("no rows", lambda guilty, wrap: wrap(cz.NTXent())(z(0), z(0)), "the global batch is empty", everybody=True),
     **own(
-        "no queries", lambda guilty, wrap: wrap(cz.InfoNCE())(z(0), z(0)), "the global batch is empty", everybody=True
+        "no rows", lambda guilty, wrap: wrap(cz.NTXent())(z(0), z(0)), "the global batch is empty", on_all_ranks=True
     ),
-    **own("no labelled rows", lambda guilty, wrap: wrap(cz.SupCon())(z(0), y(0)), "batch is empty", everybody=True),
-    "no rows for a foreign loss": Mistake(
+    **own(
+        "no queries",
+        lambda guilty, wrap: wrap(cz.InfoNCE())(z(0), z(0)),
+        "the global batch is empty",
+        on_all_ranks=True,
+    ),
+    **own("no labelled rows", lambda guilty, wrap: wrap(cz.SupCon())(z(0), y(0)), "batch is empty", on_all_ranks=True),
+    "no rows for a third-party loss": Mistake(
         lambda guilty, wrap: wrap(foreign)(z(0), y(0)),
         ("foreign: the global batch is empty", "skip the step"),
         alone=False,
@@ -376,18 +381,18 @@ def test_every_rank_says_the_same_and_goes_on(name: str, world_size: int, worlds
 
     def bad() -> None:
         last = dist.get_rank() == dist.get_world_size() - 1
-        mistake.call(mistake.everybody or last, cz.DistributedLoss)
+        mistake.call(mistake.on_all_ranks or last, cz.DistributedLoss)
 
     text, after = common_error(worlds, world_size, bad, good)
     for words in mistake.words:
         assert words in text
     assert "|" not in text, "the format in which ranks compare notes is nobody's business"
-    of_one_rank = mistake.alone and not mistake.everybody
+    of_one_rank = mistake.alone and not mistake.on_all_ranks
     assert (f"rank {world_size - 1}: " in text) == of_one_rank or not mistake.alone
     assert len(set(after)) == 1
 
 
-@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.everybody])
+@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.on_all_ranks])
 def test_one_process_says_it_too(name: str) -> None:
     mistake = MISTAKES[name]
     for wrap in (lambda loss: loss, cz.DistributedLoss):
@@ -498,8 +503,8 @@ def test_a_loss_may_insist_on_what_its_miner_finds(worlds: Worlds) -> None:
 
         return cz.DistributedLoss(loss, miner=lambda embeddings, labels: labels)(z(), y()).item()
 
-    everybody = torch.cat([z(), z()])[torch.cat([y(), y()])].sum().item()
-    assert worlds.run(2, job) == pytest.approx([everybody] * 2)
+    on_one_process = torch.cat([z(), z()])[torch.cat([y(), y()])].sum().item()
+    assert worlds.run(2, job) == pytest.approx([on_one_process] * 2)
 
 
 # ------------------------------------------------------------------------------------------------------ random losses

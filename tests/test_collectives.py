@@ -119,7 +119,7 @@ def reduce_scatter(op: str) -> Collective:
 def _in_own_slice(dy: Tensor, x: Tensor, at: At) -> Tensor:
     dx = torch.zeros_like(x)
     if len(x) == sum(at.sizes):
-        dx[at.shards.mine] = dy
+        dx[at.shards.local] = dy
     return dx
 
 
@@ -143,12 +143,12 @@ LINEAR = {
     "all_gather": Collective(
         lambda x, at: cz.all_gather(x, process_group=at.group),
         lambda xs, at: [torch.cat(xs)] * len(xs),
-        lambda dy, x, at: dy[at.shards.mine],
+        lambda dy, x, at: dy[at.shards.local],
     ),
     "gather": Collective(
         lambda x, at: cz.gather(x, at.root, process_group=at.group),
         _gathered,
-        lambda dy, x, at: dy[at.shards.mine] if at.is_root else torch.zeros_like(x),
+        lambda dy, x, at: dy[at.shards.local] if at.is_root else torch.zeros_like(x),
     ),
     "scatter": Collective(
         lambda x, at: cz.scatter(x, at.sizes if at.is_root else None, src=at.root, process_group=at.group),

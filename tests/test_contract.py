@@ -185,7 +185,7 @@ def test_no_invariant_accuses_the_right_recipes(recipe, batch, worlds: Worlds) -
         invariant(trial)
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
 @given(batch=global_batches((1,)), temperature=temperatures())
 def test_one_process_computes_the_formula(entry: Entry, batch, temperature, dense: bool) -> None:

@@ -136,7 +136,7 @@ def test_two_towers_at_every_step(make: Callable[[], nn.Module], trainer: str, w
 
 
 class Sharded(nn.Module):
-    """Whether the gradients of dealt-out class weights are one process's, alone and in a sum of losses."""
+    """Whether the gradients of sharded class weights are one process's, alone and in a sum of losses."""
 
 
 @pytest.mark.parametrize("trainer", ["mean", "sum"])

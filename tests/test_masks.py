@@ -105,7 +105,7 @@ def without_offset(ids: Tensor) -> PairMasks:
 
 
 def local_ids(ids: Tensor) -> PairMasks:
-    """``arange(n)`` on every rank, which makes strangers on other ranks positives."""
+    """``arange(n)`` on every rank, which makes unrelated samples of other ranks positives."""
     return cz.pair_masks(torch.arange(len(ids)))
 
 

@@ -450,7 +450,7 @@ FUNCTIONS = {
 SHARDS = [(5,), (3, 2), (0, 4, 1)]
 by_function = pytest.mark.parametrize("name", FUNCTIONS)
 by_shards = pytest.mark.parametrize("shards", SHARDS, ids=str)
-either_way = pytest.mark.parametrize("dense", [False, True], ids=["panels", "dense"])
+either_way = pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
 
 
 def data(name: str, n: int) -> list[Tensor]:
@@ -464,7 +464,7 @@ def own(rows: Sequence[Tensor], shards: Sequence[int]) -> list[Tensor]:
 
 
 def by_view(x: Tensor, shards: Sequence[int], views: int) -> list[Tensor]:
-    """Everybody's anchors [views · N] as each rank holds them."""
+    """The anchors of all ranks, [views · N], in the order in which ranks hold them."""
     return [part.flatten() for part in x.view(views, -1).split(list(shards), dim=1)]
 
 

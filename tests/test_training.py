@@ -140,7 +140,7 @@ class Plan:
         loss_in: where the loss's own parameters are: ``"nothing"`` but their optimiser, the ``"trainer"`` around
             DistributedLoss, or ``"DDP inside"`` it.
         micro: batches that are accumulated before a step.
-        turn: shards are dealt this many ranks further on.
+        turn: shards are assigned to ranks shifted by this number.
         subgroups: two groups train on their own, on other data.
     """
 
@@ -211,7 +211,7 @@ def _train(recipe: Recipe, trainer: Trainer, plan: Plan, group: Any, *, alone: b
 
 @contextlib.contextmanager
 def _synchronised(modules: list[nn.Module], *, last: bool) -> Iterator[None]:
-    """Only the last micro-batch's gradients travel."""
+    """Only the last micro-batch's gradients are sent."""
     with contextlib.ExitStack() as stack:
         for module in modules:
             if not last and isinstance(module, DistributedDataParallel):

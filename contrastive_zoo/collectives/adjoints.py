@@ -112,7 +112,7 @@ class _Gathered(Function):
         if torch.is_grad_enabled():
             local = [_OwnSlice.apply(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True)]
         else:
-            local = [dy[shards.mine] for dy, shards in zip(dys, ctx.shards, strict=True)]
+            local = [dy[shards.local] for dy, shards in zip(dys, ctx.shards, strict=True)]
         return None, None, None, None, *(ctx.factor * dx for dx in local)
 
 
@@ -154,7 +154,7 @@ class _OwnSlice(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shards: Shards, world: World) -> Tensor:
         ctx.shards, ctx.world = shards, world
-        return rows[shards.mine]
+        return rows[shards.local]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -49,7 +49,7 @@ class _LocalSlice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
-        ctx.local = cz.World.of().shards(rows).mine
+        ctx.local = cz.World.of().shards(rows).local
         return cz.all_gather(rows.detach())
 
     @staticmethod
@@ -87,7 +87,7 @@ class DetachedCandidatesInfoNCE(WrongInfoNCE):
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         q, k = F.normalize(queries, dim=1), F.normalize(keys, dim=1)
         all_q, all_k = cz.all_gather(q.detach()), cz.all_gather(k.detach())
-        positive = torch.arange(len(all_q))[cz.World.of().shards(q).mine]
+        positive = torch.arange(len(all_q))[cz.World.of().shards(q).local]
         logits = torch.stack([q @ all_k.T, k @ all_q.T]) / self.temperature()
         return (F.cross_entropy(logits[0], positive) + F.cross_entropy(logits[1], positive)) / 2
 

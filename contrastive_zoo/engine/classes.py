@@ -90,7 +90,7 @@ def target_and_negatives(
     target, negatives = _over_blocks(_ByRow, on_block, gathered, targets, weights, factor)
     target = sum_over_ranks(target, gradient="partial", world=world)
     negatives = log_sum_exp_over_ranks(negatives, gradient="partial", world=world)
-    return target[shards.mine], negatives[shards.mine]
+    return target[shards.local], negatives[shards.local]
 
 
 @without_autocast

@@ -137,7 +137,7 @@ def cross_log_sum_exp(
         all_columns = all_gather(columns, shards=column_shards, process_group=world)
         s = scale * rows @ all_columns.T
         c = torch.logsumexp(scale * columns @ all_rows.T, 1) if columnwise else None
-        return torch.logsumexp(s, 1), c, _diagonals(s[:, column_shards.mine], partner_offsets, stride)
+        return torch.logsumexp(s, 1), c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
     if world.size == 1 and len(rows) and len(columns) and is_small_batch(len(rows) * len(columns)):
         s = scale * rows @ columns.T
         c = torch.logsumexp(s, 0) if columnwise else None

@@ -71,7 +71,7 @@ def dcl(
     weight = a.new_ones(len(a))
     if sigma is not None:
         logits = gather_rows((a * b).sum(-1).detach() / sigma, shards, world)
-        weight = 2 - shards.total * logits.softmax(0)[shards.mine]
+        weight = 2 - shards.total * logits.softmax(0)[shards.local]
     view = torch.arange(2, device=a.device).repeat_interleave(len(a))
     loss = BlockLoss(_decoupled, temperature=temperature, denominators=denominators)
     companions = [(view, view), (weight.repeat(2), view)]

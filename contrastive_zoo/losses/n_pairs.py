@@ -67,14 +67,14 @@ def n_pairs(
     index_in_class = position - start
     has_pair = torch.searchsorted(all_ids[order], all_ids, right=True) - start > 1
     first, second = (index_in_class == 0) & has_pair, index_in_class == 1
-    x, y = (selected[shards.mine].nonzero().flatten() for selected in (first, second))
+    x, y = (selected[shards.local].nonzero().flatten() for selected in (first, second))
     loss = BlockLoss(_pair_losses, temperature=temperature)
     losses = sum_over_anchors(
         loss, z[x], ids[x], candidates=z[y], candidate_ids=ids[y], shards=_shards_of_selected(shards, first),
         candidate_shards=_shards_of_selected(shards, second), reduction="none", world=world,
     )  # fmt: skip
     squares = l2 * z.square().sum(-1)
-    losses = z.new_zeros(len(z)).index_add(0, x, losses) + squares.where((first | second)[shards.mine], 0)
+    losses = z.new_zeros(len(z)).index_add(0, x, losses) + squares.where((first | second)[shards.local], 0)
     if reduction == "none":
         return losses
     total = reduce_anchors(losses, reduction="sum", world=world)

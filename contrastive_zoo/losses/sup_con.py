@@ -78,7 +78,7 @@ def sup_con(
     # the sum of an anchor's positive logits is one dot product with the sum of its class
     all_ids = gather_rows(ids, shards, world)
     classes, class_index, counts = torch.unique(all_ids, return_inverse=True, return_counts=True)
-    local_index = class_index[shards.mine]
+    local_index = class_index[shards.local]
     class_sums = sum_over_ranks(
         z.new_zeros(len(classes), z.shape[1]).index_add(0, local_index, z), gradient="partial", world=world
     )

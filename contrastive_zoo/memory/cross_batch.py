@@ -169,7 +169,7 @@ class CrossBatchMemory(Loss):
         if (
             self.memory_input == "sharded negatives"
         ):  # the loss gathers them, so each rank passes its shard of the memory
-            return self.loss(queries, keys, negatives=negatives[self.memory.shards(world).mine], world=world)
+            return self.loss(queries, keys, negatives=negatives[self.memory.shards(world).local], world=world)
         gathered = (all_gather(x, gradient="complete", shards=shards, process_group=world) for x in (queries, keys))
         with one_stream(world, queries.device):
             return self.loss(*gathered, negatives=negatives)
@@ -180,7 +180,7 @@ class CrossBatchMemory(Loss):
         block_loss = loss.block_loss() if isinstance(loss, LabelledLoss) else loss
         normalize = getattr(loss, "normalize", True)  # a loss without this setting always normalizes
         share = self.memory.shards(world)
-        columns = self._stored(rows)[share.mine]
+        columns = self._stored(rows)[share.local]
         return sum_over_anchors(
             block_loss,
             prepare_rows(rows, normalize=normalize, world=world),
@@ -188,9 +188,9 @@ class CrossBatchMemory(Loss):
             shards=shards,
             world=world,
             candidates=prepare_rows(columns, normalize=normalize, world=world),
-            candidate_ids=self.memory.labels.to(labels)[share.mine],
+            candidate_ids=self.memory.labels.to(labels)[share.local],
             candidate_shards=share,
-            own_candidates=slots[shards.mine].to(rows.device),  # candidates stand in the order of slots
+            own_candidates=slots[shards.local].to(rows.device),  # candidates stand in the order of slots
             reduction=loss.reduction,
         )
 

@@ -125,7 +125,7 @@ class MemoryQueue(nn.Module):
         Example:
             >>> memory = MemoryQueue(5, embedding_size=1)
             >>> _ = memory.enqueue(torch.ones(5, 1))
-            >>> memory.shards(World(rank=1, size=2)).mine
+            >>> memory.shards(World(rank=1, size=2)).local
             slice(3, 5, None)
         """
         return Shards(tuple((len(self) + rank) // world.size for rank in reversed(range(world.size))), world.rank)
@@ -159,7 +159,7 @@ class MemoryQueue(nn.Module):
         named = {"rows": rows} | present(labels=labels, enqueue_mask=enqueue_mask)
         problem = self.problem(rows, labels, enqueue_mask)
         (shards, *_) = meet("MemoryQueue", named, world=world, problem=problem, settings=self.compared_state())
-        return self.write(rows, labels, enqueue_mask, shards, world)[shards.mine]
+        return self.write(rows, labels, enqueue_mask, shards, world)[shards.local]
 
     @torch.no_grad()
     def write(

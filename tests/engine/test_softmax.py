@@ -90,7 +90,7 @@ def dense(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[in
     n, m = sum(sizes), sum(columns)
 
     def of_partners(s: Tensor, columns: tuple[int, ...], steps: Sequence[int], stride: int = 1) -> Tensor:
-        ranks = [(Shards(sizes, rank).mine, Shards(columns, rank).mine) for rank in range(len(sizes))]
+        ranks = [(Shards(sizes, rank).local, Shards(columns, rank).local) for rank in range(len(sizes))]
         return sum(weighed(s[i, j][:, step::stride].diagonal() for step in steps) for i, j in ranks)
 
     a, b = (options.rows(count, seed).requires_grad_() for seed, count in ((1, n), (2, m)))
@@ -186,12 +186,12 @@ def test_each_pair_of_ranks_meets_once_and_the_load_is_even() -> None:
             cells = -(shards.size**2) / 2  # of my own block half is computed
             for block in schedule.schedule(shards, shards, half=True):
                 start = sum(sizes[: block.ahead])
-                met[shards.mine][block.rows, start + block.columns.start : start + block.columns.stop] += 1
+                met[shards.local][block.rows, start + block.columns.start : start + block.columns.stop] += 1
                 cells += (block.rows.stop - block.rows.start) * (block.columns.stop - block.columns.start)
             load.append(cells)
         pairs = met + met.T
         for rank in range(size):  # my own block, computed from its diagonal up, stands for itself
-            own = Shards(sizes, rank).mine
+            own = Shards(sizes, rank).local
             pairs[own, own] = 1
         assert (pairs == 1).all()
         assert max(load) <= 1.25 * min(load), load  # sizes differ by an eighth, products by two

@@ -118,7 +118,7 @@ def nested_classes() -> WeightedSum:
 
 
 ROW = 5 * 8  # bytes of a whole row of float64
-TRAVEL: dict[str, tuple[Callable[[], Any], str, int, int]] = {
+GATHERS: dict[str, tuple[Callable[[], Any], str, int, int]] = {
     "prefixes of pairs": (nested_pairs, "views", 1, 3),  # the keys alone are gathered
     "views": (nested_views, "views", 2, 9),
     "labelled rows": (nested_classes, "labels", 1, 6),
@@ -126,10 +126,10 @@ TRAVEL: dict[str, tuple[Callable[[], Any], str, int, int]] = {
 
 
 @pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
-@pytest.mark.parametrize("name", TRAVEL)
+@pytest.mark.parametrize("name", GATHERS)
 @pytest.mark.parametrize("learns", [True, False], ids=["training", "validation"])
 def test_rows_travel_once(name: str, learns: bool, shards: tuple[int, ...], worlds: Worlds) -> None:
-    make, call, whole, _ = TRAVEL[name]
+    make, call, whole, _ = GATHERS[name]
     n = sum(shards)
     rows = [numbers(n, 5, seed=0), numbers(n, 5, seed=1) if call == "views" else torch.arange(n) % 2]
 
@@ -160,7 +160,7 @@ def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
         return len([shape for shape in messages if len(shape) == 2 and shape[1] > 8])
 
     each = list(zip(*(x.split([3, 3]) for x in rows), strict=True))
-    assert worlds.run(2, job, each=each) == [TRAVEL["labelled rows"][3]] * 2
+    assert worlds.run(2, job, each=each) == [GATHERS["labelled rows"][3]] * 2
 
 
 @pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)

@@ -1,4 +1,4 @@
-"""Proxies and classifiers: the papers' formulas, other people's code, numbers by hand, whole and dealt-out weights."""
+"""Proxies and classifiers: the papers' formulas, other people's code, numbers by hand, replicated and sharded weights."""
 
 import inspect
 import math
@@ -125,7 +125,7 @@ def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], worlds: Wo
 
 
 def _step(make: Any, shards: tuple[int, ...], trainer: str, seed: int) -> dict[str, Any]:
-    """One step with dealt-out weights as a trainer would do it, seen from one rank."""
+    """One step with sharded weights as a trainer would do it, seen from one rank."""
     torch.manual_seed(1)
     world = cz.World.of()
     loss = make(world).double()
@@ -141,7 +141,7 @@ def _step(make: Any, shards: tuple[int, ...], trainer: str, seed: int) -> dict[s
     return {"value": value.item(), "encoder": encoder.weight.grad, "own": loss.weights.grad, "all": loss.weights.data}
 
 
-DEALT = [
+SHARDED = [
     lambda world: NormalizedSoftmax(5, 4, shard_over=world, temperature=0.3),
     lambda world: NormalizedSoftmax(5, 4, shard_over=world, temperature=cz.LearnableTemperature(0.3)),
     lambda world: CosFace(5, 4, shard_over=world, scale=8.0),
@@ -151,7 +151,7 @@ DEALT = [
 
 
 @pytest.mark.parametrize(
-    "make", DEALT, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ProxyNCA", "ArcFace"]
+    "make", SHARDED, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ProxyNCA", "ArcFace"]
 )
 @pytest.mark.parametrize("trainer", ["mean", "sum"])
 @pytest.mark.parametrize("shards", [(7,), (2, 5), (3, 0, 4)], ids=str)

@@ -105,7 +105,7 @@ def instance(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str
     """Return the cross-entropy over the candidates, of which the library takes the k-th for the k-th class."""
     _, class_numbers = batch.candidate_labels.unique(return_inverse=True)
     logits = loss.distance(batch.anchors, batch.candidates) * loss.gamma
-    losses = F.cross_entropy(logits, class_numbers[batch.shards.mine], reduction="none")
+    losses = F.cross_entropy(logits, class_numbers[batch.shards.local], reduction="none")
     return _of_anchors(losses, batch.anchor_indices())
 
 

@@ -57,7 +57,7 @@ def miner_weights(batch: AnchorBatch, indices: Indices | None, *, anchors_only: 
     counts = sum_over_ranks(counts, gradient="complete", world=batch.world)
     if batch.totals(sum(map(len, indices))) == [0]:
         return batch.anchors.new_ones(len(batch.anchors))
-    return (counts.to(batch.anchors.dtype) / counts.max())[batch.shards.mine]
+    return (counts.to(batch.anchors.dtype) / counts.max())[batch.shards.local]
 
 
 def _groups(indices: Indices) -> list[Indices]:
