@@ -88,10 +88,8 @@ class GatheredFirst(Right):
 
     name = "gathered before the loss"
     fix = "pass local embeddings"
-    check_distinct: ClassVar[bool] = True
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        self.loss_fn.check_distinct = self.check_distinct
         return self.loss_fn(cz.all_gather(self.model(images)), cz.all_gather(labels))
 
 
@@ -99,7 +97,10 @@ class GatheredFirstUnchecked(GatheredFirst):
     """The same, with ``check_distinct=False``."""
 
     name = "gathered before the loss, not checked"
-    check_distinct = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = cz.DistributedLoss(make_loss(), check_distinct=False)
 
 
 class Padded(Right):
@@ -187,7 +188,7 @@ class SeededPerRank(Right):
         super().__init__()
         with torch.no_grad():
             for parameter in self.loss_fn.parameters():
-                parameter += 0.1 * self.rank
+                parameter.add_(0.1 * self.rank)
 
 
 class NotSaved(Right):

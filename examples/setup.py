@@ -33,7 +33,7 @@ class Setup:
         mistake: what a wrong set-up does; empty for a right one.
         fix: how a wrong set-up is made right.
         reference: the same training on one process.
-        shards: how global batches are split, for the table.
+        shards: how global batches are split, for the table: "uneven, one empty", "even", …
         note: reason for a bound above 1e-9, for the table.
     """
 
