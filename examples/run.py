@@ -19,7 +19,10 @@ from typing import NamedTuple
 from examples.setup import Deviation, Setup, measured
 
 EXAMPLES = ("ddp", "amp", "fsdp", "hsdp", "tensor_parallel", "zero", "checkpoint", "mistakes")
-"""Modules of this package that define ``SETUPS``, in the order of the tables."""
+"""Modules of this package that define ``SETUPS``, in the order of the tables.
+
+A module of mistakes, ``mistakes`` (of DDP) or ``<trainer>_mistakes``, has no page: its rows are on the page of its trainer.
+"""
 
 TIMEOUT = 120.0
 """Seconds after which a set-up has failed."""
@@ -53,6 +56,19 @@ class Outcome(NamedTuple):
 def setups(example: str) -> list[Setup]:
     """Return the set-ups of an example."""
     return importlib.import_module(f"examples.{example}").SETUPS
+
+
+def recipe_of(example: str) -> str:
+    """Return the example that a module of mistakes accompanies, or the example itself.
+
+    Examples:
+        >>> recipe_of("mistakes"), recipe_of("zero")
+        ('ddp', 'zero')
+    """
+    trainer, _, kind = example.rpartition("_")
+    if "mistakes" not in (kind, example):
+        return example
+    return next(name for name in EXAMPLES if name.startswith(trainer or "ddp"))
 
 
 def measure(examples: Sequence[str] = EXAMPLES) -> Iterator[Outcome]:

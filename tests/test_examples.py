@@ -14,13 +14,13 @@ import torch
 pytest.importorskip("sklearn")
 
 from examples.reference import Trained
-from examples.run import EXAMPLES, Outcome, measure, setups
+from examples.run import EXAMPLES, Outcome, measure, recipe_of, setups
 from examples.setup import Deviation, Setup
 from tools.trainers_page import filled, listing, right_table, wrong_table
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
-RECIPES = [example for example in EXAMPLES if example != "mistakes"]
+RECIPES = [example for example in EXAMPLES if recipe_of(example) == example]
 
 
 def run(*command: str) -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from examples.run import EXAMPLES, Outcome, measure
+from examples.run import EXAMPLES, Outcome, measure, recipe_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
@@ -71,12 +71,10 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def title(example: str) -> str:
-    """Return the heading of the page of an example; the mistakes have no page and belong to DDP."""
-    path = PAGES / "trainers" / f"{example}.md"
-    if not path.exists():
-        return "DDP" if example == "mistakes" else example
+    """Return a link to the page of an example, or of the trainer whose mistakes these are."""
+    path = PAGES / "trainers" / f"{recipe_of(example)}.md"
     heading = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-    return f"[{heading}](trainers/{example}.md)"
+    return f"[{heading}](trainers/{path.name})"
 
 
 def write_listings(pages: Path = PAGES) -> None:
@@ -97,9 +95,9 @@ def write_tables(outcomes: Sequence[Outcome], pages: Path = PAGES) -> None:
     overview.write_text(filled(page, "mistakes", wrong_table(outcomes, titles)), encoding="utf-8")
     for example in EXAMPLES:
         path = pages / "trainers" / f"{example}.md"
-        own = [outcome for outcome in outcomes if outcome.example == example]
+        own = [outcome for outcome in outcomes if recipe_of(outcome.example) == example]
         if path.exists() and own:
-            plain = {example: re.sub(r"\[(.*)\]\(.*\)", r"\1", titles[example])}
+            plain = {name: re.sub(r"\[(.*)\]\(.*\)", r"\1", text) for name, text in titles.items()}
             tables = [right_table(own, plain)]
             if any(outcome.setup.mistake for outcome in own):
                 tables.append(wrong_table(own, plain))
