@@ -17,8 +17,8 @@ from examples.run import EXAMPLES, Outcome, measure, recipe_of
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
 
-_RIGHT = ("trainer", "set-up", "processes", "shards", "encoder", "loss parameters", "bound")
-_WRONG = ("trainer", "mistake", "what happens", "fix", "encoder", "loss parameters")
+_RIGHT = ("set-up", "processes", "shards", "encoder", "loss parameters", "bound")
+_WRONG = ("mistake", "what happens", "fix", "encoder", "loss parameters")
 
 
 def filled(page: str, part: str, text: str) -> str:
@@ -39,25 +39,30 @@ def listing(example: str) -> str:
     return f'```python title="{path.as_posix()}"\n{source}\n```'
 
 
-def right_table(outcomes: Iterable[Outcome], titles: dict[str, str]) -> str:
-    """Return the table of right set-ups: trainer × set-up × deviation."""
+def right_table(outcomes: Iterable[Outcome], titles: dict[str, str] | None = None) -> str:
+    """Return the table of right set-ups: trainer × set-up × deviation; without titles, of one trainer."""
     rows = []
     for example, setup, deviation, _ in outcomes:
         if not setup.mistake:
             found = [f"{x:.0e}" for x in deviation] if deviation else ["failed", "failed"]
             bound = f"{setup.bound:.0e}{f': {setup.note}' if setup.note else ''}"
-            rows.append([titles[example], setup.name, str(setup.processes), setup.shards, *found, bound])
-    return _table(_RIGHT, rows)
+            rows.append([*_trainer(titles, example), setup.name, str(setup.processes), setup.shards, *found, bound])
+    return _table([*_trainer(titles), *_RIGHT], rows)
 
 
-def wrong_table(outcomes: Iterable[Outcome], titles: dict[str, str]) -> str:
+def wrong_table(outcomes: Iterable[Outcome], titles: dict[str, str] | None = None) -> str:
     """Return the table of mistakes: what each is, how to correct it, and its deviation."""
     rows = []
     for example, setup, deviation, _ in outcomes:
         if setup.mistake:
             found = [_percent(x) for x in deviation] if deviation else ["refused", "refused"]
-            rows.append([titles[example], setup.name, setup.mistake, f"{setup.fix}", *found])
-    return _table(_WRONG, rows)
+            rows.append([*_trainer(titles, example), setup.name, setup.mistake, setup.fix, *found])
+    return _table([*_trainer(titles), *_WRONG], rows)
+
+
+def _trainer(titles: dict[str, str] | None, example: str = "") -> list[str]:
+    """Return the first cell of a row, or its heading; none in the tables of one trainer."""
+    return [] if titles is None else [titles[example] if example else "trainer"]
 
 
 def _percent(x: float) -> str:
@@ -97,10 +102,9 @@ def write_tables(outcomes: Sequence[Outcome], pages: Path = PAGES) -> None:
         path = pages / "trainers" / f"{example}.md"
         own = [outcome for outcome in outcomes if recipe_of(outcome.example) == example]
         if path.exists() and own:
-            plain = {name: re.sub(r"\[(.*)\]\(.*\)", r"\1", text) for name, text in titles.items()}
-            tables = [right_table(own, plain)]
+            tables = [right_table(own)]
             if any(outcome.setup.mistake for outcome in own):
-                tables.append(wrong_table(own, plain))
+                tables.append(wrong_table(own))
             page = path.read_text(encoding="utf-8")
             path.write_text(filled(page, "deviations", "\n\n".join(tables)), encoding="utf-8")
 
@@ -109,8 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the examples, write the pages, and return 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m tools.trainers_page", description=__doc__)
     parser.add_argument("--listings", action="store_true", help="write the listings only; run nothing")
+    given = parser.parse_args(arguments)
     write_listings()
-    if parser.parse_args(arguments).listings:
+    if given.listings:
         return 0
     outcomes = []
     for outcome in measure():
