@@ -1,0 +1,71 @@
+"""What all examples train: an encoder of scikit-learn's digits, a loss with parameters of its own, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import contrastive_zoo as cz
+
+SAMPLES, BATCH_SIZE, EPOCHS = 125, 31, 2
+"""Two epochs of batches of 31, 31, 31, 31 and 1: ten steps, uneven shards on two processes, one of them empty."""
+
+LEARNING_RATE = 0.1
+
+
+def make_encoder() -> nn.Module:
+    """Return the encoder with its initial parameters, the same on every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16)).double()
+
+
+def make_loss() -> nn.Module:
+    """Return a loss of labelled embeddings with two kinds of parameters: a learnable temperature, and proxies."""
+    torch.manual_seed(1)
+    with_temperature = cz.SupCon(temperature=cz.LearnableTemperature(0.5))
+    with_proxies = cz.ProxyAnchor(num_classes=10, embedding_size=16, alpha=8)
+    return cz.WeightedSum([with_temperature, with_proxies]).double()
+
+
+def make_dataset(samples: int = SAMPLES) -> TensorDataset:
+    """Return images [samples, 64] in [0, 1] and labels [samples]."""
+    images, labels = load_digits(return_X_y=True)
+    return TensorDataset(torch.from_numpy(images[:samples] / 16), torch.from_numpy(labels[:samples]))
+
+
+class ShardedBatches(Sampler[list[int]]):
+    """Split each global batch over the ranks, in rank order: no sample is repeated, none is left out.
+
+    Every rank yields the same number of batches; the last ones may be empty on some ranks.
+    """
+
+    def __init__(self, samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the samples; call it before each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.epoch))
+        for batch in order.split(self.batch_size):
+            yield batch.tensor_split(self.world_size)[self.rank].tolist()
+
+
+def make_loader(
+    rank: int = 0, world_size: int = 1, *, samples: int = SAMPLES, batch_size: int = BATCH_SIZE
+) -> DataLoader[tuple[Tensor, ...]]:
+    """Return a loader of this rank's part of every global batch.
+
+    The sampler yields whole batches, so ``batch_size`` of the loader is None; the dataset also accepts an empty list.
+    """
+    batches = ShardedBatches(samples, batch_size, rank, world_size)
+    return DataLoader(make_dataset(samples), sampler=batches, batch_size=None)

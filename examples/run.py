@@ -1,0 +1,146 @@
+"""Run the set-ups of examples on several processes.
+
+Each set-up runs in new processes with the environment variables that torchrun sets.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing as mp
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
+
+from examples.setup import Deviation, Setup, measured
+
+EXAMPLES = ("ddp", "amp", "fsdp", "hsdp", "tensor_parallel", "zero", "checkpoint", "mistakes")
+"""Modules of this package that define ``SETUPS``, in the order of the tables.
+
+A module of mistakes, ``mistakes`` (of DDP) or ``<trainer>_mistakes``, has no page: its rows are on the page of its trainer.
+"""
+
+TIMEOUT = 120.0
+"""Seconds after which a set-up has failed."""
+
+
+class Outcome(NamedTuple):
+    """What one set-up of an example gave: its deviation, or the error that it raised."""
+
+    example: str
+    setup: Setup
+    deviation: Deviation | None
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether a right set-up is within its bound, and whether a wrong one is refused or far outside."""
+        if self.deviation is None:
+            return bool(self.setup.mistake) and self.error.startswith("ValueError")
+        if self.setup.mistake:
+            return max(self.deviation) > 1e-3
+        return all(x <= self.setup.bound for x in self.deviation)  # false for NaN
+
+    @property
+    def text(self) -> str:
+        """The deviations; or the error, in full if it is not the expected one."""
+        if self.deviation is None:
+            return self.error.splitlines()[0] if self.ok else f"FAILED: {self.error}"
+        return f"{self.deviation.encoder:8.1e} {self.deviation.loss:8.1e}{'' if self.ok else '   FAILED'}"
+
+
+def setups(example: str) -> list[Setup]:
+    """Return the set-ups of an example."""
+    return importlib.import_module(f"examples.{example}").SETUPS
+
+
+def recipe_of(example: str) -> str:
+    """Return the example that a module of mistakes accompanies, or the example itself.
+
+    Examples:
+        >>> recipe_of("mistakes"), recipe_of("zero")
+        ('ddp', 'zero')
+    """
+    trainer, _, kind = example.rpartition("_")
+    if "mistakes" not in (kind, example):
+        return example
+    return next(name for name in EXAMPLES if name.startswith(trainer or "ddp"))
+
+
+def measure(examples: Sequence[str] = EXAMPLES) -> Iterator[Outcome]:
+    """Run all set-ups of the examples, one after another; an example whose library is not installed is skipped."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["examples.run", *(f"examples.{x}" for x in examples)])
+    for example in examples:
+        try:
+            available = setups(example)
+        except ModuleNotFoundError as error:
+            print(f"{example}: {error.name} is not installed", file=sys.stderr)
+            continue
+        for index, setup in enumerate(available):
+            yield _run(context, example, index, setup)
+
+
+def _run(context: mp.context.ForkServerContext, example: str, index: int, setup: Setup) -> Outcome:
+    port = _free_port()
+    processes, results = [], []
+    for rank in range(setup.processes):
+        result, sender = context.Pipe(duplex=False)
+        job = (example, index, rank, setup.processes, port, sender)
+        processes.append(context.Process(target=_process, args=job, daemon=True))
+        processes[-1].start()
+        sender.close()
+        results.append(result)
+    answer = _answer(results)
+    for process in processes:
+        process.join(5 if isinstance(answer, Deviation) else 0.5)
+        process.kill()
+    return Outcome(example, setup, *((answer, "") if isinstance(answer, Deviation) else (None, answer)))
+
+
+def _answer(results: Sequence[Connection]) -> Deviation | str:
+    """Return the deviation that all ranks agree on, or the first error of any rank."""
+    waiting, answer = list(results), None
+    while waiting:
+        ready = wait(waiting, TIMEOUT)
+        if not ready:
+            return f"no result after {TIMEOUT:g} seconds"
+        for result in results:
+            if result in ready:
+                waiting.remove(result)
+                try:
+                    answer = result.recv()
+                except EOFError:
+                    answer = "a process ended without a result"
+                if isinstance(answer, str):
+                    return answer
+    assert isinstance(answer, Deviation)
+    return answer
+
+
+def _process(example: str, index: int, rank: int, world_size: int, port: int, sender: Connection) -> None:
+    """Set the variables of torchrun, run the set-up, and send its deviation or the text of its error."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"GLOO_SOCKET_IFNAME": loopback}
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo reports every connection
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+        logging.ERROR
+    )  # gathers of 2-d shards are slow
+    try:
+        sender.send(measured(setups(example)[index]))
+    except BaseException as error:
+        sender.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        os._exit(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,87 @@
+"""A set-up of an example: how it trains, and how far it ends from one process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.reference import Trained as Trained
+from examples.reference import one_process as one_process
+
+Reference: TypeAlias = Callable[[], tuple[Trained, Trained]]
+"""Train on one process; return the parameters before and after."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to train on several processes, and what it is compared with.
+
+    Args:
+        name: of the set-up, unique in its example: "gradient accumulation with no_sync".
+        train: trains on this process, one of several, and returns the parameters. It initialises the process group
+            itself and leaves it to the caller to destroy it.
+        processes: number of processes.
+        bound: largest deviation of a right set-up.
+        mistake: what a wrong set-up does; empty for a right one.
+        fix: how a wrong set-up is made right.
+        reference: the same training on one process.
+        shards: how global batches are split, for the table: "uneven, one empty", "even", …
+        note: reason for a bound above 1e-9, for the table.
+    """
+
+    name: str
+    train: Callable[[], Trained]
+    processes: int = 2
+    bound: float = 1e-9
+    mistake: str = ""
+    fix: str = ""
+    reference: Reference = one_process
+    shards: str = "uneven, one empty"
+    note: str = ""
+
+
+class Deviation(NamedTuple):
+    """Distance to the parameters of one process, relative to the distance that training moved them."""
+
+    encoder: float
+    loss: float
+
+    @classmethod
+    def between(cls, found: Trained, before: Trained, after: Trained) -> Deviation:
+        """Return ‖found − after‖ / ‖after − before‖ of the encoder's and of the loss's parameters."""
+        return cls(*map(_relative, found, before, after))
+
+
+def _relative(found: list[Tensor], before: list[Tensor], after: list[Tensor]) -> float:
+    error = torch.stack([(x - y).double().norm() for x, y in zip(found, after, strict=True)]).norm()
+    moved = torch.stack([(x - y).double().norm() for x, y in zip(before, after, strict=True)]).norm()
+    return (error / moved).item()
+
+
+def measured(setup: Setup) -> Deviation:
+    """Train on this process, one of several, and return the largest deviation over the ranks."""
+    torch.set_num_threads(1)
+    before, after = setup.reference()
+    found = torch.tensor(Deviation.between(setup.train(), before, after), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        gc.collect()  # DDP keeps a reference to the group; gloo's threads must end before Python exits
+        dist.destroy_process_group()
+    return Deviation(*found.tolist())
+
+
+def main(available: Sequence[Setup]) -> None:
+    """Run one set-up on the processes that torchrun has started: the one named on the command line, or the first."""
+    name = sys.argv[1] if len(sys.argv) > 1 else available[0].name
+    setup = next(x for x in available if x.name == name)
+    deviation = measured(setup)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{setup.name}: encoder {deviation.encoder:.1e}, loss parameters {deviation.loss:.1e}")
