@@ -61,7 +61,7 @@ def train(shard: Callable[[Step], None], grad_reduction: Literal["mean", "sum"] 
     return Trained.of(step.encoder, step.loss_fn)
 
 
-SUM = "DistributedLoss(loss, grad_reduction='sum'), loss parameters sharded"
+SUM = '`DistributedLoss(loss, grad_reduction="sum")`, loss parameters sharded'
 SETUPS = [
     Setup("the encoder sharded, the loss outside", partial(train, encoder_alone)),
     Setup("the loss inside, its parameters ignored", partial(train, loss_ignored)),

@@ -38,7 +38,7 @@ SETUPS = [
         partial(train, "shard", samples=155),
         processes=4,
         mistake="The loss gathers from the processes that share a replica; samples of other replicas are no negatives.",
-        fix="DistributedLoss(loss), the default group",
+        fix="`DistributedLoss(loss)`, the default group",
         reference=partial(one_process, samples=155),
         shards="uneven",
     ),

@@ -18,6 +18,8 @@ from examples.run import EXAMPLES, Outcome, measure, recipe_of, setups
 from examples.setup import Deviation, Setup
 from tools.trainers_page import filled, listing, right_table, wrong_table
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
+
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
 RECIPES = [example for example in EXAMPLES if recipe_of(example) == example]
