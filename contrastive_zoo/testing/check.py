@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from contrastive_zoo.testing.diagnosis import diagnose
 from contrastive_zoo.testing.examination import DEFAULT_WIDTH, Examination
-from contrastive_zoo.testing.invariants import INVARIANTS
+from contrastive_zoo.testing.invariants import INVARIANTS, runs_on_every_split
 from contrastive_zoo.testing.measurement import Call, Case, GradReduction, call_form
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report
 from contrastive_zoo.testing.worlds import Worlds
@@ -131,8 +131,13 @@ def examine(
         report = Report(case.name, tuple(world_sizes), grad_reduction, examination.examples, findings)
         report.tried = frozenset(examination.tried)
         if findings:
+            failing = [finding.batch for finding in findings if finding.invariant is runs_on_every_split]
             report.diagnosis = diagnose(
-                case, [finding.invariant.name for finding in findings], pool, width=width or DEFAULT_WIDTH
+                case,
+                [finding.invariant.name for finding in findings],
+                pool,
+                width=width or DEFAULT_WIDTH,
+                failing=failing[0] if failing else None,
             )
     report.seconds = time.monotonic() - start
     return report

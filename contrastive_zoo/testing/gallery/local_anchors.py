@@ -22,7 +22,7 @@ class _MaxAdjoint(LocalSlice):
         return all_reduce(dy, "max")[ctx.start : ctx.start + ctx.size]
 
 
-class _Sharded(nn.Module):
+class ShardedAnchors(nn.Module):
     """InfoNCE of the local anchors, global sum / global count; ``gather`` and ``replicate`` are collectives."""
 
     def __init__(self, gather: Callable[[Tensor], Tensor], replicate: Callable[[Tensor], Tensor] = replicated) -> None:
@@ -42,19 +42,19 @@ class _Sharded(nn.Module):
 @recipe("sharded anchors", mistake=None)
 def _() -> Any:
     """local anchors against a differentiable gather of candidates, global sum / global count"""
-    return _Sharded(all_gather)
+    return ShardedAnchors(all_gather)
 
 
 @recipe("wrong adjoint", mistake="wrong direction")
 def _() -> Any:
     """the same, with a gather whose backward reduces with MAX"""
-    return _Sharded(_MaxAdjoint.apply)
+    return ShardedAnchors(_MaxAdjoint.apply)
 
 
 @recipe("local parameters", mistake="local parameters")
 def _() -> Any:
     """the same, where the temperature of each rank gets only the gradient of the local anchors"""
-    return _Sharded(all_gather, replicate=lambda scale: scale_gradient(rank_and_size()[1], scale))
+    return ShardedAnchors(all_gather, replicate=lambda scale: scale_gradient(rank_and_size()[1], scale))
 
 
 class _Local(nn.Module):
