@@ -110,6 +110,7 @@ def examine(
         (False, 'local negatives')
     """
     _require_valid(world_sizes=world_sizes, call=call, grad_reduction=grad_reduction, level=level)
+    world_sizes = tuple(sorted(set(world_sizes)))
     start = time.monotonic()
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=4.0, grace=0.3))
@@ -124,11 +125,11 @@ def examine(
         case = Case(
             make_loss, call, grad_reduction, step=step, name=name or str(getattr(make_loss, "__name__", "loss"))
         )
-        examination = Examination(case, pool, tuple(world_sizes), width, on_example)
+        examination = Examination(case, pool, world_sizes, width, on_example)
         examination.survey(max_examples)
         examination.train()
         findings = [examination.shrunk(invariant) for invariant in INVARIANTS if invariant.name in examination.broken]
-        report = Report(case.name, tuple(world_sizes), grad_reduction, examination.examples, findings)
+        report = Report(case.name, world_sizes, grad_reduction, examination.examples, findings)
         report.tried = frozenset(examination.tried)
         if findings:
             failing = [finding.batch for finding in findings if finding.invariant is runs_on_every_split]

@@ -64,9 +64,11 @@ class LossRecorder:
         for handle in self._handles:
             handle.remove()
 
-    def _record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _record(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        *kwargs, output = rest
+        raised = not kwargs  # torch passes keyword arguments only if the module has returned
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-        if not inputs or not (output is None or _is_scalar(output)):  # None: the module raised
+        if not inputs or not (raised or _is_scalar(output)):
             return
         members = {id(member) for member in module.modules()}
         self.calls = [call for call in self.calls if id(call.loss) not in members]  # inner modules return first
