@@ -161,7 +161,9 @@ def _is_averaged(found: Evidence) -> bool:
 
 
 def _keeps_own_slice(found: Evidence) -> bool:
-    return found.is_scaled(lambda w: 1 / w, lambda w: 1) and found.passes_on(lambda w: 1) and not found.calls_in_backward
+    return (
+        found.is_scaled(lambda w: 1 / w, lambda w: 1) and found.passes_on(lambda w: 1) and not found.calls_in_backward
+    )
 
 
 def _has_wrong_parameters(found: Evidence, factor: Callable[[int], float]) -> bool:
@@ -180,9 +182,7 @@ BY_GRADIENT: dict[str, Signature] = {
     "counted W times": lambda x: x.is_scaled(lambda w: w, lambda w: 1) and x.passes_on(lambda w: w * w),
     "rescaled by batch size": lambda x: x.is_scaled(lambda w: 1 / sqrt(w), lambda w: 1),
     "parameters not reduced": _lacks_parameter_reduction,
-    "parameters scaled": lambda x: (
-        _has_wrong_parameters(x, lambda w: w) or _has_wrong_parameters(x, lambda w: 1 / w)
-    ),
+    "parameters scaled": lambda x: _has_wrong_parameters(x, lambda w: w) or _has_wrong_parameters(x, lambda w: 1 / w),
     "local parameters": lambda x: _has_wrong_parameters(x, lambda w: 1),
     "wrong direction": lambda x: x.calls_in_backward and not _has_direction(x),
 }

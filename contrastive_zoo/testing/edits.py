@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import Tensor
 import torch
+from torch import Tensor
 
 Edit = Literal["", "other labels", "other samples", "equal shards", "last shard reversed", "all shards reversed"]
 """Nothing; other labels, or other samples, on all ranks but the first; the samples of the first rank on every rank; another

@@ -5,8 +5,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from hypothesis import HealthCheck, Phase, find, given, settings
-from hypothesis.errors import HypothesisException, NoSuchExample
+try:
+    from hypothesis import HealthCheck, Phase, find, given, settings
+    from hypothesis.errors import HypothesisException, NoSuchExample
+except ImportError as error:
+    raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
+
 
 from contrastive_zoo.testing import invariants
 from contrastive_zoo.testing.batch import GlobalBatch

@@ -80,8 +80,8 @@ DIAGNOSES = {
         Diagnosis(
             "wrong direction",
             "the value is right and the direction of the gradient is wrong: the backward pass of a collective is not its "
-            "adjoint.",
-            "use the collectives of contrastive_zoo, whose backward passes are their adjoints.",
+            "adjoint, or a part of the graph is detached.",
+            "use the collectives of contrastive_zoo, whose backward passes are their adjoints, and detach nothing.",
         ),
         Diagnosis(
             "counted W times",
@@ -197,9 +197,9 @@ DIAGNOSES = {
         ),
         Diagnosis(
             "unequal parameters",
-            "the loss's own parameters differ between ranks, for example proxies initialised with another seed on each rank.",
-            "use one seed for the loss on all ranks, or DistributedLoss(loss, broadcast_parameters=True), which also compares "
-            "them at the first step and at intervals.",
+            "the loss's own parameters differ between ranks, for example proxies initialised with a seed per rank.",
+            "use one seed for the loss on all ranks, or DistributedLoss(loss, broadcast_parameters=True), which also "
+            "compares them at the first step and at intervals.",
         ),
         Diagnosis(
             "missing argument",
@@ -235,8 +235,8 @@ DIAGNOSES = {
         ),
         Diagnosis(
             "parameters not reduced",
-            "the step reduces the encoder's gradient over ranks but not that of the loss's own parameters, so that each rank "
-            "learns its own.",
+            "the step reduces the encoder's gradient over ranks but not that of the loss's own parameters, so that each "
+            "rank learns its own.",
             "wrap the loss in DistributedLoss, whose parameters get equal gradients on all ranks, or reduce their gradients "
             "as the encoder's.",
         ),

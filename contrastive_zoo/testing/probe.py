@@ -94,7 +94,9 @@ class Probe:
         return self.encoder.is_scaled(encoder) and of_parameters
 
     def __str__(self) -> str:
-        values = ", ".join(f"×{value / self.expected:.3g}" if self.expected else f"{value:.3g}" for value in self.values)
+        values = ", ".join(
+            f"×{value / self.expected:.3g}" if self.expected else f"{value:.3g}" for value in self.values
+        )
         parts = [f"values {values}", f"encoder gradient {self.encoder}"]
         parts += [f"gradient of the loss's own parameters {self.parameters}"] if self.parameters else []
         return f"on W={self.world_size}, shards {list(self.batch.shards)}: {'; '.join(parts)}"

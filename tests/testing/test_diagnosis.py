@@ -88,7 +88,6 @@ UNKNOWN = (
     larger_on_several_processes,
     without_the_last_sample,
     sharper_on_several_processes,
-    one_detached_coordinate,
     with_a_bonus_of_rank,
 )
 
@@ -100,6 +99,12 @@ def test_a_mistake_in_no_table_is_not_recognised(loss: Callable[..., Any], impat
     assert "on W=2, shards [3, 3]: values ×" in found.why
     assert "encoder gradient ×" in found.why
     assert "cosine" in found.why
+
+
+def test_a_gradient_of_wrong_direction_is_described_without_a_guess(impatient: Worlds) -> None:
+    found = diagnose(Case(lambda: one_detached_coordinate, "views"), CONTRACT_NAMES, impatient)
+    assert found.mistake == "wrong direction"
+    assert "or a part of the graph is detached" in found.why
 
 
 # --- training steps ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Parts of the gallery's recipes: the registry, two dense losses, and functions of gathered tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ class Recipe:
     call: Call
     grad_reduction: GradReduction
     about: str
-    step: bool = False
+    step: bool = field(default=False, kw_only=True)
 
     @property
     def case(self) -> Case:
@@ -70,7 +70,9 @@ def recipe(
 
     def register(make: Callable[[], Any]) -> Callable[[], Any]:
         about = " ".join((make.__doc__ or "").split())
-        (TRAINING_STEPS if step else GALLERY)[name] = Recipe(name, make, mistake, call, grad_reduction, about, step)
+        (TRAINING_STEPS if step else GALLERY)[name] = Recipe(
+            name, make, mistake, call, grad_reduction, about, step=step
+        )
         return make
 
     return register

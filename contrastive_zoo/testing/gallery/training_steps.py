@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastive_zoo.averaging import average_gradients
 from contrastive_zoo.collectives import all_gather, all_reduce
 from contrastive_zoo.distributed import DistributedLoss
+from contrastive_zoo.testing.batch import FEATURES
 from contrastive_zoo.testing.gallery.local_anchors import ShardedAnchors
 from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, rank_and_size, recipe, scale_gradient
-from contrastive_zoo.testing.measurement import FEATURES
 
 WIDTH, PROXIES = 4, 64
 """Width of the embeddings, and number of proxies."""
