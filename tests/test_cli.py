@@ -29,6 +29,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """The same in this process: its exit code, and what it prints in one line."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "400")  # a path that is broken into lines would not be found
         monkeypatch.setattr(sys, "argv", ["contrastive-zoo", *arguments])
         with pytest.raises(SystemExit) as end:
             cli.main()

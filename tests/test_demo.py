@@ -85,4 +85,4 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("contrastive_zoo.cli.find_spec", lambda name: None if name == "faiss" else object())
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 2
-    assert "needs faiss: pip install contrastive_zoo[demo]" in result.output
+    assert "needs faiss: pip install 'contrastive_zoo[demo]'" in result.output
