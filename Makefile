@@ -32,7 +32,7 @@ quick: .venv/.installed lint types
 
 search: .venv/.installed
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_stateful_training.py
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 tests/test_contract.py tests/testing/test_check.py
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 tests/test_contract.py tests/testing/test_check.py tests/testing/test_diagnosis.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -179,7 +179,7 @@ class LocalInDDP(Local):
 
 
 class SeededPerRank(Right):
-    """Loss parameters start from other values on each process; nobody makes them equal."""
+    """Loss parameters start from other values on each process; no message makes them equal."""
 
     name = "loss parameters seeded per rank"
     fix = "`DistributedLoss(loss, broadcast_parameters=True)`, or one seed"

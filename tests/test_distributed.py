@@ -22,7 +22,7 @@ from contrastive_zoo.mining import DistributedMiner
 from contrastive_zoo.session import meet
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import close, common_error, error_message, local_shard, numbers
+from tests.helpers import EXACT, close, common_error, distance, error_message, local_shard, numbers
 
 N, D = 7, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -584,3 +584,23 @@ def test_a_step_leaves_no_reference_cycle(loss: Any, worlds: Worlds) -> None:
             gc.enable()
 
     assert worlds.run(2, step) == [0, 0]
+
+
+def test_gathered_rows_are_differentiated_twice(worlds: Worlds) -> None:
+    """A gradient penalty needs the other ranks' part of the second derivative, which create_graph=True asks for."""
+    shards, direction = (1, 3), numbers(4, 2, seed=1)
+
+    def cubic(z: torch.Tensor) -> torch.Tensor:
+        return (z @ z.T).pow(3).sum()
+
+    def second(value: torch.Tensor, z: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(value, z, create_graph=True)
+        return torch.autograd.grad((gradient * along).sum(), z)[0]
+
+    def step() -> torch.Tensor:
+        z = local_shard(numbers(4, 2, seed=0), shards).requires_grad_()
+        return second(cz.DistributedLoss(cubic)(z), z, local_shard(direction, shards))
+
+    whole = numbers(4, 2, seed=0).requires_grad_()
+    expected = 4 * second(cubic(whole), whole, direction)  # W for each of the two backward passes
+    assert distance(torch.cat(worlds.run(2, step)), expected) <= EXACT

@@ -1,13 +1,18 @@
 """The Hugging Face Trainer with a loss whose value is a mean over the global batch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer  # the mixin uses the attributes and methods of the Trainer after it
+else:
+    _Trainer = object
 
-class ContrastiveTrainerMixin:
+
+class ContrastiveTrainerMixin(_Trainer):
     """Train with a loss of the global batch, in every configuration of the Hugging Face Trainer.
 
     The Trainer expects a sum over tokens that the model has divided by ``num_items_in_batch``, the number of tokens of
@@ -41,13 +46,13 @@ class ContrastiveTrainerMixin:
         # without compute_loss_func, and without a number of items, the Trainer divides by the accumulation steps
         self.loss_function, self.compute_loss_func = getattr(self, "compute_loss_func", None), None
         if isinstance(self.loss_function, nn.Module):
-            self.loss_function.to(self.args.device)  # type: ignore[attr-defined]
-        self.add_callback(_ClearGradients())  # type: ignore[attr-defined]
+            self.loss_function.to(self.args.device)
+        self.add_callback(_ClearGradients())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Return the Trainer's optimizer, to which the parameters of ``compute_loss_func`` are added."""
         is_given = self.optimizer is not None
-        self.optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self.optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         if not isinstance(self.loss_function, nn.Module):
             return self.optimizer
         known = {x for group in self.optimizer.param_groups for x in group["params"]}
@@ -63,14 +68,14 @@ class ContrastiveTrainerMixin:
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """Run forward and backward; the number of items in the batch is not used."""
-        return super().training_step(model, inputs)  # type: ignore[misc]
+        return super().training_step(model, inputs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor | tuple[Tensor, Any]:
         """Return the loss of the model or of ``compute_loss_func``, as it is; ``num_items_in_batch`` is not used."""
         if self.loss_function is None:
-            return super().compute_loss(model, inputs, return_outputs=return_outputs)  # type: ignore[misc]
+            return super().compute_loss(model, inputs, return_outputs=return_outputs)
         labels = inputs.pop("labels", None)
         outputs = model(**inputs)
         loss = self.loss_function(outputs, labels, num_items_in_batch=None)
