@@ -1,0 +1,90 @@
+"""The Hugging Face Trainer with a loss whose value is a mean over the global batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+
+class ContrastiveTrainerMixin:
+    """Train with a loss of the global batch, in every configuration of the Hugging Face Trainer.
+
+    The Trainer expects a sum over tokens that the model has divided by ``num_items_in_batch``, the number of tokens of
+    all processes and accumulation steps. If the model's ``forward`` takes ``**kwargs``, or ``compute_loss_func`` is
+    given, and batches have a column ``labels``, the Trainer multiplies the loss by the number of processes
+    (``average_tokens_across_devices=True``) and does not divide it by the number of accumulation steps. Both are wrong
+    for a mean. With the mixin the Trainer never counts tokens: the loss is not multiplied, and it is divided by the
+    number of accumulation steps.
+
+    The parameters of a loss outside the model are trained as well. If ``compute_loss_func`` is a ``nn.Module``, it moves
+    to the Trainer's device, and its parameters join the optimizer that the Trainer creates, without weight decay. All
+    gradients of the optimizer are cleared after each step; ``model.zero_grad()`` of the Trainer clears those of the model
+    only. Two things remain with the model: ``max_grad_norm`` clips the gradients of the model, and checkpoints hold the
+    parameters of the model. A loss inside the model has neither limit.
+
+    Place the mixin before the Trainer among the base classes. A method ``compute_loss`` of your own works as well.
+
+    Raises:
+        ValueError: ``optimizers`` contains an optimizer without the parameters of ``compute_loss_func``.
+
+    Example:
+        >>> from transformers import Trainer
+        >>> class ContrastiveTrainer(ContrastiveTrainerMixin, Trainer):
+        ...     "A Trainer for losses of the global batch."
+        >>> [x.__name__ for x in ContrastiveTrainer.__mro__[:3]]
+        ['ContrastiveTrainer', 'ContrastiveTrainerMixin', 'Trainer']
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # without compute_loss_func, and without a number of items, the Trainer divides by the accumulation steps
+        self.loss_function, self.compute_loss_func = getattr(self, "compute_loss_func", None), None
+        if isinstance(self.loss_function, nn.Module):
+            self.loss_function.to(self.args.device)  # type: ignore[attr-defined]
+        self.add_callback(_ClearGradients())  # type: ignore[attr-defined]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Return the Trainer's optimizer, to which the parameters of ``compute_loss_func`` are added."""
+        is_given = self.optimizer is not None
+        self.optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(self.loss_function, nn.Module):
+            return self.optimizer
+        known = {x for group in self.optimizer.param_groups for x in group["params"]}
+        missing = [x for x in self.loss_function.parameters() if x.requires_grad and x not in known]
+        if missing and is_given:
+            raise ValueError(
+                f"{type(self).__name__}: the optimizer lacks {len(missing)} parameters of compute_loss_func. Create it "
+                "with [*model.parameters(), *compute_loss_func.parameters()], or let the Trainer create it."
+            )
+        if missing:
+            self.optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
+        return self.optimizer
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+        """Run forward and backward; the number of items in the batch is not used."""
+        return super().training_step(model, inputs)  # type: ignore[misc]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Return the loss of the model or of ``compute_loss_func``, as it is; ``num_items_in_batch`` is not used."""
+        if self.loss_function is None:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs)  # type: ignore[misc]
+        labels = inputs.pop("labels", None)
+        outputs = model(**inputs)
+        loss = self.loss_function(outputs, labels, num_items_in_batch=None)
+        return (loss, outputs) if return_outputs else loss
+
+
+class _ClearGradients(TrainerCallback):
+    """Clear all gradients of the optimizer, also those of parameters outside the model."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["optimizer"].zero_grad()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["optimizer"].zero_grad()
+
+
+__all__ = ["ContrastiveTrainerMixin"]
