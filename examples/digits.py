@@ -62,7 +62,7 @@ class ShardedBatches(Sampler[list[int]]):
 
 def make_loader(
     rank: int = 0, world_size: int = 1, *, samples: int = SAMPLES, batch_size: int = BATCH_SIZE
-) -> DataLoader[tuple[Tensor, Tensor]]:
+) -> DataLoader[tuple[Tensor, ...]]:
     """Return a loader of this rank's part of every global batch.
 
     The sampler yields whole batches, so ``batch_size`` of the loader is None; the dataset also accepts an empty list.

@@ -6,6 +6,7 @@ Each set-up runs in new processes with the environment variables that torchrun s
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing as mp
 import os
 import socket
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from examples.setup import Deviation, Setup, measured
 
-EXAMPLES = ("ddp",)
+EXAMPLES = ("ddp", "amp", "fsdp", "hsdp", "tensor_parallel", "zero", "checkpoint", "mistakes")
 """Modules of this package that define ``SETUPS``, in the order of the tables."""
 
 TIMEOUT = 120.0
@@ -78,20 +79,31 @@ def _run(context: mp.context.ForkServerContext, example: str, index: int, setup:
         processes[-1].start()
         sender.close()
         results.append(result)
-    try:
-        first = wait(results, TIMEOUT)
-        received = results[0] if results[0] in first else first[0] if first else None
-        answer = received.recv() if received else f"no result after {TIMEOUT:g} seconds"
-        if isinstance(answer, Deviation) and received is not results[0]:
-            answer = results[0].recv()
-    except EOFError:
-        answer = "a process ended without a result"
+    answer = _answer(results)
     for process in processes:
         process.join(5 if isinstance(answer, Deviation) else 0.5)
         process.kill()
-    if isinstance(answer, Deviation):
-        return Outcome(example, setup, answer)
-    return Outcome(example, setup, None, answer)
+    return Outcome(example, setup, *((answer, "") if isinstance(answer, Deviation) else (None, answer)))
+
+
+def _answer(results: Sequence[Connection]) -> Deviation | str:
+    """Return the deviation that all ranks agree on, or the first error of any rank."""
+    waiting, answer = list(results), None
+    while waiting:
+        ready = wait(waiting, TIMEOUT)
+        if not ready:
+            return f"no result after {TIMEOUT:g} seconds"
+        for result in results:
+            if result in ready:
+                waiting.remove(result)
+                try:
+                    answer = result.recv()
+                except EOFError:
+                    answer = "a process ended without a result"
+                if isinstance(answer, str):
+                    return answer
+    assert isinstance(answer, Deviation)
+    return answer
 
 
 def _process(example: str, index: int, rank: int, world_size: int, port: int, sender: Connection) -> None:
@@ -100,6 +112,10 @@ def _process(example: str, index: int, rank: int, world_size: int, port: int, se
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"GLOO_SOCKET_IFNAME": loopback}
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo reports every connection
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+        logging.ERROR
+    )  # gathers of 2-d shards are slow
     try:
         sender.send(measured(setups(example)[index]))
     except BaseException as error:

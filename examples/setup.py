@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.reference import Trained, one_process
+from examples.reference import Trained as Trained
+from examples.reference import one_process as one_process
 
 Reference: TypeAlias = Callable[[], tuple[Trained, Trained]]
 """Train on one process; return the parameters before and after."""

@@ -1,0 +1,46 @@
+"""HSDP, replicas of shards on a 2 × 2 mesh: ``torchrun --standalone --nproc-per-node 4 -m examples.hsdp``."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import contrastive_zoo as cz
+from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
+from examples.setup import Setup, Trained, main
+
+
+def train(loss_along: str | None = None) -> Trained:
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make_encoder()
+    fully_shard(model, mesh=mesh)
+    # every process of the mesh holds other samples: the loss compares along both dimensions, in the default group
+    loss_fn = cz.DistributedLoss(make_loss(), process_group=mesh[loss_along] if loss_along else None)
+    optimizer = torch.optim.SGD(
+        [*model.parameters(), *loss_fn.parameters()], LEARNING_RATE, momentum=0.9, foreach=False
+    )
+    loader = make_loader(dist.get_rank(), dist.get_world_size())
+    for epoch in range(EPOCHS):
+        loader.sampler.set_epoch(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss_fn(model(images), labels).backward()
+            optimizer.step()
+    return Trained.of(model, loss_fn)
+
+
+SETUPS = [
+    Setup("mesh of 2 replicas × 2 shards", train, processes=4),
+    Setup(
+        "the loss along one dimension of the mesh",
+        partial(train, "shard"),
+        processes=4,
+        mistake="The loss gathers from the processes that share a replica; samples of other replicas are no negatives.",
+        fix="DistributedLoss(loss), the default group",
+    ),
+]
+
+if __name__ == "__main__":
+    main(SETUPS)

@@ -1,0 +1,234 @@
+"""Mistakes in a training with DDP: ``torchrun --standalone --nproc-per-node 2 -m examples.mistakes "no set_epoch"``.
+
+`Right` is a right training. Each other class makes one mistake: its docstring says which, ``fix`` how to correct it.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import contrastive_zoo as cz
+from examples.ddp import add_up
+from examples.digits import EPOCHS, LEARNING_RATE, make_dataset, make_encoder, make_loader, make_loss
+from examples.setup import Setup, Trained, main, one_process
+
+SAMPLES, BATCH_SIZE = 155, 32
+"""Two epochs of batches of 32, 32, 32, 32 and 27: ten steps."""
+
+
+class Right:
+    """None."""
+
+    name: ClassVar[str] = "none"
+    fix: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.model = DistributedDataParallel(make_encoder())
+        self.loss_fn: nn.Module = cz.DistributedLoss(make_loss())
+        self.loader = make_loader(self.rank, self.world_size, samples=SAMPLES, batch_size=BATCH_SIZE)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that the optimizer updates."""
+        return [*self.model.parameters(), *self.loss_fn.parameters()]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Choose the order of the samples of an epoch."""
+        self.loader.sampler.set_epoch(epoch)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        return self.loss_fn(self.model(images), labels)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clear gradients before a step."""
+        optimizer.zero_grad()
+
+    def train(self) -> Trained:
+        """Run all steps and return the parameters."""
+        optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE, momentum=0.9)
+        for epoch in range(EPOCHS):
+            self.start_epoch(epoch)
+            for images, labels in self.loader:
+                self.zero_grad(optimizer)
+                self.loss(images, labels).backward()
+                optimizer.step()
+        return Trained.of(self.model, self.loss_fn)
+
+
+class NotOptimized(Right):
+    """The optimizer has the parameters of the model, not those of the loss."""
+
+    name = "loss parameters not in the optimizer"
+    fix = "SGD([*model.parameters(), *loss_fn.parameters()])"
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.model.parameters()
+
+
+class NeverZeroed(Right):
+    """Gradients of the model are cleared, those of the loss add up from step to step."""
+
+    name = "loss parameters never zeroed"
+    fix = "optimizer.zero_grad() in place of model.zero_grad()"
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.model.zero_grad()
+
+
+class GatheredFirst(Right):
+    """Embeddings are gathered before DistributedLoss, which gathers them again: each sample counts twice."""
+
+    name = "gathered before the loss"
+    fix = "pass local embeddings"
+    check_distinct: ClassVar[bool] = True
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        self.loss_fn.check_distinct = self.check_distinct
+        return self.loss_fn(cz.all_gather(self.model(images)), cz.all_gather(labels))
+
+
+class GatheredFirstUnchecked(GatheredFirst):
+    """The same, with ``check_distinct=False``."""
+
+    name = "gathered before the loss, not checked"
+    check_distinct = False
+
+
+class Padded(Right):
+    """DistributedSampler repeats a sample so that shards are equal; the loss compares it with itself."""
+
+    name = "padded last batch"
+    fix = "ShardedBatches of examples/digits.py"
+
+    def __init__(self) -> None:
+        super().__init__()
+        dataset = make_dataset(SAMPLES)
+        self.loader = DataLoader(dataset, BATCH_SIZE // self.world_size, sampler=DistributedSampler(dataset))
+
+
+class SameOrder(Right):
+    """Every epoch has the order of the first one, and so the same batches with the same negatives."""
+
+    name = "no set_epoch"
+    fix = "sampler.set_epoch(epoch) before each epoch"
+
+    def start_epoch(self, epoch: int) -> None:
+        pass
+
+
+class SumUnderMean(Right):
+    """DistributedLoss expects a trainer that sums gradients; DDP averages them."""
+
+    name = '"sum" with a trainer that averages'
+    fix = 'grad_reduction="mean"'
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum")
+
+
+class MeanUnderSum(Right):
+    """DistributedLoss expects a trainer that averages gradients; a communication hook sums them."""
+
+    name = '"mean" with a trainer that sums'
+    fix = 'grad_reduction="sum", and the loss in the model'
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.register_comm_hook(None, add_up)
+
+
+class TimesW(Right):
+    """The loss is multiplied by the number of processes, as other gathers need it."""
+
+    name = "loss × W"
+    fix = "leave the factor out"
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.world_size * super().loss(images, labels)
+
+
+class Local(Right):
+    """Each process compares its own samples only, and its loss parameters differ from the second step on."""
+
+    name = "local loss, parameters outside DDP"
+    fix = "DistributedLoss(loss)"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = make_loss()
+
+
+class LocalInDDP(Local):
+    """Each process compares its own samples only; DDP averages the gradients of the loss parameters too."""
+
+    name = "local loss, parameters in DDP"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = DistributedDataParallel(make_loss())
+
+
+class SeededPerRank(Right):
+    """Loss parameters start from other values on each process; nobody makes them equal."""
+
+    name = "loss parameters seeded per rank"
+    fix = "DistributedLoss(loss, broadcast_parameters=True), or one seed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            for parameter in self.loss_fn.parameters():
+                parameter += 0.1 * self.rank
+
+
+class NotSaved(Right):
+    """A checkpoint has the model and the optimizer; the second epoch resumes with initial loss parameters."""
+
+    name = "loss parameters not in the checkpoint"
+    fix = "save loss_fn.state_dict()"
+
+    def start_epoch(self, epoch: int) -> None:
+        super().start_epoch(epoch)
+        self.loss_fn.load_state_dict(cz.DistributedLoss(make_loss()).state_dict())
+
+
+def _setup(training: type[Right]) -> Setup:
+    mistake = "" if training is Right else " ".join((training.__doc__ or "").split())
+    reference = partial(one_process, samples=SAMPLES, batch_size=BATCH_SIZE)
+    shards = "padded" if training is Padded else "uneven"
+    name = training.name if mistake else "the training that the mistakes change"
+    return Setup(
+        name, lambda: training().train(), mistake=mistake, fix=training.fix, reference=reference, shards=shards
+    )
+
+
+TRAININGS = (
+    Right,
+    NotOptimized,
+    NeverZeroed,
+    GatheredFirst,
+    GatheredFirstUnchecked,
+    Padded,
+    SameOrder,
+    SumUnderMean,
+    MeanUnderSum,
+    TimesW,
+    Local,
+    LocalInDDP,
+    SeededPerRank,
+    NotSaved,
+)
+
+SETUPS = [_setup(training) for training in TRAININGS]
+
+if __name__ == "__main__":
+    main(SETUPS)

@@ -1,0 +1,36 @@
+"""ZeroRedundancyOptimizer: ``torchrun --standalone --nproc-per-node 2 -m examples.zero``."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import contrastive_zoo as cz
+from examples.digits import EPOCHS, make_encoder, make_loader, make_loss
+from examples.setup import Setup, Trained, main, one_process
+
+
+def train() -> Trained:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(make_encoder())
+    loss_fn = cz.DistributedLoss(make_loss())
+    parameters = [*model.parameters(), *loss_fn.parameters()]
+    # each process keeps Adam's state of some parameters, updates these and sends them to the others
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01)
+    loader = make_loader(dist.get_rank(), dist.get_world_size())
+    for epoch in range(EPOCHS):
+        loader.sampler.set_epoch(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss_fn(model(images), labels).backward()
+            optimizer.step()
+    return Trained.of(model, loss_fn)
+
+
+adam = partial(torch.optim.Adam, lr=0.01)
+SETUPS = [Setup("Adam, its state sharded", train, reference=partial(one_process, adam))]
+
+if __name__ == "__main__":
+    main(SETUPS)
