@@ -1,7 +1,5 @@
 """The Hugging Face Trainer: ``torchrun --standalone --nproc-per-node 2 -m examples.huggingface``."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 from typing import Any
@@ -14,6 +12,9 @@ import contrastive_zoo as cz
 from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
 from examples.digits import LEARNING_RATE, make_encoder, make_loader, make_loss
 from examples.setup import Setup, Trained, main, one_process
+
+
+SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
 
 
 class OutputLoss(nn.Module):
@@ -60,17 +61,16 @@ def train(loss: str, kind: Any = DigitsTrainer, given_optimizer: bool = False, *
     )  # fmt: skip
     model, loss_fn = (EncoderWithLoss(), None) if loss == "loss in the model" else (make_encoder(), OutputLoss())
     parameters = [*model.parameters(), *(loss_fn.parameters() if loss_fn else [])]
-    optimizer = torch.optim.SGD(parameters, LEARNING_RATE) if given_optimizer else None
+    optimizer = SGD(parameters) if given_optimizer else None
     kind(model, args, compute_loss_func=loss_fn, optimizers=(optimizer, None)).train()
     return Trained.of(model, loss_fn) if loss_fn else Trained.of(model.encoder, model.criterion)
 
 
 def make_setup(loss: str, steps: int = 1, average: bool = True, name: str = "", **settings: Any) -> Setup:
     chosen = {"gradient_accumulation_steps": steps, "average_tokens_across_devices": average}
-    sgd = partial(torch.optim.SGD, lr=LEARNING_RATE)
     data = {"samples": 226, "batch_size": 25, "accumulate": 2} if steps == 2 else {}
     described = f"{loss}{name}, accumulation {steps}, average_tokens={average}"
-    return Setup(described, partial(train, loss, **settings, **chosen), reference=partial(one_process, sgd, **data))
+    return Setup(described, partial(train, loss, **settings, **chosen), reference=partial(one_process, SGD, **data))
 
 
 FORMS = ("loss in the model", "compute_loss_func")

@@ -1,4 +1,4 @@
-"""Lightning with its own sampler, and gathered before the loss: ``python -m examples lightning_mistakes``."""
+"""Lightning's own sampler, and gathered before the loss: ``python -m examples lightning_mistakes``."""
 
 from functools import partial
 from typing import Any
@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from examples.digits import ShardedBatches, make_dataset, make_loss
-from examples.lightning_module import Digits, Embedder, reference, train
-from examples.setup import Setup, main
+from examples.lightning_module import Digits, Embedder, train
+from examples.setup import Setup, main, one_process
 
 
 class OwnSampler(Digits):
-    """Lightning replaces the sampler by torch's DistributedSampler, which repeats samples until shards are even."""
+    """Lightning inserts torch's DistributedSampler, which repeats samples until all ranks hold equally many."""
 
     samples = 120
 
@@ -27,23 +27,38 @@ class PaddedSampler(OwnSampler):
 
 
 class GatherFirst(Embedder):
+    """All ranks compute the whole loss of gathered embeddings."""
+
+    sync_grads = True
+
     def __init__(self) -> None:
         super().__init__()
         self.loss_fn = make_loss()
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        z, labels = self.all_gather(self.encoder(batch[0]), sync_grads=True), self.all_gather(batch[1])
-        return self.loss_fn(z.flatten(0, 1), labels.flatten())  # [W, n, d], [W, n]
-
-    def validation_step(self, batch: list[Tensor], _: int) -> None:
-        self.log("validation_loss", 0.0, batch_size=1)
+        z = self.all_gather(self.encoder(batch[0]), sync_grads=self.sync_grads)
+        return self.loss_fn(z.flatten(0, 1), self.all_gather(batch[1]).flatten())  # [W, n, d], [W, n]
 
 
-every_epoch = {"sampler": True, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
+class GatherWithoutGradient(GatherFirst):
+    sync_grads = False
+
+
+fit = partial(train, sampler=True, reload_dataloaders_every_n_epochs=1, limit_val_batches=0)
+even = {"shards": "even", "reference": partial(one_process, samples=120, batch_size=30)}
 SETUPS = [
-    Setup("Lightning's sampler, 125 samples", partial(train, PaddedSampler, **every_epoch),
-          reference=partial(reference, batch_size=30), shards="padded",
-          mistake="the last batch is padded with repeated samples", fix="use_distributed_sampler=False"),
+    Setup("Lightning's sampler, 120 samples", partial(fit, OwnSampler), **even),
+    Setup("all_gather(z, sync_grads=True), then the whole loss", partial(fit, OwnSampler, GatherFirst), **even),
+    Setup(
+        "Lightning's sampler, 125 samples", partial(fit, PaddedSampler), shards="padded",
+        reference=partial(one_process, batch_size=30), mistake="the last batch is padded with repeated samples",
+        fix="use_distributed_sampler=False",
+    ),
+    Setup(
+        "all_gather(z), then the whole loss", partial(fit, OwnSampler, GatherWithoutGradient), **even,
+        mistake="sync_grads=False: gathered without gradient, the encoder is not trained",
+        fix="DistributedLoss(loss)(z, labels)",
+    ),
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -55,16 +55,17 @@ def train(data: Any = Digits, module: Any = Embedder, sampler: bool = False, **s
     )  # fmt: skip
     model = module()
     trainer.fit(model, datamodule=data())
-    trained = Trained.of(model.encoder, model.loss_fn)
-    return Trained(trained.encoder, [*trained.loss, trainer.callback_metrics["validation_loss"]])
+    encoder, loss = Trained.of(model.encoder, model.loss_fn)
+    return Trained(encoder, [*loss, *trainer.callback_metrics.values()])
 
 
 def reference(**settings: Any) -> tuple[Trained, Trained]:
-    """Train on one process; the validation loss stands after the parameters of the loss."""
-    return tuple(with_validation_loss(x) for x in one_process(**settings))
+    before, after = one_process(**settings)
+    return with_validation_loss(before), with_validation_loss(after)
 
 
 def with_validation_loss(trained: Trained) -> Trained:
+    """Place the validation loss after the parameters of the loss."""
     encoder, loss_fn = make_encoder(), make_loss()
     torch.nn.utils.vector_to_parameters(torch.cat([x.flatten() for x in trained.encoder]), encoder.parameters())
     torch.nn.utils.vector_to_parameters(torch.cat([x.flatten() for x in trained.loss]), loss_fn.parameters())
@@ -72,10 +73,13 @@ def with_validation_loss(trained: Trained) -> Trained:
     return Trained(trained.encoder, [*trained.loss, torch.stack(losses).mean().detach()])
 
 
-accumulated = {"reference": partial(reference, accumulate=5)}
 SETUPS = [
     Setup("training and validation", train, reference=reference),
-    Setup("accumulation of 5 batches", partial(train, accumulate_grad_batches=5), **accumulated),
+    Setup(
+        "accumulation of 5 batches",
+        partial(train, accumulate_grad_batches=5),
+        reference=partial(reference, accumulate=5),
+    ),
 ]
 
 if __name__ == "__main__":
