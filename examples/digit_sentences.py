@@ -7,7 +7,6 @@ import torch
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from examples.digits import LEARNING_RATE, make_dataset
 from examples.reference import Trained
@@ -33,10 +32,10 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         words = {"[PAD]": 0, "[UNK]": 1, **{f"p{i}": i + 2 for i in range(64)}}
-        bare = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-        bare.pre_tokenizer = pre_tokenizers.Whitespace()
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="[PAD]", unk_token="[UNK]")
-        self.processor, self.table = self.tokenizer, nn.Embedding(len(words), 16)
+        self.tokenizer = self.processor = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        self.tokenizer.enable_padding()
+        self.table = nn.Embedding(len(words), 16)
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         mask = features["attention_mask"].unsqueeze(-1).to(self.table.weight.dtype)
@@ -44,7 +43,9 @@ class Words(nn.Module):
         return features
 
     def preprocess(self, inputs: list[str], **_: Any) -> dict[str, Tensor]:
-        return dict(self.tokenizer(inputs, padding=True, return_tensors="pt", return_token_type_ids=False))
+        found = self.tokenizer.encode_batch(inputs)
+        ids, masks = [x.ids for x in found], [x.attention_mask for x in found]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)}
 
     def get_embedding_dimension(self) -> int:
         return self.table.embedding_dim

@@ -11,10 +11,10 @@ from examples.setup import Setup, Trained, main, one_process
 
 
 def train(*, accumulate: int = 1, gather: bool | None = None, loss_in_setup: bool = False) -> Trained:
-    torch.set_default_dtype(torch.float64)  # Fabric casts what the model returns to the default dtype
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision="64-true")
     fabric.launch()
     encoder, loss_fn = make_encoder(), make_loss() if gather is not None else cz.DistributedLoss(make_loss())
+    torch.set_default_dtype(torch.float64)  # Fabric casts the output of the model to it
     optimizer = torch.optim.SGD([*encoder.parameters(), *loss_fn.parameters()], LEARNING_RATE, momentum=0.9)
     model, optimizer = fabric.setup(encoder, optimizer)
     criterion = fabric.setup_module(loss_fn) if loss_in_setup else loss_fn  # both are exact

@@ -13,7 +13,6 @@ from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
 from examples.digits import LEARNING_RATE, make_encoder, make_loader, make_loss
 from examples.setup import Setup, Trained, main, one_process
 
-
 SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
 
 
