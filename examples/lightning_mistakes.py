@@ -23,7 +23,7 @@ fit = partial(train, sampler=True, reload_dataloaders_every_n_epochs=1, limit_va
 SETUPS = [
     Setup(
         "Lightning's sampler, 125 samples", partial(fit, OwnSampler), shards="padded",
-        reference=partial(one_process, batch_size=30), mistake="Lightning replaces the sampler: another order, and a padded last batch",
+        reference=partial(one_process, batch_size=30), mistake="another order, and a padded last batch",
         fix="use_distributed_sampler=False",
     ),
 ]  # fmt: skip

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import contrastive_zoo as cz
-from examples.digits import EPOCHS, LEARNING_RATE, make_dataset, make_encoder, make_loader, make_loss
-from examples.setup import Setup, Trained, main, one_process
+from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
+from examples.lightning_reference import reference, validation_loader
+from examples.setup import Setup, Trained, main
 
 
 class Embedder(lightning.LightningModule):
@@ -42,11 +43,6 @@ class Digits(lightning.LightningDataModule):
         return validation_loader(self.trainer.global_rank, self.trainer.world_size)
 
 
-def validation_loader(rank: int = 0, world_size: int = 1) -> DataLoader[Any]:
-    batches = [batch.tensor_split(world_size)[rank].tolist() for batch in torch.arange(125).split(31)]
-    return DataLoader(make_dataset(), sampler=batches, batch_size=None)
-
-
 def train(data: Any = Digits, module: Any = Embedder, sampler: bool = False, **settings: Any) -> Trained:
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", precision="64-true", max_epochs=EPOCHS, logger=False,
@@ -57,20 +53,6 @@ def train(data: Any = Digits, module: Any = Embedder, sampler: bool = False, **s
     trainer.fit(model, datamodule=data())
     encoder, loss = Trained.of(model.encoder, model.loss_fn)
     return Trained(encoder, [*loss, *trainer.callback_metrics.values()])
-
-
-def reference(**settings: Any) -> tuple[Trained, Trained]:
-    before, after = one_process(**settings)
-    return with_validation_loss(before), with_validation_loss(after)
-
-
-def with_validation_loss(trained: Trained) -> Trained:
-    """Place the validation loss after the parameters of the loss."""
-    encoder, loss_fn = make_encoder(), make_loss()
-    torch.nn.utils.vector_to_parameters(torch.cat([x.flatten() for x in trained.encoder]), encoder.parameters())
-    torch.nn.utils.vector_to_parameters(torch.cat([x.flatten() for x in trained.loss]), loss_fn.parameters())
-    losses = [loss_fn(encoder(images), labels) for images, labels in validation_loader()]
-    return Trained(trained.encoder, [*trained.loss, torch.stack(losses).mean().detach()])
 
 
 SETUPS = [
