@@ -6,7 +6,7 @@ QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tes
 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: demo test test-gpu quick search lint types stubs docs bench bench-full bench-gpu clean
+.PHONY: demo test test-gpu quick search lint types stubs examples docs bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -40,6 +40,10 @@ lint: .venv/.installed
 
 types: .venv/.installed
 	$(BIN)/mypy
+
+# all trainers on CPU, compared with one process; writes the tables of docs/pages/trainers.md
+examples: .venv/.installed
+	$(BIN)/python -W ignore -m tools.trainers_page
 
 stubs: .venv/.installed
 	$(BIN)/python tools/stubs.py

@@ -35,7 +35,7 @@ def main(examples: int = 2000) -> None:
                 tuple(shards),
                 d=generator.randint(1, 6),
                 labels=generator.choice(["mixed", "singletons", "same", "distinct"]),
-                rows=generator.choice(["gaussian", "clustered"]),
+                kind=generator.choice(["gaussian", "clustered"]),
                 seed=generator.randint(0, 9999),
             )
             trial = Trial(recipe.case, batch, worlds)

@@ -1,11 +1,8 @@
 """The command line: ``contrastive-zoo check``, ``list`` and ``demo``."""
 
-import importlib
 import json
-import operator
 import os
 import sys
-from collections.abc import Callable
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +11,27 @@ from typing import Annotated, Any
 try:
     import typer
 except ImportError as error:
-    raise ImportError("contrastive-zoo's commands need typer and rich: pip install contrastive_zoo[cli]") from error
+    raise ImportError(
+        "the command contrastive-zoo needs typer and rich: pip install 'contrastive_zoo[cli,testing]'"
+    ) from error
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+
+def _show_version(shown: bool) -> None:
+    if shown:
+        from contrastive_zoo import __version__
+
+        typer.echo(f"contrastive_zoo {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def commands() -> None:
+def commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Check and list contrastive losses that are the same function on W processes as on one."""
 
 
@@ -42,6 +53,13 @@ class Trainer(str, Enum):
     sum = "sum"
 
 
+class Level(str, Enum):
+    """What is under test: a loss, or a whole training step."""
+
+    loss = "loss"
+    training_step = "training-step"
+
+
 @app.command()
 def check(
     target: Annotated[
@@ -54,6 +72,9 @@ def check(
     examples: Annotated[int, typer.Option(help="Number of global batches to test.", min=1)] = 30,
     trainer: Annotated[Trainer, typer.Option(help="How the trainer reduces gradients over ranks.")] = Trainer.mean,
     call: Annotated[str, typer.Option(help="Call form of the loss: labels, views, or auto.")] = "auto",
+    level: Annotated[
+        Level, typer.Option(help="What the function returns: a loss, or (model, step), a whole training step.")
+    ] = Level.loss,
     width: Annotated[int | None, typer.Option(help="Width of the embeddings, where the loss fixes it.", min=1)] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
@@ -68,6 +89,7 @@ def check(
     """
     _require("testing", "cloudpickle", "hypothesis", "rich")
     from contrastive_zoo import console
+    from contrastive_zoo.check_target import TargetError, find_target
     from contrastive_zoo.testing.check import examine
     from contrastive_zoo.testing.invariants import INVARIANTS
 
@@ -75,26 +97,31 @@ def check(
         _explain(explain, {invariant.name: invariant for invariant in INVARIANTS})
     if target is None:
         raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
+    _require_writable(json_file)
     sys.path.insert(0, os.getcwd())
-    make, name, call_form = _target(target, dict(map(_setting, setting or [])), wrap)
+    try:
+        make, name, call_form = find_target(target, dict(map(_setting, setting or [])), wrap)
+    except TargetError as error:
+        raise typer.BadParameter(str(error)) from None
     try:
         with console.progress(f"checking {name}", examples) as advance:
             report = examine(
                 make,
-                world_sizes=sorted(set(world_size or (1, 2, 3, 4))),
+                world_sizes=world_size or (1, 2, 3, 4),
                 call=call_form if call == "auto" and call_form else call,  # type: ignore[arg-type]
                 grad_reduction=trainer.value,
                 max_examples=examples,
+                level="training_step" if level is Level.training_step else "loss",
                 width=width,
                 name=name,
                 on_example=advance,
             )
-    except (ValueError, TypeError, RuntimeError) as error:
-        typer.echo(f"{name}: could not be checked. {error}", err=True)
+    except Exception as error:  # exit status 1 is for a verdict
+        typer.echo(f"{name}: could not be checked. {str(error).partition(chr(10))[0]}", err=True)
         raise typer.Exit(2) from None
     console.show(report)
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        _write(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -108,34 +135,18 @@ def list_losses() -> None:
     console.show_catalogue(CATALOGUE.values())
 
 
-def _target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable[[], Any], str, str | None]:
-    """Return a function that constructs the loss, its name, and its call form; None outside the catalogue."""
-    from contrastive_zoo.catalogue import CATALOGUE
-    from contrastive_zoo.distributed import DistributedLoss
+def _require_writable(file: Path | None) -> None:
+    """Exit, before the check, if a file cannot be written."""
+    if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise typer.BadParameter(f"--json: {file} cannot be written; does its folder exist?")
 
-    if target in CATALOGUE:
-        entry = CATALOGUE[target]
-        if entry.call == "other":
-            raise typer.BadParameter(
-                f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of two "
-                "views, that calls it, and check that function."
-            )
-        return lambda: DistributedLoss(entry.make()), target, entry.call
-    module, separator, attribute = target.partition(":")
-    if not separator:
-        names = ", ".join(CATALOGUE)
-        raise typer.BadParameter(f"{target!r} is neither module:function nor a loss of the catalogue ({names}).")
+
+def _write(file: Path, text: str) -> None:
     try:
-        factory: Any = operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise typer.BadParameter(f"{target}: {error}.") from None
-
-    def make() -> Any:
-        loss = factory(**settings)
-        return DistributedLoss(loss) if wrap else loss
-
-    name = f"{attribute}({', '.join(f'{key}={value!r}' for key, value in settings.items())})" if settings else attribute
-    return make, f"DistributedLoss({name})" if wrap else name, None
+        file.write_text(text)
+    except OSError as error:
+        typer.echo(f"--json: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -151,8 +162,12 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _explain(name: str, invariants: dict[str, Any]) -> None:
     """Print the meaning of an invariant and exit."""
+    from contrastive_zoo.check_target import did_you_mean
+
     if name not in invariants:
-        raise typer.BadParameter(f"no invariant {name!r}. The invariants are: {', '.join(invariants)}.")
+        raise typer.BadParameter(
+            f"no invariant {name!r}.{did_you_mean(name, invariants)} The invariants are: {', '.join(invariants)}."
+        )
     typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
     raise typer.Exit(0)
 
@@ -160,7 +175,7 @@ def _explain(name: str, invariants: dict[str, Any]) -> None:
 def _require(extra: str, *packages: str) -> None:
     """Exit with the name of the extra to install if a package is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        typer.echo(f"This needs {', '.join(missing)}: pip install contrastive_zoo[{extra}]", err=True)
+        typer.echo(f"This needs {', '.join(missing)}: pip install 'contrastive_zoo[{extra}]'", err=True)
         raise typer.Exit(2)
 
 

@@ -30,6 +30,7 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
 def show(report: "Report") -> None:
     """Print a report: a table of invariants, the verdict, the diagnosis and the fix."""
     from contrastive_zoo.testing.invariants import INVARIANTS
+    from contrastive_zoo.testing.report import processes
 
     console = Console()
     findings = {finding.invariant.name: finding for finding in report.findings}
@@ -42,8 +43,7 @@ def show(report: "Report") -> None:
         table.add_row(invariant.name, verdict, Text("" if finding is None else f"{finding.batch}\n{finding.message}"))
     console.print(table)
     console.print()
-    sizes = ", ".join(map(str, report.world_sizes))
-    extent = f"{report.examples} global batches on W = {sizes}, in {report.seconds:.1f} s"
+    extent = f"{report.examples} global batches on {processes(report.world_sizes)}, in {report.seconds:.1f} s"
     if report.diagnosis is None:
         console.print(
             Text.assemble((f"{report.name} is the same function on any number of processes", "green"), f" ({extent}).")

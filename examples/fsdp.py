@@ -61,11 +61,13 @@ def train(shard: Callable[[Step], None], grad_reduction: Literal["mean", "sum"] 
     return Trained.of(step.encoder, step.loss_fn)
 
 
+SUM = '`DistributedLoss(loss, grad_reduction="sum")`, loss parameters sharded'
 SETUPS = [
     Setup("the encoder sharded, the loss outside", partial(train, encoder_alone)),
     Setup("the loss inside, its parameters ignored", partial(train, loss_ignored)),
     Setup("the loss inside, its parameters sharded", partial(train, loss_sharded)),
     Setup("the same, gradients summed", partial(train, loss_sharded_summed, "sum")),
+    Setup("divide factor 1", partial(train, loss_sharded_summed), mistake="FSDP sums all gradients.", fix=SUM),
 ]
 
 if __name__ == "__main__":

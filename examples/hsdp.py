@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import contrastive_zoo as cz
-from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
-from examples.setup import Setup, Trained, main
+from examples.digits import EPOCHS, LEARNING_RATE, SAMPLES, make_encoder, make_loader, make_loss
+from examples.setup import Setup, Trained, main, one_process
 
 
-def train(loss_along: str | None = None) -> Trained:
+def train(loss_along: str | None = None, samples: int = SAMPLES) -> Trained:
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make_encoder()
@@ -21,7 +21,7 @@ def train(loss_along: str | None = None) -> Trained:
     optimizer = torch.optim.SGD(
         [*model.parameters(), *loss_fn.parameters()], LEARNING_RATE, momentum=0.9, foreach=False
     )
-    loader = make_loader(dist.get_rank(), dist.get_world_size())
+    loader = make_loader(dist.get_rank(), dist.get_world_size(), samples=samples)
     for epoch in range(EPOCHS):
         loader.sampler.set_epoch(epoch)
         for images, labels in loader:
@@ -35,10 +35,12 @@ SETUPS = [
     Setup("mesh of 2 replicas × 2 shards", train, processes=4),
     Setup(
         "the loss along one dimension of the mesh",
-        partial(train, "shard"),
+        partial(train, "shard", samples=155),
         processes=4,
         mistake="The loss gathers from the processes that share a replica; samples of other replicas are no negatives.",
-        fix="DistributedLoss(loss), the default group",
+        fix="`DistributedLoss(loss)`, the default group",
+        reference=partial(one_process, samples=155),
+        shards="uneven",
     ),
 ]
 

@@ -67,7 +67,7 @@ class NotOptimized(Right):
     """The optimizer has the parameters of the model, not those of the loss."""
 
     name = "loss parameters not in the optimizer"
-    fix = "SGD([*model.parameters(), *loss_fn.parameters()])"
+    fix = "`SGD([*model.parameters(), *loss_fn.parameters()])`"
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.model.parameters()
@@ -77,7 +77,7 @@ class NeverZeroed(Right):
     """Gradients of the model are cleared, those of the loss add up from step to step."""
 
     name = "loss parameters never zeroed"
-    fix = "optimizer.zero_grad() in place of model.zero_grad()"
+    fix = "`optimizer.zero_grad()` in place of `model.zero_grad()`"
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         self.model.zero_grad()
@@ -88,25 +88,26 @@ class GatheredFirst(Right):
 
     name = "gathered before the loss"
     fix = "pass local embeddings"
-    check_distinct: ClassVar[bool] = True
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        self.loss_fn.check_distinct = self.check_distinct
         return self.loss_fn(cz.all_gather(self.model(images)), cz.all_gather(labels))
 
 
 class GatheredFirstUnchecked(GatheredFirst):
-    """The same, with ``check_distinct=False``."""
+    """The same, with `check_distinct=False`."""
 
     name = "gathered before the loss, not checked"
-    check_distinct = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = cz.DistributedLoss(make_loss(), check_distinct=False)
 
 
 class Padded(Right):
     """DistributedSampler repeats a sample so that shards are equal; the loss compares it with itself."""
 
     name = "padded last batch"
-    fix = "ShardedBatches of examples/digits.py"
+    fix = "`ShardedBatches` of examples/digits.py"
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class SameOrder(Right):
     """Every epoch has the order of the first one, and so the same batches with the same negatives."""
 
     name = "no set_epoch"
-    fix = "sampler.set_epoch(epoch) before each epoch"
+    fix = "`sampler.set_epoch(epoch)` before each epoch"
 
     def start_epoch(self, epoch: int) -> None:
         pass
@@ -128,7 +129,7 @@ class SumUnderMean(Right):
     """DistributedLoss expects a trainer that sums gradients; DDP averages them."""
 
     name = '"sum" with a trainer that averages'
-    fix = 'grad_reduction="mean"'
+    fix = '`grad_reduction="mean"`'
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class MeanUnderSum(Right):
     """DistributedLoss expects a trainer that averages gradients; a communication hook sums them."""
 
     name = '"mean" with a trainer that sums'
-    fix = 'grad_reduction="sum", and the loss in the model'
+    fix = '`grad_reduction="sum"`, and the loss in the model'
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class Local(Right):
     """Each process compares its own samples only, and its loss parameters differ from the second step on."""
 
     name = "local loss, parameters outside DDP"
-    fix = "DistributedLoss(loss)"
+    fix = "`DistributedLoss(loss)`"
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,20 +182,20 @@ class SeededPerRank(Right):
     """Loss parameters start from other values on each process; nobody makes them equal."""
 
     name = "loss parameters seeded per rank"
-    fix = "DistributedLoss(loss, broadcast_parameters=True), or one seed"
+    fix = "`DistributedLoss(loss, broadcast_parameters=True)`, or one seed"
 
     def __init__(self) -> None:
         super().__init__()
         with torch.no_grad():
             for parameter in self.loss_fn.parameters():
-                parameter += 0.1 * self.rank
+                parameter.add_(0.1 * self.rank)
 
 
 class NotSaved(Right):
     """A checkpoint has the model and the optimizer; the second epoch resumes with initial loss parameters."""
 
     name = "loss parameters not in the checkpoint"
-    fix = "save loss_fn.state_dict()"
+    fix = "save `loss_fn.state_dict()`"
 
     def start_epoch(self, epoch: int) -> None:
         super().start_epoch(epoch)

@@ -35,7 +35,10 @@ EXAMPLES = (
     "huggingface_mistakes",
     "lightning_mistakes",
 )
-"""Modules of this package that define ``SETUPS``, in the order of the tables."""
+"""Modules of this package that define ``SETUPS``, in the order of the tables.
+
+A module of mistakes, ``mistakes`` (of DDP) or ``<trainer>_mistakes``, has no page: its rows are on the page of its trainer.
+"""
 
 TIMEOUT = 120.0
 """Seconds after which a set-up has failed."""
@@ -54,8 +57,9 @@ class Outcome(NamedTuple):
         """Whether a right set-up is within its bound, and whether a wrong one is refused or far outside."""
         if self.deviation is None:
             return bool(self.setup.mistake) and self.error.startswith("ValueError")
-        largest = max(self.deviation)
-        return largest > 1e-3 if self.setup.mistake else largest <= self.setup.bound
+        if self.setup.mistake:
+            return max(self.deviation) > 1e-3
+        return all(x <= self.setup.bound for x in self.deviation)  # false for NaN
 
     @property
     def text(self) -> str:
@@ -70,8 +74,21 @@ def setups(example: str) -> list[Setup]:
     return importlib.import_module(f"examples.{example}").SETUPS
 
 
+def recipe_of(example: str) -> str:
+    """Return the example that a module of mistakes accompanies, or the example itself.
+
+    Examples:
+        >>> recipe_of("mistakes"), recipe_of("zero")
+        ('ddp', 'zero')
+    """
+    trainer, _, kind = example.rpartition("_")
+    if "mistakes" not in (kind, example):
+        return example
+    return next(name for name in EXAMPLES if name.startswith(trainer or "ddp"))
+
+
 def measure(examples: Sequence[str] = EXAMPLES) -> Iterator[Outcome]:
-    """Run all set-ups of the examples, one after another."""
+    """Run all set-ups of the examples, one after another; an example whose library is not installed is skipped."""
     os.environ["OMP_NUM_THREADS"] = "1"
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["examples.run", *(f"examples.{x}" for x in examples)])

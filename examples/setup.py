@@ -31,9 +31,9 @@ class Setup:
         processes: number of processes.
         bound: largest deviation of a right set-up.
         mistake: what a wrong set-up does; empty for a right one.
-        fix: how a wrong set-up is made right.
+        fix: how a wrong set-up is made right, in Markdown.
         reference: the same training on one process.
-        shards: how global batches are split, for the table.
+        shards: how global batches are split, for the table: "uneven, one empty", "even", …
         note: reason for a bound above 1e-9, for the table.
     """
 

@@ -40,7 +40,7 @@ SETUPS = [
         partial(train, None),
         processes=4,
         mistake="The loss gathers from the default group, in which every sample occurs once per tensor-parallel process.",
-        fix='DistributedLoss(loss, process_group=mesh["dp"])',
+        fix='`DistributedLoss(loss, process_group=mesh["dp"])`',
     ),
 ]
 

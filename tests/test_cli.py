@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import contrastive_zoo
 from contrastive_zoo import cli, console
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
@@ -84,12 +85,68 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
         (["check"], "missing target"),
         (["check", "nt-xent", "--call", "pairs"], "call is one of"),
         (["check", "--explain", "nothing"], "no invariant"),
+        (["check", "--explain", "same_valu"], "Did you mean same_value?"),
+        (["check", "nt-xnt"], "Did you mean nt-xent?"),
+        (["check", "torch.nn:SoftMarginLos"], "Did you mean SoftMarginLoss?"),
+        (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str, here: Here) -> None:
     code, _, error = here(*arguments)
     assert code == 2
     assert words in error
+
+
+BROKEN_MODULES = {
+    "syntax": ("def make(:\n    pass\n", "syntax.py, line 1: "),
+    "raising": ("raise RuntimeError('at import')\n", "importing raising raised RuntimeError: at import"),
+    "instance": ("import torch\nmake = torch.nn.SoftMarginLoss()\n", "is a loss, not a function that returns one"),
+    "number": ("make = 3\n", "is a int; pass a function"),
+    "function": ("def make(view1, view2):\n    return 0 * view1.sum()\n", "If it is a loss, pass a function"),
+}
+
+
+@pytest.mark.parametrize("module", BROKEN_MODULES)
+def test_a_target_that_is_no_function_of_a_loss_exits_with_2(
+    module: str, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, words = BROKEN_MODULES[module]
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, _, error = here("check", f"{module}:make")
+    assert code == 2
+    assert words in error
+
+
+def test_a_function_that_returns_nothing_exits_with_2(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def make_loss():\n    pass\n")
+    done = run("check", "mine:make_loss", *QUICK, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "returns a loss, which is callable, got NoneType." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_training_step_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from contrastive_zoo.testing.gallery import make\ndef make_step():\n    return make('step × W')\n"
+    )
+    done = run("check", "mine:make_step", *QUICK, "--level", "training-step", "--call", "views", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "times W" in done.stdout
+
+
+def test_the_version_is_shown(here: Here) -> None:
+    code, out, _ = here("--version")
+    assert (code, out) == (0, f"contrastive_zoo {contrastive_zoo.__version__}")
+
+
+def test_without_its_extra_the_command_says_one_line() -> None:
+    code = "import sys; sys.modules['typer'] = None; from contrastive_zoo.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "the command contrastive-zoo needs typer and rich: pip install 'contrastive_zoo[cli,testing]'"
+    )
 
 
 def test_a_invariant_is_explained(here: Here) -> None:

@@ -26,7 +26,7 @@ PRIVATE = {
 }
 """Words that only this project's authors understand, as regular expressions, and the standard term."""
 
-COVERED = ("README.md", "CONTRIBUTING.md", "docs", "contrastive_zoo", "tests", "tools", "benchmarks")
+COVERED = ("README.md", "CONTRIBUTING.md", "docs", "contrastive_zoo", "tests", "tools", "benchmarks", "examples")
 """Files and folders that use standard terms: all but the changelog, which lists old names, and this file."""
 
 ALLOWED = {

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
-from contrastive_zoo.testing.diagnosis import CLOSE, compare, is_near
-from contrastive_zoo.testing.gallery import GALLERY, Recipe
+from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS, Recipe
+from contrastive_zoo.testing.probe import CLOSE, compare, is_near
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tools.peers import PEERS
@@ -81,7 +81,7 @@ def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, 
         recipes: the recipes to measure instead of all.
         max_examples: global batches per check.
     """
-    all_recipes = [*GALLERY.values(), *(peer for peer in PEERS.values() if peer.importable)]
+    all_recipes = [*GALLERY.values(), *TRAINING_STEPS.values(), *(peer for peer in PEERS.values() if peer.importable)]
     return [_row(recipe, worlds, max_examples) for recipe in (all_recipes if recipes is None else recipes)]
 
 
@@ -92,6 +92,7 @@ def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
         call=recipe.call,
         grad_reduction=recipe.grad_reduction,
         max_examples=max_examples,
+        level="training_step" if recipe.step else "loss",
         worlds=worlds,
         name=recipe.name,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from contrastive_zoo.testing.gallery import GALLERY, Recipe
+from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS, Recipe
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
 from tools.gallery_measurement import EVEN, UNEVEN, Row, measure_gallery
@@ -70,8 +70,9 @@ def render(rows: Sequence[Row]) -> str:
     """Return the page of the gallery in Markdown."""
     peers = [row for row in rows if row.recipe.name in PEERS]
     hand_written = [row for row in rows if row.recipe.name not in PEERS]
-    right = [row for row in hand_written if row.recipe.mistake is None]
-    wrong = [row for row in hand_written if row.recipe.mistake is not None]
+    right = [row for row in hand_written if row.recipe.mistake is None and not row.recipe.step]
+    wrong = [row for row in hand_written if row.recipe.mistake is not None and not row.recipe.step]
+    steps = [row for row in hand_written if row.recipe.step]
     diagnoses = {row.report.diagnosis.mistake: row.report.diagnosis for row in rows if row.report.diagnosis}
     libraries = sorted({peer.library for peer in PEERS.values()})
     measured = sorted({PEERS[row.recipe.name].library for row in peers})
@@ -112,6 +113,14 @@ below the others because its scale learns four times as fast on four processes; 
 ## Wrong
 
 {_wide(wrong)}
+
+## Training steps
+
+A model, a loss and the gradient all-reduce together, checked with `level="training_step"`. The gradients are those that the
+step leaves for the optimizer, on rank 0. The loss's own parameters are told apart from the encoder's also where the loss is
+a member of the model.
+
+{_wide(steps)}
 
 ## Libraries
 
@@ -180,9 +189,9 @@ def _about(recipe: Recipe) -> str:
     about = " ".join(recipe.about.split())
     if not about.startswith("the same"):
         return about
-    names = list(GALLERY)
+    names = list(TRAINING_STEPS if recipe.step else GALLERY)
     before = reversed(names[: names.index(recipe.name)])
-    reference = next(name for name in before if not GALLERY[name].about.startswith("the same"))
+    reference = next(name for name in before if not (GALLERY | TRAINING_STEPS)[name].about.startswith("the same"))
     return f"as *{reference}*{about.removeprefix('the same')}"
 
 

@@ -110,9 +110,12 @@ class Loss(nn.Module):
 
     def settings(self) -> Mapping[str, Any]:
         """Return the current settings; a learnable one as its current value, [] even if its parameter is [1]."""
-        current = {name: getattr(self, name) for name in self._defaults}
-        values = {name: value() if isinstance(value, nn.Module) else value for name, value in current.items()}
-        return {name: real(x) if isinstance(self._defaults[name], float) else x for name, x in values.items()}
+        values = {}
+        for name, default in self._defaults.items():
+            value = getattr(self, name)
+            value = value() if isinstance(value, nn.Module) else value
+            values[name] = real(value) if isinstance(default, float) else value
+        return values
 
     def settings_problem(self) -> str | None:
         """Return what is wrong with the current settings, or None. No rank communicates.

@@ -10,7 +10,11 @@ import sys
 import types
 from typing import Any
 
-import cloudpickle
+try:
+    import cloudpickle
+except ImportError as error:
+    raise ImportError("contrastive_zoo.testing needs cloudpickle: pip install 'contrastive_zoo[testing]'") from error
+
 import torch
 from torch import Tensor
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 import types
+import warnings
 from collections.abc import Iterator
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -124,6 +125,8 @@ def main(
     stack = open(stack_file(directory, rank), "w")  # noqa: SIM115 - stays open as long as the rank lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(threads)
+    if rank > 0 and not sys.warnoptions and "PYTHONWARNINGS" not in environment:
+        warnings.simplefilter("ignore")  # rank 0 shows the same warning
     pipe.send_bytes(_answer(functools.partial(_join, rank, world_size, directory)))
     while True:
         try:

@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
+from torch import Tensor, nn
+
 from contrastive_zoo.testing.diagnosis import diagnose
 from contrastive_zoo.testing.examination import DEFAULT_WIDTH, Examination
-from contrastive_zoo.testing.invariants import INVARIANTS
+from contrastive_zoo.testing.invariant import first_line
+from contrastive_zoo.testing.invariants import INVARIANTS, runs_on_every_split
 from contrastive_zoo.testing.measurement import Call, Case, GradReduction, call_form
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report
-from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.testing.worlds import RankError, Worlds
 
 __all__ = ["Finding", "NotInvariant", "Report", "check_world_size_invariance", "examine"]
 
@@ -78,6 +81,7 @@ def check_world_size_invariance(
         worlds=worlds,
         name=name,
     )
+    __tracebackhide__ = True
     if not report.ok:
         raise NotInvariant(report)
     return report
@@ -110,37 +114,66 @@ def examine(
         (False, 'local negatives')
     """
     _require_valid(world_sizes=world_sizes, call=call, grad_reduction=grad_reduction, level=level)
+    world_sizes = tuple(sorted(set(world_sizes)))
     start = time.monotonic()
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=4.0, grace=0.3))
         pool.start(1, *world_sizes)
-        call_forms = [
-            pool.run(size, _call_form, make_loss, timeout=CONSTRUCTION_TIMEOUT)[0]
-            for size in dict.fromkeys([1, *world_sizes])
-        ]
+        call_forms = _call_forms(make_loss, level, pool, world_sizes)
         if call == "auto":
             call = call_forms[0]
         step = level == "training_step"
         case = Case(
             make_loss, call, grad_reduction, step=step, name=name or str(getattr(make_loss, "__name__", "loss"))
         )
-        examination = Examination(case, pool, tuple(world_sizes), width, on_example)
+        examination = Examination(case, pool, world_sizes, width, on_example)
         examination.survey(max_examples)
         examination.train()
         findings = [examination.shrunk(invariant) for invariant in INVARIANTS if invariant.name in examination.broken]
-        report = Report(case.name, tuple(world_sizes), grad_reduction, examination.examples, findings)
+        report = Report(case.name, world_sizes, grad_reduction, examination.examples, findings)
         report.tried = frozenset(examination.tried)
         if findings:
+            failing = [finding.batch for finding in findings if finding.invariant is runs_on_every_split]
             report.diagnosis = diagnose(
-                case, [finding.invariant.name for finding in findings], pool, width=width or DEFAULT_WIDTH
+                case,
+                [finding.invariant.name for finding in findings],
+                pool,
+                width=width or DEFAULT_WIDTH,
+                failing=failing[0] if failing else None,
             )
     report.seconds = time.monotonic() - start
     return report
 
 
-def _call_form(make_loss: Callable[[], Any]) -> Call:
+def _call_forms(make_loss: Callable[[], Any], level: str, pool: Worlds, world_sizes: Sequence[int]) -> list[Call]:
+    """Construct the loss in every world and return its call forms.
+
+    Raises:
+        ValueError: ``make_loss`` raises, or does not return a loss.
+    """
+    forms: list[Call] = []
+    for size in dict.fromkeys([1, *world_sizes]):
+        try:
+            form, problem = pool.run(size, _call_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
+        except RankError as error:
+            raise ValueError(f"the loss cannot be constructed: {first_line(error)}") from error
+        if form is None:
+            raise ValueError(problem)
+        forms.append(form)
+    return forms
+
+
+def _call_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
     made = make_loss()
-    return call_form(made[1] if isinstance(made, tuple) else made)
+    if level == "training_step":
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+            return call_form(made[1]), ""
+        return None, f"at level training_step the function returns (model, step), got {type(made).__name__}."
+    if callable(made):
+        return call_form(made), ""
+    hint = " For (model, step) pass level training_step." if isinstance(made, tuple) else ""
+    hint = " It looks like a loss: pass a function that returns the loss." if isinstance(made, Tensor) else hint
+    return None, f"the function returns a loss, which is callable, got {type(made).__name__}.{hint}"
 
 
 def _require_valid(**given: Any) -> None:

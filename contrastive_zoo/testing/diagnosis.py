@@ -1,74 +1,35 @@
-"""Infer the mistake in a loss from measurements, and name its fix.
+"""Infer the mistake in a loss or a training step from measurements, and name its fix.
 
 Each mistake has a signature: the factor and the direction of the error in the gradients of the encoder and of the loss's
-own parameters; whether ranks return the same value; whether the value is right on even shards only. Some mistakes amount
-to computing the one-process loss of the wrong samples (local samples only, own rank first, views split wrongly, labels not
-gathered). For these the diagnosis computes the loss of exactly those samples and compares.
+own parameters; whether ranks return the same value; what happens when the samples of some ranks change. The signatures are
+tried in the order of :data:`SIGNATURES`. The probes are the same in every run. A loss that fits no signature is not
+recognised, and the report says what was measured.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import replace
+from math import isnan, sqrt
 
 from contrastive_zoo.testing import invariants
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.measurement import Case, Gradients, Plan, whole_batch
-from contrastive_zoo.testing.mistakes import DIAGNOSES, Diagnosis
-from contrastive_zoo.testing.trial import Trial, value_of
-from contrastive_zoo.testing.worlds import RankError, Worlds
-from contrastive_zoo.testing.wrong_samples import SELECTIONS, Selection
-
-CLOSE = 1e-6
-"""Largest relative difference between a measured ratio and the one that a mistake predicts; other mistakes differ more."""
+from contrastive_zoo.testing.evidence import Evidence
+from contrastive_zoo.testing.measurement import Case
+from contrastive_zoo.testing.mistakes import DIAGNOSES, NOT_RECOGNISED, Diagnosis
+from contrastive_zoo.testing.probe import is_near
+from contrastive_zoo.testing.worlds import Worlds, WorldTimeout
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """The measurements of one batch on W ranks, compared with one process.
-
-    Attributes:
-        values: each rank's returned value.
-        expected: the value of one process.
-        encoder: ratio of norms and cosine to the gradient of one process, after the gradient all-reduce.
-        parameters: the same for the loss's own parameters; None if it has none.
-        collectives: names of the collectives called in the forward pass.
-        batch: the global batch.
-    """
-
-    values: list[float]
-    expected: float
-    encoder: tuple[float, float]
-    parameters: tuple[float, float] | None
-    collectives: frozenset[str]
-    batch: GlobalBatch
-
-    @property
-    def world_size(self) -> int:
-        return len(self.values)
-
-    @property
-    def equal_on_ranks(self) -> bool:
-        return all(is_near(value, self.values[0]) for value in self.values)
-
-    @property
-    def right(self) -> bool:
-        return all(is_near(value, self.expected) for value in self.values)
-
-
-def _is_scaled(gradient: tuple[float, float] | None, factor: float) -> bool:
-    """Return whether a gradient has the right direction and this factor; True for a loss without parameters."""
-    return gradient is None or (is_near(gradient[0], factor) and (factor == 0 or is_near(gradient[1], 1.0)))
-
-
-def diagnose(case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3) -> Diagnosis:
-    """Infer the mistake that a loss makes.
+def diagnose(
+    case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3, failing: GlobalBatch | None = None
+) -> Diagnosis:
+    """Infer the mistake that a loss or a training step makes.
 
     Args:
-        case: the loss.
+        case: the loss or the training step.
         broken: names of the broken invariants.
         worlds: the process groups to run on.
         width: width of the embeddings in the measurements.
+        failing: a batch on which some rank failed.
 
     Example:
         >>> from contrastive_zoo.testing.gallery import GALLERY
@@ -76,30 +37,187 @@ def diagnose(case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 
         ...     diagnose(GALLERY["own slice"].case, ["same_encoder_gradient"], worlds).mistake
         'own slice'
     """
-    return DIAGNOSES[_mistake(case, set(broken), worlds, width)]
+    evidence = Evidence(case, broken, worlds, width, failing)
+    mistake = infer(evidence)
+    if mistake is not None:
+        return DIAGNOSES[mistake]
+    unknown = DIAGNOSES[NOT_RECOGNISED]
+    return replace(unknown, why=f"{unknown.why} Measured, relative to one process: {evidence.signature()}.")
 
 
-def _mistake(case: Case, broken: set[str], worlds: Worlds, width: int) -> str:
-    try:
-        even = [_probe(case, GlobalBatch(shards, d=width, seed=7), worlds) for shards in ((3, 3), (2, 2, 2))]
-    except RankError as error:
-        return "hang" if error.stuck else "raises"
-    uneven, failure = None, "hang" if invariants.runs_on_every_split.name in broken else None
-    try:
-        uneven = _probe(case, GlobalBatch((2, 4), d=width, seed=7), worlds)
-        _probe(case, GlobalBatch((0, 3, 1), d=width, seed=7), worlds)
-    except RankError as error:
-        failure = "hang" if error.stuck else "uneven shards"
-    broken = broken - {invariants.runs_on_every_split.name}
-    by_invariant = _outside_contract(broken) if broken else None
-    found = by_invariant or _by_value(case, even, uneven, worlds) or _by_gradient(case, even, broken)
-    return failure if failure and found == "unknown" else found  # a mistake on equal shards takes precedence
+def infer(found: Evidence) -> str | None:
+    """Return the mistake that explains the evidence; None if no known one does."""
+    if found.starts_unequal:
+        return "unequal parameters"
+    if "even" in found.errors:
+        return "hang" if isinstance(found.errors["even"], WorldTimeout) else "raises"
+    if not found.every(lambda x: x.right):
+        return _first(BY_VALUE, found)
+    if not found.is_scaled(lambda w: 1, lambda w: 1):
+        return _first(BY_GRADIENT, found)
+    if found.uneven is not None and not (found.uneven.right and found.uneven.is_scaled(1, 1)):
+        return _first(BY_UNEVEN_SHARDS, found)
+    if not found.every(lambda x: x.equal_parameters):
+        return _first(BY_GRADIENT, found)
+    return found.failure or _outside_contract(found.broken)
+
+
+Signature = Callable[[Evidence], bool]
+
+
+def _first(signatures: dict[str, Signature], found: Evidence) -> str | None:
+    return next((mistake for mistake, fits in signatures.items() if fits(found)), None)
+
+
+# --- values are wrong on equal shards ---------------------------------------------------------------------------------
+
+
+def _has_mean(found: Evidence, factor: Callable[[int], float]) -> bool:
+    """Return whether the mean of the ranks' values is ``factor`` times the value of one process."""
+    return found.every(lambda x: is_near(x.mean, factor(x.world_size)))
+
+
+def _is_gathered_first(found: Evidence) -> bool:
+    return found.option is not None and found.every(lambda x: x.gathered)
+
+
+def _lacks_labels(found: Evidence) -> bool:
+    return (
+        found.case.call == "labels"
+        and found.changes("other samples") is True
+        and found.changes("other labels") is False
+    )
+
+
+def _lacks_offset(found: Evidence) -> bool:
+    return (
+        not found.every(lambda x: x.equal_values)
+        and found.right_on_equal_samples
+        and found.changes("other samples") is True
+        and found.changes("last shard reversed") is True
+    )
+
+
+def _uses_positions(found: Evidence) -> bool:
+    return (
+        found.case.call == "views"
+        and found.changes("last shard reversed") is True
+        and found.changes("all shards reversed") is False
+        and not found.right_on_equal_samples
+    )
+
+
+BY_VALUE: dict[str, Signature] = {
+    "gathered first": _is_gathered_first,
+    "times W": lambda x: x.every(lambda p: p.has_values(p.world_size)),
+    "local negatives": lambda x: x.selection == "local negatives",
+    "own rank first": lambda x: x.selection == "own rank first",
+    "labels not gathered": lambda x: x.selection == "labels not gathered" or _lacks_labels(x),
+    "views split wrongly": lambda x: x.selection == "views split wrongly",
+    "local loss × W": lambda x: _has_mean(x, lambda w: w) and x.is_scaled(lambda w: w, lambda w: w),
+    "local loss": lambda x: _has_mean(x, lambda w: 1) and x.is_scaled(lambda w: 1, lambda w: 1),
+    "parameters not reduced": lambda x: _has_mean(x, lambda w: 1) and _lacks_parameter_reduction(x),
+    "detached candidates": lambda x: (
+        _has_mean(x, lambda w: 1) and x.calls("gather") and not x.calls_in_backward and not _has_direction(x)
+    ),
+    "mask without offset": _lacks_offset,
+    "labels by position": _uses_positions,
+}
+"""Signatures of mistakes that change the value on equal shards, in the order in which they are tried."""
+
+
+# --- values are right on equal shards, gradients are not --------------------------------------------------------------
+
+
+def _has_direction(found: Evidence) -> bool:
+    return found.every(lambda x: is_near(x.encoder.cosine, 1.0))
+
+
+def _lacks_reduction(found: Evidence) -> bool:
+    return not found.every(lambda x: x.equal_encoder) and found.every(lambda x: x.encoder_mean.is_scaled(1.0))
+
+
+def _lacks_parameter_reduction(found: Evidence) -> bool:
+    """Return whether a step reduces the encoder's gradient but not that of the loss's parameters."""
+    if not found.case.step or not found.has_parameters or not found.every(lambda x: x.encoder.is_scaled(1.0)):
+        return False
+    if found.every(lambda x: x.equal_parameters):  # a loss for a sum trainer: each rank holds 1/W of the gradient
+        return found.option == "sum" and found.is_scaled(lambda w: 1, lambda w: 1 / w)
+    return found.every(lambda x: bool(x.parameters_mean and x.parameters_mean.is_scaled(1.0)))
+
+
+def _is_summed(found: Evidence) -> bool:
+    """Return whether a trainer sums gradients of a loss that expects a mean."""
+    if not found.case.step:
+        return found.case.grad_reduction == "sum" and found.is_scaled(lambda w: w, lambda w: w)
+    reduced = found.is_scaled(lambda w: w, lambda w: w) or found.is_scaled(lambda w: w, lambda w: 1)
+    return reduced and found.passes_on(lambda w: w)
+
+
+def _is_averaged(found: Evidence) -> bool:
+    """Return whether a trainer averages gradients of a loss that expects a sum."""
+    known = found.has_parameters or found.option == "sum"
+    return known and found.is_scaled(lambda w: 1 / w, lambda w: 1 / w) and found.passes_on(lambda w: 1)
+
+
+def _keeps_own_slice(found: Evidence) -> bool:
+    return (
+        found.is_scaled(lambda w: 1 / w, lambda w: 1) and found.passes_on(lambda w: 1) and not found.calls_in_backward
+    )
+
+
+def _has_wrong_parameters(found: Evidence, factor: Callable[[int], float]) -> bool:
+    return found.has_parameters and found.is_scaled(lambda w: 1, factor)
+
+
+BY_GRADIENT: dict[str, Signature] = {
+    "gathered first": _is_gathered_first,
+    "detached": lambda x: x.is_scaled(lambda w: 0, lambda w: 1),
+    "not reduced": _lacks_reduction,
+    "trainer sums": _is_summed,
+    "times W": lambda x: x.case.step and x.is_scaled(lambda w: w, lambda w: w) and x.passes_on(lambda w: w * w),
+    "trainer averages": _is_averaged,
+    "own slice": lambda x: _keeps_own_slice(x) and x.calls("gather"),
+    "statistic without gradient": lambda x: _keeps_own_slice(x) and x.calls("reduce") and not x.calls("gather"),
+    "counted W times": lambda x: x.is_scaled(lambda w: w, lambda w: 1) and x.passes_on(lambda w: w * w),
+    "rescaled by batch size": lambda x: x.is_scaled(lambda w: 1 / sqrt(w), lambda w: 1),
+    "parameters not reduced": _lacks_parameter_reduction,
+    "parameters scaled": lambda x: _has_wrong_parameters(x, lambda w: w) or _has_wrong_parameters(x, lambda w: 1 / w),
+    "local parameters": lambda x: _has_wrong_parameters(x, lambda w: 1),
+    "wrong direction": lambda x: x.calls_in_backward and not _has_direction(x),
+}
+"""Signatures of mistakes that change only gradients on equal shards, in the order in which they are tried."""
+
+
+# --- everything is right on equal shards ------------------------------------------------------------------------------
+
+
+def _averages_means(found: Evidence) -> bool:
+    """Return whether every rank returns the mean of the ranks' means: half the value if one of two ranks has no samples."""
+    assert found.uneven is not None
+    x = found.one_sided
+    return found.uneven.equal_values and (x is None or x.has_values(0.5) or all(isnan(value) for value in x.values))
+
+
+def _returns_local_means(found: Evidence) -> bool:
+    """Return whether the ranks' values, weighted by their numbers of samples, give the value of one process."""
+    assert found.uneven is not None
+    shards = found.uneven.batch.shards
+    weighted = sum(n * value for n, value in zip(shards, found.uneven.values, strict=True))
+    return is_near(weighted / sum(shards), found.uneven.expected)
+
+
+BY_UNEVEN_SHARDS: dict[str, Signature] = {"mean of means": _averages_means, "local loss": _returns_local_means}
+"""Signatures of mistakes that have no effect on equal shards."""
+
+
+# --- everything is right on every split -------------------------------------------------------------------------------
 
 
 def _outside_contract(broken: set[str]) -> str | None:
     """Return the mistake that breaks an invariant outside the contract; None if the contract itself is broken."""
     if broken & {invariant.name for invariant in invariants.CONTRACT}:
-        return "overflow" if broken and broken <= {invariants.finite_at_extremes.name} else None
+        return None
     for invariant, mistake in (
         (invariants.scales_with_grad_output, "ignored grad_output"),
         (invariants.gradients_accumulate, "overwritten tensors"),
@@ -116,88 +234,3 @@ def _outside_contract(broken: set[str]) -> str | None:
         if invariant.name in broken:
             return mistake
     return None
-
-
-def _by_value(case: Case, even: Sequence[_Probe], uneven: _Probe | None, worlds: Worlds) -> str | None:
-    """Infer the mistake from the returned values; None if they are right."""
-    first = even[0]
-    if all(probe.right for probe in even):
-        if uneven is None or uneven.right:
-            return None
-        return "mean of means" if uneven.equal_on_ranks else "local loss"
-    if all(is_near(value, probe.world_size * probe.expected) for probe in even for value in probe.values):
-        return "times W"
-    for mistake, selections in SELECTIONS[case.call].items():
-        if all(any(_computes(case, probe, select, worlds) for select in selections) for probe in even):
-            return mistake
-    if first.equal_on_ranks:
-        return "labels by position"
-    if all(is_near(sum(probe.values) / probe.world_size, probe.expected) for probe in even):
-        exact = all(_is_scaled(probe.encoder, 1.0) for probe in even)
-        return "local loss" if exact else "detached candidates"
-    return "mask without offset" if first.collectives else "local negatives"
-
-
-def _by_gradient(case: Case, even: Sequence[_Probe], broken: set[str]) -> str:
-    """Infer the mistake from the gradients, where all values are right."""
-
-    def scaled(encoder: Callable[[int], float], parameters: Callable[[int], float]) -> bool:
-        return all(
-            _is_scaled(probe.encoder, encoder(probe.world_size))
-            and _is_scaled(probe.parameters, parameters(probe.world_size))
-            for probe in even
-        )
-
-    has_parameters = even[0].parameters is not None
-    if scaled(lambda w: 0.0, lambda w: 1.0):
-        return "detached"
-    if scaled(lambda w: w, lambda w: w) and case.grad_reduction == "sum":
-        return "trainer sums"
-    if scaled(lambda w: 1 / w, lambda w: 1 / w) and has_parameters:
-        return "trainer averages"
-    if scaled(lambda w: 1 / w, lambda w: 1.0):
-        return "own slice" if any("gather" in name for name in even[0].collectives) else "statistic without gradient"
-    if scaled(lambda w: w, lambda w: 1.0):
-        return "counted W times"
-    if all(_is_scaled(probe.encoder, 1.0) for probe in even):
-        if invariants.same_parameter_gradient.name in broken:
-            return "parameters scaled"
-        return "local parameters" if invariants.same_parameter_gradient_on_every_rank.name in broken else "unknown"
-    return "wrong direction"
-
-
-def _computes(case: Case, probe: _Probe, select: Selection, worlds: Worlds) -> bool:
-    """Return whether every rank returned the one-process loss of the selected samples."""
-    samples, shards, d = whole_batch(case, probe.batch), probe.batch.shards, probe.batch.d
-    return all(
-        is_near(value_of(case, select(samples, shards, rank), d, worlds), value)
-        for rank, value in enumerate(probe.values)
-    )
-
-
-def _probe(case: Case, batch: GlobalBatch, worlds: Worlds) -> _Probe:
-    trial = Trial(case, batch, worlds)
-    plan = Plan(record_collectives=True)
-    expected, by_rank = trial.on_one_process(), trial.on_ranks(plan)
-    parameters = compare(trial.reduced("parameters", plan), expected.parameters) if expected.parameters else None
-    encoder = compare(trial.reduced("encoder", plan), expected.encoder)
-    return _Probe([x.value for x in by_rank], expected.value, encoder, parameters, by_rank[0].collectives, batch)
-
-
-def compare(found: Gradients, expected: Gradients) -> tuple[float, float]:
-    """Return the ratio of norms and the cosine of two gradients.
-
-    Example:
-        >>> compare({"w": torch.tensor([2.0, 0.0])}, {"w": torch.tensor([1.0, 0.0])})
-        (2.0, 1.0)
-    """
-    x = torch.cat([found[name].flatten() for name in expected])
-    y = torch.cat([gradient.flatten() for gradient in expected.values()])
-    if not y.norm() > 0:
-        return 1.0, 1.0
-    return (x.norm() / y.norm()).item(), torch.cosine_similarity(x, y, 0).item()
-
-
-def is_near(found: float, expected: float) -> bool:
-    """Return whether two ratios are equal up to :data:`CLOSE`."""
-    return abs(found - expected) <= CLOSE * max(1.0, abs(expected))

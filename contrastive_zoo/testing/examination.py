@@ -5,8 +5,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from hypothesis import HealthCheck, Phase, find, given, settings
-from hypothesis.errors import HypothesisException, NoSuchExample
+try:
+    from hypothesis import HealthCheck, Phase, find, given, settings
+    from hypothesis.errors import HypothesisException, NoSuchExample
+except ImportError as error:
+    raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
+
 
 from contrastive_zoo.testing import invariants
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -54,11 +58,8 @@ class Examination:
         self.tried: set[str] = set()
 
     def survey(self, max_examples: int) -> None:
-        """Test three fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
-        width = self.width or DEFAULT_WIDTH
-        fixed = [GlobalBatch((3,) * world_size, d=width) for world_size in self.world_sizes]
-        fixed += [GlobalBatch(tuple(range(1, world_size + 1)), d=width) for world_size in self.world_sizes]
-        fixed += [GlobalBatch((2,) * world_size, d=width, kind="huge") for world_size in self.world_sizes]
+        """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
+        fixed = _fixed_batches(self.world_sizes, self.width or DEFAULT_WIDTH)
         for batch in fixed[:max_examples]:
             self._test(batch)
         remaining = max(0, max_examples - len(fixed))
@@ -138,13 +139,31 @@ class Examination:
 
     def _finding(self, invariant: Invariant, trial: Trial) -> Finding | None:
         try:
-            if invariant(trial):
+            if invariant(trial) and _is_evidence(invariant, trial.batch):
                 self.tried.add(invariant.name)
         except Broken as broken:
             return Finding(invariant, str(broken), trial.batch)
         except RankError as error:
             return Finding(invariants.runs_on_every_split, str(error).partition("\n")[0], trial.batch)
         return None
+
+
+def _fixed_batches(world_sizes: tuple[int, ...], width: int) -> list[GlobalBatch]:
+    """Return the fixed batches of a survey: for each W > 1 uneven, empty and equal shards; one process and extremes last."""
+    splits: list[tuple[int, ...]] = []
+    for world_size in world_sizes:
+        if world_size > 1:
+            splits += [tuple(range(1, world_size + 1)), (*[0] * (world_size - 1), 4), (3,) * world_size]
+    splits += [(3,) for world_size in world_sizes if world_size == 1]
+    extremes = [GlobalBatch((2,) * world_size, d=width, kind="huge") for world_size in world_sizes]
+    return [*(GlobalBatch(shards, d=width) for shards in splits), *extremes]
+
+
+def _is_evidence(invariant: Invariant, batch: GlobalBatch) -> bool:
+    """Return whether a batch on which an invariant holds says that it does: one process never differs from one process."""
+    if invariant is invariants.runs_on_every_split:
+        return len(set(batch.shards)) > 1
+    return len(batch.shards) > 1
 
 
 def _applies(invariant: Invariant, batch: GlobalBatch) -> bool:

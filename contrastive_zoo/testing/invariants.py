@@ -87,6 +87,8 @@ def same_parameter_gradient(trial: Trial) -> None:
     When it fails, temperature, proxies or class centres have another effective learning rate than the encoder.
     """
     expected = trial.on_one_process().parameters
+    if not expected:
+        raise NotApplicable("this loss has no parameters of its own")
     same_gradients(trial.reduced("parameters"), expected, "the gradient of the loss's own parameters")
 
 
@@ -98,6 +100,8 @@ def same_parameter_gradient_on_every_rank(trial: Trial) -> None:
     learns its own temperature, and the ranks compute different losses from then on.
     """
     first, *others = [found.parameters for found in trial.on_ranks()]
+    if not first:
+        raise NotApplicable("this loss has no parameters of its own")
     for rank, found in enumerate(others, 1):
         same_gradients(found, first, f"the gradient of the loss's own parameters on rank {rank}", "rank 0's")
 
@@ -110,6 +114,8 @@ def invariant_to_split(trial: Trial) -> None:
     """
     total, world_size = trial.batch.total, trial.world_size
     even = tuple(total // world_size + (rank < total % world_size) for rank in range(world_size))
+    if even == trial.batch.shards:
+        raise NotApplicable("this batch is split evenly")
     _same_outcome(trial, Plan(shards=even), f"split evenly, {list(even)}")
 
 
@@ -173,6 +179,8 @@ def same_state(trial: Trial) -> None:
     When it fails, ranks diverge, and a checkpoint stores the buffers of one rank.
     """
     expected = trial.on_one_process().state
+    if not expected:
+        raise NotApplicable("this loss has no buffers")
     for rank, found in enumerate(trial.on_ranks()):
         same_gradients(found.state, expected, f"the loss's state on rank {rank}")
 

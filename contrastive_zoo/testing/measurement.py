@@ -3,7 +3,7 @@
 import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
+from contrastive_zoo.testing.edits import Edit, edited
+from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples
 from contrastive_zoo.testing.messages import Messages
 
 Call = Literal["labels", "views"]
@@ -81,7 +83,15 @@ class Measurement:
     """The loss's buffers after the step."""
     collectives: frozenset[str] = frozenset()
     """The dispatcher's names of the collectives called in the forward pass, if the plan records them."""
+    backward_collectives: frozenset[str] = frozenset()
+    """The same for the backward pass of a loss; empty for a training step, whose trainer reduces gradients there."""
     drew_random_numbers: bool = False
+    start: Gradients = field(default_factory=dict)
+    """The loss's own parameters before the step."""
+    embeddings: list[Tensor] = field(default_factory=list)
+    """The gradients at the inputs of the loss, before any gradient all-reduce; only for a training step."""
+    grad_reduction: str | None = None
+    """The option of this name, if the loss has one."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ class Plan:
     """Seed of a second batch whose backward pass runs after both forward passes; their mean is the loss."""
     record_collectives: bool = False
     """Whether to record the names of collectives, which slows every operation down."""
+    edit: Edit = ""
+    """A change to the samples of some ranks."""
 
 
 UNCHANGED = Plan()
@@ -118,30 +130,27 @@ def _measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     encoder = Encoder(batch.d)
     if isinstance(loss, nn.Module):
         loss = loss.double()
-    messages, states = Messages(), random_states()
-    with messages if plan.record_collectives else nullcontext():
+    forward, backward, states = Messages(), Messages(), random_states()
+    with forward if plan.record_collectives else nullcontext():
         values = [scalar(loss(*encoder.embed(local_shard(case, x, plan)))) for x in batches]
-    for value in values:
-        (plan.scale * value / len(values)).backward()
-    mean = sum(float(value.detach()) for value in values) / len(values)
+    drew_random_numbers = random_states() != states
+    with backward if plan.record_collectives else nullcontext():
+        for value in values:
+            (plan.scale * value / len(values)).backward()
     module = loss if isinstance(loss, nn.Module) else nn.Module()
     replicated, sharded = split_parameters(module, gradients(module.named_parameters()))
     return Measurement(
-        mean,
+        sum(float(value.detach()) for value in values) / len(values),
         gradients(encoder.named_parameters()),
         replicated,
         sharded,
         buffers(module),
-        messages.names_of_floats,
-        random_states() != states,
+        forward.names_of_floats(),
+        backward.names_of_floats(),
+        drew_random_numbers,
+        split_parameters(module, copies(module.named_parameters()))[0],
+        grad_reduction=getattr(loss, "grad_reduction", None),
     )
-
-
-def allow_repeated_samples(loss: Any) -> Any:
-    """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples; return the loss."""
-    if hasattr(loss, "check_distinct"):
-        loss.check_distinct = False
-    return loss
 
 
 def set_float64_and_seed() -> None:
@@ -156,9 +165,41 @@ def set_float64_and_seed() -> None:
 def _measure_step(
     model: nn.Module, step: Callable[..., Any], case: Case, batches: list[GlobalBatch], plan: Plan
 ) -> Measurement:
-    model = model.double()
-    values = [float(step(model, *local_shard(case, x, plan))) for x in batches]
-    return Measurement(sum(values) / len(values), gradients(model.named_parameters()), {}, state=buffers(model))
+    model, messages = model.double(), Messages()
+    recorder = LossRecorder(count=lambda: len(messages.sent))
+    with recorder, messages if plan.record_collectives else nullcontext():
+        values = [float(scalar(step(model, *local_shard(case, x, plan))).detach()) for x in batches]
+    parameters = recorder.parameters
+    options = [getattr(call.loss, "grad_reduction", None) for call in recorder.calls]
+    return Measurement(
+        sum(values) / len(values),
+        gradients(encoder_parameters(model, parameters).items()),
+        gradients(parameters.items()),
+        state=buffers(model),
+        collectives=messages.names_of_floats(recorder.calls[-1].position if recorder.calls else 0),
+        start=copies(parameters.items()),
+        embeddings=[gradient for call in recorder.calls for gradient in call.embedding_gradients],
+        grad_reduction=next(iter(options), None),
+    )
+
+
+def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
+    """Return the loss's own parameters before a step, also of a step that raises; runs on every rank."""
+    set_float64_and_seed()
+    loss = allow_repeated_samples(case.make())
+    if not case.step:
+        module = loss.double() if isinstance(loss, nn.Module) else nn.Module()
+        return split_parameters(module, copies(module.named_parameters()))[0]
+    model, step = loss
+    with LossRecorder() as recorder, suppress(Exception):
+        step(model.double(), *local_shard(case, batch, UNCHANGED))
+    return copies(recorder.parameters.items())
+
+
+def encoder_parameters(model: nn.Module, of_loss: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model without those of its loss. Names are the same with and without DDP."""
+    members = {id(parameter) for parameter in of_loss.values()}
+    return {name.removeprefix("module."): x for name, x in model.named_parameters() if id(x) not in members}
 
 
 class Encoder(nn.Module):
@@ -188,6 +229,7 @@ def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
     if plan.shuffle_samples:
         order = torch.randperm(batch.total, generator=torch.Generator().manual_seed(2))
         whole = [x[order] for x in whole]
+    whole = edited(whole, batch.shards, plan.edit) if plan.edit else whole
     shards = plan.shards or batch.shards
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     shard = plan.rank_order[rank] if plan.rank_order else rank
@@ -197,6 +239,8 @@ def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
 
 def scalar(value: Any) -> Tensor:
     """Return the loss from the result of a call: the result itself, or the first entry of a tuple or dict."""
+    if isinstance(value, (int, float)):
+        return torch.tensor(float(value))
     while not isinstance(value, Tensor):
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return value
@@ -234,4 +278,9 @@ def random_states() -> tuple[Any, ...]:
 
 def buffers(module: nn.Module) -> Gradients:
     """Return copies of the buffers of a module."""
-    return {name: x.detach().clone() for name, x in module.named_buffers()}
+    return copies(module.named_buffers())
+
+
+def copies(named: Iterable[tuple[str, Tensor]]) -> Gradients:
+    """Return copies of tensors by name."""
+    return {name: x.detach().clone() for name, x in named}

@@ -50,10 +50,9 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.sent: list[Message] = []
 
-    @property
-    def names_of_floats(self) -> frozenset[str]:
-        """Return the names of the collectives of embeddings or statistics, without those of int64 counts."""
-        return frozenset(message.name for message in self.sent if message.dtype not in ("int64", ""))
+    def names_of_floats(self, count: int | None = None) -> frozenset[str]:
+        """Return the names of the first ``count`` collectives of embeddings or statistics, without int64 counts."""
+        return frozenset(message.name for message in self.sent[:count] if message.dtype not in ("int64", ""))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name: str = getattr(func, "_opname", "")

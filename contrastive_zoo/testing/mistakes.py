@@ -21,6 +21,9 @@ class Diagnosis:
         return f"{self.mistake}: {self.why} Fix: {self.fix}"
 
 
+NOT_RECOGNISED = "not recognised"
+"""Name of the diagnosis of a loss that fits no known mistake."""
+
 _WRAP_THE_LOSS = "wrap the one-process loss: DistributedLoss(loss)."
 
 DIAGNOSES = {
@@ -77,8 +80,8 @@ DIAGNOSES = {
         Diagnosis(
             "wrong direction",
             "the value is right and the direction of the gradient is wrong: the backward pass of a collective is not its "
-            "adjoint.",
-            "use the collectives of contrastive_zoo, whose backward passes are their adjoints.",
+            "adjoint, or a part of the graph is detached.",
+            "use the collectives of contrastive_zoo, whose backward passes are their adjoints, and detach nothing.",
         ),
         Diagnosis(
             "counted W times",
@@ -194,9 +197,9 @@ DIAGNOSES = {
         ),
         Diagnosis(
             "unequal parameters",
-            "ranks whose loss parameters differ continue to train: proxies initialised with another seed on each rank stay "
-            "undetected.",
-            "compare a digest of the parameters at the first step and at intervals; or " + _WRAP_THE_LOSS,
+            "the loss's own parameters differ between ranks, for example proxies initialised with a seed per rank.",
+            "use one seed for the loss on all ranks, or DistributedLoss(loss, broadcast_parameters=True), which also "
+            "compares them at the first step and at intervals.",
         ),
         Diagnosis(
             "missing argument",
@@ -209,8 +212,37 @@ DIAGNOSES = {
             "decide from exchanged values whether a message is sent, and how large it is.",
         ),
         Diagnosis(
-            "unknown",
-            "value or gradients depend on the number of processes; no known mistake explains how.",
+            "gathered first",
+            "the embeddings are gathered before the loss, which gathers them again: every sample counts W times.",
+            "pass the local embeddings (and local labels) to the loss.",
+        ),
+        Diagnosis(
+            "local loss × W",
+            "each rank returns the mean over its local anchors, multiplied by W: the gather already sums gradients over "
+            "ranks, so all gradients are W times too large.",
+            "do not multiply the loss by W; return global sum / global count on every rank, as DistributedLoss does.",
+        ),
+        Diagnosis(
+            "rescaled by batch size",
+            "a hand-written backward pass multiplies the gradient by the square root of the local batch size: the encoder's "
+            "gradient is √W times too small.",
+            "return the derivative of the value; change the learning rate instead of the gradient.",
+        ),
+        Diagnosis(
+            "not reduced",
+            "the step does not reduce the encoder's gradient over ranks, so that replicas diverge.",
+            "wrap the model in DistributedDataParallel, or call contrastive_zoo.average_gradients(model) after backward.",
+        ),
+        Diagnosis(
+            "parameters not reduced",
+            "the step reduces the encoder's gradient over ranks but not that of the loss's own parameters, so that each "
+            "rank learns its own.",
+            "wrap the loss in DistributedLoss, whose parameters get equal gradients on all ranks, or reduce their gradients "
+            "as the encoder's.",
+        ),
+        Diagnosis(
+            NOT_RECOGNISED,
+            "value or gradients depend on the number of processes, and no known mistake explains how.",
             _WRAP_THE_LOSS,
         ),
     )

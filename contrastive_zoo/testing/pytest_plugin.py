@@ -101,9 +101,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     sizes = marker.args
     if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise _misuse(f"{MARKER} takes numbers of processes, at least 1 each, got {list(sizes)}.")
+        raise _misuse(
+            f"{metafunc.definition.nodeid}: {MARKER} takes numbers of processes, at least 1 each, got {list(sizes)}."
+        )
     if unknown := set(marker.kwargs) - {"timeout"}:
-        raise _misuse(f"{MARKER} takes sizes and timeout, got {', '.join(sorted(unknown))} as well.")
+        given = ", ".join(sorted(unknown))
+        raise _misuse(f"{metafunc.definition.nodeid}: {MARKER} takes sizes and timeout, got {given} as well.")
     # world_size is no fixture: Hypothesis would treat it as function-scoped, not made anew for each example.
     if "world_size" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world_size")
@@ -115,9 +118,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker(MARKER) is None:
         return
     if _size(item) is None:
-        raise _misuse(f"{MARKER} marks test functions and methods of plain classes, not those of a unittest.TestCase.")
+        raise _misuse(
+            f"{item.nodeid}: {MARKER} marks test functions and methods of plain classes, not those of a unittest.TestCase."
+        )
     if inspect.iscoroutinefunction(getattr(item, "obj", None)):
-        raise _misuse(f"{MARKER}: an async test cannot run on ranks; start the event loop inside the test.")
+        raise _misuse(
+            f"{item.nodeid}: {MARKER}: an async test cannot run on ranks; start the event loop inside the test."
+        )
 
 
 def _size(item: pytest.Item) -> int | None:

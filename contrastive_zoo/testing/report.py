@@ -1,5 +1,6 @@
 """The report of a check: the broken invariants, the smallest batches that show them, and the diagnosis."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,15 +62,18 @@ class Report:
 
     def __str__(self) -> str:
         trainer = f"a trainer that {'averages' if self.grad_reduction == 'mean' else 'sums'} gradients"
-        extent = f"W = {', '.join(map(str, self.world_sizes))}, {self.examples} global batches, {trainer}"
+        extent = f"{self.examples} global batches on {processes(self.world_sizes)}, {trainer}"
         if self.ok:
             return f"{self.name} is the same function on any number of processes ({extent})."
-        lines = [f"{self.name} is not the same function on any number of processes ({extent})."]
+        lines = [f"{self.name} is not the same function on any number of processes ({extent}).", *self._diagnosis()]
         lines += [
             f"  {finding.invariant}: {finding.message}\n      at {finding.batch}   # {finding.batch!r}"
             for finding in self.findings
         ]
-        return "\n".join([*lines, f"Diagnosis: {self.diagnosis}"])
+        return "\n".join(lines)
+
+    def _diagnosis(self) -> list[str]:
+        return [] if self.diagnosis is None else [f"Diagnosis: {self.diagnosis}"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report in plain types, for JSON."""
@@ -91,6 +95,17 @@ class Report:
             if finding.invariant is invariant:
                 return {"holds": False, "message": finding.message, "batch": repr(finding.batch)}
         return {"holds": self.holds(invariant)}
+
+
+def processes(world_sizes: Sequence[int]) -> str:
+    """Return world sizes in words.
+
+    Example:
+        >>> processes((2,)), processes((1, 2, 4))
+        ('2 processes', '1, 2 and 4 processes')
+    """
+    *others, last = map(str, world_sizes)
+    return f"{' and '.join([', '.join(others), last] if others else [last])} processes"
 
 
 class NotInvariant(AssertionError):  # noqa: N818

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from typing import get_args
 
 import torch
-from hypothesis import strategies as st
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
+
 
 from contrastive_zoo.testing.batch import GlobalBatch, Labels, SampleKind
 

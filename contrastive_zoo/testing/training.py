@@ -1,6 +1,7 @@
 """A training of a few steps: one loss object, called with different shard sizes, and measured at every step."""
 
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.faults import Fault, inject
+from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples
 from contrastive_zoo.testing.measurement import (
     UNCHANGED,
     Case,
     Encoder,
     Measurement,
-    allow_repeated_samples,
     buffers,
+    encoder_parameters,
     gradients,
     local_shard,
     random_states,
@@ -90,10 +92,10 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
     loss = allow_repeated_samples(case.make())
     if training.seed_per_rank:
         _seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
-    model, step = loss if case.step else (Encoder(training.steps[0].d), None)
+    loss, model, step = (nn.Module(), *loss) if case.step else (loss, Encoder(training.steps[0].d), None)
     model, module = model.double(), loss.double() if isinstance(loss, nn.Module) else nn.Module()
     outcomes: list[Outcome] = []
-    messages = Messages()
+    messages, recorder = Messages(), LossRecorder()
     # one process may raise anything: the step is then left out. Several ranks may raise only a ValueError.
     expected_errors = Exception if _world_size() == 1 else ValueError
     for index, batch in enumerate(training.steps):
@@ -104,16 +106,27 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
         path = splitting(always=case.shared and index % 2 == 0)
         with path, inject(fault, loss), messages if training.record_collectives else nullcontext():
             try:
-                value = _backward(loss, model, arguments) if step is None else float(step(model, *arguments))
+                value = _backward(loss, model, arguments) if step is None else _run(step, model, arguments, recorder)
             except expected_errors as error:
                 outcomes.append(StepError(str(error)))
             else:
-                replicated, sharded = split_parameters(module, gradients(module.named_parameters()))
-                encoder = gradients(model.named_parameters())
-                found = Measurement(value, encoder, replicated, sharded, buffers(module))
+                found = _measurement(value, model, module, recorder)
                 outcomes.append(replace(found, drew_random_numbers=random_states() != states))
-        _change([*model.parameters(), *module.parameters()])
+        _change([*model.parameters(), *module.parameters(), *recorder.parameters.values()])
     return outcomes, messages.sent
+
+
+def _run(step: Callable[..., Any], model: nn.Module, arguments: list[Tensor], recorder: LossRecorder) -> float:
+    recorder.calls.clear()
+    with recorder:
+        return float(scalar(step(model, *arguments)).detach())
+
+
+def _measurement(value: float, model: nn.Module, module: nn.Module, recorder: LossRecorder) -> Measurement:
+    of_loss = {**dict(module.named_parameters()), **recorder.parameters}
+    replicated, sharded = split_parameters(module, gradients(of_loss.items()))
+    encoder = gradients(encoder_parameters(model, recorder.parameters).items())
+    return Measurement(value, encoder, replicated, sharded, buffers(module))
 
 
 def _backward(loss: Any, encoder: Any, arguments: list[Tensor]) -> float:
@@ -130,10 +143,10 @@ def _is_last_rank() -> bool:
     return torch.distributed.get_rank() == _world_size() - 1
 
 
-def _change(parameters: list[Tensor]) -> None:
+def _change(parameters: list[nn.Parameter]) -> None:
     """Multiply all parameters and clear their gradients."""
     with torch.no_grad():
-        for parameter in parameters:
+        for parameter in {id(parameter): parameter for parameter in parameters}.values():
             parameter.mul_(PARAMETER_FACTOR)
             parameter.grad = None
 

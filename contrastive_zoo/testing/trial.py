@@ -67,7 +67,7 @@ class Trial:
         Raises:
             RankError: the process raised.
         """
-        whole = Plan(plan.scale, (self.batch.total,), None, plan.shuffle_samples, plan.second_seed)
+        whole = Plan(plan.scale, (self.batch.total,), None, plan.shuffle_samples, plan.second_seed, edit=plan.edit)
         return self.worlds.run(1, measure, self.case, self.batch, whole)[0]
 
     def reduced(self, of: Literal["encoder", "parameters"], plan: Plan = UNCHANGED) -> Gradients:
@@ -120,6 +120,9 @@ def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float
 def _value(case: Case, samples: list[Tensor], d: int) -> float:
     set_float64_and_seed()
     loss = case.make()
+    if case.step:
+        model, step = loss
+        return float(scalar(step(model.double(), *samples)).detach())
     if isinstance(loss, nn.Module):
         loss = loss.double()
     return float(scalar(loss(*Encoder(d).embed(samples))).detach())

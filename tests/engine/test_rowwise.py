@@ -166,7 +166,7 @@ HARD = {
 @pytest.mark.parametrize("metric", HARD)
 def test_the_contract_holds_for_gradients_of_few_pairs(metric: str, rows_are: Any, worlds: Worlds) -> None:
     """The batch is so large that the hardest pairs are few, unlike in the other tests."""
-    batch = GlobalBatch((9, 0, 15), d=2, rows=rows_are, seed=3)
+    batch = GlobalBatch((9, 0, 15), d=2, kind=rows_are, seed=3)
     trial = Trial(Case(lambda: cz.DistributedLoss(HARD[metric]())), batch, worlds)
     for invariant in CONTRACT:
         invariant(trial)

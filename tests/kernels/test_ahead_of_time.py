@@ -28,7 +28,12 @@ def table(chip: int, dtype: str, precision: str) -> list[dict[str, Any]]:
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("chip", [80, 90])
+SLOW = pytest.mark.skipif(
+    "not __import__('os').environ.get('ALL_DTYPES')", reason="takes minutes; ALL_DTYPES=1 runs it"
+)
+
+
+@pytest.mark.parametrize("chip", [pytest.param(80, marks=SLOW), 90])
 def test_kernels_fit_the_chip(chip: int) -> None:
     rows = table(chip, "bfloat16", "tf32")
     assert len(rows) == (3 if chip == 80 else 6)
@@ -39,7 +44,7 @@ def test_kernels_fit_the_chip(chip: int) -> None:
         assert row[MATRIX[chip]] > 0, row
 
 
-@pytest.mark.skipif("not __import__('os').environ.get('ALL_DTYPES')", reason="takes minutes; ALL_DTYPES=1 asks for it")
+@SLOW
 @pytest.mark.parametrize("chip", [80, 90])
 @pytest.mark.parametrize(("dtype", "precision"), [("float16", "tf32"), ("float32", "tf32"), ("float32", "ieee")])
 def test_kernels_of_other_dtypes_fit_too(chip: int, dtype: str, precision: str) -> None:

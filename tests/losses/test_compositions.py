@@ -64,8 +64,7 @@ MAKE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(("name", "shards"), list(zip(MAKE, [(3, 3), (1, 4), (0, 3, 2), (0, 4)], strict=True)), ids=str)
 def test_every_invariant_holds(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
     make, call = MAKE[name]
     case = Case(lambda: cz.DistributedLoss(make()), call=call, name=name)  # type: ignore[arg-type]

@@ -29,9 +29,6 @@ from contrastive_zoo.losses.signal_to_noise import SignalToNoise
 from contrastive_zoo.losses.smooth_ap import SmoothAP
 from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.testing.batch import GlobalBatch, Labels
-from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS, finite_at_extremes
-from contrastive_zoo.testing.trial import Trial
-from contrastive_zoo.testing.worlds import Worlds
 from tests.losses.zoo_margins import ENTRIES
 from tests.zoo import Entry
 
@@ -278,28 +275,6 @@ def test_golden_values(loss: Any, value: float) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- over ranks
-
-
-@pytest.mark.parametrize("shards", SHARDS, ids=str)
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_the_contract_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
-    trial = Trial(entry.case("sum" if len(shards) == 3 else "mean"), GlobalBatch(shards, d=3, seed=7), worlds)
-    for invariant in CONTRACT:
-        invariant(trial)
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_every_invariant_holds(entry: Entry, worlds: Worlds) -> None:
-    for invariant in INVARIANTS:
-        invariant(Trial(entry.case(), GlobalBatch((1, 4), d=3, labels="singletons", seed=5), worlds))
-
-
-@pytest.mark.parametrize("kind", ["duplicates", "zeros", "huge"])
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_extremes_stay_finite(entry: Entry, kind, worlds: Worlds) -> None:
-    trial = Trial(entry.case(), GlobalBatch((2, 4), d=3, kind=kind, seed=5), worlds)
-    assert math.isfinite(trial.on_one_process().value)
-    finite_at_extremes(trial)
 
 
 # ---------------------------------------------------------------------------------------------------------- settings

@@ -264,9 +264,13 @@ def test_losses_are_built_on_the_meta_device() -> None:
 # --------------------------------------------------------------------------------------------------- kinds of numbers
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, np.int64, int], ids=lambda x: x.__name__)
+KINDS = (np.float32, np.int64, np.float64, int, np.float16)
+REAL = [x for x in CASES if x[1] not in ("iterations", "code_views", "num_bins")]
+
+
 @pytest.mark.parametrize(
-    ("name", "setting"), [x for x in CASES if x[1] not in ("iterations", "code_views", "num_bins")]
+    ("name", "setting", "kind"),
+    [(*case, KINDS[(index + more) % len(KINDS)]) for index, case in enumerate(REAL) for more in (0, 1)],
 )
 def test_numbers_of_numpy_and_integers_are_numbers(name: str, setting: str, kind: Any) -> None:
     """Also where they are set later, and where the function is called by itself."""

@@ -18,9 +18,6 @@ from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax, normali
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA, proxy_nca
 from contrastive_zoo.losses.soft_triple import SoftTriple, soft_triple
-from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariants import INVARIANTS
-from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.losses.zoo_weights import ENTRIES
 from tests.zoo import Entry
@@ -113,15 +110,6 @@ def test_numbers_by_hand() -> None:
     one = torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     found = proxy_anchor(one, torch.tensor([0, 0]), weights=torch.eye(2), margin=0.0, alpha=1.0)
     close(found.item(), math.log(1 + 2 / e) + (0 + math.log(1 + 2)) / 2)
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-@pytest.mark.parametrize("shards", [(3, 2), (0, 3, 2)], ids=str)
-def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], worlds: Worlds) -> None:
-    trial = Trial(entry.case(temperature=0.2), GlobalBatch(shards, d=3, labels="singletons", seed=5), worlds)
-    for invariant in INVARIANTS:
-        invariant(trial)
-    assert trial.on_one_process().parameters
 
 
 def _step(make: Any, shards: tuple[int, ...], trainer: str, seed: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing import examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
-from contrastive_zoo.testing.gallery import GALLERY, Recipe, make
+from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS, Recipe, make
 from contrastive_zoo.testing.invariants import INVARIANTS, Broken, finite_at_extremes, same_value_on_every_rank
 from contrastive_zoo.testing.strategies import global_batches
 from contrastive_zoo.testing.trial import Case, Trial, call_form
@@ -25,7 +25,7 @@ def shrink_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "SHRINKING", 0.5)
 
 
-@pytest.mark.parametrize("recipe", GALLERY.values(), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [*GALLERY.values(), *TRAINING_STEPS.values()], ids=lambda recipe: recipe.name)
 def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> None:
     report = examine(
         partial(make, recipe.name),
@@ -33,6 +33,7 @@ def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> N
         call=recipe.call,
         grad_reduction=recipe.grad_reduction,
         max_examples=8,
+        level="training_step" if recipe.step else "loss",
         worlds=impatient,
         name=recipe.name,
     )
@@ -73,7 +74,7 @@ def test_values_are_compared_in_64_bits(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize(
     ("sync", "mistake"),
-    [("mean", None), ("none", "own slice"), ("sum", "trainer sums")],
+    [("mean", None), ("none", "not reduced"), ("sum", "trainer sums")],
     ids=["averaged", "not reduced", "summed"],
 )
 def test_a_whole_training_step_is_under_test(sync: str, mistake: str | None, impatient: Worlds) -> None:
@@ -98,6 +99,7 @@ def test_a_whole_training_step_is_under_test(sync: str, mistake: str | None, imp
     )
     assert report.ok == (mistake is None), str(report)
     if mistake is not None:
+        assert report.diagnosis.mistake == mistake
         assert "same_encoder_gradient" in {found.invariant.name for found in report.findings}
 
 
@@ -133,6 +135,37 @@ def test_the_report_in_plain_types(impatient: Worlds) -> None:
     assert report["invariants"]["scales_with_grad_output"] == {"holds": True}
     assert report["invariants"]["same_at_later_steps"] == {"holds": None}  # not tried: its first step is wrong already
     assert report["diagnosis"]["mistake"] == "local negatives"
+
+
+def test_an_invariant_is_not_tried_where_it_cannot_fail(impatient: Worlds) -> None:
+    right = examine(partial(make, "statistic with gradient"), world_sizes=(2,), max_examples=3, worlds=impatient)
+    holds = {name: x["holds"] for name, x in right.as_dict()["invariants"].items()}
+    assert holds["runs_on_every_split"] is True
+    assert holds["same_parameter_gradient"] is None  # it has no parameters
+    assert holds["same_state"] is None
+    one = examine(partial(make, "local negatives"), world_sizes=(1,), max_examples=3, worlds=impatient)
+    assert one.ok
+    assert not one.tried
+
+
+def test_one_batch_is_enough_to_find_that_uneven_shards_abort(impatient: Worlds) -> None:
+    report = examine(partial(make, "GatherLayer of equal shards"), world_sizes=(2,), max_examples=1, worlds=impatient)
+    assert not report.ok
+    assert report.diagnosis.mistake == "uneven shards"
+
+
+@pytest.mark.parametrize(
+    ("made", "level", "words"),
+    [
+        (None, "loss", "got NoneType"),
+        (torch.ones(()), "loss", "It looks like a loss"),
+        ((nn.Linear(3, 2), len), "loss", "pass level training_step"),
+        (len, "training_step", r"the function returns \(model, step\)"),
+    ],
+)
+def test_what_is_no_loss_is_refused(made: object, level, words: str, worlds: Worlds) -> None:
+    with pytest.raises(ValueError, match=words):
+        examine(lambda: made, level=level, world_sizes=(2,), worlds=worlds)
 
 
 def test_the_call_form_is_inferred_from_parameter_names() -> None:

@@ -244,7 +244,7 @@ class TestOld(unittest.TestCase):
 def test_a_mark_that_makes_no_sense(run, mark: str) -> None:
     result = run(f"@pytest.mark.world_sizes{mark}\ndef test(): pass")
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["world_sizes takes *, got *"])
+    result.stdout.fnmatch_lines(["*::*: world_sizes takes *, got *"])
 
 
 def test_a_timeout_that_makes_no_sense(run, pytester: pytest.Pytester) -> None:

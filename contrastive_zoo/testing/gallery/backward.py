@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.distributed import DistributedLoss
-from contrastive_zoo.testing.gallery.recipe import recipe
+from contrastive_zoo.testing.gallery.recipe import dense_sup_con, recipe
 
 
 class _IgnoresGradOutput(torch.autograd.Function):
@@ -24,6 +24,26 @@ class _IgnoresGradOutput(torch.autograd.Function):
 def _() -> Any:
     """an autograd.Function that returns its gradient without grad_output"""
     return DistributedLoss(lambda embeddings, labels: _IgnoresGradOutput.apply(embeddings))
+
+
+class _RescalesGradient(torch.autograd.Function):
+    """The identity; the backward pass multiplies the gradient by √(B/τ), with the local batch size B."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, temperature: float) -> Tensor:
+        ctx.factor = (len(z) / temperature) ** 0.5
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * dy, None
+
+
+@recipe("gradient × √(B/τ)", mistake="rescaled by batch size", call="labels")
+def _() -> Any:
+    """a memory-efficient loss whose backward rescales the gradient by √(B/τ), with the local batch size B"""
+    loss = DistributedLoss(dense_sup_con)
+    return lambda embeddings, labels: loss(_RescalesGradient.apply(embeddings, 0.5), labels)
 
 
 class _SavesOnClass(torch.autograd.Function):

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.collectives import all_gather
+from contrastive_zoo.collectives import all_gather, all_reduce
 from contrastive_zoo.distributed import DistributedLoss
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.info_nce import InfoNCE
@@ -76,8 +77,44 @@ class LocalSlice(torch.autograd.Function):
 
 @recipe("own slice", mistake="own slice")
 def _() -> Any:
-    """an autograd.Function whose backward keeps this rank's slice"""
+    """an autograd.Function (`GatherLayer`) whose backward keeps this rank's slice"""
     return DenseInfoNCE(gather=LocalSlice.apply)
+
+
+class GatherLayer(LocalSlice):
+    """Gather; the backward pass sums the gradient over ranks and returns the local slice."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return LocalSlice.backward(ctx, all_reduce(dy))
+
+
+@recipe("GatherLayer that all-reduces", mistake=None)
+def _() -> Any:
+    """a `GatherLayer` whose backward sums over ranks, then keeps this rank's slice"""
+    return DenseInfoNCE(gather=GatherLayer.apply)
+
+
+@recipe("GatherLayer of equal shards", mistake="uneven shards")
+def _() -> Any:
+    """the same with a plain `torch.distributed.all_gather`: the process dies on uneven shards"""
+    return DenseInfoNCE(gather=_EqualShards.apply)
+
+
+class _EqualShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rank, size = rank_and_size()
+        gathered = [torch.empty_like(x) for _ in range(size)]
+        if size > 1:
+            dist.all_gather(gathered, x)
+        gathered[rank] = x
+        ctx.rank, ctx.size = rank, size
+        return torch.cat(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return all_reduce(dy).chunk(ctx.size)[ctx.rank] if ctx.size > 1 else dy
 
 
 @recipe("overwritten slice", mistake="own slice")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import all_gather, all_reduce, replicated
 from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.testing.gallery.gather import LocalSlice, overwritten_slice
+from contrastive_zoo.testing.gallery.gather import GatherLayer, LocalSlice, overwritten_slice
 from contrastive_zoo.testing.gallery.recipe import rank_and_size, recipe, scale_gradient, shard_sizes
 from contrastive_zoo.world import World
 
@@ -22,7 +22,7 @@ class _MaxAdjoint(LocalSlice):
         return all_reduce(dy, "max")[ctx.start : ctx.start + ctx.size]
 
 
-class _Sharded(nn.Module):
+class ShardedAnchors(nn.Module):
     """InfoNCE of the local anchors, global sum / global count; ``gather`` and ``replicate`` are collectives."""
 
     def __init__(self, gather: Callable[[Tensor], Tensor], replicate: Callable[[Tensor], Tensor] = replicated) -> None:
@@ -42,35 +42,42 @@ class _Sharded(nn.Module):
 @recipe("sharded anchors", mistake=None)
 def _() -> Any:
     """local anchors against a differentiable gather of candidates, global sum / global count"""
-    return _Sharded(all_gather)
+    return ShardedAnchors(all_gather)
 
 
 @recipe("wrong adjoint", mistake="wrong direction")
 def _() -> Any:
     """the same, with a gather whose backward reduces with MAX"""
-    return _Sharded(_MaxAdjoint.apply)
+    return ShardedAnchors(_MaxAdjoint.apply)
 
 
 @recipe("local parameters", mistake="local parameters")
 def _() -> Any:
     """the same, where the temperature of each rank gets only the gradient of the local anchors"""
-    return _Sharded(all_gather, replicate=lambda scale: scale_gradient(rank_and_size()[1], scale))
+    return ShardedAnchors(all_gather, replicate=lambda scale: scale_gradient(rank_and_size()[1], scale))
 
 
 class _Local(nn.Module):
     """Mean over the local anchors, as OpenCLIP's local_loss; ``gather`` returns the candidates of all ranks."""
 
-    def __init__(self, gather: Callable[[Tensor], Tensor], *, offset: bool = True, average: bool = False) -> None:
+    def __init__(
+        self,
+        gather: Callable[[Tensor], Tensor],
+        *,
+        offset: bool = True,
+        average: bool = False,
+        factor: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(3.0))
-        self.gather, self.offset, self.average = gather, offset, average
+        self.gather, self.offset, self.average, self.factor = gather, offset, average, factor
 
     def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
         a, b = F.normalize(view1, dim=1), F.normalize(view2, dim=1)
         positive = torch.arange(len(a)) + (sum(shard_sizes(a)[: rank_and_size()[0]]) if self.offset else 0)
         to_b = F.cross_entropy(self.scale * a @ self.gather(b).T, positive, reduction="sum")
         to_a = F.cross_entropy(self.scale * b @ self.gather(a).T, positive, reduction="sum")
-        mean = (to_b + to_a) / 2 / max(len(a), 1)
+        mean = self.factor() * (to_b + to_a) / 2 / max(len(a), 1)
         return all_reduce(mean, "mean") if self.average else mean
 
 
@@ -86,9 +93,45 @@ def _() -> Any:
     return _Local(all_gather)
 
 
+@recipe("GatherLayer, local anchors", mistake="local loss")
+def _() -> Any:
+    """the same with a `GatherLayer` whose backward all-reduces (lightly, solo-learn)"""
+    return _Local(GatherLayer.apply)
+
+
+@recipe("GatherLayer of own slice, local anchors", mistake="detached candidates")
+def _() -> Any:
+    """the same with a `GatherLayer` whose backward keeps this rank's slice"""
+    return _Local(LocalSlice.apply)
+
+
+@recipe("local loss × W", mistake="local loss × W")
+def _() -> Any:
+    """local anchors, right offsets, gather with gradient, loss × W (PyLate 1.6)"""
+    return _Local(all_gather, factor=lambda: rank_and_size()[1])
+
+
+@recipe("queries only, × W", mistake="local loss × W")
+def _() -> Any:
+    """local queries as the only anchors, documents gathered with gradient, loss × W (sentence-transformers, formerly)"""
+    return _QueriesOnly()
+
+
+class _QueriesOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, queries: Tensor, documents: Tensor) -> Tensor:
+        a, b = F.normalize(queries, dim=1), GatherLayer.apply(F.normalize(documents, dim=1))
+        positive = torch.arange(len(a)) + sum(shard_sizes(a)[: rank_and_size()[0]])
+        total = F.cross_entropy(self.scale * a @ b.T, positive, reduction="sum")
+        return rank_and_size()[1] * total / max(len(a), 1)
+
+
 @recipe("mean of means", mistake="mean of means")
 def _() -> Any:
-    """the same, with the means averaged over ranks"""
+    """local anchors, gather with gradient, and the local means averaged over ranks"""
     return _Local(all_gather, average=True)
 
 

@@ -1,7 +1,7 @@
 """Parts of the gallery's recipes: the registry, two dense losses, and functions of gathered tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ class Recipe:
         call: the call form, with views or with labels.
         grad_reduction: how the trainer reduces gradients.
         about: what people write, in one line.
+        step: whether ``make`` returns a whole training step, as ``(model, step)``.
     """
 
     name: str
@@ -33,31 +34,45 @@ class Recipe:
     call: Call
     grad_reduction: GradReduction
     about: str
+    step: bool = field(default=False, kw_only=True)
 
     @property
     def case(self) -> Case:
         """Return the recipe as a case under test."""
-        return Case(partial(make, self.name), call=self.call, grad_reduction=self.grad_reduction, name=self.name)
+        return Case(
+            partial(make, self.name), self.call, grad_reduction=self.grad_reduction, step=self.step, name=self.name
+        )
 
 
 GALLERY: dict[str, Recipe] = {}
-"""All recipes by name."""
+"""All recipes of a loss by name."""
+
+TRAINING_STEPS: dict[str, Recipe] = {}
+"""All recipes of a training step by name."""
 
 
 def make(name: str) -> Any:
-    """Construct the loss of a recipe."""
+    """Construct the loss, or the training step, of a recipe."""
     import contrastive_zoo.testing.gallery  # noqa: F401 - a rank that receives only the name has registered none yet
 
-    return GALLERY[name].make()
+    return (GALLERY | TRAINING_STEPS)[name].make()
 
 
 def recipe(
-    name: str, *, mistake: str | None, call: Call = "views", grad_reduction: GradReduction = "mean"
+    name: str,
+    *,
+    mistake: str | None,
+    call: Call = "views",
+    grad_reduction: GradReduction = "mean",
+    step: bool = False,
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Register a recipe in the gallery; its docstring says what people write."""
 
     def register(make: Callable[[], Any]) -> Callable[[], Any]:
-        GALLERY[name] = Recipe(name, make, mistake, call, grad_reduction, (make.__doc__ or "").strip())
+        about = " ".join((make.__doc__ or "").split())
+        (TRAINING_STEPS if step else GALLERY)[name] = Recipe(
+            name, make, mistake, call, grad_reduction, about, step=step
+        )
         return make
 
     return register

@@ -1,0 +1,17 @@
+"""The console script ``contrastive-zoo``, also ``python -m contrastive_zoo``."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; exit with one line if its extra is not installed."""
+    try:
+        from contrastive_zoo.cli import main as run
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    run()
+
+
+if __name__ == "__main__":
+    main()

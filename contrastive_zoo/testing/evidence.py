@@ -1,0 +1,166 @@
+"""The evidence of a diagnosis: the probes of one loss, and interventions on its samples that are measured when needed."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from contrastive_zoo.testing import invariants
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.edits import Edit
+from contrastive_zoo.testing.measurement import Case, Plan, starting_parameters, whole_batch
+from contrastive_zoo.testing.probe import Probe, Ratio, is_near, probe
+from contrastive_zoo.testing.trial import Trial, value_of
+from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
+from contrastive_zoo.testing.wrong_samples import SELECTIONS
+
+EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
+"""Shards of the probes: equal, unequal, and all samples on the last rank."""
+
+
+class Evidence:
+    """The measurements from which a mistake is inferred; the same in every run, whatever batches a check has drawn.
+
+    Args:
+        case: the loss.
+        broken: names of the invariants that a check found broken.
+        worlds: the process groups to run on.
+        width: width of the embeddings.
+        failing: a batch on which some rank failed.
+    """
+
+    def __init__(
+        self, case: Case, broken: Sequence[str], worlds: Worlds, width: int, failing: GlobalBatch | None = None
+    ) -> None:
+        self.case, self.worlds, self.width, self.failing = case, worlds, width, failing
+        self.broken = set(broken) - {invariants.runs_on_every_split.name}
+        self.errors: dict[str, RankError] = {}
+        even = [self._probe("even", shards) for shards in EVEN]
+        self.even = [found for found in even if found is not None]
+        self.uneven = None if "even" in self.errors else self._probe("uneven", UNEVEN)
+        self.one_sided = None if "even" in self.errors else self._probe("empty", ONE_SIDED)
+
+    def _probe(self, name: str, shards: tuple[int, ...]) -> Probe | None:
+        try:
+            return probe(self.case, GlobalBatch(shards, d=self.width, seed=7), self.worlds)
+        except RankError as error:
+            self.errors.setdefault(name, error)
+            return None
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def failure(self) -> str | None:
+        """Return how ranks fail on shards that are not equal, or on the failing batch; None if they do not."""
+        error = self.errors.get("uneven") or self.errors.get("empty")
+        if error is None and self.failing is not None:
+            try:
+                Trial(self.case, self.failing, self.worlds).on_ranks()
+            except RankError as of_batch:
+                error = of_batch
+        if error is None:
+            return None
+        return "hang" if isinstance(error, WorldTimeout) else "uneven shards"
+
+    @cached_property
+    def starts_unequal(self) -> bool:
+        """Return whether the loss's own parameters differ between ranks before the first step."""
+        if self.even:
+            return not all(found.equal_start for found in self.even)
+        try:
+            start = self.worlds.run(2, starting_parameters, self.case, GlobalBatch(EVEN[0], d=self.width, seed=7))
+        except RankError:
+            return False
+        return any(found.keys() != start[0].keys() or not _equal(found, start[0]) for found in start)
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def every(self, holds: Callable[[Probe], bool]) -> bool:
+        """Return whether a statement holds for every probe on equal shards."""
+        return all(holds(found) for found in self.even)
+
+    def is_scaled(self, encoder: Callable[[int], float], parameters: Callable[[int], float]) -> bool:
+        """Return whether both gradients have these factors, functions of W, on equal shards."""
+        return self.every(lambda x: x.is_scaled(encoder(x.world_size), parameters(x.world_size)))
+
+    def passes_on(self, factor: Callable[[int], float]) -> bool:
+        """Return whether the embeddings of a training step get ``factor`` times the right gradient; True if not known."""
+        return self.every(lambda x: x.embeddings is None or x.embeddings.is_scaled(factor(x.world_size)))
+
+    @property
+    def has_parameters(self) -> bool:
+        """Return whether the loss has parameters of its own."""
+        return self.even[0].parameters is not None
+
+    @property
+    def option(self) -> str | None:
+        """Return the option ``grad_reduction`` of the loss; None if it has none."""
+        return self.even[0].measured.grad_reduction
+
+    def calls(self, name: str) -> bool:
+        """Return whether a collective of such a name is called in the forward pass."""
+        return any(name in collective for collective in self.even[0].measured.collectives)
+
+    @property
+    def calls_in_backward(self) -> bool:
+        """Return whether a collective of embeddings or gradients is called in the backward pass of the loss."""
+        return bool(self.even[0].measured.backward_collectives)
+
+    # --- interventions ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def selection(self) -> str | None:
+        """Return the mistake that compares exactly the samples that every rank compares; None if there is none."""
+        for mistake, selections in SELECTIONS[self.case.call].items():
+            if self.every(lambda x, s=selections: any(self._computes(x, select) for select in s)):  # type: ignore[misc]
+                return mistake
+        return None
+
+    def _computes(self, found: Probe, select: Callable[..., list]) -> bool:  # type: ignore[type-arg]
+        samples, shards, d = whole_batch(self.case, found.batch), found.batch.shards, found.batch.d
+        return all(
+            is_near(value_of(self.case, select(samples, shards, rank), d, self.worlds), value)
+            for rank, value in enumerate(found.values)
+        )
+
+    def changes(self, edit: Edit) -> bool | None:
+        """Return whether an edit changes the value of rank 0, or of the last rank for an edit of its shard.
+
+        None if a rank fails, or if the value of one process does not change although it should.
+        """
+        try:
+            for found in self.even:
+                trial = Trial(self.case, found.batch, self.worlds)
+                value = [x.value for x in trial.on_ranks(Plan(edit=edit))]
+                rank = -1 if edit == "last shard reversed" else 0
+                if not is_near(value[rank], found.values[rank]):
+                    return True
+                if edit.startswith("other") and is_near(trial.on_one_process(Plan(edit=edit)).value, found.expected):
+                    return None
+        except RankError:
+            return None
+        return False
+
+    @cached_property
+    def right_on_equal_samples(self) -> bool:
+        """Return whether every value is right if all ranks hold the same samples."""
+        plan = Plan(edit="equal shards")
+        try:
+            for found in self.even:
+                trial = Trial(self.case, found.batch, self.worlds)
+                expected = trial.on_one_process(plan).value
+                if not all(is_near(x.value, expected) for x in trial.on_ranks(plan)):
+                    return False
+        except RankError:
+            return False
+        return True
+
+    def signature(self) -> str:
+        """Return what was measured, relative to one process."""
+        probes = [*self.even, *(found for found in (self.uneven, self.one_sided) if found and not found.right)]
+        return ". ".join(str(found) for found in probes) or "no probe returned a value on several processes"
+
+
+def _equal(found: dict, expected: dict) -> bool:  # type: ignore[type-arg]
+    return all(found[name].equal(expected[name]) for name in expected)
+
+
+__all__ = ["EVEN", "ONE_SIDED", "UNEVEN", "Evidence", "Ratio"]

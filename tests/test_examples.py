@@ -1,0 +1,133 @@
+"""Examples of trainers: short, documented, and exact; a deviation is found."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+
+from examples.reference import Trained
+from examples.run import EXAMPLES, Outcome, measure, recipe_of, setups
+from examples.setup import Deviation, Setup
+from tools.trainers_page import filled, listing, right_table, wrong_table
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "pages"
+RECIPES = [example for example in EXAMPLES if recipe_of(example) == example]
+
+
+def run(*command: str) -> str:
+    """Return what a command prints, run with the repository on the path."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", RECIPES)
+def test_an_example_is_short(example: str) -> None:
+    assert len((ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8").splitlines()) <= 80
+
+
+@pytest.mark.parametrize("example", RECIPES)
+def test_an_example_has_a_page_with_its_current_text(example: str) -> None:
+    page = (PAGES / "trainers" / f"{example}.md").read_text(encoding="utf-8")
+    assert listing(example) in page, "run: python -m tools.trainers_page --listings"
+    assert f"trainers/{example}.md" in (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_every_set_up_is_in_the_overview() -> None:
+    overview = (PAGES / "trainers.md").read_text(encoding="utf-8")
+    for example in EXAMPLES:
+        if example in RECIPES:
+            assert f"trainers/{example}.md" in overview
+        try:
+            available = setups(example)
+        except ModuleNotFoundError:
+            continue
+        assert [x.name for x in available if f"| {x.name} |" not in overview] == [], "run: make examples"
+        assert len({x.name for x in available}) == len(available)
+
+
+def test_a_higher_bound_has_a_reason_and_a_mistake_a_fix() -> None:
+    for setup in setups("ddp") + setups("amp") + setups("fsdp") + setups("mistakes"):
+        assert setup.bound <= 1e-9 or setup.note
+        assert bool(setup.mistake) == bool(setup.fix)
+
+
+def test_two_examples_and_the_mistakes_give_what_they_say() -> None:
+    table = run("-W", "ignore", "-m", "examples", "zero", "mistakes")
+    assert "Adam, its state sharded" in table
+    assert "FAILED" not in table
+    assert table.count("ValueError") == 2  # embeddings gathered before, parameters seeded per rank
+
+
+def test_torchrun_starts_an_example() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    printed = run("-W", "ignore", *torchrun, "-m", "examples.ddp", "the loss in the model")
+    found = re.search("the loss in the model: encoder (.*), loss parameters (.*)", printed)
+    assert found, printed
+    assert max(map(float, found.groups())) < 1e-9
+
+
+def test_an_unknown_example_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-m", "examples", "ddpp"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "no such example: ddpp" in done.stderr
+
+
+def test_a_deviation_is_relative_to_the_training() -> None:
+    before, after = Trained([torch.zeros(2)], [torch.zeros(1)]), Trained([torch.ones(2)], [torch.ones(1)])
+    assert Deviation.between(after, before, after) == (0, 0)
+    assert Deviation.between(before, before, after) == (1, 1)
+    assert Deviation.between(Trained([torch.ones(2)], [torch.tensor([1.5])]), before, after) == (0, 0.5)
+
+
+def test_an_outcome_is_ok_within_its_bound_only() -> None:
+    right, wrong = Setup("a", train=lambda: None), Setup("b", train=lambda: None, mistake="m", fix="f")
+    assert Outcome("x", right, Deviation(1e-10, 1e-9)).ok
+    assert not Outcome("x", right, Deviation(1e-10, 2e-9)).ok
+    assert not Outcome("x", right, Deviation(float("nan"), 0)).ok
+    assert not Outcome("x", right, Deviation(0, float("nan"))).ok
+    assert not Outcome("x", right, None, "ValueError: refused").ok
+    assert Outcome("x", wrong, Deviation(0, 0.1)).ok
+    assert Outcome("x", wrong, None, "ValueError: refused").ok
+    assert not Outcome("x", wrong, None, "RuntimeError: gloo").ok
+    assert not Outcome("x", wrong, Deviation(1e-12, 0)).ok
+
+
+def test_tables_separate_mistakes_from_right_set_ups() -> None:
+    outcomes = [
+        Outcome("x", Setup("good", train=lambda: None), Deviation(1e-16, 2e-16)),
+        Outcome("x", Setup("bad", train=lambda: None, mistake="m", fix="f"), Deviation(0.123, 1)),
+        Outcome("x", Setup("stopped", train=lambda: None, mistake="m", fix="f"), None, "ValueError: no"),
+    ]
+    assert right_table(outcomes, {"x": "X"}).splitlines()[2:] == [
+        "| X | good | 2 | uneven, one empty | 1e-16 | 2e-16 | 1e-09 |"
+    ]
+    assert wrong_table(outcomes, {"x": "X"}).splitlines()[2:] == [
+        "| X | bad | m | f | 12 % | 100 % |",
+        "| X | stopped | m | f | refused | refused |",
+    ]
+    assert filled("no markers", "example", "text") == "no markers"
+
+
+def test_an_example_without_its_library_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def missing(example: str) -> list[Setup]:
+        raise ModuleNotFoundError("No module named 'lightning'", name="lightning")
+
+    monkeypatch.setattr("examples.run.setups", missing)
+    assert list(measure(["lightning_module"])) == []
+    assert "lightning is not installed" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""A diagnosis names known mistakes, the same on every run; a mistake in no table is not recognised."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.diagnosis import diagnose
+from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS, DenseInfoNCE, Recipe, symmetric_cross_entropy
+from contrastive_zoo.testing.invariants import CONTRACT
+from contrastive_zoo.testing.measurement import Call, Case
+from contrastive_zoo.testing.mistakes import NOT_RECOGNISED
+from contrastive_zoo.testing.worlds import Worlds
+
+WRONG_STEPS = [recipe for recipe in TRAINING_STEPS.values() if recipe.mistake is not None]
+RUNS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 2
+CONTRACT_NAMES = [invariant.name for invariant in CONTRACT]
+
+
+def size() -> int:
+    return torch.distributed.get_world_size()
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def mistake(make: Callable[[], Any], worlds: Worlds, call: Call = "views", **settings: Any) -> str:
+    return diagnose(Case(make, call, **settings), CONTRACT_NAMES, worlds).mistake
+
+
+# --- recipes of users, which differ from those of the gallery ---------------------------------------------------------
+
+
+def test_local_anchors_with_offsets_a_gather_with_gradient_and_times_w(impatient: Worlds) -> None:
+    def loss(queries, documents):
+        scores = F.normalize(queries, dim=1) @ cz.all_gather(F.normalize(documents, dim=1)).T
+        targets = torch.arange(len(queries)) + len(queries) * rank()
+        return F.cross_entropy(scores / 0.5, targets) * size()
+
+    assert mistake(lambda: loss, impatient) == "local loss × W"
+
+
+def test_local_anchors_whose_labels_are_not_gathered(impatient: Worlds) -> None:
+    def loss(embeddings, labels):
+        z = F.normalize(embeddings, dim=1)
+        similarity = z @ cz.all_gather(z).T
+        positive = labels[:, None] == labels.repeat(size())[None, :]
+        return (similarity.logsumexp(1) - (similarity * positive).sum(1) / positive.sum(1)).mean()
+
+    assert mistake(lambda: loss, impatient, "labels") == "labels not gathered"
+
+
+# --- planted mistakes that are in no table ----------------------------------------------------------------------------
+
+
+def larger_on_several_processes(view1, view2):
+    return cz.DistributedLoss(DenseInfoNCE())(view1, view2) * (1.0 if size() == 1 else 1.3)
+
+
+def without_the_last_sample(view1, view2):
+    a, b = (cz.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
+    n = len(a) - (size() > 1)
+    return symmetric_cross_entropy(3.0 * a[:n] @ b[:n].T)
+
+
+def sharper_on_several_processes(view1, view2):
+    a, b = (cz.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
+    return symmetric_cross_entropy((2.0 + size()) * a @ b.T)
+
+
+def one_detached_coordinate(view1, view2):
+    a, b = (cz.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
+    a = torch.cat([a[:, :1].detach(), a[:, 1:]], 1) if size() > 1 else a
+    return symmetric_cross_entropy(3.0 * a @ b.T)
+
+
+def with_a_bonus_of_rank(view1, view2):
+    return cz.DistributedLoss(DenseInfoNCE())(view1, view2) + 0.1 * rank() * view1.square().sum()
+
+
+UNKNOWN = (
+    larger_on_several_processes,
+    without_the_last_sample,
+    sharper_on_several_processes,
+    with_a_bonus_of_rank,
+)
+
+
+@pytest.mark.parametrize("loss", UNKNOWN, ids=lambda loss: loss.__name__)
+def test_a_mistake_in_no_table_is_not_recognised(loss: Callable[..., Any], impatient: Worlds) -> None:
+    found = diagnose(Case(lambda: loss, "views"), CONTRACT_NAMES, impatient)
+    assert found.mistake == NOT_RECOGNISED, str(found)
+    assert "on W=2, shards [3, 3]: values ×" in found.why
+    assert "encoder gradient ×" in found.why
+    assert "cosine" in found.why
+
+
+def test_a_gradient_of_wrong_direction_is_described_without_a_guess(impatient: Worlds) -> None:
+    found = diagnose(Case(lambda: one_detached_coordinate, "views"), CONTRACT_NAMES, impatient)
+    assert found.mistake == "wrong direction"
+    assert "or a part of the graph is detached" in found.why
+
+
+# --- training steps ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", WRONG_STEPS, ids=lambda recipe: recipe.name)
+def test_the_mistake_of_a_training_step_is_the_same_on_every_run(recipe: Recipe, impatient: Worlds) -> None:
+    found = {diagnose(recipe.case, CONTRACT_NAMES, impatient).mistake for _ in range(RUNS)}
+    assert found == {recipe.mistake}
+
+
+@pytest.mark.skipif(RUNS == 2, reason="the long profile diagnoses every recipe five times")
+@pytest.mark.parametrize("recipe", GALLERY.values(), ids=lambda recipe: recipe.name)
+def test_the_diagnosis_of_a_loss_is_the_same_on_every_run(recipe: Recipe, impatient: Worlds) -> None:
+    assert len({str(diagnose(recipe.case, CONTRACT_NAMES, impatient)) for _ in range(RUNS)}) == 1
+
+
+@pytest.mark.parametrize("in_model", [True, False], ids=["loss in the model", "loss outside"])
+@pytest.mark.parametrize(
+    ("grad_reduction", "trainer", "expected"),
+    [("mean", "sum", "trainer sums"), ("sum", "mean", "trainer averages")],
+)
+def test_the_trainer_is_told_apart_from_the_loss(in_model, grad_reduction, trainer, expected, impatient: Worlds):
+    def make():
+        loss = cz.DistributedLoss(DenseInfoNCE(), grad_reduction=grad_reduction)
+        model = nn.ModuleDict({"encoder": nn.Linear(3, 2)} | ({"loss": loss} if in_model else {}))
+
+        def step(model, *views):
+            value = loss(*map(model["encoder"], views))
+            value.backward()
+            for parameter in model.parameters():
+                parameter.grad = cz.all_reduce(parameter.grad, trainer)
+            return value
+
+        return model, step
+
+    assert mistake(make, impatient, step=True) == expected
+
+
+def test_a_gradient_of_loss_parameters_that_is_scaled_inside_the_model(impatient: Worlds) -> None:
+    def make():
+        loss = cz.DistributedLoss(DenseInfoNCE())
+        model = nn.ModuleDict({"encoder": nn.Linear(3, 2), "loss": loss})
+
+        def step(model, *views):
+            value = model["loss"](*map(model["encoder"], views))
+            value.backward()
+            cz.average_gradients(model)
+            for parameter in model["loss"].parameters():
+                parameter.grad *= size()
+            return value
+
+        return model, step
+
+    assert mistake(make, impatient, step=True) == "parameters scaled"

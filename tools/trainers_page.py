@@ -1,0 +1,129 @@
+"""Run all examples and write the pages on trainers: ``python -m tools.trainers_page``.
+
+Writes the tables of docs/pages/trainers.md, and into each page docs/pages/trainers/<example>.md the example itself and its
+rows. Exits with 1 if a right set-up exceeds its bound or a mistake goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from examples.run import EXAMPLES, Outcome, measure, recipe_of
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "pages"
+
+_RIGHT = ("set-up", "processes", "shards", "encoder", "loss parameters", "bound")
+_WRONG = ("mistake", "what happens", "fix", "encoder", "loss parameters")
+
+
+def filled(page: str, part: str, text: str) -> str:
+    """Return the page with the text between the markers of the part; unchanged if it has no such markers.
+
+    Examples:
+        >>> filled("<!-- code: begin --> old <!-- code: end -->", "code", "new")
+        '<!-- code: begin -->\\nnew\\n<!-- code: end -->'
+    """
+    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+    return re.sub(f"(?s){begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", page)
+
+
+def listing(example: str) -> str:
+    """Return the file of an example as a block of code with its name."""
+    path = Path("examples") / f"{example}.py"
+    source = (ROOT / path).read_text(encoding="utf-8").rstrip()
+    return f'```python title="{path.as_posix()}"\n{source}\n```'
+
+
+def right_table(outcomes: Iterable[Outcome], titles: dict[str, str] | None = None) -> str:
+    """Return the table of right set-ups: trainer × set-up × deviation; without titles, of one trainer."""
+    rows = []
+    for example, setup, deviation, _ in outcomes:
+        if not setup.mistake:
+            found = [f"{x:.0e}" for x in deviation] if deviation else ["failed", "failed"]
+            bound = f"{setup.bound:.0e}{f': {setup.note}' if setup.note else ''}"
+            rows.append([*_trainer(titles, example), setup.name, str(setup.processes), setup.shards, *found, bound])
+    return _table([*_trainer(titles), *_RIGHT], rows)
+
+
+def wrong_table(outcomes: Iterable[Outcome], titles: dict[str, str] | None = None) -> str:
+    """Return the table of mistakes: what each is, how to correct it, and its deviation."""
+    rows = []
+    for example, setup, deviation, _ in outcomes:
+        if setup.mistake:
+            found = [_percent(x) for x in deviation] if deviation else ["refused", "refused"]
+            rows.append([*_trainer(titles, example), setup.name, setup.mistake, setup.fix, *found])
+    return _table([*_trainer(titles), *_WRONG], rows)
+
+
+def _trainer(titles: dict[str, str] | None, example: str = "") -> list[str]:
+    """Return the first cell of a row, or its heading; none in the tables of one trainer."""
+    return [] if titles is None else [titles[example] if example else "trainer"]
+
+
+def _percent(x: float) -> str:
+    """Return a number of percent with two digits."""
+    return f"{float(f'{100 * x:.2g}'):g} %"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def title(example: str) -> str:
+    """Return a link to the page of an example, or of the trainer whose mistakes these are."""
+    path = PAGES / "trainers" / f"{recipe_of(example)}.md"
+    heading = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return f"[{heading}](trainers/{path.name})"
+
+
+def write_listings(pages: Path = PAGES) -> None:
+    """Write the current file of each example into its page."""
+    for example in EXAMPLES:
+        path = pages / "trainers" / f"{example}.md"
+        if path.exists():
+            page = path.read_text(encoding="utf-8")
+            path.write_text(filled(page, "example", listing(example)), encoding="utf-8")
+
+
+def write_tables(outcomes: Sequence[Outcome], pages: Path = PAGES) -> None:
+    """Write the deviations into the overview and into the page of each example."""
+    titles = {example: title(example) for example in EXAMPLES}
+    overview = pages / "trainers.md"
+    page = overview.read_text(encoding="utf-8")
+    page = filled(page, "right set-ups", right_table(outcomes, titles))
+    overview.write_text(filled(page, "mistakes", wrong_table(outcomes, titles)), encoding="utf-8")
+    for example in EXAMPLES:
+        path = pages / "trainers" / f"{example}.md"
+        own = [outcome for outcome in outcomes if recipe_of(outcome.example) == example]
+        if path.exists() and own:
+            tables = [right_table(own)]
+            if any(outcome.setup.mistake for outcome in own):
+                tables.append(wrong_table(own))
+            page = path.read_text(encoding="utf-8")
+            path.write_text(filled(page, "deviations", "\n\n".join(tables)), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the examples, write the pages, and return 1 if one of them fails."""
+    parser = argparse.ArgumentParser(prog="python -m tools.trainers_page", description=__doc__)
+    parser.add_argument("--listings", action="store_true", help="write the listings only; run nothing")
+    given = parser.parse_args(arguments)
+    write_listings()
+    if given.listings:
+        return 0
+    outcomes = []
+    for outcome in measure():
+        print(f"{outcome.example:<16} {outcome.setup.name:<56} {outcome.text}", flush=True)
+        outcomes.append(outcome)
+    write_tables(outcomes)
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
