@@ -41,8 +41,12 @@ lint: .venv/.installed
 types: .venv/.installed
 	$(BIN)/mypy
 
+.venv/.examples-installed: .venv/.installed
+	$(INSTALL) -e '.[examples]'
+	touch $@
+
 # all trainers on CPU, compared with one process; writes the tables of docs/pages/trainers.md
-examples: .venv/.installed
+examples: .venv/.examples-installed
 	$(BIN)/python -W ignore -m tools.trainers_page
 
 stubs: .venv/.installed

@@ -199,14 +199,15 @@ def _exchange(
     numbers: Sequence[int], payload: Sequence[Tensor], size: int, world: World
 ) -> tuple[list[list[int]], Tensor]:
     """All ranks' numbers, and in the same message all ranks' payload, [W, size]: zeros for one that does not fit."""
-    packed = struct.pack(f"{len(numbers)}q", *numbers)
-    header = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(world.host_device)
-    length = sum(len(x) for x in payload)
-    fitting, length = (payload, length) if length <= size else ((), 0)
-    message = torch.cat([header, *fitting, header.new_zeros(size - length)])
-    received = world.start_host_gather(message)()
-    headers = received[:, : len(header)].cpu().numpy()
-    return [list(struct.unpack(f"{len(numbers)}q", x.tobytes())) for x in headers], received[:, len(header) :]
+    form = struct.Struct(f"{len(numbers)}q")
+    header = torch.frombuffer(bytearray(form.pack(*numbers)), dtype=torch.uint8).to(world.host_device)
+    length = sum(map(len, payload))
+    parts = [header, *payload] if length <= size else [header]
+    if (unused := size - (length if length <= size else 0)) > 0:
+        parts.append(header.new_zeros(unused))
+    received = world.start_host_gather(torch.cat(parts) if len(parts) > 1 else header)()
+    headers = received[:, : form.size].cpu().numpy()
+    return [list(form.unpack_from(x)) for x in headers], received[:, form.size :]
 
 
 def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], list[str]]:

@@ -61,7 +61,7 @@ class LossModules:
                     lines[prefix + name] = in_one_line(value)
         return lines
 
-    @property
+    @functools.cached_property
     def runs_third_party_code(self) -> bool:
         """Whether any module is defined outside of this library: it may draw random numbers or keep a state."""
         called = [

@@ -31,6 +31,7 @@ EXAMPLES = (
     "lightning_module",
     "fabric",
     "sentence_transformers_trainer",
+    "deepspeed_engine",
     "mistakes",
     "huggingface_mistakes",
     "lightning_mistakes",

@@ -165,11 +165,12 @@ def packed(rows: Sequence[Tensor]) -> list[Tensor]:
 def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
     """The rows of all ranks from their payloads, [W, bytes], which :func:`packed` made of ``rows`` on every rank."""
     found: list[Tensor] = []
-    offsets = [0] * len(payload)
+    parts, offsets = payload.unbind(), [0] * len(payload)
     for x, of in zip(rows, shards, strict=True):
-        ends = [start + size * _row_bytes(x) for start, size in zip(offsets, of.sizes, strict=True)]
+        width = _row_bytes(x)
+        ends = [start + size * width for start, size in zip(offsets, of.sizes, strict=True)]
         # joined, since a wider dtype needs bytes that begin at a multiple of its size
-        joined = torch.cat([of_rank[i:j] for of_rank, i, j in zip(payload, offsets, ends, strict=True)])
+        joined = torch.cat([of_rank[i:j] for of_rank, i, j in zip(parts, offsets, ends, strict=True)])
         found.append(joined.view(x.dtype).view(of.total, *x.shape[1:]))
         offsets = ends
     return found

@@ -6,6 +6,7 @@ import functools
 import io
 import operator
 import pickle
+import pickletools
 import sys
 import types
 from typing import Any
@@ -22,6 +23,18 @@ from torch import Tensor
 def dump_job(job: Any) -> bytes:
     """Pickle a job for the ranks. Code that they cannot import, and test modules, are pickled by value."""
     return _dump(_JobPickler, job)
+
+
+def imported_by(job: bytes) -> list[str]:
+    """Return the modules of installed packages that a pickled job imports, as far as this process has imported them.
+
+    Example:
+        >>> from contrastive_zoo.testing.worlds import Worlds
+        >>> "hypothesis.core" in imported_by(dump_job(__import__("hypothesis").given))
+        True
+    """
+    words = {word for _, word, _ in pickletools.genops(job) if isinstance(word, str)}
+    return sorted(x for x in words & sys.modules.keys() if "-packages" in str(getattr(sys.modules[x], "__file__", "")))
 
 
 def dump_result(result: Any) -> bytes:

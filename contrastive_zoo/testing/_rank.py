@@ -15,7 +15,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn
@@ -68,29 +68,36 @@ def report(message: Any) -> None:
 _context = multiprocessing.get_context("forkserver")
 
 
-def launch(rank: int, world_size: int, directory: str, threads: int) -> tuple[BaseProcess, connection.Connection]:
-    """Start one rank of the world whose store is in ``directory``; its first answer says that it has joined."""
+def launch(
+    rank: int, world_size: int, directory: str, threads: int, imports: Sequence[str] = ()
+) -> tuple[BaseProcess, connection.Connection]:
+    """Start one rank of the world whose store is in ``directory``; its first answer says that it has joined.
+
+    If this is the process's first rank, the modules ``imports`` are imported once, before ranks are forked.
+    """
     parent_end, rank_end = _context.Pipe()
     with rank_end:
         args = (rank_end, rank, world_size, directory, threads, dict(os.environ))
         process = _context.Process(target=main, args=args, name=f"rank {rank} of {world_size}", daemon=True)
-        with _prepared_forkserver():
+        with _prepared_forkserver(imports):
             process.start()
     return process, parent_end
 
 
 @contextlib.contextmanager
-def _prepared_forkserver() -> Iterator[None]:
+def _prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
     """Hide the caller's script from the ranks, and let a fork server that starts now import what every rank needs."""
     # dynamo: DDP and dispatch modes import it at first use, which takes each rank a second
     needed = [
         "torch",
         "torch.distributed",
         "torch._dynamo",
+        "contrastive_zoo.testing.construction",
+        "contrastive_zoo.testing.probe",
         "contrastive_zoo.testing.trial",
         "contrastive_zoo.distributed",
     ]
-    _context.set_forkserver_preload([*needed, __name__])
+    _context.set_forkserver_preload([*needed, __name__, *imports])
     # A fork server with BLAS threads would fork with threads running; python < 3.13 ignores sys.path when preloading.
     settings = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OPENBLAS_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in settings}

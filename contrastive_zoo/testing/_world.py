@@ -32,10 +32,10 @@ class World:
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
 
-    def launch(self, threads: int) -> None:
+    def launch(self, threads: int, imports: Sequence[str]) -> None:
         """Start the processes; :meth:`collect` then returns when all have joined."""
         for rank in range(self.world_size):
-            process, pipe = _rank.launch(rank, self.world_size, self.directory, threads)
+            process, pipe = _rank.launch(rank, self.world_size, self.directory, threads, imports)
             self.processes.append(process)
             self.pipes.append(pipe)
 

@@ -2,16 +2,16 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
-from torch import Tensor, nn
-
+from contrastive_zoo.testing._pickling import dump_job, imported_by
+from contrastive_zoo.testing.construction import constructed_form
 from contrastive_zoo.testing.diagnosis import diagnose
 from contrastive_zoo.testing.examination import DEFAULT_WIDTH, Examination
 from contrastive_zoo.testing.invariant import first_line
 from contrastive_zoo.testing.invariants import INVARIANTS, runs_on_every_split
-from contrastive_zoo.testing.measurement import Call, Case, GradReduction, call_form
+from contrastive_zoo.testing.measurement import Call, Case, GradReduction
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
@@ -118,7 +118,7 @@ def examine(
     start = time.monotonic()
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=4.0, grace=0.3))
-        pool.start(1, *world_sizes)
+        pool.start(1, *world_sizes, imports=_imports(make_loss))
         call_forms = _call_forms(make_loss, level, pool, world_sizes)
         if call == "auto":
             call = call_forms[0]
@@ -145,6 +145,13 @@ def examine(
     return report
 
 
+def _imports(make_loss: Callable[[], Any]) -> list[str]:
+    """Return the modules of installed packages that ``make_loss`` imports; none if it cannot be pickled."""
+    with suppress(Exception):  # pickling calls __reduce__ of any object
+        return imported_by(dump_job(make_loss))
+    return []
+
+
 def _call_forms(make_loss: Callable[[], Any], level: str, pool: Worlds, world_sizes: Sequence[int]) -> list[Call]:
     """Construct the loss in every world and return its call forms.
 
@@ -154,26 +161,13 @@ def _call_forms(make_loss: Callable[[], Any], level: str, pool: Worlds, world_si
     forms: list[Call] = []
     for size in dict.fromkeys([1, *world_sizes]):
         try:
-            form, problem = pool.run(size, _call_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
+            form, problem = pool.run(size, constructed_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
         except RankError as error:
             raise ValueError(f"the loss cannot be constructed: {first_line(error)}") from error
         if form is None:
             raise ValueError(problem)
         forms.append(form)
     return forms
-
-
-def _call_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
-    made = make_loss()
-    if level == "training_step":
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-            return call_form(made[1]), ""
-        return None, f"at level training_step the function returns (model, step), got {type(made).__name__}."
-    if callable(made):
-        return call_form(made), ""
-    hint = " For (model, step) pass level training_step." if isinstance(made, tuple) else ""
-    hint = " It looks like a loss: pass a function that returns the loss." if isinstance(made, Tensor) else hint
-    return None, f"the function returns a loss, which is callable, got {type(made).__name__}.{hint}"
 
 
 def _require_valid(**given: Any) -> None:

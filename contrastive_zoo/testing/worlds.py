@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from contrastive_zoo.testing._outcome import RankError, WorldTimeout
-from contrastive_zoo.testing._pickling import dump_job
+from contrastive_zoo.testing._pickling import dump_job, imported_by
 from contrastive_zoo.testing._rank import report
 from contrastive_zoo.testing._stack import Where
 from contrastive_zoo.testing._world import World
@@ -64,8 +64,13 @@ class Worlds:
         """Kill every rank. A pool may be closed twice; it cannot run jobs afterwards."""
         self._finalizer()
 
-    def start(self, *sizes: int) -> None:
+    def start(self, *sizes: int, imports: Sequence[str] = ()) -> None:
         """Start worlds of these sizes now, concurrently, instead of with their first job.
+
+        Args:
+            sizes: world sizes.
+            imports: modules that jobs will import. If these are the first ranks of this process, the modules are imported
+                once for all of them.
 
         Raises:
             ValueError: a size is below 1, or the pool is closed.
@@ -83,7 +88,7 @@ class Worlds:
         try:
             for size in new:
                 self._live[size] = World(size)
-                self._live[size].launch(self.threads)
+                self._live[size].launch(self.threads, imports)
             for size in new:
                 self._live[size].collect(START_TIMEOUT, self.grace).results()
         except BaseException:
@@ -140,7 +145,7 @@ class Worlds:
                 f"Worlds.run: {getattr(fn, '__qualname__', fn)} or its arguments cannot be pickled: {error}. "
                 "What lives in one process (a lock, a file, a pool of worlds) must be made inside the function."
             ) from error
-        self.start(world_size)
+        self.start(world_size, imports=() if world_size in self._live else imported_by(job))
         world = self._live[world_size]
         try:
             world.send(job, local_args)
