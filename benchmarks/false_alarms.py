@@ -1,4 +1,4 @@
-"""Test the invariants on the gallery's right recipes with random batches; every finding is a false alarm.
+"""Test the invariants on right losses and right training steps with random batches; every finding is a false alarm.
 
 python benchmarks/false_alarms.py [examples]
 """
@@ -7,7 +7,7 @@ import random
 import sys
 
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.gallery import GALLERY
+from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS, Broken, Invariant, finite_at_extremes
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
@@ -24,7 +24,7 @@ def broken(invariant: Invariant, trial: Trial) -> str | None:
 
 def main(examples: int = 2000) -> None:
     """Test right recipes in turn: all invariants on every fourth batch, those of the contract on the others."""
-    right = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
+    right = [recipe for recipe in (*GALLERY.values(), *TRAINING_STEPS.values()) if recipe.mistake is None]
     generator, alarms = random.Random(0), 0
     with Worlds(timeout=60.0) as worlds:
         for index in range(examples):
