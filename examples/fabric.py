@@ -1,6 +1,7 @@
 """Lightning Fabric: ``torchrun --standalone --nproc-per-node 2 -m examples.fabric``."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -27,10 +28,8 @@ def train(*, accumulate: int = 1, gather: bool | None = None, loss_in_setup: boo
             with fabric.no_backward_sync(model, enabled=not last):
                 z = model(images)
                 if gather is not None:  # all ranks compute the whole loss; all_gather returns [W, n, d]
-                    z, labels = (
-                        fabric.all_gather(z, sync_grads=gather).flatten(0, 1),
-                        fabric.all_gather(labels).flatten(),
-                    )
+                    all_gather: Any = fabric.all_gather
+                    z, labels = all_gather(z, sync_grads=gather).flatten(0, 1), all_gather(labels).flatten()
                 loss = criterion(z, labels)
                 fabric.backward(loss / accumulate)
             if last:

@@ -58,16 +58,16 @@ def train(loss: str, kind: Any = DigitsTrainer, given_optimizer: bool = False, *
         max_grad_norm=0.0, use_cpu=True, dataloader_pin_memory=False, report_to=[], disable_tqdm=True,
         ddp_find_unused_parameters=False, **settings,
     )  # fmt: skip
-    model, loss_fn = (EncoderWithLoss(), None) if loss == "loss in the model" else (make_encoder(), OutputLoss())
-    parameters = [*model.parameters(), *(loss_fn.parameters() if loss_fn else [])]
-    optimizer = SGD(parameters) if given_optimizer else None
+    loss_fn = None if loss == "loss in the model" else OutputLoss()
+    model: Any = make_encoder() if loss_fn else EncoderWithLoss()
+    optimizer = SGD([*model.parameters(), *(loss_fn.parameters() if loss_fn else [])]) if given_optimizer else None
     kind(model, args, compute_loss_func=loss_fn, optimizers=(optimizer, None)).train()
     return Trained.of(model, loss_fn) if loss_fn else Trained.of(model.encoder, model.criterion)
 
 
 def make_setup(loss: str, steps: int = 1, average: bool = True, name: str = "", **settings: Any) -> Setup:
-    chosen = {"gradient_accumulation_steps": steps, "average_tokens_across_devices": average}
-    data = {"samples": 226, "batch_size": 25, "accumulate": 2} if steps == 2 else {}
+    chosen: dict[str, Any] = {"gradient_accumulation_steps": steps, "average_tokens_across_devices": average}
+    data: dict[str, Any] = {"samples": 226, "batch_size": 25, "accumulate": 2} if steps == 2 else {}
     described = f"{loss}{name}, accumulation {steps}, average_tokens={average}"
     return Setup(described, partial(train, loss, **settings, **chosen), reference=partial(one_process, SGD, **data))
 

@@ -20,7 +20,7 @@ def wrong(mistake: str, loss: str, *args: Any, fix: str = "", **settings: Any) -
     return dataclasses.replace(setup, mistake=mistake, fix=fix or "class MyTrainer(ContrastiveTrainerMixin, Trainer)")
 
 
-OWN_OPTIMIZER = {"given_optimizer": True, "name": ", optimizer passed"}
+OWN_OPTIMIZER: dict[str, Any] = {"given_optimizer": True, "name": ", optimizer passed"}
 SETUPS = [
     wrong("forward(**kwargs): loss × W", "loss in the model"),
     wrong("forward(**kwargs): loss not divided by the accumulation steps", "loss in the model", 2, False),

@@ -36,6 +36,8 @@ class Embedder(lightning.LightningModule):
 class Digits(lightning.LightningDataModule):
     """This rank's part of each global batch, uneven or empty."""
 
+    trainer: lightning.Trainer
+
     def train_dataloader(self) -> DataLoader[Any]:
         return make_loader(self.trainer.global_rank, self.trainer.world_size)
 

@@ -26,7 +26,7 @@ from examples.digits import LEARNING_RATE, make_loss
 from examples.setup import Setup, Trained, main
 
 
-def in_order(data: Any, batch_size: int, drop_last: bool, **_: Any) -> BatchSampler:
+def in_order(data: Any, batch_size: int, drop_last: bool, **_: Any) -> Any:
     return BatchSampler(SequentialSampler(data), batch_size, drop_last)
 
 
