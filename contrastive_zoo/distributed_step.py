@@ -54,6 +54,8 @@ class DistributedStep:
         self.call, self.arguments, self.modules = call, arguments, modules
         self.options, self.history, self.session = options, history, session
         self.name = loss_name(modules.loss)
+        self.is_own = call.is_own
+        self.args, self.kwargs = call.bound.args, call.bound.kwargs
         self.opening = Opening(self._statement())
 
     def compute(self) -> Any:
@@ -72,8 +74,8 @@ class DistributedStep:
     def _statement(self) -> Statement:
         """What this rank states in the step's first handshake, besides what a loss of this library declares."""
         call, arguments, session, history = self.call, self.arguments, self.session, self.history
-        if call.is_own:
-            replicable = without_ddp(call.loss).can_be_replicated(*call.bound.args, **call.bound.kwargs)
+        if self.is_own:
+            replicable = without_ddp(call.loss).can_be_replicated(*self.args, **self.kwargs)
         else:
             replicable = self.options.mode == "replicated"
         statement = Statement(
@@ -85,9 +87,9 @@ class DistributedStep:
             last_value=history.last_value(),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
-            replicable=replicable and not (call.is_own and is_dense()),
+            replicable=replicable and not (self.is_own and is_dense()),
             draws=history.draws,
-            small=functools.partial(_is_small, arguments) if call.is_own else lambda shards: True,
+            small=functools.partial(_is_small, arguments) if self.is_own else lambda shards: True,
             payload=arguments.payload(session) if replicable else None,
         )
         if self.options.check_equal and (sums := history.state_sums(self.modules)) is not None:
@@ -104,7 +106,7 @@ class DistributedStep:
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
         if history.keeps_state and _in_backward():
             problem = problem or _COMPUTED_AGAIN
-        if not call.is_own:
+        if not self.is_own:
             given = call.bound.arguments
             problem = problem or call.indices_problem(session) or unequal_problem(given) or paired_problem(given)
             if problem is None and session.options.check_finite:
@@ -127,15 +129,15 @@ class DistributedStep:
         """The loss, computed in parts or by every rank alike, as the handshake decides."""
         session, watch = self.session, None
         try:
-            if not self.call.is_own:
+            if not self.is_own:
                 return self._sharded()
             if self.modules.runs_third_party_code:
                 watch = StateWatch(self.modules.loss, self.arguments.device)
                 session.progress.changes = watch.has_changed
-            bound = self.call.bound
-            session.declare(self.name, [functools.partial(self.call.loss, *bound.args, **bound.kwargs, world=session)])
+            session.declare(self.name, [functools.partial(self.call.loss, *self.args, **self.kwargs, world=session)])
             if watch is not None and watch.has_changed():  # before it declared itself
                 watch.undo()
+            bound = self.call.bound
             scaled = inspect.BoundArguments(bound.signature, _scaled(bound.arguments, session))
             return self.call.loss(*scaled.args, **scaled.kwargs, world=session)
         except Replicate:
@@ -168,9 +170,9 @@ class DistributedStep:
         if agreed.shards:
             refuse_empty(self.name, agreed.shards[0])
         call.bound.arguments = self.arguments.gathered(agreed, self.session)
-        draws = not call.is_own or self.modules.runs_third_party_code
+        draws = not self.is_own or self.modules.runs_third_party_code
         with one_stream(self.session, self.arguments.device) if draws else nullcontext():
-            if call.is_own:
+            if self.is_own:
                 alone = Session.of(World(), check_finite=False)
                 value = call.loss(*call.bound.args, **call.bound.kwargs, world=alone)
             else:

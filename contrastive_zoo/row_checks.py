@@ -1,5 +1,6 @@
 """Rows and settings as the handshake compares them, and the check for NaN and infinite values."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -14,8 +15,12 @@ def row_kind(tensor: Tensor) -> str:
         >>> row_kind(torch.ones(2, 3))
         'float32|[3]|'
     """
-    gradient = " with gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape[1:])}|{gradient}"
+    return _kind(tensor.dtype, tensor.shape[1:], tensor.requires_grad and torch.is_grad_enabled())
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(dtype: torch.dtype, shape: torch.Size, has_gradient: bool) -> str:
+    return f"{str(dtype).removeprefix('torch.')}|{list(shape)}|{' with gradient' if has_gradient else ''}"
 
 
 def in_one_line(value: object) -> str:
