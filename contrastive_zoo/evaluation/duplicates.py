@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from contrastive_zoo.collectives import exchange_rows
+from contrastive_zoo.evaluation.rounds import exchanged
 from contrastive_zoo.world import World
 
 
@@ -23,11 +23,11 @@ def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
     order = home.argsort(stable=True)
     send = torch.bincount(home, minlength=world.size).tolist()
     receive = [sizes[world.rank] for sizes in world.exchange(send)]
-    asked = ids[order] if world.size == 1 else exchange_rows(ids[order], send, receive, world)
+    asked = exchanged(ids[order], send, receive, world)
     by_id, rows = asked.sort(stable=True)  # received in rank order, so the first of equal ids is the first row
     repeated = torch.zeros(len(asked), dtype=torch.bool)
     repeated[rows[1:]] = by_id[1:] == by_id[:-1]
-    told = repeated if world.size == 1 else exchange_rows(repeated, receive, send, world)
+    told = exchanged(repeated, receive, send, world)
     first = torch.empty(len(ids), dtype=torch.bool)
     first[order] = ~told
     return first

@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastive_zoo.collectives import exchange_rows
 from contrastive_zoo.evaluation.answers import counts_at, nearest_groups
 from contrastive_zoo.evaluation.local_search import Gallery
 from contrastive_zoo.evaluation.ranking import Floats, Groups, Ints, Levels, Ranking, Relevant, changes, levels_of
 from contrastive_zoo.evaluation.relevance import Judgements, Labels
-from contrastive_zoo.evaluation.rounds import Round, rounds
+from contrastive_zoo.evaluation.rounds import Round, exchanged, rounds
 from contrastive_zoo.world import Shards, World
 
 Relevance = Labels | Judgements
@@ -73,10 +72,8 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     shards = block.world.shards(owned)
     all_owned = block.gathered_unevenly(owned + block.shards.start)
     counts = counts_at(gallery, question, rows, all_owned, block.gathered_unevenly(thresholds))
-    if block.world.size > 1:
-        counts = exchange_rows(counts, shards.sizes, [shards.size] * block.world.size, block.world)
-        counts = counts.view(block.world.size, shards.size, 2).sum(0)
-    higher, tied = counts.numpy().T
+    by_rank = exchanged(counts, shards.sizes, [shards.size] * block.world.size, block.world)
+    higher, tied = by_rank.view(block.world.size, shards.size, 2).sum(0).numpy().T
     levels = Levels(query[first], score[first], higher, tied)
     relevant = Relevant(query, score, grade, np.ones(len(query), dtype=np.int64))
     return Ranking.of(levels, relevant, _of_round(totals, block), block.shards.size)

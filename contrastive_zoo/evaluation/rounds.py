@@ -35,19 +35,16 @@ class Round:
 
     def gathered(self, rows: Tensor) -> Tensor:
         """Return what all ranks hold for these queries, given what this rank holds for all of its own."""
-        return gather_rows(rows[self.local].contiguous(), self.shards, self.world)
+        return _gathered(rows[self.local], self.shards, self.world)
 
     def gathered_unevenly(self, rows: Tensor) -> Tensor:
         """Return what all ranks hold for these queries, where each holds any number of rows for them."""
-        return gather_rows(rows.contiguous(), self.world.shards(rows), self.world)
+        return _gathered(rows, self.world.shards(rows), self.world)
 
     def answered(self, answers: Tensor) -> list[Tensor]:
         """Send the owners this rank's answers, one row per query; return all ranks' answers for the local queries."""
-        if self.world.size == 1:
-            return [answers]
-        size = self.shards.size
-        received = exchange_rows(answers, self.shards.sizes, [size] * self.world.size, self.world)
-        return list(received.split(size)) if size else [received] * self.world.size
+        received = exchanged(answers, self.shards.sizes, [self.shards.size] * self.world.size, self.world)
+        return list(received.view(self.world.size, self.shards.size, *answers.shape[1:]))
 
     def answered_unevenly(self, answers: Tensor, query: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Send the owners any number of rows per query; return each rank's answers and the local queries they are for.
@@ -56,14 +53,29 @@ class Round:
             answers: [p, …], ordered by query.
             query: [p], the query within the round that each is for, in ascending order.
         """
-        if self.world.size == 1:
-            return [answers], [query]
         starts = torch.tensor(self.shards.sizes).cumsum(0)
         send = torch.diff(torch.searchsorted(query, starts), prepend=torch.zeros(1, dtype=torch.int64)).tolist()
         receive = [sizes[self.world.rank] for sizes in self.world.exchange(send)]
-        received = exchange_rows(answers, send, receive, self.world)
-        queries = exchange_rows(query, send, receive, self.world) - self.shards.start
+        received = exchanged(answers, send, receive, self.world)
+        queries = exchanged(query, send, receive, self.world) - self.shards.start
         return list(received.split(receive)), list(queries.split(receive))
+
+
+def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
+    """Send ``send[r]`` of these rows to rank r, and return ``receive[r]`` rows from each rank r, all on the CPU.
+
+    Example:
+        >>> exchanged(torch.tensor([1, 2]), [2], [2], World())
+        tensor([1, 2])
+    """
+    if world.size == 1:
+        return rows
+    return exchange_rows(rows.to(world.device), send, receive, world).cpu()
+
+
+def _gathered(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    """Return the rows of all ranks, on the CPU."""
+    return gather_rows(rows.to(world.device).contiguous(), shards, world).cpu()
 
 
 def rounds(queries: Shards, world: World, size: int = QUERIES_OF_A_ROUND) -> Iterator[Round]:

@@ -81,11 +81,10 @@ def top_k(
     candidates = shards[1].total - (gallery is None)
     if not 1 <= k <= candidates:
         raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
-    if excluded is None:
-        excluded = torch.empty(len(queries), 0, dtype=torch.int64)
+    excluded = torch.empty(len(queries), 0, dtype=torch.int64) if excluded is None else excluded.cpu()
     if gallery is None:
         own = torch.arange(shards[0].start, shards[0].start + shards[0].size)
-        excluded = torch.cat([excluded.cpu(), own[:, None]], 1)
+        excluded = torch.cat([excluded, own[:, None]], 1)
     prepared_queries = prepared(queries, normalize=normalize)
     local = Gallery(rows.detach(), normalize=normalize, index=index)
     found = Neighbors(
