@@ -124,7 +124,7 @@ def retrieval_strips(
         for i, (query, of_query) in enumerate(zip(queries, neighbors, strict=True)):
             for j, image in enumerate([query, *of_query]):
                 axis = axes[i, j]
-                axis.imshow(torch.as_tensor(image).cpu(), cmap="gray")
+                axis.imshow(torch.as_tensor(image).detach().cpu().numpy(), cmap="gray")
                 axis.set(xticks=[], yticks=[])
                 colour = DARK if j == 0 or relevant is None else RIGHT if relevant[i, j - 1] else WRONG
                 axis.spines[:].set(visible=True, color=colour, linewidth=2.5)
