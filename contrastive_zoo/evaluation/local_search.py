@@ -96,7 +96,8 @@ class Gallery:
         else:
             last, positions = self._found_by_faiss(queries, depth)
         scores = self._scores(queries, positions)
-        scores.masked_fill_((positions[:, :, None] == excluded[:, None]).any(2) | (positions < 0), -torch.inf)
+        for column in (torch.full((len(queries),), -1), *excluded.T):
+            scores.masked_fill_(positions == column[:, None], -torch.inf)
         if last is None or depth == len(self):
             return scores, positions, torch.full((len(queries),), last is not None)
         kth = scores.kthvalue(depth - k + 1, dim=1).values
