@@ -203,7 +203,7 @@ MISTAKES = {
     "k differs": (lambda: cz.evaluate(ONES, ONES, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
     "NaN on one rank": (lambda: cz.evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
     "NaN in a search": (lambda: cz.top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
-    "widths of queries": (lambda: cz.evaluate(torch.ones(3, 2 + rank()), labels=IDS), ("width of queries", "rank 1 brought d=3")),
+    "widths of queries": (lambda: cz.evaluate(torch.ones(3, 2 + rank()), labels=IDS), ("width of queries", "d=3")),
     "widths of the gallery": (lambda: cz.evaluate(ONES, torch.ones(3, 4)), ("one width", "[3, 4]")),
     "no labels on one rank": (
         lambda: cz.evaluate(ONES, ONES, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
