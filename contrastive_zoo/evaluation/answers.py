@@ -32,14 +32,14 @@ def nearest_groups(
         for start, block in gallery.score_blocks(queries[some], question.excluded[some]):
             which, position = (block == kth[some, None]).nonzero(as_tuple=True)
             values = relevance.values(question, some[which], position + start)
-            which, values, count = _counted(which, values, len(some))
+            which, values, count = _counted(which, values)
             parts.append((some[which], kth[some[which]], values, count))
     query, score, value, count = (torch.cat(x) for x in zip(*parts, strict=True))
     order = query.argsort(stable=True)
     return query[order], score[order], value[order], count[order]
 
 
-def _counted(query: Tensor, value: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+def _counted(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the different pairs of query and value, and how often each occurs."""
     values, code = value.unique(return_inverse=True)
     pairs, count = (query * len(values) + code).unique(return_counts=True)
