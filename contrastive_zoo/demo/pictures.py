@@ -9,30 +9,11 @@ import torch.nn.functional as F
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from contrastive_zoo.demo.training import HELD_OUT, Comparison, Digits
+from contrastive_zoo.plots import DARK, PALE, STYLE, TEN, principal_plane
 
-# Paul Tol's colours, distinguishable with any colour vision: https://personal.sron.nl/~pault/
-PALE, DARK = "#77AADD", "#0B2545"
 WRONG = (("#CC3311", "-"), ("#009988", (0, (6, 1, 1, 1))))
-TEN = ("#332288", "#3399CC", "#44AA99", "#117733", "#999933", "#DDAA33", "#CC6677", "#882255", "#AA4499", "#777777")
-INK = "#333333"
-STYLE: Any = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 12,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "font.size": 11,
-    "legend.frameon": False,
-    "legend.handlelength": 3,
-    "figure.dpi": 160,
-}
 
 
 def training_curves(right: Comparison, wrong: Sequence[Comparison], path: Path) -> None:
@@ -89,7 +70,7 @@ def embeddings(comparison: Comparison, digits: Digits, path: Path) -> None:
     labels = digits.labels[:HELD_OUT]
     with _figure(path, 1, 2, figsize=(11.5, 5.6)) as axes:
         for axis, name, rows in zip(axes, ("Before", "After"), (trained.before, trained.after), strict=True):
-            plane = _principal_plane(F.normalize(rows[0], dim=1))
+            plane = principal_plane(F.normalize(rows[0], dim=1))
             for digit, colour in enumerate(TEN):
                 x, y = plane[labels == digit].T
                 axis.scatter(x, y, marker=f"${digit}$", s=54, color=colour, linewidth=0)
@@ -98,12 +79,6 @@ def embeddings(comparison: Comparison, digits: Digits, path: Path) -> None:
             )
             axis.set(xticks=[], yticks=[], aspect="equal", adjustable="datalim")
             axis.spines[:].set_visible(False)
-
-
-def _principal_plane(rows: Tensor) -> Tensor:
-    """Return the two coordinates of largest variance."""
-    centred = rows - rows.mean(0)
-    return centred @ centred.svd().V[:, :2]
 
 
 @contextmanager

@@ -1,0 +1,171 @@
+"""Exact search and evaluation on W ranks beside faiss' flat search on one process (Linux).
+
+python benchmarks/retrieval.py [--rows 1000000] [--queries 10000] [--width 128] [--k 100] [--docs]
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import contrastive_zoo as cz
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "evaluation.md"
+MARK = "<!-- measured by benchmarks/retrieval.py -->\n"
+CLASSES = 10_000
+
+
+def resident(what: str) -> float:
+    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
+
+
+def unit_rows(start: int, stop: int, width: int, seed: int) -> torch.Tensor:
+    """Return rows start … stop of the data set: unit vectors around class centres, drawn block by block."""
+    centres = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(seed))
+    rows = torch.empty(stop - start, width)
+    step = 10_000
+    for block in range(start // step, -(-stop // step)):
+        noise = torch.randn(step, width, generator=torch.Generator().manual_seed(1 + block + 10**6 * seed))
+        drawn = torch.nn.functional.normalize(noise + 0.5 * centres[torch.arange(step) % CLASSES], dim=1)
+        first, last = max(start, block * step), min(stop, (block + 1) * step)
+        rows[first - start : last - start] = drawn[first - block * step : last - block * step]
+    return rows
+
+
+def data(given: argparse.Namespace, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's queries and rows."""
+    return tuple(
+        unit_rows(total * rank // world_size, total * (rank + 1) // world_size, given.width, seed)
+        for total, seed in ((given.queries, 1), (given.rows, 0))
+    )  # type: ignore[return-value]
+
+
+def faiss_flat(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
+    """Search an index that exists already."""
+    index = faiss.IndexFlatIP(given.width)
+    index.add(gallery.numpy())
+    vectors = queries.numpy()
+
+    def search() -> Any:
+        index.search(vectors, given.k)
+
+    return search
+
+
+def our_search(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
+    """Search among the rows of all ranks."""
+    return lambda: cz.top_k(queries, gallery, k=given.k)
+
+
+def our_metrics(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
+    """Evaluate four metrics at k."""
+    labels, of_rows = (torch.arange(len(x)) % CLASSES for x in (queries, gallery))
+    names = [f"{name}@{given.k}" for name in ("precision", "recall", "hit_rate", "ndcg")]
+    return lambda: cz.evaluate(queries, gallery, labels=labels, gallery_labels=of_rows, metrics=names)
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "faiss IndexFlatIP": (faiss_flat, (1,)),
+    "top_k": (our_search, (1, 2)),
+    "evaluate, four metrics at k": (our_metrics, (1, 2)),
+}
+
+
+def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Namespace, results: Any) -> None:
+    """Measure one case on one rank: seconds, and MB of peak memory beyond those of the rows."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    if world_size > 1:
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    queries, gallery = data(given, rank, world_size)
+    run = CASES[case][0](queries, gallery, given)
+    cz.top_k(queries[:64], gallery[:256], k=min(given.k, 100))
+    before = resident("VmRSS")
+    if world_size > 1:
+        dist.barrier()
+    start = time.perf_counter()
+    run()
+    if world_size > 1:
+        dist.barrier()
+    results.put((rank, time.perf_counter() - start, resident("VmHWM") - before, gallery.nbytes / 2**20))
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def measured(case: str, world_size: int, given: argparse.Namespace) -> tuple[float, float, float]:
+    """Return seconds, additional MB of the largest rank, and MB of its rows."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    ranks = [
+        context.Process(target=on_rank, args=(rank, case, world_size, port, given, results))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        sys.exit(f"{case} failed")
+    found = [results.get() for _ in ranks]
+    return tuple(float(np.max([x[i] for x in found])) for i in (1, 2, 3))  # type: ignore[return-value]
+
+
+def approximate(given: argparse.Namespace) -> str:
+    """Return a table line of an index of inverted lists: seconds of building and searching, and its recall."""
+    queries, gallery = data(given, 0, 1)
+    index = cz.ApproximateIndex("IVF1024,Flat", "nprobe=32")
+    start = time.perf_counter()
+    cz.top_k(queries, gallery, k=given.k, index=index)
+    seconds = time.perf_counter() - start
+    recall = cz.index_recall(queries[:500], gallery, k=given.k, index=index)
+    return (
+        f"| `top_k`, {index.factory}, {index.parameters}, with training | 1 | {seconds:.1f} | | recall {recall:.3f} |\n"
+    )
+
+
+def main() -> None:
+    """Measure all cases, the bare search first and last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--queries", type=int, default=10_000)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--k", type=int, default=100)
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/pages/evaluation.md")
+    parser.add_argument("--approximate", action="store_true", help="also an index of inverted lists")
+    given = parser.parse_args()
+    table = "| | W | seconds | times faiss | additional MB per rank (rows: MB) |\n|---|---:|---:|---:|---:|\n"
+    print(table, end="", flush=True)
+    bare = None
+    for case, (_, sizes) in CASES.items():
+        for world_size in sizes:
+            seconds, extra, rows = measured(case, world_size, given)
+            bare = bare or seconds
+            line = f"| {case} | {world_size} | {seconds:.1f} | {seconds / bare:.2f} | {extra:.0f} ({rows:.0f}) |\n"
+            print(line, end="", flush=True)
+            table += line
+    if given.approximate:
+        line = approximate(given)
+        print(line, end="", flush=True)
+        table += line
+    if given.docs:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARK)
+        after = rest.partition(MARK)[2]
+        PAGE.write_text(before + MARK + "\n" + table + "\n" + MARK + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Objects collect batches: the result is that of the function, in a loop, in torchmetrics and in Lightning."""
+
+import logging
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_zoo as cz
+from tests.helpers import error_message
+
+ROWS = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(40) % 5
+NAMES = ["precision@1", "map@r", "mrr"]
+
+
+def test_batches_are_the_whole():
+    metric = cz.RetrievalMetrics(NAMES, ties="expected")
+    for _ in range(2):  # the second time after a reset
+        for start in range(0, 40, 15):
+            metric(ROWS[start : start + 15], LABELS[start : start + 15])
+        found = {name: x.item() for name, x in metric.compute().items()}
+        assert found == cz.evaluate(ROWS, labels=LABELS, metrics=NAMES, ties="expected")
+        metric.reset()
+
+
+def test_a_gallery_ids_and_judgements_are_collected():
+    metric = cz.RetrievalMetrics("ndcg")
+    ids, grades = torch.arange(10), torch.rand(10, generator=torch.Generator().manual_seed(1))
+    metric.update(ROWS[:10], ids=ids)
+    for start in (10, 20):
+        some = slice(start, start + 20)
+        metric.update(ROWS[:0], gallery=ROWS[some], ids=ids[:0], gallery_ids=torch.arange(40)[some])
+    metric.update_judgements(ids, ids + 15, grades)
+    expected = cz.evaluate(ROWS[:10], ROWS[10:], ids=ids, gallery_ids=torch.arange(10, 40), metrics=["ndcg"],
+                           judgements=(ids, ids + 15, grades))  # fmt: skip
+    assert metric.compute().item() == expected["ndcg"]
+
+
+def test_a_rank_without_batches_takes_part(worlds):
+    def job(rank):
+        metric = cz.RetrievalMetrics("map@r")
+        if rank == 1:
+            metric.update(ROWS.double(), LABELS)
+        nothing = error_message(cz.RetrievalMetrics("map@r").compute)
+        return metric.compute().item(), nothing
+
+    expected = cz.evaluate(ROWS.double(), labels=LABELS, metrics=["map@r"])["map@r"]
+    found = worlds.run(3, job, each=[(0,), (1,), (2,)])
+    assert [value for value, _ in found] == [expected] * 3
+    assert "needs labels" in str(found[0][1]) or "need labels" in str(found[0][1])
+    assert len({text for _, text in found}) == 1
+
+
+def test_objects_of_one_process_are_merged_and_pickled():
+    first, second = cz.RetrievalMetrics("map"), cz.RetrievalMetrics("map")
+    first.update(ROWS[:10], LABELS[:10])
+    second.update(ROWS[10:], LABELS[10:])
+    first.merge_state(pickle.loads(pickle.dumps(second)))
+    assert first.compute().item() == cz.evaluate(ROWS, labels=LABELS, metrics=["map"])["map"]
+
+
+def test_an_unknown_metric_is_refused_at_once():
+    with pytest.raises(ValueError, match="no metric recall@r"):
+        cz.RetrievalMetrics(["map", "recall@r"])
+
+
+def test_lightning_logs_it(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own, about few workers and deprecated calls
+        lightning = pytest.importorskip("lightning.pytorch")
+        from contrastive_zoo.adapters.torchmetrics import RetrievalMetric
+
+        class Model(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.encoder = torch.nn.Linear(8, 4)
+                self.metric = RetrievalMetric("map@r")
+                self.several = cz.RetrievalMetrics(NAMES)
+                self.expected = []
+
+            def validation_step(self, batch, _):
+                rows, labels = batch
+                self.metric.update(self.encoder(rows), labels)
+                self.several.update(self.encoder(rows), labels)
+                self.log("map@r", self.metric)
+
+            def on_validation_epoch_end(self):
+                self.log_dict({f"all/{name}": x for name, x in self.several.compute().items()})
+                self.several.reset()
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        trainer = lightning.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                                    enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path)  # fmt: skip
+        model = Model()
+        loader = DataLoader(TensorDataset(ROWS, LABELS), batch_size=16)
+        (found,) = trainer.validate(model, loader, verbose=False)
+        (again,) = trainer.validate(model, loader, verbose=False)  # it has been reset
+    with torch.no_grad():
+        expected = cz.evaluate(model.encoder(ROWS), labels=LABELS, metrics=NAMES)
+    assert found == again
+    assert found["map@r"] == pytest.approx(expected["map@r"], abs=1e-6)
+    assert found["all/mrr"] == pytest.approx(expected["mrr"], abs=1e-6)
