@@ -100,6 +100,12 @@ from contrastive_zoo.memory.cross_batch import CrossBatchMemory as CrossBatchMem
 from contrastive_zoo.memory.momentum import MomentumEncoder as MomentumEncoder
 from contrastive_zoo.memory.queue import MemoryQueue as MemoryQueue
 from contrastive_zoo.mining import DistributedMiner as DistributedMiner
+from contrastive_zoo.sampling.base import DistributedBatchSampler as DistributedBatchSampler
+from contrastive_zoo.sampling.collate import CollateEmpty as CollateEmpty
+from contrastive_zoo.sampling.global_batches import GlobalBatchSampler as GlobalBatchSampler
+from contrastive_zoo.sampling.hard_negatives import HardNegativeBatchSampler as HardNegativeBatchSampler
+from contrastive_zoo.sampling.m_per_class import MPerClassBatchSampler as MPerClassBatchSampler
+from contrastive_zoo.sampling.no_duplicates import NoDuplicatesBatchSampler as NoDuplicatesBatchSampler
 from contrastive_zoo.world import ALONE as ALONE
 from contrastive_zoo.world import World as World
 
