@@ -12,7 +12,7 @@ from contrastive_zoo.collectives.functions import scatter as scatter
 from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
 from contrastive_zoo.engine.dense_mode import dense as dense
 from contrastive_zoo.engine.similarity_budget import memory_budget as memory_budget
-from contrastive_zoo.evaluation import recall_at_k as recall_at_k
+from contrastive_zoo.evaluation.recall import recall_at_k as recall_at_k
 from contrastive_zoo.gradcache.step import GradCache as GradCache
 from contrastive_zoo.gradcache.step import cached_step as cached_step
 from contrastive_zoo.loss_base.class_loss import ClassLoss as ClassLoss

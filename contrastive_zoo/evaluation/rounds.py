@@ -1,0 +1,82 @@
+"""Queries go round: every rank answers for its own rows of the gallery, and the owner of a query merges the answers.
+
+A round is a block of consecutive queries of the global batch, wherever they are. So every rank has the same work in every
+round, however uneven the queries are split, and no rank holds more than a block of other ranks' queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.collectives import exchange_rows, gather_rows
+from contrastive_zoo.world import Shards, World
+
+QUERIES_OF_A_ROUND = 4096
+"""faiss searches for 4,096 queries at once; at d = 128 they take 2 MiB."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One block of queries.
+
+    Args:
+        shards: how many of them each rank owns.
+        local: which of this rank's queries they are.
+        world: the ranks.
+    """
+
+    shards: Shards
+    local: slice
+    world: World
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Return what all ranks hold for these queries, given what this rank holds for all of its own."""
+        return gather_rows(rows[self.local].contiguous(), self.shards, self.world)
+
+    def answered(self, answers: Tensor) -> list[Tensor]:
+        """Send the owners this rank's answers, one row per query; return all ranks' answers for the local queries."""
+        if self.world.size == 1:
+            return [answers]
+        size = self.shards.size
+        received = exchange_rows(answers, self.shards.sizes, [size] * self.world.size, self.world)
+        return list(received.split(size)) if size else [received] * self.world.size
+
+    def answered_unevenly(self, answers: Tensor, query: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Send the owners any number of rows per query; return each rank's answers and the local queries they are for.
+
+        Args:
+            answers: [p, …], ordered by query.
+            query: [p], the query within the round that each is for, in ascending order.
+        """
+        if self.world.size == 1:
+            return [answers], [query]
+        starts = torch.tensor(self.shards.sizes).cumsum(0)
+        send = torch.diff(torch.searchsorted(query, starts), prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+        receive = [sizes[self.world.rank] for sizes in self.world.exchange(send)]
+        received = exchange_rows(answers, send, receive, self.world)
+        queries = exchange_rows(query, send, receive, self.world) - self.shards.start
+        return list(received.split(receive)), list(queries.split(receive))
+
+
+def rounds(queries: Shards, world: World, size: int = QUERIES_OF_A_ROUND) -> Iterator[Round]:
+    """Yield the blocks of ``size`` queries of all ranks.
+
+    Example:
+        >>> [block.shards.sizes for block in rounds(Shards((3, 0, 2)), World(), size=4)]
+        [(3, 0, 1), (0, 0, 1)]
+    """
+    for start in range(0, queries.total, size):
+        overlaps = [_overlap(queries.sizes, rank, start, start + size) for rank in range(len(queries.sizes))]
+        shards = Shards(tuple(x.stop - x.start for x in overlaps), queries.rank)
+        yield Round(shards, overlaps[queries.rank], world)
+
+
+def _overlap(sizes: Sequence[int], rank: int, start: int, stop: int) -> slice:
+    """Return which rows of a rank are between two rows of the global batch."""
+    first = sum(sizes[:rank])
+    begin, end = (min(max(x - first, 0), sizes[rank]) for x in (start, stop))
+    return slice(begin, end)

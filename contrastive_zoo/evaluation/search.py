@@ -1,0 +1,122 @@
+"""The k nearest rows of all ranks, for the queries of all ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.evaluation.exact import prepared
+from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, import_faiss
+from contrastive_zoo.evaluation.local_search import Gallery, ordered
+from contrastive_zoo.evaluation.rounds import rounds
+from contrastive_zoo.handshake import kind
+from contrastive_zoo.session import meet
+from contrastive_zoo.world import Processes, World
+
+
+class Neighbors(NamedTuple):
+    """The nearest rows of each query, best first."""
+
+    scores: Float[Tensor, "n k"]
+    """Dot products in float64; −∞ where a query has fewer than k rows that are not excluded."""
+    indices: Int[Tensor, "n k"]
+    """Indices into the gallery of all ranks, in rank order; −1 where there is none."""
+
+
+@torch.no_grad()
+def top_k(
+    queries: Float[Tensor, "n d"],
+    gallery: Float[Tensor, "m d"] | None = None,
+    *,
+    k: int,
+    excluded: Int[Tensor, "n e"] | None = None,
+    normalize: bool = True,
+    index: ApproximateIndex | None = None,
+    process_group: Processes = None,
+) -> Neighbors:
+    """Return the k nearest rows of the gallery of all ranks, for this rank's queries.
+
+    Equal to ``torch.topk(queries @ all_gather(gallery).T, k)`` in float64, where equal scores are ordered by index. Scores
+    and indices are the same bits for every split of the queries and of the gallery: faiss proposes candidates in float32,
+    their scores are computed in float64 independently of the shapes of blocks, and a query whose neighbours float32 cannot
+    tell from the next ones is compared with the whole gallery.
+
+    Each rank searches in its own rows. A rank holds its own rows, k numbers per query, and blocks of constant size.
+
+    Args:
+        queries: this rank's queries; ranks may hold different numbers of rows, including zero.
+        gallery: this rank's rows to search in, of the dtype of the queries; None for the queries themselves, of which none
+            finds itself. A memory map is read block by block.
+        k: number of neighbours.
+        excluded: indices into the gallery of all ranks that a query must not find; −1 for none. The same e on every rank.
+        normalize: compare cosines; otherwise dot products. float64 rows are normalised in float64, others in float32.
+        index: search approximately; None for an exact search.
+        process_group: who holds rows.
+
+    Raises:
+        ValueError: on every rank alike: shapes, dtypes or widths that do not belong together, rows that are not finite, or
+            k outside of 1 … number of rows to search in.
+        ImportError: faiss is not installed.
+
+    Example:
+        >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)
+        >>> found.indices
+        tensor([[0, 1]])
+    """
+    world = World.of(process_group)
+    import_faiss()
+    rows = queries if gallery is None else gallery
+    given = {"queries": queries, "gallery": rows}
+    if excluded is not None:
+        given["excluded"] = excluded
+    problem = rows_problem(queries, rows) or _excluded_problem(excluded, queries)
+    settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
+    detached = {name: x.detach() for name, x in given.items()}
+    shards = meet("top_k", detached, world=world, problem=problem, settings=settings)
+    candidates = shards[1].total - (gallery is None)
+    if not 1 <= k <= candidates:
+        raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
+    if excluded is None:
+        excluded = torch.empty(len(queries), 0, dtype=torch.int64)
+    if gallery is None:
+        own = torch.arange(shards[0].start, shards[0].start + shards[0].size)
+        excluded = torch.cat([excluded.cpu(), own[:, None]], 1)
+    prepared_queries = prepared(queries, normalize=normalize)
+    local = Gallery(rows.detach(), normalize=normalize, index=index)
+    found = Neighbors(torch.empty(len(queries), k, dtype=torch.float64), torch.empty(len(queries), k, dtype=torch.int64))
+    start, depth = shards[1].start, min(k, len(local))
+    for block in rounds(shards[0], world):
+        outside = block.gathered(excluded) - start
+        outside[(outside < 0) | (outside >= len(local))] = -1
+        scores, positions, _ = local.top(block.gathered(prepared_queries), depth, outside)
+        scores, positions = ordered(scores, positions, k)
+        positions = positions + start * (positions >= 0)
+        answers = zip(block.answered(scores), block.answered(positions), strict=True)
+        by_rank = [torch.cat(x, 1) for x in zip(*answers, strict=True)]
+        found.scores[block.local], found.indices[block.local] = ordered(*by_rank, k)
+    return found
+
+
+def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
+    """Return why queries and gallery cannot be compared, in words; None if they can.
+
+    Example:
+        >>> rows_problem(torch.ones(3, 2), torch.ones(3, 4))
+        'queries [n, d] and gallery [m, d] are rows of one width and dtype, got float32 [3, 2] and float32 [3, 4].'
+    """
+    valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, gallery))
+    if valid and queries.shape[1] == gallery.shape[1] and queries.dtype == gallery.dtype:
+        return None
+    return (
+        f"queries [n, d] and gallery [m, d] are rows of one width and dtype, got {kind(queries)} and {kind(gallery)}."
+    )
+
+
+def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:
+    """Return why these indices cannot be excluded; None if they can."""
+    if excluded is None or (excluded.ndim == 2 and excluded.dtype == torch.int64 and len(excluded) == len(queries)):
+        return None
+    return f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {kind(excluded)}."
