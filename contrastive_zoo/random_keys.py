@@ -25,7 +25,7 @@ def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
         >>> bool((keys[2:] == random_keys(0, 3, np.arange(2, 5))).all())
         True
         >>> np.argsort(keys)
-        array([4, 3, 2, 0, 1])
+        array([3, 0, 2, 4, 1])
     """
     if seed < 0:
         raise ValueError(f"random_keys: a seed is at least 0, got {seed}.")

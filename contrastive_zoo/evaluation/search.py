@@ -86,7 +86,9 @@ def top_k(
         excluded = torch.cat([excluded.cpu(), own[:, None]], 1)
     prepared_queries = prepared(queries, normalize=normalize)
     local = Gallery(rows.detach(), normalize=normalize, index=index)
-    found = Neighbors(torch.empty(len(queries), k, dtype=torch.float64), torch.empty(len(queries), k, dtype=torch.int64))
+    found = Neighbors(
+        torch.empty(len(queries), k, dtype=torch.float64), torch.empty(len(queries), k, dtype=torch.int64)
+    )
     start, depth = shards[1].start, min(k, len(local))
     for block in rounds(shards[0], world):
         outside = block.gathered(excluded) - start
