@@ -91,7 +91,7 @@ class DistributedBatchSampler(Sampler[list[int]], ABC):
         world = World.of(self.process_group)
         if (problem := weights_problem(self.rank_weights, world.size)) is not None:
             raise ValueError(f"{type(self).__name__}: {problem}")
-        weights = self.rank_weights or [1.0] * world.size
+        weights = tuple(self.rank_weights or [1.0] * world.size)
         for batch in self._of_epoch()[self.step :]:
             bounds = rank_bounds(len(batch), weights)
             yield batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()

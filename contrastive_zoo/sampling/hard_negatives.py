@@ -1,15 +1,22 @@
 """Batches of near neighbours."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch  # noqa: F401 - the example uses it
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.evaluation.search import top_k
 from contrastive_zoo.random_keys import random_keys
 from contrastive_zoo.sampling.base import Batches, DistributedBatchSampler, grouped
 from contrastive_zoo.sampling.global_batches import size_problem
-from contrastive_zoo.world import Processes
+from contrastive_zoo.world import Processes, World
 
 
 class HardNegativeBatchSampler(DistributedBatchSampler):
@@ -58,6 +65,44 @@ class HardNegativeBatchSampler(DistributedBatchSampler):
         self.neighbours, self.batch_size, self.group_size = table, batch_size, group_size
         settings = {"neighbours": table, "batch_size": batch_size, "group_size": group_size}
         super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+
+    @classmethod
+    def from_embeddings(
+        cls,
+        embeddings: Float[Tensor, "n d"],
+        *,
+        num_neighbours: int,
+        positives: Int[Tensor, "n p"] | None = None,
+        normalize: bool = True,
+        process_group: Processes = None,
+        **settings: Any,
+    ) -> HardNegativeBatchSampler:
+        """Return a sampler over the nearest rows of all ranks' embeddings, by an exact search.
+
+        Args:
+            embeddings: this rank's rows; the dataset is those of all ranks in rank order.
+            num_neighbours: neighbours of each sample.
+            positives: global indices that are not wanted as neighbours; −1 for none.
+            normalize: whether neighbours have the highest cosine; otherwise the highest dot product.
+            process_group: who holds rows, and trains.
+            settings: ``batch_size``, ``group_size``, ``seed`` and ``rank_weights``.
+
+        Raises:
+            ValueError: on every rank alike: embeddings that are no finite rows of one width, more neighbours than other
+                rows, or what the constructor refuses.
+            ImportError: faiss is not installed.
+
+        Example:
+            >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9]])
+            >>> sampler = HardNegativeBatchSampler.from_embeddings(
+            ...     rows, num_neighbours=1, batch_size=2, group_size=2)
+            >>> sorted(sorted(batch) for batch in sampler)
+            [[0, 2], [1, 3]]
+        """
+        world = World.of(process_group)
+        found = top_k(embeddings, k=num_neighbours, excluded=positives, normalize=normalize, process_group=world)
+        table = gather_rows(found.indices, world.shards(len(embeddings)), world)
+        return cls(table, process_group=process_group, **settings)
 
     def global_batches(self, epoch: int) -> Batches:
         """Return batches of groups of neighbours."""

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 
 
-def rank_bounds(total: int, weights: Sequence[float]) -> list[int]:
+@lru_cache(maxsize=1024)  # most batches of an epoch have one size
+def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
     """Return W + 1 bounds: rank r takes samples ``bounds[r]`` … ``bounds[r + 1] − 1`` of ``total``.
 
     ``bounds[r] = ⌈total · (w₀ + … + wᵣ₋₁) / (w₀ + … + w_W₋₁)⌉``, computed with fractions, so that no rounding depends on
