@@ -13,6 +13,7 @@ from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.mining.selection import Selection
 from contrastive_zoo.mining.task import Task, mine
 from contrastive_zoo.random_keys import random_keys
+from contrastive_zoo.row_checks import array_in_one_line
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 
@@ -103,7 +104,8 @@ class RefreshedNegatives:
         if self.mined_at is not None and step // self.every == self.mined_at // self.every:
             return False
         world = World.of(self.process_group)
-        meet("RefreshedNegatives", {"positives": self.positives}, world=world, settings={"step": step})
+        agreed = {"step": step, "positives": array_in_one_line(self.positives.cpu().numpy())}
+        meet("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
         queries, corpus = (
             self._encoded(encode, size, world)

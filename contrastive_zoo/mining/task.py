@@ -178,7 +178,7 @@ def _labels(task: Task, positives: Int[Tensor, "n p"], part: slice, corpus: Corp
 def _steps(queries: Shards, progress: bool, world: World) -> Iterator[slice]:
     """Yield parts of this rank's queries: equally many on every rank, the last ones possibly empty, but at least one."""
     number = max(1, -(-max(queries.sizes) // QUERIES_OF_A_STEP))
-    with bar(queries.size, progress and world.rank == 0) as advance:
+    with bar(queries.size, wanted=progress, shown=world.rank == 0) as advance:
         for step in range(number):
             part = slice(*(min(queries.size, QUERIES_OF_A_STEP * (step + x)) for x in (0, 1)))
             yield part

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from contrastive_zoo.handshake import Statement, shake_hands
-from contrastive_zoo.row_checks import in_one_line
+from contrastive_zoo.row_checks import array_in_one_line, in_one_line
 from contrastive_zoo.sampling.split import rank_bounds, weights_problem
 from contrastive_zoo.world import Processes, World
 
@@ -198,8 +198,5 @@ def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:
 
 
 def _in_words(value: object) -> str:
-    """Return a setting as text that ranks compare: an array as its shape and digest."""
-    if isinstance(value, np.ndarray):
-        digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
-        return f"{value.dtype} {list(value.shape)}, digest {digest}"
-    return in_one_line(value)
+    """Return a setting as text that ranks compare."""
+    return array_in_one_line(value) if isinstance(value, np.ndarray) else in_one_line(value)

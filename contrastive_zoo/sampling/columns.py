@@ -11,6 +11,18 @@ Column: TypeAlias = "Tensor | NDArray[np.generic] | Sequence[Hashable]"
 """One value per sample: a tensor, an array or a sequence, of integers or strings."""
 
 
+def columns_problem(columns: Sequence[Column]) -> str | None:
+    """Return why these are no columns, in words; None if they are.
+
+    Examples:
+        >>> columns_problem([np.zeros((3, 2))])
+        'labels and columns have one value per sample, [n], got shape [3, 2].'
+    """
+    shapes = (list(column.shape) for column in columns if isinstance(column, (Tensor, np.ndarray)))
+    bad = next((shape for shape in shapes if len(shape) != 1), None)
+    return None if bad is None else f"labels and columns have one value per sample, [n], got shape {bad}."
+
+
 def codes(columns: Sequence[Column]) -> tuple[list[NDArray[np.int64]], list[Hashable]]:
     """Return the columns with equal values as equal integers, 0, 1, … in order of appearance, and the distinct values.
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from contrastive_zoo.random_keys import random_keys
 from contrastive_zoo.sampling.base import Batches, DistributedBatchSampler, grouped
-from contrastive_zoo.sampling.columns import Column, codes
+from contrastive_zoo.sampling.columns import Column, codes, columns_problem
 from contrastive_zoo.sampling.global_batches import size_problem
 from contrastive_zoo.world import Processes
 
@@ -60,11 +60,13 @@ class MPerClassBatchSampler(DistributedBatchSampler):
         rank_weights: Sequence[float] | None = None,
         process_group: Processes = None,
     ) -> None:
-        (self._classes,), values = codes([labels])
+        shape_problem = columns_problem([labels])
+        (self._classes,), values = codes([labels if shape_problem is None else []])
         self.m, self.classes_per_batch, self.singletons = m, classes_per_batch, singletons
         counts = np.bincount(self._classes, minlength=len(values))
         problem = (
-            size_problem("m", m, at_least=2)
+            shape_problem
+            or size_problem("m", m, at_least=2)
             or size_problem("classes_per_batch", classes_per_batch)
             or _word_problem(singletons)
             or _classes_problem(counts, values, classes_per_batch, singletons)

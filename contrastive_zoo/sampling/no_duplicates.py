@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from contrastive_zoo.random_keys import random_keys
 from contrastive_zoo.sampling.base import Batches, DistributedBatchSampler, grouped
-from contrastive_zoo.sampling.columns import Column, codes
+from contrastive_zoo.sampling.columns import Column, codes, columns_problem
 from contrastive_zoo.sampling.global_batches import size_problem
 from contrastive_zoo.world import Processes
 
@@ -50,11 +50,13 @@ class NoDuplicatesBatchSampler(DistributedBatchSampler):
         rank_weights: Sequence[float] | None = None,
         process_group: Processes = None,
     ) -> None:
-        found, values = codes(columns)
+        shape_problem = columns_problem(columns)
+        found, values = codes(columns if shape_problem is None else [])
         lengths = [len(column) for column in found]
         problem = size_problem("batch_size", batch_size)
         if not lengths or len(set(lengths)) > 1 or not lengths[0]:
             problem = f"columns have one value per sample, and equal lengths of at least 1, got lengths {lengths}."
+        problem = shape_problem or problem
         self.batch_size = batch_size
         settings = {"columns": np.concatenate([*found, lengths]), "batch_size": batch_size}
         super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)

@@ -77,3 +77,8 @@ def test_bad_input(worlds: Worlds) -> None:
         make(num_negatives=2).load_state_dict(make().state_dict())
     text, _ = common_error(worlds, 2, lambda: make().update(dist.get_rank()), lambda: make().update(0))
     assert "step" in text
+    other = lambda: RefreshedNegatives(  # noqa: E731
+        rows.__getitem__, rows.__getitem__, torch.arange(N) * (1 - dist.get_rank()), corpus_size=N, every=2
+    ).update(0)
+    text, _ = common_error(worlds, 2, other, lambda: make().update(0))
+    assert "positives" in text

@@ -187,6 +187,8 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(MPerClassBatchSampler, [], m=2, classes_per_batch=1), "labels are one per sample, got none"),
     (partial(MPerClassBatchSampler, ["a", "a", "b"], m=2, classes_per_batch=1), r"1 of 2 classes have one .*'b'"),
     (partial(MPerClassBatchSampler, LABELS, m=2, classes_per_batch=2, singletons="no"), "one of 'raise', 'keep'"),
+    (partial(MPerClassBatchSampler, np.ones((3, 2)), m=2, classes_per_batch=1), r"\[n\], got shape \[3, 2\]"),
+    (partial(NoDuplicatesBatchSampler, [1], torch.ones(2, 2), batch_size=2), r"\[n\], got shape \[2, 2\]"),
     (partial(NoDuplicatesBatchSampler, batch_size=2), r"equal lengths of at least 1, got lengths \[\]"),
     (partial(NoDuplicatesBatchSampler, [1, 2], [1], batch_size=2), r"got lengths \[2, 1\]"),
     (partial(HardNegativeBatchSampler, [0.5], batch_size=2, group_size=1), r"integers \[n, k\], got float64 \[1\]"),
