@@ -12,7 +12,14 @@ from contrastive_zoo.collectives.functions import scatter as scatter
 from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
 from contrastive_zoo.engine.dense_mode import dense as dense
 from contrastive_zoo.engine.similarity_budget import memory_budget as memory_budget
+from contrastive_zoo.evaluation.faiss_search import ApproximateIndex as ApproximateIndex
+from contrastive_zoo.evaluation.measurement import evaluate as evaluate
+from contrastive_zoo.evaluation.recall import cross_modal_recall as cross_modal_recall
 from contrastive_zoo.evaluation.recall import recall_at_k as recall_at_k
+from contrastive_zoo.evaluation.retrieval import RetrievalMetrics as RetrievalMetrics
+from contrastive_zoo.evaluation.search import Neighbors as Neighbors
+from contrastive_zoo.evaluation.search import top_k as top_k
+from contrastive_zoo.evaluation.search_quality import index_recall as index_recall
 from contrastive_zoo.gradcache.step import GradCache as GradCache
 from contrastive_zoo.gradcache.step import cached_step as cached_step
 from contrastive_zoo.loss_base.class_loss import ClassLoss as ClassLoss

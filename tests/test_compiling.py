@@ -24,7 +24,7 @@ ENTRANCES = [getattr(cz, name) for name in cz.__all__ if name[:1].islower()] + [
     kind.forward for name in cz.__all__ if isinstance(kind := getattr(cz, name), type) and issubclass(kind, nn.Module)
 ]
 TRACED = {cz.LearnableTemperature.forward, cz.MomentumEncoder.forward, cz.MemoryQueue.forward, cz.GradCache.forward,
-          cz.cached_step, cz.dense, cz.memory_budget, cz.pair_masks, cz.sample_ids, cz.recall_at_k}  # fmt: skip
+          cz.cached_step, cz.dense, cz.memory_budget, cz.pair_masks, cz.sample_ids}  # fmt: skip
 """Arithmetic, and what calls encoders, which are compiled."""
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector
 
 import contrastive_zoo as cz
 from contrastive_zoo.demo.recipes import Job, Rows, WrongInfoNCE
-from contrastive_zoo.evaluation.recall import recall_at_k
+from contrastive_zoo.evaluation import recall_at_k
 from contrastive_zoo.testing.worlds import Worlds, report
 
 HELD_OUT = 360

@@ -66,10 +66,17 @@ def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
     return torch.sqrt(coarse.add_(fine, alpha=2.0 ** (1 - x.bits))).mul_(x.scale)
 
 
-def prepared(rows: Float[Tensor, "... d"], *, normalize: bool) -> Float[Tensor, "... d"]:
+def prepared(
+    rows: Float[Tensor, "... d"], *, normalize: bool, lengths: Float[Tensor, "... 1"] | None = None
+) -> Float[Tensor, "... d"]:
     """Return rows on the CPU in float64 if they have it, otherwise in float32; of unit length if ``normalize``.
 
     A row of zeros stays as it is.
+
+    Args:
+        rows: any floating-point rows.
+        normalize: whether to divide by the norms.
+        lengths: the norms of the rows, if they are known.
 
     Example:
         >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True)
@@ -79,5 +86,5 @@ def prepared(rows: Float[Tensor, "... d"], *, normalize: bool) -> Float[Tensor, 
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     if not normalize:
         return rows.to(dtype).contiguous()
-    length = norms(rows)
-    return (rows / length.masked_fill_(length == 0, 1.0)).to(dtype)
+    lengths = norms(rows) if lengths is None else lengths
+    return (rows / lengths.masked_fill(lengths == 0, 1.0)).to(dtype)

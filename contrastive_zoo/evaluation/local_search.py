@@ -16,11 +16,17 @@ from torch import Tensor
 from contrastive_zoo.evaluation.exact import norms, prepared, similarities
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, flat_search, index_search
 
-_ROWS_OF_A_BLOCK = 2**18
-"""Rows of the gallery that are normalised at once. At d = 128 they take 128 MiB; smaller blocks cost faiss more."""
+_BLOCK_ELEMENTS = 2**24
+"""Elements of the rows that faiss searches at once, 64 MiB in float32; every block costs it one more heap."""
 
-_ELEMENTS = 2**22
-"""Elements of float64 scores or rows that are held at once, 32 MiB."""
+_ELEMENTS = 2**21
+"""Elements of the float64 matrices that are held at once, 16 MiB each."""
+
+_PAIR_ELEMENTS = 2**19
+"""Elements of the candidates' rows that are held at once: they stay in the cache (three times as fast as 2^22)."""
+
+_UNCERTAIN = 256
+"""Queries that are compared with all rows at once."""
 
 _MARGIN = 8
 """Candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added."""
@@ -37,28 +43,30 @@ class Gallery:
 
     def __init__(self, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None = None) -> None:
         self.rows, self.normalize = rows, normalize
+        step = max(1, _ELEMENTS // max(1, rows.shape[1]))
+        self.lengths = torch.cat([torch.empty(0, 1, dtype=torch.float64), *(norms(x.cpu()) for x in rows.split(step))])
         self.index: Any = index.built(self.take(slice(None))) if index is not None and len(rows) else None
-        self.largest_norm = max((norms(x).max().item() for _, x in self.blocks(_ELEMENTS)), default=0.0)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def take(self, which: slice | Tensor) -> Tensor:
         """Return these rows as they are compared."""
-        return prepared(self.rows[which], normalize=self.normalize)
+        return prepared(self.rows[which], normalize=self.normalize, lengths=self.lengths[which])
 
-    def blocks(self, elements: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    def blocks(self, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Tensor]]:
         """Yield all rows in blocks, each with the position of its first row."""
-        step = _ROWS_OF_A_BLOCK if elements is None else max(1, elements // max(1, self.rows.shape[1]))
+        step = max(1, elements // max(1, self.rows.shape[1]))
         for start in range(0, len(self), step):
             yield start, self.take(slice(start, start + step))
 
     def top(
         self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]
-    ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"], Bool[Tensor, " n"]]:
-        """Return the k best rows of each query: scores, positions, and whether all rows with the k-th score are among them.
+    ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]:
+        """Return the k best rows of each query: scores and positions, and for which of them the search is complete.
 
-        Rows are ordered by score, then by position. With fewer than k rows the rest is −∞ and −1.
+        Rows are ordered by score, then by position. With fewer than k rows the rest is −∞ and −1. If a query is complete,
+        rows beyond the k-th with the score of the k-th follow, all of them; otherwise there may be more.
 
         Args:
             queries: prepared rows.
@@ -69,10 +77,12 @@ class Gallery:
             nothing = torch.empty(len(queries), 0)
             return nothing.double(), nothing.long(), torch.ones(len(queries), dtype=torch.bool)
         scores, positions, complete = self._candidates(queries, k, excluded)
-        scores, positions = ordered(scores, positions, k)
+        scores, positions = ordered(scores, positions, scores.shape[1])
         if self.index is None:
-            for some in (~complete).nonzero().flatten().split(max(1, _ELEMENTS // max(1, len(self), 8192))):
-                scores[some], positions[some] = self._compared_with_all(queries[some], k, excluded[some])
+            for some in (~complete).nonzero().flatten().split(_UNCERTAIN):
+                scores[some], positions[some] = self._compared_with_all(
+                    queries[some], k, scores.shape[1], excluded[some]
+                )
         return scores, positions, complete
 
     def _candidates(
@@ -91,7 +101,8 @@ class Gallery:
             return scores, positions, torch.full((len(queries),), last is not None)
         kth = scores.kthvalue(depth - k + 1, dim=1).values
         width = queries.shape[1]
-        rounding = (width + 8) * 2.0**-24 * self.largest_norm * norms(queries)[:, 0] + width * 2.0**-126
+        longest = 1.0 + 2.0**-20 if self.normalize else self.lengths.max().item()
+        rounding = (width + 8) * 2.0**-24 * longest * norms(queries)[:, 0] + width * 2.0**-126
         return scores, positions, kth > last + rounding
 
     def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, " n"], Int[Tensor, "n depth"]]:
@@ -108,21 +119,34 @@ class Gallery:
     def _scores(self, queries: Tensor, positions: Tensor) -> Float[Tensor, "n c"]:
         """Return the exact scores of a few rows for each query."""
         scores = torch.empty(positions.shape, dtype=torch.float64)
-        step = max(1, _ELEMENTS // max(1, positions.shape[1] * queries.shape[1]))
+        step = max(1, _PAIR_ELEMENTS // max(1, positions.shape[1] * queries.shape[1]))
         for start in range(0, len(queries), step):
             some = slice(start, start + step)
             rows = self.take(positions[some].clamp(min=0).flatten()).view(*positions[some].shape, -1)
             scores[some] = similarities(queries[some, None], rows)[:, 0]
         return scores
 
-    def _compared_with_all(self, queries: Tensor, k: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and positions of the k best of all rows, where candidates were not certain."""
+    def pair_scores(
+        self, queries: Tensor, which: Int[Tensor, " p"], positions: Int[Tensor, " p"]
+    ) -> Float[Tensor, " p"]:
+        """Return the exact scores of pairs: query ``which[i]`` and row ``positions[i]``."""
+        scores = torch.empty(len(which), dtype=torch.float64)
+        step = max(1, _PAIR_ELEMENTS // max(1, queries.shape[1]))
+        for start in range(0, len(which), step):
+            some = slice(start, start + step)
+            scores[some] = similarities(queries[which[some], None], self.take(positions[some])[:, None])[:, 0, 0]
+        return scores
+
+    def _compared_with_all(
+        self, queries: Tensor, k: int, width: int, excluded: Tensor
+    ) -> tuple[Float[Tensor, "n width"], Int[Tensor, "n width"]]:
+        """Return scores and positions of the k best of all rows, where candidates were not certain, padded to ``width``."""
         best = torch.empty(len(queries), 0, dtype=torch.float64)
         positions = torch.empty(len(queries), 0, dtype=torch.int64)
         for start, scores in self.score_blocks(queries, excluded):
             here = torch.arange(start, start + scores.shape[1]).expand(scores.shape)
             best, positions = first_best(torch.cat([best, scores], 1), torch.cat([positions, here], 1), k)
-        return ordered(best, positions, k)
+        return ordered(best, positions, width)
 
     def score_blocks(self, queries: Tensor, excluded: Tensor) -> Iterator[tuple[int, Float[Tensor, "n c"]]]:
         """Yield the exact scores of all rows in blocks; −∞ for excluded rows."""

@@ -37,6 +37,10 @@ class Round:
         """Return what all ranks hold for these queries, given what this rank holds for all of its own."""
         return gather_rows(rows[self.local].contiguous(), self.shards, self.world)
 
+    def gathered_unevenly(self, rows: Tensor) -> Tensor:
+        """Return what all ranks hold for these queries, where each holds any number of rows for them."""
+        return gather_rows(rows.contiguous(), self.world.shards(rows), self.world)
+
     def answered(self, answers: Tensor) -> list[Tensor]:
         """Send the owners this rank's answers, one row per query; return all ranks' answers for the local queries."""
         if self.world.size == 1:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.evaluation.exact import prepared
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, import_faiss
 from contrastive_zoo.evaluation.local_search import Gallery, ordered
@@ -26,6 +27,7 @@ class Neighbors(NamedTuple):
     """Indices into the gallery of all ranks, in rank order; −1 where there is none."""
 
 
+@uncompiled
 @torch.no_grad()
 def top_k(
     queries: Float[Tensor, "n d"],
@@ -98,7 +100,7 @@ def top_k(
         positions = positions + start * (positions >= 0)
         answers = zip(block.answered(scores), block.answered(positions), strict=True)
         by_rank = [torch.cat(x, 1) for x in zip(*answers, strict=True)]
-        found.scores[block.local], found.indices[block.local] = ordered(*by_rank, k)
+        found.scores[block.local], found.indices[block.local] = ordered(by_rank[0], by_rank[1], k)
     return found
 
 

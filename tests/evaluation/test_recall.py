@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from contrastive_zoo.evaluation.recall import recall_at_k
+from contrastive_zoo.evaluation import recall_at_k
 
 
 def by_counting(similarity, relevant, candidate, k):
@@ -77,14 +77,18 @@ def test_a_label_that_nobody_shares_does_not_count():
 @pytest.mark.parametrize(
     ("arguments", "settings", "says"),
     [
-        ((torch.ones(3, 2), torch.ones(3, 4)), {}, r"rows of one width, got queries \[3, 2\] and gallery \[3, 4\]"),
+        (
+            (torch.ones(3, 2), torch.ones(3, 4)),
+            {},
+            r"one width and dtype, got float32 \[3, 2\] and float32 \[3, 4\]",
+        ),
         ((torch.ones(3, 2), torch.ones(4, 2)), {}, "row i of the gallery is query i's partner"),
         ((torch.ones(3, 2),), {}, "need labels"),
         ((torch.ones(3, 2), torch.ones(3, 2)), {"labels": torch.arange(3)}, "come together"),
-        ((torch.ones(3, 2),), {"labels": torch.arange(4)}, r"one integer per row, got \[4\]"),
+        ((torch.ones(3, 2),), {"labels": torch.arange(4)}, "one per row, got 4 for 3 rows"),
         ((torch.ones(3, 2), torch.ones(3, 2)), {"k": 4}, "between 1 and the 3 rows"),
         ((torch.ones(3, 2),), {"labels": torch.arange(3), "k": 3}, "between 1 and the 2 rows"),
-        ((torch.full((3, 2), math.nan), torch.ones(3, 2)), {}, "finite"),
+        ((torch.full((3, 2), math.nan), torch.ones(3, 2)), {}, "NaN or infinite"),
     ],
 )
 def test_mistakes_are_named(arguments, settings, says):

@@ -1,0 +1,170 @@
+"""Where the relevant items of a query are in its ranking, up to the order of ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Groups(NamedTuple):
+    """Items of a query with equal score and value, counted; one array each."""
+
+    query: Ints
+    score: Floats
+    value: Ints
+    size: Ints
+
+    @classmethod
+    def joined(cls, parts: list[Groups]) -> Groups:
+        """Return the groups of several ranks, merged and ordered by query, falling score, and value."""
+        query, score, value, count = (np.concatenate(x) for x in zip(*parts, strict=True))
+        order = np.lexsort((value, -score, query))
+        query, score, value = query[order], score[order], value[order]
+        first = changes(query, score, value)
+        return cls(query[first], score[first], value[first], sums_between(count[order], first))
+
+
+class Levels(NamedTuple):
+    """Items of a query with equal score: how many score higher, and how many there are."""
+
+    query: Ints
+    score: Floats
+    higher: Ints
+    tied: Ints
+
+
+class Relevant(NamedTuple):
+    """Relevant items of a query with equal score and grade, counted."""
+
+    query: Ints
+    score: Floats
+    grade: Floats
+    size: Ints
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The levels of n queries: items with one score, of which at least one is relevant; best first, ordered by query.
+
+    Args:
+        total: [n], relevant items of each query in the whole gallery.
+        query: [l], the query of each level.
+        higher: [l], items with a higher score.
+        tied: [l], items with this score.
+        level: [g], the level of each group of relevant items with one grade; ascending.
+        grade: [g], their grade.
+        count: [g], their number.
+        ideal_query: [h], the query of each group of all its relevant items with one grade.
+        ideal_grade: [h], their grade.
+        ideal_count: [h], their number.
+    """
+
+    total: Ints
+    query: Ints
+    higher: Ints
+    tied: Ints
+    level: Ints
+    grade: Floats
+    count: Ints
+    ideal_query: Ints
+    ideal_grade: Floats
+    ideal_count: Ints
+
+    @classmethod
+    def of(cls, levels: Levels, relevant: Relevant, ideal: tuple[Ints, Floats, Ints], queries: int) -> Ranking:
+        """Return the ranking of n queries, given levels, groups of relevant items at some of them, and ideal groups.
+
+        Levels and groups are ordered by query and falling score.
+        """
+        first = changes(relevant.query, relevant.score)
+        begins = np.zeros(len(relevant.query), dtype=np.int64)
+        begins[first] = 1
+        at = _places_of(levels, relevant.query[first], relevant.score[first])
+        total = whole_sums(ideal[0], ideal[2], queries)
+        level = begins.cumsum() - 1
+        return cls(
+            total, levels.query[at], levels.higher[at], levels.tied[at], level, relevant.grade, relevant.size, *ideal
+        )
+
+    @property
+    def queries(self) -> int:
+        """The number of queries."""
+        return len(self.total)
+
+    @property
+    def found(self) -> Ints:
+        """[l], relevant items at each level."""
+        return whole_sums(self.level, self.count, len(self.query))
+
+    @property
+    def found_higher(self) -> Ints:
+        """[l], relevant items of the same query at higher levels."""
+        return running_before(self.query, self.found)
+
+
+def levels_of(groups: Groups) -> Levels:
+    """Return the levels of groups that hold every item of a score."""
+    first = changes(groups.query, groups.score)
+    query, tied = groups.query[first], sums_between(groups.size, first)
+    return Levels(query, groups.score[first], running_before(query, tied), tied)
+
+
+def _places_of(levels: Levels, query: Ints, score: Floats) -> Ints:
+    """Return at which levels these scores are; both are ordered by query and falling score."""
+    scores = np.concatenate([levels.score, score])
+    queries = np.concatenate([levels.query, query])
+    order = np.lexsort((-scores, queries))  # stable: a level is just before its score
+    return order[np.flatnonzero(order >= len(levels.score)) - 1]
+
+
+def changes(*columns: NDArray[np.generic]) -> Ints:
+    """Return where a new combination of values begins.
+
+    Example:
+        >>> changes(np.array([1, 1, 2]), np.array([5, 6, 6])).tolist()
+        [0, 1, 2]
+    """
+    if len(columns[0]) == 0:
+        return np.zeros(0, dtype=np.int64)
+    new = np.logical_or.reduce([x[1:] != x[:-1] for x in columns])
+    return np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.int64)
+
+
+def sums_between(x: Ints, first: Ints) -> Ints:
+    """Return the sums of the parts of x that begin at ``first``.
+
+    Example:
+        >>> sums_between(np.array([1, 2, 3]), np.array([0, 2])).tolist()
+        [3, 3]
+    """
+    return np.add.reduceat(x, first) if len(first) else x[:0]
+
+
+def whole_sums(where: Ints, x: Ints, size: int) -> Ints:
+    """Return the sums of x with equal ``where``.
+
+    Example:
+        >>> whole_sums(np.array([0, 2, 2]), np.array([1, 2, 3]), 3).tolist()
+        [1, 0, 5]
+    """
+    sums = np.zeros(size, dtype=np.int64)
+    np.add.at(sums, where, x)
+    return sums
+
+
+def running_before(where: Ints, x: Ints) -> Ints:
+    """Return for each element the sum of earlier elements with the same ``where``, which is in ascending order.
+
+    Example:
+        >>> running_before(np.array([0, 0, 1]), np.array([3, 4, 5])).tolist()
+        [0, 3, 0]
+    """
+    before = x.cumsum() - x
+    first = changes(where)
+    return before - np.repeat(before[first], np.diff(np.append(first, len(x)))) if len(x) else x

@@ -1,0 +1,188 @@
+"""Every metric against enumeration by hand, with ties, and against other libraries, without."""
+
+import math
+
+import ir_measures
+import numpy as np
+import pytest
+import torch
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+from sklearn.metrics import average_precision_score, ndcg_score, top_k_accuracy_score
+from sklearn.neighbors import KNeighborsClassifier
+from torchmetrics import retrieval
+
+import contrastive_zoo as cz
+from contrastive_zoo.evaluation.exact import prepared
+from tests.evaluation import by_hand
+
+NAMES = [
+    "precision@1",
+    "precision@3",
+    "recall@2",
+    "recall@5",
+    "hit_rate@1",
+    "hit_rate@3",
+    "r_precision",
+    "map",
+    "map@3",
+]
+NAMES += ["map@r", "mrr", "mrr@2", "ndcg", "ndcg@3"]
+TIES = ["pessimistic", "optimistic", "expected"]
+
+
+def random_rows(n, m, seed, classes=6):
+    draw = torch.Generator().manual_seed(seed)
+    rows = (torch.randn(size, 8, generator=draw, dtype=torch.float64) for size in (n, m))
+    labels = (torch.randint(classes, (size,), generator=draw) for size in (n, m))
+    return *rows, *labels
+
+
+@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_metrics_with_ties_are_those_of_all_orders(seed, ties):
+    a, b = by_hand.few_scores(9, 8, seed)
+    draw = torch.Generator().manual_seed(seed)
+    labels, other = (torch.randint(3, (n,), generator=draw) for n in (9, 8))
+    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, metrics=NAMES, ties=ties, normalize=False)
+    grades = (labels[:, None] == other).double()
+    assert found == pytest.approx({name: by_hand.metric(name, a @ b.T, grades, ties) for name in NAMES}, abs=1e-12)
+
+
+@pytest.mark.parametrize("ties", TIES)
+def test_a_row_does_not_find_itself(ties):
+    a, _ = by_hand.few_scores(9, 0, 3)
+    labels = torch.tensor([0, 1, 2, 0, 1, 0, 4, 1, 0])
+    grades = (labels[:, None] == labels).double().fill_diagonal_(math.nan)
+    found = cz.evaluate(a, labels=labels, metrics=NAMES, ties=ties, normalize=False)
+    assert found == pytest.approx({name: by_hand.metric(name, a @ a.T, grades, ties) for name in NAMES}, abs=1e-12)
+
+
+@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_judgements_have_grades_and_ignore_rows(ties, leave_one_out):
+    draw = torch.Generator().manual_seed(5)
+    a, b = by_hand.few_scores(8, 8, 5)
+    b = a if leave_one_out else b
+    grades = torch.tensor([-1.0, 0.0, 0.0, 1.0, 2.5])[torch.randint(5, (8, 8), generator=draw)].double()
+    ids, others = torch.randperm(8, generator=draw) + 10, torch.randperm(8, generator=draw) + 90
+    others = ids if leave_one_out else others
+    judged = (grades != 0) & ~(torch.eye(8, dtype=torch.bool) & leave_one_out)
+    query, item = judged.nonzero(as_tuple=True)
+    shuffled = torch.randperm(len(query), generator=draw)
+    judgements = tuple(x[shuffled] for x in (ids[query], others[item], grades[query, item]))
+    settings = {"ids": ids} | ({} if leave_one_out else {"gallery_ids": others})
+    found = cz.evaluate(a, None if leave_one_out else b, judgements=judgements, metrics=NAMES, ties=ties,
+                        normalize=False, **settings)  # fmt: skip
+    grades[grades < 0] = math.nan
+    if leave_one_out:
+        grades.fill_diagonal_(math.nan)
+    assert found == pytest.approx({name: by_hand.metric(name, a @ b.T, grades, ties) for name in NAMES}, abs=1e-12)
+
+
+@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_neighbors_vote(k, ties):
+    a, b = by_hand.few_scores(40, 30, k)
+    draw = torch.Generator().manual_seed(k)
+    labels, other = (torch.randint(4, (n,), generator=draw) for n in (40, 30))
+    settings = {"metrics": [f"knn_accuracy@{k}"], "ties": ties, "normalize": False}
+    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, **settings)
+    assert found[f"knn_accuracy@{k}"] == pytest.approx(by_hand.knn_accuracy(a @ b.T, other, labels, k, ties))
+    found = cz.evaluate(a, labels=labels, **settings)
+    others = (a @ a.T).fill_diagonal_(-math.inf)
+    assert found[f"knn_accuracy@{k}"] == pytest.approx(by_hand.knn_accuracy(others, labels, labels, k, ties))
+
+
+def test_a_collapsed_encoder_is_not_good():
+    rows, labels = torch.ones(600, 4), torch.arange(600) % 3
+    names = ["hit_rate@1", "precision@10", "map", "mrr", "knn_accuracy@5"]
+    worst, mean = (cz.evaluate(rows, labels=labels, metrics=names, ties=x) for x in ("pessimistic", "expected"))
+    assert worst["hit_rate@1"] == worst["precision@10"] == 0.0
+    assert mean["hit_rate@1"] == mean["precision@10"] == pytest.approx(199 / 599)
+    assert worst["mrr"] == pytest.approx(1 / 401)
+    assert worst["knn_accuracy@5"] == 0.0  # two other classes have more rows
+
+
+def test_ignored_labels_and_repeated_ids_do_not_count():
+    a, _, labels, _ = random_rows(40, 0, 0)
+    settings = {"metrics": [*NAMES, "knn_accuracy@3"]}
+    ignored = labels == 2
+    expected = cz.evaluate(a[~ignored], labels=labels[~ignored], **settings)
+    assert cz.evaluate(a, labels=labels, ignore_label=2, **settings) == expected
+    padded = torch.cat([torch.arange(40), torch.arange(7)])
+    again = cz.evaluate(a[padded], labels=labels[padded], ids=padded, ignore_label=2, **settings)
+    assert again == expected
+    assert cz.evaluate(a[padded], labels=labels[padded], ignore_label=2, **settings) != expected
+
+
+# -------------------------------------------------------------------------------------------------- other libraries
+
+
+def test_pytorch_metric_learning_agrees():
+    a, b, labels, other = random_rows(60, 90, 1)
+    names = {"precision_at_1": "precision@1", "r_precision": "r_precision", "mean_average_precision_at_r": "map@r",
+             "mean_average_precision": "map", "mean_reciprocal_rank": "mrr"}  # fmt: skip
+    for rows, of_rows in ((a, labels), (b, other)):
+        given = {"labels": labels} if rows is a else {"gallery": b, "labels": labels, "gallery_labels": other}
+        calculator = AccuracyCalculator(include=tuple(names), k=len(rows) - (rows is a), device=torch.device("cpu"))
+        unit, unit_rows = (prepared(x, normalize=True) for x in (a, rows))
+        expected = calculator.get_accuracy(unit, labels, unit_rows, of_rows, ref_includes_query=rows is a)
+        found = cz.evaluate(a, **given, metrics=list(names.values()))
+        reciprocal = expected.pop("mean_reciprocal_rank")
+        assert found["mrr"] == pytest.approx(reciprocal, abs=1e-6)  # computed in float32 there
+        assert {x: found[names[x]] for x in expected} == pytest.approx(expected, abs=1e-12)
+
+
+def test_torchmetrics_agrees():
+    a, b, labels, other = random_rows(30, 50, 2)
+    peers = {"precision@5": retrieval.RetrievalPrecision(top_k=5), "recall@5": retrieval.RetrievalRecall(top_k=5),
+             "hit_rate@5": retrieval.RetrievalHitRate(top_k=5), "r_precision": retrieval.RetrievalRPrecision(),
+             "map": retrieval.RetrievalMAP(), "mrr": retrieval.RetrievalMRR(), "mrr@2": retrieval.RetrievalMRR(top_k=2),
+             "ndcg@10": retrieval.RetrievalNormalizedDCG(top_k=10)}  # fmt: skip
+    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, metrics=list(peers), normalize=False)
+    relevant = labels[:, None] == other
+    query = torch.arange(30)[:, None].expand(30, 50)
+    for name, peer in peers.items():
+        value = peer((a @ b.T).flatten(), relevant.flatten(), indexes=query.flatten()).item()
+        assert found[name] == pytest.approx(value, abs=1e-6), name  # it computes in float32
+
+
+def test_ir_measures_agrees():
+    draw = torch.Generator().manual_seed(3)
+    a, b, *_ = random_rows(20, 40, 3)
+    grades = torch.randint(0, 4, (20, 40), generator=draw) * (torch.rand(20, 40, generator=draw) < 0.2)
+    query, item = grades.nonzero(as_tuple=True)
+    names = {"precision@5": ir_measures.P @ 5, "recall@10": ir_measures.R @ 10, "r_precision": ir_measures.Rprec,
+             "map": ir_measures.AP, "map@10": ir_measures.AP @ 10, "mrr": ir_measures.RR, "ndcg": ir_measures.nDCG,
+             "ndcg@10": ir_measures.nDCG @ 10, "hit_rate@3": ir_measures.Success @ 3}  # fmt: skip
+    found = cz.evaluate(a, b, judgements=(query, item, grades[query, item].double()), ids=torch.arange(20),
+                        gallery_ids=torch.arange(40), metrics=list(names), normalize=False)  # fmt: skip
+    qrels = {str(i): {} for i in query.tolist()}
+    for i, j in zip(query.tolist(), item.tolist(), strict=True):
+        qrels[str(i)][str(j)] = int(grades[i, j])
+    scores = (a @ b.T).tolist()
+    run = {i: {str(j): score for j, score in enumerate(scores[int(i)])} for i in qrels}
+    expected = ir_measures.calc_aggregate(list(names.values()), qrels, run)
+    assert found == pytest.approx({x: expected[y] for x, y in names.items()}, abs=1e-12)
+
+
+def test_scikit_learn_agrees():
+    a, b, labels, other = random_rows(30, 60, 4)
+    names = ["map", "ndcg", "ndcg@7", "knn_accuracy@1"]
+    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, metrics=names, normalize=False)
+    scores, relevant = (a @ b.T).numpy(), (labels[:, None] == other).numpy()
+    assert found["map"] == pytest.approx(np.mean([*map(average_precision_score, relevant, scores)]), abs=1e-12)
+    assert found["ndcg"] == pytest.approx(ndcg_score(relevant, scores), abs=1e-12)
+    assert found["ndcg@7"] == pytest.approx(ndcg_score(relevant, scores, k=7), abs=1e-12)
+    judge = KNeighborsClassifier(1, metric="cosine").fit(b, other)
+    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, metrics=["knn_accuracy@1"])
+    assert found["knn_accuracy@1"] == pytest.approx(judge.score(a, labels), abs=1e-12)
+
+
+def test_cross_modal_recall_is_top_k_accuracy():
+    a, b, *_ = random_rows(40, 40, 6)
+    b = a + b
+    found = cz.cross_modal_recall(a, b, k=[1, 5], normalize=False)
+    for k in (1, 5):
+        for name, scores in (("first_to_second", a @ b.T), ("second_to_first", b @ a.T)):
+            assert found[f"{name}@{k}"] == pytest.approx(top_k_accuracy_score(np.arange(40), scores.numpy(), k=k))

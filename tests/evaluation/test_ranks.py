@@ -1,0 +1,239 @@
+"""Metrics are the same bits for every split; the invariants catch the mistakes that they are made for."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import contrastive_zoo as cz
+from contrastive_zoo.evaluation.duplicates import first_of_each
+from contrastive_zoo.testing import evaluation_invariants as invariants
+from contrastive_zoo.testing.invariant import Broken
+from contrastive_zoo.world import World
+from tests.evaluation.by_hand import few_scores
+from tests.helpers import common_error, local_shard
+
+NAMES = ["precision@1", "recall@5", "hit_rate@3", "r_precision", "map", "map@r", "mrr", "ndcg", "knn_accuracy@3"]
+SPLITS = [(47,), (20, 27), (0, 40, 7), (1, 0, 46, 0), (12, 12, 12, 11)]
+
+
+def rows_of(kind, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    if kind == "ties":
+        return few_scores(47, 0, seed)[0]
+    rows = torch.randn(47, 16, generator=draw)
+    if kind == "near ties":  # float32 cannot tell them apart
+        return (torch.ones(47, 16, dtype=torch.float64) + 1e-9 * rows).double()
+    return rows
+
+
+LABELS = torch.randint(6, (47,), generator=torch.Generator().manual_seed(1))
+
+
+def measure(ties):
+    return lambda rows, labels, ids: cz.evaluate(rows, labels=labels, ids=ids, metrics=NAMES, ties=ties)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ties"),
+    [("random", "pessimistic"), ("ties", "expected"), ("near ties", "optimistic"), ("ties", "pessimistic")],
+)
+def test_metrics_obey_the_invariants(kind, ties, worlds):
+    rows = rows_of(kind)
+    invariants.same_for_every_split(measure(ties), rows, LABELS, splits=SPLITS, worlds=worlds)
+    invariants.blind_to_order_of_rows(measure(ties), rows, LABELS, split=(17, 30), worlds=worlds)
+    invariants.repeated_samples_count_once(measure(ties), rows, LABELS, split=(17, 30), worlds=worlds)
+
+
+# -------------------------------------------------------------------------------------------------------- mutants
+
+
+def local_queries(rows, labels, ids):
+    """Each rank's number for its own queries and rows."""
+    return cz.evaluate(rows, labels=labels, metrics=["hit_rate@1"], process_group=cz.ALONE)
+
+
+def float32_scores(rows, labels, ids):
+    """Scores of float32 matmuls, whose last bits depend on the shapes of blocks, summed in rank order."""
+    rows = F.normalize(rows.float(), dim=1)
+    scores = rows @ cz.all_gather(rows).T
+    total = torch.tensor(float((scores**3).sum()))
+    dist.all_reduce(total)
+    return {"score": total.item()}
+
+
+def first_of_ties(rows, labels, ids):
+    """Of equal scores the first row counts."""
+    gallery, of_gallery = cz.all_gather(rows), cz.all_gather(labels)
+    nearest = (rows.double() @ gallery.double().T).argmax(1)
+    hits = torch.tensor([(of_gallery[nearest] == labels).sum(), len(rows)], dtype=torch.float64)
+    dist.all_reduce(hits)
+    return {"accuracy": (hits[0] / hits[1]).item()}
+
+
+def without_ids(rows, labels, ids):
+    """Repeated samples count."""
+    return cz.evaluate(rows, labels=labels, metrics=["hit_rate@1"])
+
+
+@pytest.mark.parametrize("mutant", [local_queries, float32_scores])
+def test_the_split_invariant_catches(mutant, worlds):
+    with pytest.raises(Broken):
+        invariants.same_for_every_split(mutant, rows_of("random"), LABELS, splits=[(47,), (20, 27)], worlds=worlds)
+
+
+def test_the_order_invariant_catches_the_first_of_ties(worlds):
+    with pytest.raises(Broken, match="shuffled rows"):
+        invariants.blind_to_order_of_rows(first_of_ties, torch.ones(47, 3), LABELS, split=(17, 30), worlds=worlds)
+
+
+def test_the_repetition_invariant_catches_rows_without_ids(worlds):
+    with pytest.raises(Broken, match="repeated samples"):
+        invariants.repeated_samples_count_once(without_ids, rows_of("random"), LABELS, split=(17, 30), worlds=worlds)
+
+
+# ---------------------------------------------------------------------------------------------------------- search
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "near ties"])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_the_nearest_rows_are_those_of_one_process(kind, leave_one_out, worlds):
+    rows, other = rows_of(kind), rows_of(kind, 1)
+    excluded = torch.stack([torch.arange(47).roll(3), torch.full((47,), -1)], 1)
+
+    def search(queries, excluded, gallery):
+        return tuple(cz.top_k(queries, None if leave_one_out else gallery, k=5, excluded=excluded))
+
+    ((scores, indices),) = worlds.run(1, search, rows, excluded, other)
+    unit, unit_rows = (F.normalize(x.double(), dim=1) for x in (rows, rows if leave_one_out else other))
+    expected = unit @ unit_rows.T
+    expected[torch.arange(47), excluded[:, 0]] = -math.inf
+    if leave_one_out:
+        expected.fill_diagonal_(-math.inf)
+    assert torch.allclose(scores, expected.sort(descending=True).values[:, :5], rtol=0, atol=1e-7)
+    assert torch.allclose(scores, expected.gather(1, indices), rtol=0, atol=1e-7)
+    if kind != "near ties":
+        assert not ((scores[:, 1:] == scores[:, :-1]) & (indices[:, 1:] < indices[:, :-1])).any()
+    for split, of_gallery in (((20, 27), (0, 47)), ((0, 40, 7), (3, 1, 43))):
+        each = list(zip(rows.split(split), excluded.split(split), other.split(of_gallery), strict=True))
+        found = worlds.run(len(split), search, each=each)
+        assert torch.equal(torch.cat([x for x, _ in found]), scores)
+        assert torch.equal(torch.cat([y for _, y in found]), indices)
+
+
+def test_queries_and_gallery_have_splits_of_their_own(worlds):
+    rows, other = rows_of("ties"), rows_of("ties", 1)
+    grades = torch.randint(-1, 3, (47, 47), generator=torch.Generator().manual_seed(2))
+    query, item = (grades != 0).nonzero(as_tuple=True)
+
+    def job(queries, gallery, ids, items):
+        own = torch.isin(query, ids)
+        judgements = query[own], item[own] + 100, grades[query[own], item[own]].float()
+        return cz.evaluate(queries, gallery, ids=ids, gallery_ids=items, judgements=judgements,
+                           metrics=["map", "ndcg", "ndcg@4", "recall@2"], ties="expected"), cz.evaluate(
+                           queries, gallery, metrics=["hit_rate@7", "mrr"])  # fmt: skip
+
+    results = []
+    for split, of_gallery in (((47,), (47,)), ((20, 27), (0, 47)), ((0, 40, 7), (3, 1, 43))):
+        numbers = torch.arange(47).split(split), torch.arange(100, 147).split(of_gallery)
+        each = list(zip(rows.split(split), other.split(of_gallery), *numbers, strict=True))
+        results += worlds.run(len(split), job, each=each)
+    assert all(found == results[0] for found in results), results
+
+
+def test_a_certain_search_is_the_same_as_a_comparison_with_all_rows():
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(300, 8, generator=draw)
+    rows[100:] = rows[:100].repeat(2, 1)  # every row three times: the eighth neighbour ties with the ninth
+    found = cz.top_k(rows[:20], rows, k=2)
+    assert found.indices.tolist() == [[i, i + 100] for i in range(20)]
+
+
+def test_a_memory_map_is_searched(tmp_path):
+    rows = np.memmap(tmp_path / "rows", dtype=np.float32, mode="w+", shape=(50, 4))
+    rows[:] = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).numpy()
+    gallery = torch.from_numpy(rows)
+    assert cz.top_k(gallery[:7], gallery, k=1).indices.flatten().tolist() == list(range(7))
+
+
+def test_an_index_is_an_approximation_whose_recall_is_measured(worlds):
+    rows = torch.randn(2000, 16, generator=torch.Generator().manual_seed(0))
+
+    def job():
+        shard = local_shard(rows, (1500, 500))
+        exact, some = cz.ApproximateIndex("IVF16,Flat", "nprobe=16"), cz.ApproximateIndex("IVF16,Flat", "nprobe=4")
+        recalls = [cz.index_recall(shard[:50], shard, k=5, index=index) for index in (exact, some)]
+        labels = torch.arange(len(shard)) % 7
+        found = cz.evaluate(shard, labels=labels, metrics=["precision@5"], index=exact)
+        return *recalls, found == cz.evaluate(shard, labels=labels, metrics=["precision@5"])
+
+    (complete, most, same), other = worlds.run(2, job)
+    assert (complete, same) == (1.0, True)
+    assert 0.4 < most < 1.0
+    assert other == (complete, most, same)
+
+
+def test_the_first_row_of_each_id_is_found_across_ranks(worlds):
+    ids = torch.tensor([5, 3, 5, 8, 3, 3, -2, 8, -2, 0])
+    expected = first_of_each(ids, World())
+    assert expected.nonzero().flatten().tolist() == [0, 1, 3, 6, 9]
+    for split in ((4, 6), (0, 9, 1)):
+        found = worlds.run(len(split), lambda split=split: first_of_each(local_shard(ids, split), World.of()))
+        assert torch.equal(torch.cat(found), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+def rank():
+    return dist.get_rank()
+
+
+ONES = torch.ones(3, 2)
+IDS = torch.arange(3)
+MISTAKES = {
+    "k beyond the gallery": (lambda: cz.evaluate(ONES, ONES, metrics=["recall@7"]), ("1 and the 6 rows", "got 7")),
+    "k of a search": (lambda: cz.top_k(ONES, ONES, k=7), ("1 and the 6 rows", "got 7")),
+    "k is zero": (lambda: cz.recall_at_k(ONES, ONES, k=0), ("k is between 1", "got 0")),
+    "k differs": (lambda: cz.evaluate(ONES, ONES, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
+    "NaN on one rank": (lambda: cz.evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
+    "NaN in a search": (lambda: cz.top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
+    "widths of queries": (lambda: cz.evaluate(torch.ones(3, 2 + rank()), labels=IDS), ("[2]", "[3]")),
+    "widths of the gallery": (lambda: cz.evaluate(ONES, torch.ones(3, 4)), ("one width", "[3, 4]")),
+    "no labels on one rank": (
+        lambda: cz.evaluate(ONES, ONES, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
+        ("labels",),
+    ),
+    "unmatched query": (
+        lambda: cz.evaluate(ONES, ids=IDS, judgements=(IDS + 2 * rank(), IDS, torch.ones(3))),
+        ("rank 1", "query 3"),
+    ),
+    "unmatched item": (
+        lambda: cz.evaluate(ONES, ids=IDS + 3 * rank(), judgements=(IDS[:1] + 3 * rank(), IDS[:1] + 9, torch.ones(1))),
+        ("2 of ", "gallery_ids"),
+    ),
+    "unequal partners": (lambda: cz.evaluate(ONES, ONES[rank() :]), ("6 queries", "5 rows")),
+    "unknown metric": (lambda: cz.evaluate(ONES, labels=IDS, metrics=["recall"]), ("no metric recall", "recall@k")),
+    "unknown ties": (lambda: cz.evaluate(ONES, labels=IDS, ties="average"), ("'expected'", "'average'")),
+    "whole ranking of an index": (
+        lambda: cz.evaluate(ONES, labels=IDS, metrics=["map"], index=cz.ApproximateIndex("HNSW8")),
+        ("map needs all positions",),
+    ),
+    "a pair twice": (
+        lambda: cz.evaluate(ONES, ids=IDS, judgements=(IDS * 0, IDS * 0, torch.ones(3))),
+        ("a pair twice",),
+    ),
+    "excluded of another length": (lambda: cz.top_k(ONES, ONES, k=1, excluded=IDS[:2, None]), ("3 queries",)),
+    "an empty gallery": (lambda: cz.top_k(ONES, ONES[:0], k=1), ("0 rows",)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_error_on_every_rank(mistake, worlds):
+    bad, words = MISTAKES[mistake]
+    text, after = common_error(worlds, 2, bad, lambda: cz.recall_at_k(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]]))
+    assert all(word in text for word in words), text
+    assert after == [1.0, 1.0]
