@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.mining.guide import Guide
 from contrastive_zoo.mining.selection import Selection
 from contrastive_zoo.mining.task import Task, mine
 from contrastive_zoo.random_keys import random_keys
@@ -38,11 +39,12 @@ class RefreshedNegatives:
         corpus_size: number of rows of the corpus.
         every: steps between two minings.
         chunk_size: samples that are encoded at once.
+        guide: scores that decide about false negatives, as in :func:`mine_hard_negatives`.
         normalize: whether scores are cosines.
         process_group: who trains.
         settings: ``num_negatives``, ``range_min``, ``range_max``, ``max_score``, ``min_score``, ``absolute_margin``,
-            ``relative_margin``, ``sampling`` and ``seed`` of :func:`mine_hard_negatives`. Random negatives are drawn anew at
-            each mining.
+            ``relative_margin``, ``guide_margin``, ``sampling`` and ``seed`` of :func:`mine_hard_negatives`. Random
+            negatives are drawn anew at each mining.
 
     Raises:
         ValueError: sizes that are no integers of at least 1, or settings that select nothing. At :meth:`update`, on every
@@ -72,6 +74,7 @@ class RefreshedNegatives:
         corpus_size: int,
         every: int,
         chunk_size: int = 256,
+        guide: Guide | None = None,
         normalize: bool = True,
         process_group: Processes = None,
         **settings: Any,
@@ -84,7 +87,7 @@ class RefreshedNegatives:
             raise ValueError(f"RefreshedNegatives: {problem}")
         self.encode_queries, self.encode_corpus, self.positives = encode_queries, encode_corpus, positives
         self.corpus_size, self.every, self.chunk_size, self.normalize = corpus_size, every, chunk_size, normalize
-        self.process_group = process_group
+        self.guide, self.process_group = guide, process_group
         self.mined_at: int | None = None
         """The step of the last mining."""
         self.negatives = torch.full((len(positives), self.selection.num_negatives), -1)
@@ -114,7 +117,13 @@ class RefreshedNegatives:
         start, stop = self._part(len(self.positives), world)
         selection = self.selection.with_seed(seed)
         task = Task(
-            queries, corpus, self.positives[start:stop], selection, normalize=self.normalize, process_group=world
+            queries,
+            corpus,
+            self.positives[start:stop],
+            selection,
+            guide=self.guide,
+            normalize=self.normalize,
+            process_group=world,
         )
         _, mined = mine(task)
         self.negatives = gather_rows(mined.negatives, world.shards(stop - start), world).clone()
