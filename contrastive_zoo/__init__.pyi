@@ -106,7 +106,15 @@ from contrastive_zoo.masks import sample_ids as sample_ids
 from contrastive_zoo.memory.cross_batch import CrossBatchMemory as CrossBatchMemory
 from contrastive_zoo.memory.momentum import MomentumEncoder as MomentumEncoder
 from contrastive_zoo.memory.queue import MemoryQueue as MemoryQueue
-from contrastive_zoo.mining import DistributedMiner as DistributedMiner
+from contrastive_zoo.mining.hard_negatives import mine_hard_negatives as mine_hard_negatives
+from contrastive_zoo.mining.miner import DistributedMiner as DistributedMiner
+from contrastive_zoo.mining.refreshed import RefreshedNegatives as RefreshedNegatives
+from contrastive_zoo.sampling.base import DistributedBatchSampler as DistributedBatchSampler
+from contrastive_zoo.sampling.collate import CollateEmpty as CollateEmpty
+from contrastive_zoo.sampling.global_batches import GlobalBatchSampler as GlobalBatchSampler
+from contrastive_zoo.sampling.hard_negatives import HardNegativeBatchSampler as HardNegativeBatchSampler
+from contrastive_zoo.sampling.m_per_class import MPerClassBatchSampler as MPerClassBatchSampler
+from contrastive_zoo.sampling.no_duplicates import NoDuplicatesBatchSampler as NoDuplicatesBatchSampler
 from contrastive_zoo.world import ALONE as ALONE
 from contrastive_zoo.world import World as World
 

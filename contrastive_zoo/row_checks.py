@@ -3,8 +3,11 @@
 import functools
 import math
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -31,6 +34,17 @@ def in_one_line(value: object) -> str:
         "(1, 'a/b')"
     """
     return str(value).replace("|", "/").replace("\n", " ")
+
+
+def array_in_one_line(array: NDArray[np.generic]) -> str:
+    """Return the dtype, the shape and a digest of an array that ranks compare without sending it.
+
+    Examples:
+        >>> array_in_one_line(np.zeros((2, 3)))
+        'float64 [2, 3], digest 01c88af0015f7556'
+    """
+    digest = blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
+    return f"{array.dtype} {list(array.shape)}, digest {digest}"
 
 
 def tolerance(rows: Iterable[Tensor]) -> float:

@@ -16,7 +16,7 @@ PACKAGE = Path(cz.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = [
-    {"_compat", "class_docstring", "compiling", "later", "row_checks", "small_batch"},
+    {"_compat", "class_docstring", "compiling", "later", "random_keys", "row_checks", "small_batch"},
     {"world"},
     {"differences", "gather_cache"},
     {"handshake"},
@@ -30,7 +30,7 @@ LAYERS = [
     {"wrapper_options", "call_history"},
     {"distributed_step"},
     {"distributed"},
-    {"mining", "memory", "gradcache"},
+    {"mining", "memory", "gradcache", "sampling"},
 ]
 """Arrows point from later ones to earlier ones."""
 

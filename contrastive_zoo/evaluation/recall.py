@@ -71,6 +71,7 @@ def recall_at_k(
     return measured("recall_at_k", given, [f"hit_rate@{k}"], Settings(normalize=normalize), world)[f"hit_rate@{k}"]
 
 
+@uncompiled
 def cross_modal_recall(
     first: Float[Tensor, "n d"],
     second: Float[Tensor, "m d"],

@@ -41,7 +41,7 @@ def same_for_every_split(
             _compare(metrics, expected, f"rank {rank} of shards {list(split)}", f"shards {list(splits[0])}")
 
 
-def blind_to_order_of_rows(
+def invariant_to_row_order(
     measure: Measure, rows: Tensor, labels: Tensor, *, split: Sequence[int], worlds: Worlds
 ) -> None:
     """Metrics do not depend on the order of rows, not even where scores are equal.

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from contrastive_zoo.testing.measurement import Gradients
 from contrastive_zoo.testing.trial import Trial
@@ -12,6 +14,10 @@ from contrastive_zoo.testing.worlds import RankError
 
 TOLERANCE = 1e-10
 """Largest allowed difference in float64, relative to the larger of 1 and the largest expected element."""
+
+
+T = TypeVar("T", default=Trial)
+"""What an invariant is tested on: a loss on a global batch, unless another kind of trial is named."""
 
 
 class Broken(AssertionError):  # noqa: N818
@@ -23,15 +29,15 @@ class NotApplicable(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Invariant:
-    """A named property of a loss, and a mistake that breaks it.
+class Invariant(Generic[T]):
+    """A named property of a loss or a sampler, and a mistake that breaks it.
 
     Args:
         check: raises :class:`Broken`, or :class:`NotApplicable` where the property does not apply.
         catches: key of the mistake in the gallery.
     """
 
-    check: Callable[[Trial], None]
+    check: Callable[[T], None]
     catches: str
 
     @property
@@ -44,7 +50,7 @@ class Invariant:
         """The docstring of the check function, on one line."""
         return " ".join((self.check.__doc__ or "").split())
 
-    def __call__(self, trial: Trial) -> bool:
+    def __call__(self, trial: T) -> bool:
         """Test the invariant; return whether it applies.
 
         Raises:
@@ -60,7 +66,7 @@ class Invariant:
         return self.name
 
 
-def invariant(*, catches: str) -> Callable[[Callable[[Trial], None]], Invariant]:
+def invariant(*, catches: str) -> Callable[[Callable[[T], None]], Invariant[T]]:
     """Turn a check function into an :class:`Invariant`."""
     return lambda check: Invariant(check, catches)
 

@@ -44,7 +44,7 @@ def measure(ties):
 def test_metrics_obey_the_invariants(kind, ties, worlds):
     rows = rows_of(kind)
     invariants.same_for_every_split(measure(ties), rows, LABELS, splits=SPLITS, worlds=worlds)
-    invariants.blind_to_order_of_rows(measure(ties), rows, LABELS, split=(17, 30), worlds=worlds)
+    invariants.invariant_to_row_order(measure(ties), rows, LABELS, split=(17, 30), worlds=worlds)
     invariants.repeated_samples_count_once(measure(ties), rows, LABELS, split=(17, 30), worlds=worlds)
 
 
@@ -89,7 +89,7 @@ def test_the_split_invariant_catches(mutant, worlds):
 
 def test_the_order_invariant_catches_the_first_of_ties(worlds):
     with pytest.raises(Broken, match="shuffled rows"):
-        invariants.blind_to_order_of_rows(first_of_ties, torch.ones(47, 3), LABELS, split=(17, 30), worlds=worlds)
+        invariants.invariant_to_row_order(first_of_ties, torch.ones(47, 3), LABELS, split=(17, 30), worlds=worlds)
 
 
 def test_the_repetition_invariant_catches_rows_without_ids(worlds):

@@ -1,0 +1,143 @@
+"""Mining of hard negatives: time and peak memory beside sentence-transformers' mine_hard_negatives, on W = 1 and 2.
+
+python benchmarks/mining.py [--corpus 200000] [--queries 20000] [--width 128] [--threads 2]
+
+sentence-transformers gets a stand-in for the model whose ``encode`` returns the rows. Each measurement has a process of its
+own; memory is the peak beyond queries and corpus (Linux). W = 2 has half of the threads on each rank.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo import mine_hard_negatives
+from contrastive_zoo.testing.worlds import Worlds
+
+SETTINGS: dict[str, Any] = {"num_negatives": 5, "range_max": 50, "relative_margin": 0.05}
+
+
+def rows(queries: int, corpus: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return unit rows; query i is near row i of the corpus."""
+    generator = torch.Generator().manual_seed(0)
+    them = F.normalize(torch.randn(corpus, width, generator=generator), dim=1)
+    noise = torch.randn(queries, width, generator=generator) / width**0.5
+    return F.normalize(them[:queries] + noise, dim=1), them
+
+
+def resident(what: str) -> float:
+    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
+
+
+def measured(job: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Return the seconds, the MB at the peak beyond those before, and the result."""
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # the peak is counted from here
+    before, start = resident("VmRSS"), time.perf_counter()
+    result = job()
+    return time.perf_counter() - start, resident("VmHWM") - before, result
+
+
+def ours(queries: int, corpus: int, width: int) -> tuple[float, float, str]:
+    """Mine this rank's part; return seconds, MB, and the sum of the negatives."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = [x.tensor_split(size)[rank].clone() for x in (*rows(queries, corpus, width), torch.arange(queries))]
+    mine_hard_negatives(own[0][:64], own[1][:256], own[2][:64] * 0)  # libraries are loaded
+    seconds, megabytes, found = measured(lambda: mine_hard_negatives(*own, **SETTINGS))
+    return seconds, megabytes, f"{len(found['negative'])} {found['negative'].sum()}"
+
+
+def theirs(queries: int, corpus: int, width: int, use_faiss: bool) -> tuple[float, float, str]:
+    """Mine with sentence-transformers."""
+    import sentence_transformers
+    from datasets import Dataset
+
+    them = dict(zip("qc", (x.numpy() for x in rows(queries, corpus, width)), strict=True))
+
+    class StandIn(sentence_transformers.SentenceTransformer):  # type: ignore[misc]
+        """A model whose embeddings are the rows."""
+
+        device = torch.device("cpu")
+
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+        def encode_query(self, texts: list[str], **_: Any) -> Any:
+            return them[texts[0][0]][np.array([int(text[1:]) for text in texts])]
+
+        encode_document = encode_query
+        get_embedding_dimension = staticmethod(lambda: width)
+        similarity = staticmethod(lambda a, b: torch.as_tensor(a) @ torch.as_tensor(b).T)
+        similarity_pairwise = staticmethod(lambda a, b: (torch.as_tensor(a) * torch.as_tensor(b)).sum(1))
+
+    texts = [f"c{i}" for i in range(corpus)]
+    pairs = Dataset.from_dict({"query": [f"q{i}" for i in range(queries)], "answer": texts[:queries]})
+    seconds, megabytes, found = measured(
+        lambda: sentence_transformers.util.mine_hard_negatives(
+            pairs, StandIn(), corpus=texts, use_faiss=use_faiss, verbose=False, **SETTINGS
+        )
+    )
+    negatives = [int(text[1:]) for text in found["negative"]]
+    return seconds, megabytes, f"{len(negatives)} {sum(negatives)}"
+
+
+def in_a_process(name: str, given: argparse.Namespace) -> tuple[float, float, str]:
+    """Measure one implementation in a new process."""
+    sizes = [f"--{x}={getattr(given, x)}" for x in ("corpus", "queries", "width", "threads")]
+    command = [sys.executable, "-W", "ignore", __file__, "--here", name, *sizes]
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=900
+    )
+    seconds, megabytes, found = json.loads(done.stdout.splitlines()[-1])
+    return seconds, megabytes, found
+
+
+def main() -> None:
+    """Measure all and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=int, default=200_000)
+    parser.add_argument("--queries", type=int, default=20_000)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    sizes = given.queries, given.corpus, given.width
+    torch.set_num_threads(given.threads)
+    if given.here:
+        import faiss
+
+        faiss.omp_set_num_threads(given.threads)
+        jobs = {"ours": ours, "torch": lambda *x: theirs(*x, False), "faiss": lambda *x: theirs(*x, True)}
+        print(json.dumps(jobs[given.here](*sizes)))
+        return
+    print(f"{given.queries:,} queries, corpus of {given.corpus:,} × {given.width}, {given.threads} threads together.")
+    print("| | s | MB per rank | negatives |\n|---|---:|---:|---:|")
+    for title, name in (
+        ("sentence-transformers, `use_faiss=True`", "faiss"),
+        ("sentence-transformers, torch", "torch"),
+        ("`mine_hard_negatives`, W = 1", "ours"),
+    ):
+        seconds, megabytes, found = in_a_process(name, given)
+        print(f"| {title} | {seconds:.1f} | {megabytes:.0f} | {found.split()[0]} |", flush=True)
+    with Worlds(timeout=900.0, threads=max(1, given.threads // 2)) as worlds:
+        by_rank = worlds.run(2, ours, *sizes)
+    number = sum(int(text.split()[0]) for _, _, text in by_rank)
+    seconds, megabytes = max(x[0] for x in by_rank), max(x[1] for x in by_rank)
+    print(f"| `mine_hard_negatives`, W = 2 | {seconds:.1f} | {megabytes:.0f} | {number} |")
+    same = sum(int(text.split()[1]) for _, _, text in by_rank) == int(found.split()[1])
+    print(f"\nW = 1 and 2 have the same negatives: {same}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Hard negatives that are mined again during the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.mining.guide import Guide
+from contrastive_zoo.mining.selection import Selection
+from contrastive_zoo.mining.task import Task, mine
+from contrastive_zoo.random_keys import random_keys
+from contrastive_zoo.row_checks import array_in_one_line
+from contrastive_zoo.session import meet
+from contrastive_zoo.world import Processes, World
+
+Encode = Callable[[Int[Tensor, " c"]], Float[Tensor, "c d"]]
+"""A function of sample indices that returns their embeddings, in their order."""
+
+
+class RefreshedNegatives:
+    """Hard negatives of every sample, mined every n steps with the current encoder (ANCE).
+
+    Each rank encodes its part of the queries and of the corpus; the search is that of :func:`mine_hard_negatives`. Every
+    rank then holds the negatives of all queries, [num_queries, num_negatives], since a sampler may hand it any of them.
+
+    Samples are encoded in the same chunks for every world size. So the negatives are the same bits for any number of
+    processes, if the encoder returns the same bits for the same chunk on each of them.
+
+    Args:
+        encode_queries: returns the embeddings of the queries with these indices; called without gradient.
+        encode_corpus: the same for the corpus.
+        positives: [num_queries] or [num_queries, p], indices of each query's positives in the corpus, −1 for none; the same
+            on every rank.
+        corpus_size: number of rows of the corpus.
+        every: steps between two minings.
+        chunk_size: samples that are encoded at once.
+        guide: scores that decide about false negatives, as in :func:`mine_hard_negatives`.
+        normalize: whether scores are cosines.
+        process_group: who trains.
+        settings: ``num_negatives``, ``range_min``, ``range_max``, ``max_score``, ``min_score``, ``absolute_margin``,
+            ``relative_margin``, ``guide_margin``, ``sampling`` and ``seed`` of :func:`mine_hard_negatives`. Random
+            negatives are drawn anew at each mining.
+
+    Raises:
+        ValueError: sizes that are no integers of at least 1, or settings that select nothing. At :meth:`update`, on every
+            rank alike, what :func:`mine_hard_negatives` raises, and ranks at different steps.
+
+    References:
+        Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
+        >>> encode = lambda indices: rows[indices]
+        >>> negatives = RefreshedNegatives(
+        ...     encode, encode, torch.arange(4), corpus_size=4, every=100, num_negatives=1)
+        >>> [negatives.update(step) for step in (0, 1, 99, 100)]
+        [True, False, False, True]
+        >>> negatives[torch.tensor([0, 3])]
+        tensor([[1],
+                [2]])
+    """
+
+    def __init__(
+        self,
+        encode_queries: Encode,
+        encode_corpus: Encode,
+        positives: Int[Tensor, "n p"] | Int[Tensor, " n"],
+        *,
+        corpus_size: int,
+        every: int,
+        chunk_size: int = 256,
+        guide: Guide | None = None,
+        normalize: bool = True,
+        process_group: Processes = None,
+        **settings: Any,
+    ) -> None:
+        for name, value in (("corpus_size", corpus_size), ("every", every), ("chunk_size", chunk_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"RefreshedNegatives: {name} is an integer of at least 1, got {value!r}.")
+        self.selection = Selection(**settings)
+        if (problem := self.selection.problem) is not None:
+            raise ValueError(f"RefreshedNegatives: {problem}")
+        self.encode_queries, self.encode_corpus, self.positives = encode_queries, encode_corpus, positives
+        self.corpus_size, self.every, self.chunk_size, self.normalize = corpus_size, every, chunk_size, normalize
+        self.guide, self.process_group = guide, process_group
+        self.mined_at: int | None = None
+        """The step of the last mining."""
+        self.negatives = torch.full((len(positives), self.selection.num_negatives), -1)
+        """[num_queries, num_negatives] indices into the corpus, best first; −1 where there are fewer."""
+
+    def __getitem__(self, queries: Int[Tensor, " c"]) -> Int[Tensor, "c num"]:
+        """Return the negatives of these queries; −1 where there are fewer."""
+        return self.negatives[queries]
+
+    @torch.no_grad()
+    def update(self, step: int) -> bool:
+        """Mine if n steps have passed; return whether it did. Every rank calls it at every step.
+
+        Args:
+            step: steps trained since the beginning of the training.
+        """
+        if self.mined_at is not None and step // self.every == self.mined_at // self.every:
+            return False
+        world = World.of(self.process_group)
+        agreed = {"step": step, "positives": array_in_one_line(self.positives.cpu().numpy())}
+        meet("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
+        seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
+        queries, corpus = (
+            self._encoded(encode, size, world)
+            for encode, size in ((self.encode_queries, len(self.positives)), (self.encode_corpus, self.corpus_size))
+        )
+        start, stop = self._part(len(self.positives), world)
+        selection = self.selection.with_seed(seed)
+        task = Task(
+            queries,
+            corpus,
+            self.positives[start:stop],
+            selection,
+            guide=self.guide,
+            normalize=self.normalize,
+            process_group=world,
+        )
+        _, mined = mine(task)
+        self.negatives = gather_rows(mined.negatives, world.shards(stop - start), world).clone()
+        self.mined_at = step
+        return True
+
+    def _part(self, size: int, world: World) -> tuple[int, int]:
+        """Return the first sample of this rank and the end: whole chunks, so that no chunk depends on W."""
+        chunks = -(-size // self.chunk_size)
+        first, last = (self.chunk_size * (chunks * rank // world.size) for rank in (world.rank, world.rank + 1))
+        return min(first, size), min(last, size)
+
+    def _encoded(self, encode: Encode, size: int, world: World) -> Tensor:
+        """Return this rank's embeddings; the dtype and width of a rank without samples are those of the first sample."""
+        start, stop = self._part(size, world)
+        chunks = [torch.arange(i, min(i + self.chunk_size, stop)) for i in range(start, stop, self.chunk_size)]
+        if not chunks:
+            return encode(torch.arange(1))[:0].cpu()
+        return torch.cat([encode(chunk).detach().cpu() for chunk in chunks])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the negatives and the step at which they were mined: the same on every rank."""
+        return {"mined_at": self.mined_at, "negatives": self.negatives.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with saved negatives until the next mining is due, on any number of ranks.
+
+        Raises:
+            ValueError: negatives of another number of queries or negatives.
+        """
+        expected, found = list(self.negatives.shape), list(state["negatives"].shape)
+        if found != expected:
+            raise ValueError(f"RefreshedNegatives: the saved negatives are {found}; expected: {expected}.")
+        self.mined_at, self.negatives = state["mined_at"], state["negatives"].clone()

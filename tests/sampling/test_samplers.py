@@ -1,0 +1,250 @@
+"""What each sampler yields, the position, bad arguments, and agreement between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_zoo as cz
+from contrastive_zoo.sampling import (
+    CollateEmpty,
+    GlobalBatchSampler,
+    HardNegativeBatchSampler,
+    MPerClassBatchSampler,
+    NoDuplicatesBatchSampler,
+)
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import common_error
+
+ALONE = cz.World()
+LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3]
+
+
+# ------------------------------------------------------------------------------------------------------------ position
+
+
+def test_the_last_step_of_an_epoch_is_the_first_position_of_the_next() -> None:
+    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ALONE)
+    positions = [sampler.state_dict(step=step) for step in range(4)]
+    assert [(x["epoch"], x["step"]) for x in positions] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_a_loaded_step_belongs_to_its_epoch() -> None:
+    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ALONE)
+    whole = list(sampler)
+    sampler.load_state_dict({"epoch": 0, "step": 2})
+    sampler.set_epoch(0)  # what a loop does at the beginning of each epoch
+    assert list(sampler) == list(sampler) == whole[2:]
+    assert len(sampler) == 3
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 3
+    sampler.set_epoch(0)
+    assert list(sampler) == whole
+
+
+def test_training_counts_the_steps_and_not_the_workers() -> None:
+    """Workers have read ahead when the position is saved; three ranks go on where two stopped."""
+    data = TensorDataset(torch.arange(50))
+
+    def loaders(world_size: int) -> list[tuple[GlobalBatchSampler, DataLoader[Any]]]:
+        found = []
+        for rank in range(world_size):
+            sampler = GlobalBatchSampler(50, batch_size=7, process_group=cz.World(rank, world_size))
+            found.append((sampler, DataLoader(data, batch_sampler=sampler, collate_fn=CollateEmpty(data[0]))))
+        return found
+
+    def trained(world_size: int, state: dict[str, Any] | None, steps: int) -> tuple[list[list[int]], dict[str, Any]]:
+        seen: list[list[int]] = []
+        for epoch in range(state["epoch"] if state else 0, 3):
+            started = loaders(world_size)
+            for sampler, _ in started:
+                sampler.load_state_dict(state) if state else None
+                sampler.set_epoch(epoch)
+            first = started[0][0].step
+            for step, batches in enumerate(zip(*(loader for _, loader in started), strict=True), first):
+                seen.append(torch.cat([x for (x,) in batches]).tolist())
+                if len(seen) == steps:
+                    return seen, started[0][0].state_dict(step=step + 1)
+        return seen, {}
+
+    whole, _ = trained(1, None, 99)
+    before, state = trained(2, None, 11)
+    after, _ = trained(3, state, 99)
+    assert len(whole) == 3 * 8
+    assert (state["epoch"], state["step"]) == (1, 3)
+    assert before + after == whole
+
+
+def test_workers_and_batches_without_samples() -> None:
+    data = TensorDataset(torch.arange(5), torch.randn(5, 3))
+    sampler = GlobalBatchSampler(5, batch_size=4, process_group=cz.World(2, 3))
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, collate_fn=CollateEmpty(data[0]))
+    shapes = [(list(index.shape), list(x.shape), index.dtype) for index, x in loader]
+    assert shapes == [([1], [1, 3], torch.int64), ([0], [0, 3], torch.int64)]
+
+
+# ----------------------------------------------------------------------------------------------------------- samplers
+
+
+def test_weights_split_each_batch() -> None:
+    parts = [
+        [len(x) for x in GlobalBatchSampler(
+            25, batch_size=10, rank_weights=[1, 1, 0.5], process_group=cz.World(rank, 3))] for rank in range(3)
+    ]  # fmt: skip
+    assert parts == [[4, 4, 2], [4, 4, 2], [2, 2, 1]]
+
+
+def test_each_class_has_m_samples_in_a_batch() -> None:
+    sampler = MPerClassBatchSampler(np.arange(60) % 6, m=5, classes_per_batch=3, process_group=ALONE)
+    for batch in sampler:
+        _, counts = np.unique(np.array(batch) % 6, return_counts=True)
+        assert counts.tolist() == [5, 5, 5]
+    assert len(sampler) == 4
+
+
+@pytest.mark.parametrize(("singletons", "expected"), [("keep", 9), ("drop", 8)])
+def test_singletons_are_kept_or_dropped(singletons: Any, expected: int) -> None:
+    labels = ["a", "a", "b", "b", "c", "a", "a", "b", "b"]
+    sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, singletons=singletons, process_group=ALONE)
+    assert len({x for batch in sampler for x in batch}) == expected
+
+
+def test_one_large_class_spreads_over_all_batches() -> None:
+    labels = torch.tensor([0] * 40 + [1] * 4 + [2] * 4)
+    sampler = MPerClassBatchSampler(labels, m=4, classes_per_batch=3, process_group=ALONE)
+    classes = [len(labels[batch].unique()) for batch in sampler]
+    assert len(classes) == 10
+    assert max(classes) == 2
+
+
+def test_values_of_all_columns_are_different() -> None:
+    queries, documents = ["q0", "q0", "q1", "q2", "q3"], ["d0", "d1", "d1", "q0", "d9"]
+    sampler = NoDuplicatesBatchSampler(queries, documents, batch_size=3, process_group=ALONE)
+    for batch in sampler:
+        values = [x for index in batch for x in (queries[index], documents[index])]
+        assert len(set(values)) == len(values)
+    assert len(sampler) == 3  # "q0" belongs to three samples
+
+
+def test_duplicates_do_not_leave_small_batches() -> None:
+    values = [0] * 10 + list(range(1, 51))
+    sizes = [len(batch) for batch in NoDuplicatesBatchSampler(values, batch_size=32, process_group=ALONE)]
+    assert sizes == [6] * 10
+
+
+def test_batches_hold_neighbours() -> None:
+    place = np.arange(200)  # samples on a line, the neighbours of which are next to them
+    neighbours = np.stack([np.argsort(np.abs(place - x), kind="stable")[1:9] for x in place])
+    near = HardNegativeBatchSampler(neighbours, batch_size=16, group_size=4, process_group=ALONE)
+    plain = GlobalBatchSampler(200, batch_size=16, process_group=ALONE)
+
+    def distance(batches: Any) -> float:
+        return float(np.mean([np.sort(np.abs(np.subtract.outer(x, x)), 1)[:, 1].mean() for x in batches if len(x) > 1]))
+
+    assert distance(list(near)) < distance(list(plain)) / 2
+
+
+# ----------------------------------------------------------------------------------------------------------- collating
+
+
+def test_an_empty_batch_has_the_structure_of_the_others() -> None:
+    from collections import namedtuple
+
+    pair = namedtuple("pair", "x y")
+    example = {"views": [torch.ones(2), torch.ones(3)], "pair": pair(1, 2.0), "name": "a", "array": np.ones((2, 2))}
+    collate = CollateEmpty(example)
+    full, empty = collate([example, example]), collate([])
+    assert torch.utils._pytree.tree_structure({**full, "name": 0}) == torch.utils._pytree.tree_structure(
+        {**empty, "name": 0}
+    )
+    assert [list(x.shape) for x in empty["views"]] == [[0, 2], [0, 3]]
+    assert (empty["pair"].x.dtype, empty["pair"].y.dtype) == (torch.int64, torch.float64)
+    assert empty["name"] == []
+    assert list(empty["array"].shape) == [0, 2, 2]
+    empty["name"].append("b")
+    assert collate([])["name"] == []
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+BAD: list[tuple[Callable[..., Any], str]] = [
+    (partial(GlobalBatchSampler, 0, batch_size=4), "num_samples is an integer of at least 1, got 0"),
+    (partial(GlobalBatchSampler, 9, batch_size=2.0), r"batch_size is an integer of at least 1, got 2\.0"),
+    (partial(GlobalBatchSampler, 9, batch_size=2, seed=-1), "seed is an integer of at least 0, got -1"),
+    (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[1, 2]), "got 2 for W = 1"),
+    (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[0.0]), r"not all 0, got \[0\.0\]"),
+    (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[float("nan")]), "finite"),
+    (partial(MPerClassBatchSampler, LABELS, m=1, classes_per_batch=2), "m is an integer of at least 2, got 1"),
+    (partial(MPerClassBatchSampler, LABELS, m=2, classes_per_batch=5), "at most the number of classes, 4, got 5"),
+    (partial(MPerClassBatchSampler, [], m=2, classes_per_batch=1), "labels are one per sample, got none"),
+    (partial(MPerClassBatchSampler, ["a", "a", "b"], m=2, classes_per_batch=1), r"1 of 2 classes have one .*'b'"),
+    (partial(MPerClassBatchSampler, LABELS, m=2, classes_per_batch=2, singletons="no"), "one of 'raise', 'keep'"),
+    (partial(MPerClassBatchSampler, np.ones((3, 2)), m=2, classes_per_batch=1), r"\[n\], got shape \[3, 2\]"),
+    (partial(NoDuplicatesBatchSampler, [1], torch.ones(2, 2), batch_size=2), r"\[n\], got shape \[2, 2\]"),
+    (partial(NoDuplicatesBatchSampler, batch_size=2), r"equal lengths of at least 1, got lengths \[\]"),
+    (partial(NoDuplicatesBatchSampler, [1, 2], [1], batch_size=2), r"got lengths \[2, 1\]"),
+    (partial(HardNegativeBatchSampler, [0.5], batch_size=2, group_size=1), r"integers \[n, k\], got float64 \[1\]"),
+    (partial(HardNegativeBatchSampler, [[2], [0]], batch_size=2, group_size=1), "between -1 and 1, got 0 … 2"),
+    (partial(HardNegativeBatchSampler, [[0]], batch_size=2, group_size=3), "group_size=3 and batch_size=2"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), BAD, ids=[says for _, says in BAD])
+def test_bad_arguments(make: Callable[..., Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"epoch": 1}, r"a position has an epoch and a step, got \['epoch'\]"),
+        ({"epoch": -1, "step": 0}, "an epoch is an integer of at least 0, got -1"),
+        ({"epoch": 1, "step": 4}, r"0 … 3, the number of batches of epoch 1, got 4"),
+        ({"epoch": 1, "step": 0, "digest": "?"}, "other data, another seed or other settings"),
+    ],
+)
+def test_bad_positions_change_nothing(state: dict[str, Any], says: str) -> None:
+    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ALONE)
+    sampler.load_state_dict({"epoch": 2, "step": 1})
+    with pytest.raises(ValueError, match=says):
+        sampler.load_state_dict(state)
+    assert (sampler.epoch, sampler.step) == (2, 1)
+    with pytest.raises(ValueError, match="got 4"):
+        sampler.state_dict(step=4)
+
+
+def test_a_position_of_other_data_is_refused() -> None:
+    state = MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ALONE).state_dict(step=1)
+    with pytest.raises(ValueError, match="other data"):
+        MPerClassBatchSampler(LABELS[::-1], m=2, classes_per_batch=2, process_group=ALONE).load_state_dict(state)
+
+
+def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
+    def differ(what: str) -> MPerClassBatchSampler:
+        bad = dist.get_rank() == 1
+        labels = LABELS[::-1] if bad and what == "labels" else LABELS
+        weights = [1.0] * 2 if bad and what == "weights" else None
+        return MPerClassBatchSampler(
+            labels, m=1 if bad and what == "m" else 2, classes_per_batch=2, seed=int(bad and what == "seed"),
+            rank_weights=weights,
+        )  # fmt: skip
+
+    def good() -> list[list[int]]:
+        return list(differ(""))
+
+    for what, says in [("labels", "labels"), ("seed", "seed"), ("m", "at least 2, got 1"), ("weights", "got 2 for W")]:
+        text, found = common_error(worlds, 3, partial(differ, what), good)
+        assert says in text
+        parts = zip(*found, strict=True)
+        assert [list(chain.from_iterable(x)) for x in parts] == list(
+            MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ALONE)
+        )

@@ -1,0 +1,155 @@
+"""Trainers pass on each rank's parts: nothing is split again, repeated or dropped, and every epoch has its own order."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import contrastive_zoo as cz
+from contrastive_zoo.sampling import CollateEmpty, GlobalBatchSampler
+from contrastive_zoo.testing.worlds import Worlds
+
+SIZE, BATCH, EPOCHS = 9, 4, 3
+"""The last batch of an epoch has one sample, so rank 1 of 2 has none."""
+
+
+class Numbers(Dataset[dict[str, Tensor]]):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor([float(index)])}
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class Recorder(nn.Module):
+    """A model that keeps the samples that it sees, batch by batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.seen.append([int(value) for (value,) in x.tolist()])
+        return {"loss": self.linear(x).sum()}
+
+
+def loader() -> DataLoader[Any]:
+    data = Numbers()
+    return DataLoader(
+        data, batch_sampler=GlobalBatchSampler(SIZE, batch_size=BATCH, seed=1), collate_fn=CollateEmpty(data[0])
+    )
+
+
+def expected() -> list[list[int]]:
+    sampler = GlobalBatchSampler(SIZE, batch_size=BATCH, seed=1, process_group=cz.World())
+    return [batch.tolist() for epoch in range(EPOCHS) for batch in sampler.global_batches(epoch)]
+
+
+def torchrun_variables() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
+    os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="none", MASTER_ADDR="localhost", MASTER_PORT="0")
+
+
+def with_trainer(folder: str, resume: bool) -> list[list[int]]:
+    """Hugging Face: return the plain loader from ``get_train_dataloader``."""
+    from transformers import Trainer, TrainingArguments
+
+    class WithSampler(Trainer):
+        def get_train_dataloader(self) -> DataLoader[Any]:
+            return loader()
+
+    torchrun_variables()
+    model = Recorder()
+    arguments = TrainingArguments(
+        folder, num_train_epochs=EPOCHS, optim="sgd", report_to=[], save_strategy="steps", save_steps=4, use_cpu=True,
+        logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, save_only_model=False,
+        ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    trainer = WithSampler(model, arguments, train_dataset=Numbers())
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4" if resume else None)
+    return model.seen
+
+
+def with_accelerate() -> list[list[int]]:
+    """Accelerate: prepare the model and the optimizer, not the loader."""
+    from accelerate import Accelerator
+
+    torchrun_variables()
+    accelerator, model = Accelerator(cpu=True), Recorder()
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = loader()
+    for epoch in range(EPOCHS):
+        batches.batch_sampler.set_epoch(epoch)
+        for batch in batches:
+            accelerator.backward(wrapped(batch["x"].to(accelerator.device))["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.seen
+
+
+def with_lightning() -> list[list[int]]:
+    """Lightning: ``use_distributed_sampler=False``."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Recorder()
+
+        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.model(batch["x"])["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return loader()
+
+    size = dist.get_world_size()
+    torchrun_variables()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=size, num_nodes=1, strategy="ddp" if size > 1 else "auto", max_epochs=EPOCHS,
+        use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module)
+    return module.model.seen
+
+
+def merged(by_rank: list[list[list[int]]]) -> list[list[int]]:
+    return [[x for part in parts for x in part] for parts in zip(*by_rank, strict=True)]
+
+
+def quietly(job: Any, *arguments: Any) -> list[list[int]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the number of workers, and a loss without samples
+        return job(*arguments)
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    """Trainers change the state of a process, so these worlds are not shared."""
+    with Worlds(timeout=120.0) as pool:
+        yield pool
+
+
+def test_hugging_face(own: Worlds, tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    assert merged(own.run(2, quietly, with_trainer, str(tmp_path), False)) == expected()
+    assert merged(own.run(2, quietly, with_trainer, str(tmp_path), True)) == expected()[4:]
+    assert merged(own.run(2, quietly, with_accelerate)) == expected()
+
+
+def test_lightning(own: Worlds) -> None:
+    pytest.importorskip("lightning")
+    assert merged(own.run(2, quietly, with_lightning)) == expected()
