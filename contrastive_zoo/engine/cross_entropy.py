@@ -27,9 +27,7 @@ def cross_entropy(positive: Float[Tensor, " n"], others: Float[Tensor, " n"]) ->
     return -F.logsigmoid(positive - others)
 
 
-def cross_entropy_of_several(
-    positives: Float[Tensor, "k n"], others: Float[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+def cross_entropy_of_several(positives: Float[Tensor, "k n"], others: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Return ``logaddexp(others, positives.logsumexp(0)) - positives.mean(0)``: the mean over k positives of a softmax.
 
     Args:

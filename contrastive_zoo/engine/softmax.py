@@ -166,9 +166,7 @@ def cross_log_sum_exp(
     return r, c, positives
 
 
-def _dense_self_log_sum_exp(
-    s: Tensor, partner_offsets: Sequence[int], shards: Shards
-) -> tuple[Tensor, list[Tensor]]:
+def _dense_self_log_sum_exp(s: Tensor, partner_offsets: Sequence[int], shards: Shards) -> tuple[Tensor, list[Tensor]]:
     """Return log-sum-exps of rows without the rows themselves and their partners; and partners' logits."""
     partners = _partners(len(s), s, partner_offsets)
     r = _log_sum_exp_without((partners | partners.T).fill_diagonal_(True), s, shards)

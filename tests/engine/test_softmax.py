@@ -104,7 +104,6 @@ def dense(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[in
             entries.fill_(True)
         return mask
 
-
     a, b = (options.rows(count, seed).requires_grad_() for seed, count in ((1, n), (2, m)))
     scale = torch.tensor(options.scale).double().requires_grad_()
     w, v = numbers(n, seed=3), numbers(m, seed=4)
