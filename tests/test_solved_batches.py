@@ -84,10 +84,6 @@ def our_mil_nce(a: Tensor, *texts: Tensor, **settings: Any) -> Tensor:
     return cz.mil_nce(a, torch.stack(texts, 1), normalize=True, **settings)
 
 
-def our_sup_con(*rows: Tensor, **settings: Any) -> Tensor:
-    return cz.sup_con(torch.cat(rows), torch.arange(len(rows[0])).repeat(len(rows)), **settings)
-
-
 def our_n_pairs(*rows: Tensor, **settings: Any) -> Tensor:
     return cz.n_pairs(torch.cat(rows), torch.arange(len(rows[0])).repeat(2), l2=0.0, normalize=True, **settings)
 

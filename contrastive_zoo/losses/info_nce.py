@@ -97,10 +97,11 @@ def info_nce(
         )
         others = [other_keys]
     else:
-        others, other_queries, positive = [], None, scale * (q * k).sum(-1)
+        positive = scale * (q * k).sum(-1)
+        others, other_queries = [torch.full_like(positive, -torch.inf)], None
     if extra is not None and extra.ndim == 3:
         others.append(torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1))
-    elif extra is not None:
+    elif extra is not None and last.total > 0:
         others.append(over_columns(extra, column_shards=last, columnwise=False)[0])
     losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
     if other_queries is not None:
