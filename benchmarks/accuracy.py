@@ -211,6 +211,8 @@ The relative error ‖g − g₆₄‖ / ‖g₆₄‖ of the gradient with resp
 second view is the first plus noise times a normal vector. g₆₄ is computed in float64 from the same inputs. The goal in
 float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of 16 bits, which moves a logit by up to
 1 at the temperature 0.01; sums and weights are in float32. Plain torch computes everything in the dtype of the rows.
+The last rounding is that of the gradient to the dtype of its rows: in float16 numbers below 6e-8 are 0, which a GradScaler
+prevents and this table does not.
 
 {table}
 `python benchmarks/accuracy.py` repeats the table and the figure.
