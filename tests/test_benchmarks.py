@@ -13,6 +13,7 @@ from contrastive_zoo.testing.worlds import Worlds
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+import accuracy  # noqa: E402
 import bench  # noqa: E402
 import scaling  # noqa: E402
 from suite import harness, report  # noqa: E402
@@ -232,3 +233,16 @@ def test_pages_are_written_from_stored_results(monkeypatch: pytest.MonkeyPatch, 
     assert "## CUDA\n\nNot measured" in page
     assert len(list((tmp_path / "figures").glob("*.svg"))) == 5
     assert "1,024, d = 512, W = 4" in (tmp_path / "scaling.md").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------------ accuracy
+
+
+def test_the_table_of_errors_has_every_path_and_both_sides(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "DTYPES", (torch.float32,))
+    lines = accuracy.measured(60, (0.02,), worlds)
+    assert [line[:4] for line in lines] == [[x, "float32", "0.02", y] for x in ("NTXent", "CLIP") for y in ("0.3", "0.1")]
+    for line in lines:
+        *ours, plain = map(float, line[4:])
+        assert len(ours) == len(accuracy.PATHS)
+        assert max(ours) < 1e-4 < plain

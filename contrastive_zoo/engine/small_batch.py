@@ -95,25 +95,22 @@ class _SmallBatchInfoNCE(Function):
         ``parameter`` is t or the θ that t is made of; the derivative of S by it is −S t / rate. ``learns`` says whether
         gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
         """
-        n, views = len(a), comparison == "views"
+        n, views, mean = len(a), comparison == "views", reduction == "mean"
+        sides = 2 if comparison == "rows and columns" else 1
         rows = torch.cat([a, b])
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         has_zero_row = norm.amin().item() <= MIN_NORM
         z = rows.div_(norm.clamp_(min=MIN_NORM) if has_zero_row else norm)
         factors = rounded(z, dtype)
         q, k = (factors, factors) if views else (factors[:n], factors[n:])
-        s = torch.mm(q / t, k.T)
-        positive = s.diagonal(n if views else 0).clone()
-        if views:
-            s.fill_diagonal_(-torch.inf)
-            positive = positive.repeat(2)
-        r = s.exp_().sum(1)
-        c = s.sum(0) if comparison == "rows and columns" else None
-        losses = (r.log() if c is None else torch.lerp(r.log(), c.log(), 0.5)).sub_(positive)
-        mean, sides = reduction == "mean", 1 if c is None else 2
+        e = torch.mm(q / t, k.T).exp_()
+        positive = e.diagonal(n if views else 0).clone()
+        _diagonals(e, views).zero_()  # the sums leave the positive out, so that it cancels nowhere
+        others = torch.stack([e.sum(1), e.sum(0)]) if sides == 2 else e.sum(1).view(-1, n)  # [1 or 2, n]
+        losses = (others / positive).log1p_()
         if learns and any(ctx.needs_input_grad):
-            count = (len(losses) if mean else 1) * sides  # the loss is a mean of so many softmaxes
-            dz = _gradient_of_rows(s, r, c, q, k, views)
+            count = losses.numel() if mean else sides  # the loss is a mean of so many softmaxes, or their sum by it
+            dz = _gradient_of_rows(e, positive, others, q, k, comparison)
             radial = torch.linalg.vecdot(z, dz).unsqueeze(1)
             dscale = radial if factors is z else torch.linalg.vecdot(factors, dz)
             # each pair appears in two rows
@@ -122,7 +119,7 @@ class _SmallBatchInfoNCE(Function):
                 radial = radial.where(norm > MIN_NORM, 0)
             drows = dz.addcmul_(z, radial, value=-1).div_(norm * (t * count))
             ctx.save_for_backward(a, b, parameter, drows, dparameter)
-        return losses.mean() if mean else losses.sum(dtype=torch.float64).to(losses.dtype)
+        return losses.mean() if mean else (losses.sum(dtype=torch.float64) / sides).to(losses.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,16 +130,29 @@ class _SmallBatchInfoNCE(Function):
         return *(differentiable_once(x, a, b, parameter) for x in (da, db, dparameter)), *[None] * 6
 
 
-def _gradient_of_rows(s: Tensor, r: Tensor, c: Tensor | None, q: Tensor, k: Tensor, views: bool) -> Tensor:
-    """Return the gradient of Σ losses, times t, with respect to the unit rows of both sides; s = exp(S) is overwritten."""
-    n, inverse = len(q), r.reciprocal()
-    if views:
-        w = torch.add(inverse[:, None], inverse).mul_(s)
-        w.diagonal(n // 2).sub_(2)
-        w.diagonal(-(n // 2)).sub_(2)
+def _diagonals(x: Tensor, views: bool) -> Tensor:
+    """Return a view of the entries of pairs, and with two views of rows with themselves."""
+    n, width = len(x) // 2, len(x)
+    return x.as_strided((2, 2, n), (n * width, n, width + 1)) if views else x.diagonal()
+
+
+def _gradient_of_rows(
+    e: Tensor, positive: Tensor, others: Tensor, q: Tensor, k: Tensor, comparison: Comparison
+) -> Tensor:
+    """Return the gradient of Σ losses, times t, with respect to the unit rows of both sides; e is overwritten.
+
+    ``others`` are the sums without the positive, which e no longer holds. The weight of a positive is minus the sum of
+    the others' weights.
+    """
+    n, inverse = len(q), (others + positive).reciprocal_()
+    of_positives = (inverse * others).sum(0)
+    if comparison == "views":
+        flat = inverse.view(-1)
+        w = torch.add(flat[:, None], flat).mul_(e)
+        w.as_strided((2, n // 2), (n * n // 2 - n // 2, n + 1), n // 2).sub_(of_positives)
         return w @ q
-    w = s.mul_(inverse[:, None] if c is None else torch.add(inverse[:, None], c.reciprocal()))
-    w.diagonal().sub_(1 if c is None else 2)
+    w = e.mul_(inverse[0, :, None] if comparison == "rows" else torch.add(inverse[0, :, None], inverse[1]))
+    w.diagonal().sub_(of_positives)
     dz = w.new_empty(2 * n, q.shape[1])
     torch.mm(w, k, out=dz[:n])
     torch.mm(w.T, q, out=dz[n:])

@@ -1,12 +1,12 @@
 """Compute log-sum-exps of similarities over rows and over columns, in tiles: the core of InfoNCE, NT-Xent and SupCon.
 
-With A the rows and B the columns of all ranks, S = scale · A Bᵀ,
+With A the rows and B the columns of all ranks, S = scale · A Bᵀ, and the partner p of row i left out of the sums,
 
-    R_i = log Σ_j exp S_ij          C_j = log Σ_i exp S_ij          P_i = S_ip of the partner p of i
+    R_i = log Σ_{j≠p} exp S_ij      C_j = log Σ_{i≠p} exp S_ij      P_i = S_ip
 
 and for incoming gradients g, h, f of R, C, P the backward pass needs only
 
-    G_ij = g_i exp(S_ij − R_i) + h_j exp(S_ij − C_j) + f_i [j = p]
+    G_ij = g_i exp(S_ij − R_i) + h_j exp(S_ij − C_j) for j ≠ p      G_ip = f_i
     dA = scale · G B        dB = scale · Gᵀ A        dscale = Σ_i ⟨A_i, (G B)_i⟩
 
 Two towers: one matmul S gives R and C, one more recomputes S in the backward pass (none where S is cached), and two use
@@ -16,21 +16,24 @@ Two arithmetics exist for tiles. With one shift u for all, exp(S_ij − u) is a 
 columns and both passes. u is so close to the largest possible |S| that nothing overflows. Where a sum is so small that
 its terms may have underflowed, the sweep runs again with a maximum for every row and column of a tile.
 
-A loss is a formula in R, C and P, written in plain torch.
+A loss is a formula in R, C and P, written in plain torch (:mod:`contrastive_zoo.engine.cross_entropy`).
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.compiling import Function
+from contrastive_zoo.engine.cross_entropy import log_sum_exp
 from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
 from contrastive_zoo.engine.derivatives import differentiable_once, saved_tensors_are_hooked
 from contrastive_zoo.engine.malloc import keep_freed_memory
+from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.similarity_budget import CachedLogits
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums, ShiftedSums
@@ -51,31 +54,33 @@ def self_log_sum_exp(
     shards: Shards,
     world: World,
 ) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " k"]]]:
-    """Return ``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` of local rows z over all rows Z, and partners' logits.
+    """Return log-sum-exps of local rows over all rows but themselves and their partners, and the logits of partners.
+
+    Without partners: ``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` of local rows z and all rows Z.
 
     Args:
         z: the local rows.
         scale: the factor of similarities; each rank's gradient of it is that of its local rows.
         unit_norm: whether all rows are known to have norms of at most 1.
         dtype: the dtype of the input. If it has 16 bits, z is rounded to it, and matmuls round their factors to it.
-        partner_offsets: offsets o; row i + o of the same rank is a partner of row i.
+        partner_offsets: offsets o; row i + o of the same rank is a partner of row i, and row i of it.
         shards: shard sizes of the rows.
         world: the ranks that hold them.
 
     Returns:
-        R_i, −inf where there is no other row; and ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
+        R_i, −inf where no row is left; and ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
 
     Example:
         >>> from contrastive_zoo.world import ALONE
         >>> where = {"shards": Shards((3,)), "world": ALONE}
-        >>> self_log_sum_exp(torch.eye(3), scale=1.0, partner_offsets=[2], **where)   # log(e⁰ + e⁰)
-        (tensor([0.6931, 0.6931, 0.6931]), [tensor([0.])])
+        >>> self_log_sum_exp(torch.eye(3), scale=1.0, partner_offsets=[2], **where)   # log e⁰, log(e⁰ + e⁰), log e⁰
+        (tensor([0.0000, 0.6931, 0.0000]), [tensor([0.])])
     """
     if is_dense():
         gathered = all_gather(z, shards=shards, process_group=world)
-        return _dense_self_log_sum_exp(scale * z @ gathered.T, partner_offsets, shards.start)
+        return _dense_self_log_sum_exp(scale * z @ gathered.T, partner_offsets, shards)
     if world.size == 1 and is_small_batch(len(z) ** 2):
-        return _dense_self_log_sum_exp(scale * z @ z.T, partner_offsets)
+        return _dense_self_log_sum_exp(scale * z @ z.T, partner_offsets, shards)
     sweep = SoftmaxSweep(
         shards,
         shards,
@@ -84,7 +89,7 @@ def self_log_sum_exp(
         unit_norm=unit_norm,
         learnable_scale=isinstance(scale, Tensor),
         dtype=dtype,
-        partner_offsets=partner_offsets,
+        partners=Partners(partner_offsets),
     )
     r, _, *positives = _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))
     return r, positives
@@ -105,7 +110,9 @@ def cross_log_sum_exp(
     stride: int = 1,
     world: World,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None, list[Float[Tensor, " k"]]]:
-    """Return ``logsumexp(scale * A @ B.T, dim)`` of local rows (dim 1) and of local columns (dim 0), and partners' logits.
+    """Return log-sum-exps of local rows and of local columns over all but their partners, and the logits of partners.
+
+    Without partners: ``logsumexp(scale * A @ B.T, dim)`` of local rows (dim 1) and of local columns (dim 0).
 
     Args:
         rows: the local rows of A.
@@ -122,7 +129,7 @@ def cross_log_sum_exp(
         world: the ranks that hold them.
 
     Returns:
-        R of the local rows; C of the local columns, or None; and for each offset o
+        R of the local rows; C of the local columns, or None; −inf where nothing is left; and for each offset o
         ``(scale * A @ B.T)[:, o::stride].diagonal()`` of the local rows and columns.
 
     Example:
@@ -135,13 +142,15 @@ def cross_log_sum_exp(
     if is_dense():
         all_rows = all_gather(rows, shards=row_shards, process_group=world)
         all_columns = all_gather(columns, shards=column_shards, process_group=world)
-        s = scale * rows @ all_columns.T
-        c = torch.logsumexp(scale * columns @ all_rows.T, 1) if columnwise else None
-        return torch.logsumexp(s, 1), c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
+        s, partners = scale * rows @ all_columns.T, _partners(len(rows), columns, partner_offsets, stride)
+        r = _log_sum_exp_without(partners, s, column_shards)
+        c = _log_sum_exp_without(partners.T, scale * columns @ all_rows.T, row_shards) if columnwise else None
+        return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
     if world.size == 1 and len(rows) and len(columns) and is_small_batch(len(rows) * len(columns)):
-        s = scale * rows @ columns.T
-        c = torch.logsumexp(s, 0) if columnwise else None
-        return torch.logsumexp(s, 1), c, _diagonals(s, partner_offsets, stride)
+        s, partners = scale * rows @ columns.T, _partners(len(rows), columns, partner_offsets, stride)
+        r = _log_sum_exp_without(partners, s, column_shards)
+        c = _log_sum_exp_without(partners.T, s.T, row_shards) if columnwise else None
+        return r, c, _diagonals(s, partner_offsets, stride)
     sweep = SoftmaxSweep(
         row_shards,
         column_shards,
@@ -150,20 +159,32 @@ def cross_log_sum_exp(
         unit_norm=unit_norm,
         learnable_scale=isinstance(scale, Tensor),
         dtype=dtype,
-        partner_offsets=partner_offsets,
-        stride=stride,
+        partners=Partners(partner_offsets, stride),
     )
     scale = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
     r, c, *positives = _LogSumExp.apply(sweep, rows, columns, scale)
     return r, c, positives
 
 
-def _dense_self_log_sum_exp(s: Tensor, partner_offsets: Sequence[int], start: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Return log-sum-exps of rows without the rows themselves, whose columns begin at ``start``; and partners' logits."""
-    own = torch.zeros_like(s, dtype=torch.bool)
-    own.diagonal(start).fill_(True)
-    r = s.masked_fill(own, -torch.inf).logsumexp(1)
-    return r, _diagonals(s[:, start : start + len(s)], partner_offsets)
+def _dense_self_log_sum_exp(s: Tensor, partner_offsets: Sequence[int], shards: Shards) -> tuple[Tensor, list[Tensor]]:
+    """Return log-sum-exps of rows without the rows themselves and their partners; and partners' logits."""
+    partners = _partners(len(s), s, partner_offsets)
+    r = _log_sum_exp_without((partners | partners.T).fill_diagonal_(True), s, shards)
+    return r, _diagonals(s[:, shards.local], partner_offsets)
+
+
+def _partners(rows: int, columns: Tensor, offsets: Sequence[int], stride: int = 1) -> Tensor:
+    """Return which local columns are partners of which local rows."""
+    partners = torch.zeros(rows, len(columns), dtype=torch.bool, device=columns.device)
+    for offset in offsets:
+        partners[:, offset::stride].diagonal().fill_(True)
+    return partners
+
+
+def _log_sum_exp_without(left_out: Tensor, s: Tensor, column_shards: Shards) -> Tensor:
+    """Return log-sum-exps of rows of s, whose entries in the local columns may be left out."""
+    before, after = column_shards.start, s.shape[1] - column_shards.start - column_shards.size
+    return log_sum_exp(s.masked_fill(F.pad(left_out, (before, after)), -torch.inf), 1)
 
 
 def _diagonals(s: Tensor, partner_offsets: Sequence[int], stride: int = 1) -> list[Tensor]:
@@ -191,9 +212,8 @@ class _LogSumExp(Function):
                 r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, exchange, ctx.scale, ctx.cached)
             if isinstance(ctx.arithmetic, ShiftedSums) and not sweep.lost_precision(r, c, largest):
                 break
-        r, c = ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c)
         ctx.save_for_backward(rows, columns, scale, r, c, exchange.gathered, *tiles)
-        return r, c, *positives
+        return ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c), *positives
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, h: Tensor | None, *dpositives: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.exchange import GatherExchange, RingExchange, merge_at_owners
+from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.schedule import RankBlock, schedule
 from contrastive_zoo.engine.similarity_budget import CachedLogits
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, shift_window
@@ -35,9 +36,8 @@ class SoftmaxSweep:
     """Whether the scale is a tensor; its value may then differ between ranks by rounding."""
     dtype: torch.dtype | None = None
     """The dtype of the input; embeddings of 16 bits are sent, and multiplied where that is faster, in 16 bits."""
-    partner_offsets: Sequence[int] = ()
-    """The partners of row i are the columns stride · i + offset of the same rank."""
-    stride: int = 1
+    partners: Partners = field(default_factory=Partners)
+    """The columns that are left out of a row's sum, and whose logits are returned."""
     learns: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too."""
 
@@ -61,14 +61,18 @@ class SoftmaxSweep:
     def lost_precision(self, r: Tensor, c: Tensor | None, largest: float) -> bool:
         """Return whether a sum of shifted exponentials is so small that its terms may have underflowed, on any rank."""
         window = shift_window(r.dtype)[0]
-        if (self.unit_norm and not self.learnable_scale and largest <= window) or not self._has_pairs():
+        if self.unit_norm and not self.learnable_scale and largest <= window:
             return False
+        if self._may_lack_pairs():  # a sum of 0 does not tell whether terms have underflowed or there are none
+            return True
         lowest = min(x.min().item() if len(x) else math.inf for x in (r, r if c is None else c))
         precise = r.new_tensor(lowest >= math.exp(-window), dtype=torch.float32)
         return not extreme_over_ranks(precise, "min", self.world).item()
 
-    def _has_pairs(self) -> bool:
-        return self.row_shards.total > self.one_tower and self.column_shards.total > 0
+    def _may_lack_pairs(self) -> bool:
+        """Return whether a row or a column of any rank may have no other than itself and its partners."""
+        left_out = len(self.partners.offsets) + self.one_tower * (1 + len(self.partners.offsets))
+        return min(self.row_shards.total, self.column_shards.total) <= left_out
 
     def _scratch_buffer(self, like: Tensor) -> ScratchBuffer:
         height, width = tile_shape(like)
@@ -83,26 +87,6 @@ class SoftmaxSweep:
             cut = tiles(block.rows.stop - block.rows.start, len(columns), rows, upper=upper)
             yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
 
-    def _partner_diagonals(self, i: slice, j: slice, *, both: bool = False) -> Iterator[tuple[int, slice, int, int]]:
-        """Yield the partners in a tile of the local block: index of the offset, their rows, and the first entry's place.
-
-        With ``both`` also the mirrored diagonals of a tile on the diagonal, where partners are rows.
-        """
-        for index, offset in enumerate(self.partner_offsets):
-            first, last = (-((offset - start) // self.stride) for start in (j.start, j.stop))
-            rows = slice(max(i.start, first), min(i.stop, last))
-            if rows.start < rows.stop:
-                row, column = rows.start - i.start, offset + self.stride * rows.start - j.start
-                yield index, rows, row, column
-                if both:
-                    yield index, rows, column, row
-
-    def _diagonal(self, tile: Tensor, rows: slice, row: int, column: int) -> Tensor:
-        """Return a view of the tile's entries that :meth:`_partner_diagonals` names."""
-        down, right = tile.stride()
-        start = tile.storage_offset() + row * down + column * right
-        return tile.as_strided((rows.stop - rows.start,), (down + self.stride * right,), start)
-
     def sums(
         self,
         arithmetic: Arithmetic,
@@ -113,14 +97,10 @@ class SoftmaxSweep:
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
         """Return sums of local rows over all columns, sums of local columns over all rows, partners' logits, and tiles.
 
-        Tiles are those that fit into the budget, None in place of the others.
+        The sums leave partners out. Tiles are those that fit into the budget, None in place of the others.
         """
         scratch, total, parts = self._scratch_buffer(rows), arithmetic.empty(len(rows), rows), []
-        count = self.column_shards.size
-        positives = [
-            rows.new_zeros(max(0, min(len(rows), -((offset - count) // self.stride))))
-            for offset in self.partner_offsets
-        ]
+        positives = self.partners.empty(rows, len(rows), self.column_shards.size)
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self._tiles(rows, exchange):
             block_rows, row_total = rows[block.rows], total[block.rows]
@@ -131,8 +111,8 @@ class SoftmaxSweep:
                     tile = scratch.tile(i, j)
                     keep = cached is not None and cached.reserve(tile.nbytes)
                     s = _logits(a, columns[j], scale, torch.empty_like(tile) if keep else tile, diagonal)
-                    for number, of, *place in self._partner_diagonals(i, j) if index == 0 else ():
-                        positives[number][of] = self._diagonal(s, of, *place)
+                    if index == 0:
+                        self.partners.take(s, i, j, positives, mirrored=diagonal)
                     arithmetic.transform(s)
                     arithmetic.add(strip_total, s, 1)
                     if self.columnwise and not diagonal:
@@ -159,8 +139,8 @@ class SoftmaxSweep:
     ) -> Iterator[Tensor]:
         """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
 
-        Statistics are log-sum-exps and their gradients, [n, 2] and [m, 2]. ``dpositives`` nearly cancel the weights of
-        partners. They are added before a matmul rounds the weights, so that the difference keeps its digits.
+        Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. ``dpositives`` are the
+        weights of partners.
         """
         scratch, row_weights, column_weights = self._scratch_buffer(rows), arithmetic.coefficients(row_statistics), None
         if column_statistics is not None:
@@ -181,8 +161,8 @@ class SoftmaxSweep:
                     weights = arithmetic.weights(
                         s, strip_weights, None if by_column is None else by_column[j], out.tile(i, j)
                     )
-                    for number, of, *place in self._partner_diagonals(i, j, both=diagonal) if index == 0 else ():
-                        self._diagonal(weights, of, *place).add_(dpositives[number][of])
+                    if index == 0:
+                        self.partners.put(weights, i, j, dpositives, mirrored=diagonal)
                     # the first matmul into a buffer overwrites its content
                     da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=scale)
                     if part is not None and not diagonal:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -131,7 +132,7 @@ def _guided(
     threshold = similarity - margin * (similarity.abs() if relative else 1)
 
     logits = x.first @ x.candidate_second.T / temperature
-    sums = [masked_log_sum_exp(logits, (guide.first @ guide.candidate_second.T <= threshold) | x.own_pair)]
+    sums = [masked_log_sum_exp(logits, (guide.first @ guide.candidate_second.T <= threshold) & ~x.own_pair)]
     blocks = [(x.first, x.singles, guide.first, guide.singles, x.own_single)]
     if contrast_anchors:
         blocks.append((x.first, x.candidate_first, guide.first, guide.candidate_first, x.own_pair))
@@ -140,8 +141,8 @@ def _guided(
     for rows, columns, guide_of_rows, guide_of_columns, own in blocks:
         mask = (guide_of_rows @ guide_of_columns.T <= threshold) & ~own
         sums.append(masked_log_sum_exp(rows @ columns.T / temperature, mask))
-    total = torch.stack(sums).logsumexp(0)
-    return total - logits.where(x.own_pair, 0).sum(1), torch.ones_like(block.ids, dtype=torch.bool)
+    positive = logits.where(x.own_pair, 0).sum(1)
+    return cross_entropy(positive, log_sum_exp(torch.stack(sums), 0)), torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _problem(

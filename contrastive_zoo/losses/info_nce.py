@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
@@ -91,21 +92,20 @@ def info_nce(
         cross_log_sum_exp, q, scale=scale, row_shards=shards, unit_norm=normalize, dtype=queries.dtype, world=world
     )
     if in_batch_negatives:
-        over_keys, over_queries, (positive,) = over_columns(
+        other_keys, other_queries, (positive,) = over_columns(
             k, column_shards=shards, columnwise=symmetric, partner_offsets=[0]
         )
+        others = [other_keys]
     else:
-        over_keys = positive = scale * (q * k).sum(-1)
-        over_queries = None
+        positive = scale * (q * k).sum(-1)
+        others, other_queries = [torch.full_like(positive, -torch.inf)], None
     if extra is not None and extra.ndim == 3:
-        own = torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1)
-        over_keys = torch.logaddexp(over_keys, own)
+        others.append(torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1))
     elif extra is not None and last.total > 0:
-        shared, *_ = over_columns(extra, column_shards=last, columnwise=False)
-        over_keys = torch.logaddexp(over_keys, shared)
-    losses = over_keys - positive
-    if over_queries is not None:
-        losses = (losses + over_queries - positive) / 2
+        others.append(over_columns(extra, column_shards=last, columnwise=False)[0])
+    losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
+    if other_queries is not None:
+        losses = (losses + cross_entropy(positive, other_queries)) / 2
     return reduce_anchors(losses, reduction=reduction, world=world)
 
 

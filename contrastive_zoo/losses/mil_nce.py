@@ -1,5 +1,6 @@
 """MIL-NCE: each video has several candidate texts, some of which match."""
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -7,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
 from contrastive_zoo.handshake import kind
@@ -75,7 +77,7 @@ def mil_nce(
         for rows in (videos, texts)
     )
 
-    over_texts, over_videos, positives = cross_log_sum_exp(
+    other_texts, other_videos, positives = cross_log_sum_exp(
         v,
         y.flatten(0, 1),
         scale=scale,
@@ -87,12 +89,14 @@ def mil_nce(
         stride=y.shape[1],
         world=world,
     )
-    assert over_videos is not None  # columnwise is the default
+    assert other_videos is not None  # columnwise is the default
+    negative = log_sum_exp(torch.cat([other_texts[:, None], other_videos.view(y.shape[:2])], 1), 1)
     positive = torch.stack(positives).logsumexp(0)
-    total = torch.logaddexp(over_texts, torch.logsumexp(over_videos.view(y.shape[:2]), 1))
-    if denominator == "exact":  # both sums contain the positives, which are thus at most half of the total
-        total = total + torch.log1p(-(positive - total).exp().clamp(max=0.5))
-    return reduce_anchors(total - positive, reduction=reduction, world=world)
+    if denominator == "reference":  # log(2 P + N) − log P = log 2 + log(1 + N / 2P)
+        losses = math.log(2) + cross_entropy(positive, negative - math.log(2))
+    else:
+        losses = cross_entropy(positive, negative)
+    return reduce_anchors(losses, reduction=reduction, world=world)
 
 
 def _settings_problem(denominator: str) -> str | None:

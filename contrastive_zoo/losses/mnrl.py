@@ -1,5 +1,6 @@
 """Multiple negatives ranking: classify each query's document among all documents and hard negatives."""
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -7,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -24,6 +26,7 @@ from contrastive_zoo.world import ALONE, Shards, World
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
 _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+_HOLD_THE_POSITIVE = {"query_to_doc", "doc_to_query"}
 _HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 
 
@@ -111,8 +114,8 @@ def mnrl(
             for rows in (queries, documents, negatives)
         )
         settings_of_sums: Any = {"scale": scale, "unit_norm": normalize, "dtype": queries.dtype, "world": world}
-        by_direction, positive = _sums(q, d, x, directions, shards, mined, **settings_of_sums)
-        return reduce_anchors(_combine(by_direction, partition_mode) - positive, reduction=reduction, world=world)
+        others, positive = _sums(q, d, x, directions, shards, mined, **settings_of_sums)
+        return reduce_anchors(_losses(others, positive, partition_mode), reduction=reduction, world=world)
 
     q, d, x = (prepare_rows(rows, normalize=normalize, world=world) for rows in (queries, documents, negatives))
     ids = sample_indices(shards, q)
@@ -127,9 +130,9 @@ def mnrl(
 
 def _sums(
     q: Tensor, d: Tensor, x: Tensor, directions: tuple[Direction, ...], shards: Shards, mined: Shards, **rows: Any
-) -> tuple[list[Tensor], Tensor]:
-    """Return log Z of every direction, if none leaves out mined negatives, and the logits of the pairs."""
-    over_documents, over_queries, (positive,) = cross_log_sum_exp(
+) -> tuple[dict[Direction, Tensor], Tensor]:
+    """Return log(Z − exp(positive)) of every direction, if none leaves out mined negatives, and the logits of the pairs."""
+    documents, queries, (positive,) = cross_log_sum_exp(
         q,
         d,
         row_shards=shards,
@@ -140,20 +143,24 @@ def _sums(
     )
     if mined.total:
         over_mined, *_ = cross_log_sum_exp(q, x, row_shards=shards, column_shards=mined, columnwise=False, **rows)
-        over_documents = torch.logaddexp(over_documents, over_mined)
-    sums = [over_documents]
-    if over_queries is not None:
-        sums.append(over_queries)
+        documents = log_sum_exp(torch.stack([documents, over_mined]), 0)
+    others: dict[Direction, Tensor] = {"query_to_doc": documents}
+    if queries is not None:
+        others["doc_to_query"] = queries
     if "query_to_query" in directions:
-        sums.append(self_log_sum_exp(q, shards=shards, **rows)[0])
+        others["query_to_query"] = self_log_sum_exp(q, shards=shards, **rows)[0]
     if "doc_to_doc" in directions:
-        sums.append(self_log_sum_exp(d, shards=shards, **rows)[0])
-    return sums, positive
+        others["doc_to_doc"] = self_log_sum_exp(d, shards=shards, **rows)[0]
+    return others, positive
 
 
-def _combine(sums: list[Tensor], partition_mode: str) -> Tensor:
-    stacked = torch.stack(sums)
-    return stacked.logsumexp(0) if partition_mode == "joint" else stacked.mean(0)
+def _losses(others: dict[Direction, Tensor], positive: Tensor, partition_mode: str) -> Tensor:
+    """Return −log of the positive's share, given the log-sum-exps of the other candidates of each direction."""
+    if partition_mode == "per_direction":
+        return torch.stack([cross_entropy(positive, x) for x in others.values()]).mean(0)
+    # Z contains the positive once for each of these k directions: log(k + Σ exp(s − p)) = log k + log(1 + Σ … / k)
+    shift = math.log(len(_HOLD_THE_POSITIVE & others.keys()))
+    return shift + cross_entropy(positive, log_sum_exp(torch.stack([*others.values()]), 0) - shift)
 
 
 def _ranked(
@@ -174,14 +181,14 @@ def _ranked(
     if hardness_mode is not None:
         hard = {"in_batch_negatives": ~own, "hard_negatives": own & mined, "all_negatives": ~own | mined}[hardness_mode]
         logits = logits + (hardness_strength * cos.detach()).where(hard, 0)
-    sums = [logits.logsumexp(1)]
+    others: dict[Direction, Tensor] = {"query_to_doc": masked_log_sum_exp(logits, ~own | mined)}
     if "query_to_query" in directions:
-        sums.append(masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, ~x.own_pair))
+        others["query_to_query"] = masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, ~x.own_pair)
     if "doc_to_query" in directions:
-        sums.append((x.second @ x.candidate_first.T / temperature).logsumexp(1))
+        others["doc_to_query"] = masked_log_sum_exp(x.second @ x.candidate_first.T / temperature, ~x.own_pair)
     if "doc_to_doc" in directions:
-        sums.append(masked_log_sum_exp(x.second @ documents.T / temperature, ~own))
-    return _combine(sums, partition_mode) - positive, torch.ones_like(block.ids, dtype=torch.bool)
+        others["doc_to_doc"] = masked_log_sum_exp(x.second @ documents.T / temperature, ~own)
+    return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:

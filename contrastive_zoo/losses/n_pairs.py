@@ -6,6 +6,8 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
@@ -90,7 +92,8 @@ class NPairs(Loss, function=n_pairs, check=_settings_problem): ...
 
 def _pair_losses(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
     logits = block.anchors @ block.candidates.T / temperature
-    return logits.logsumexp(1) - logits.where(block.positive, 0).sum(1), block.positive.any(1)
+    positive = logits.where(block.positive, 0).sum(1)
+    return cross_entropy(positive, masked_log_sum_exp(logits, ~block.positive)), block.positive.any(1)
 
 
 def _shards_of_selected(shards: Shards, selected: Tensor) -> Shards:

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy_of_several
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import self_log_sum_exp
@@ -60,14 +60,23 @@ def nt_xent(
     scale = logit_scale(temperature, world)
     rows = [round_to_input_dtype(prepare_rows(view, normalize=normalize, world=world), view, world) for view in views]
     offsets = [len(rows[0]) * step for step in range(1, count)]
-    candidates, similarities = self_log_sum_exp(
+    others, similarities = self_log_sum_exp(
         concat_views(rows, world), scale=scale, unit_norm=normalize, dtype=views[0].dtype, partner_offsets=offsets,
         shards=shards.times(count), world=world,
     )  # fmt: skip
+    losses = cross_entropy_of_several(_of_partners(similarities, count), others)
+    return reduce_anchors(losses, reduction=reduction, world=world)
+
+
+def _of_partners(similarities: list[Tensor], views: int) -> Tensor:
+    """Return the logits of each row with the other views of its sample, [views − 1, views · n].
+
+    ``similarities[step - 1]`` are those of views 0, 1, … with the views ``step`` later, one after the other.
+    """
+    by_step = [s.unflatten(0, (views - step, -1)) for step, s in enumerate(similarities, 1)]
     # each pair counts for both of its views
-    both = [F.pad(s, (0, o)) + F.pad(s, (o, 0)) for o, s in zip(offsets, similarities, strict=True)]
-    positive = torch.stack(both).sum(0) / (count - 1)
-    return reduce_anchors(candidates - positive, reduction=reduction, world=world)
+    of_view = [[by_step[abs(v - u) - 1][min(u, v)] for u in range(views) if u != v] for v in range(views)]
+    return torch.stack([torch.stack(x) for x in of_view], 1).flatten(1)
 
 
 class NTXent(Loss, function=nt_xent):

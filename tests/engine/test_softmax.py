@@ -85,24 +85,39 @@ def weighed(positives: Iterable[Tensor]) -> Tensor:
     return sum(((numbers(len(p), seed=5) * p).sum() for p in positives), torch.zeros(()))
 
 
+def finite(x: Tensor) -> Tensor:
+    """Σ x without the log-sum-exps of nothing."""
+    return x.where(x.abs() != torch.inf, 0).sum()
+
+
 def dense(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int, ...]) -> list[Tensor]:
     """Σ w·R + Σ v·C + Σ w·P of one process, and its gradients by rows, columns and scale."""
     n, m = sum(sizes), sum(columns)
 
-    def of_partners(s: Tensor, columns: tuple[int, ...], steps: Sequence[int], stride: int = 1) -> Tensor:
+    def diagonals(s: Tensor, columns: tuple[int, ...], steps: Sequence[int], stride: int = 1) -> list[list[Tensor]]:
         ranks = [(Shards(sizes, rank).local, Shards(columns, rank).local) for rank in range(len(sizes))]
-        return sum(weighed(s[i, j][:, step::stride].diagonal() for step in steps) for i, j in ranks)
+        return [[s[i, j][:, step::stride].diagonal() for step in steps] for i, j in ranks]
+
+    def left_out(*partners: Any) -> Tensor:
+        mask = torch.zeros(n, m, dtype=torch.bool)
+        for entries in itertools.chain(*diagonals(mask, *partners)):
+            entries.fill_(True)
+        return mask
 
     a, b = (options.rows(count, seed).requires_grad_() for seed, count in ((1, n), (2, m)))
     scale = torch.tensor(options.scale).double().requires_grad_()
     w, v = numbers(n, seed=3), numbers(m, seed=4)
     if kind == "one tower":
-        s = (scale * a @ a.T).masked_fill(torch.eye(n).bool(), -torch.inf)
-        value = (w * s.logsumexp(1)).sum() + of_partners(s, sizes, options.nonzero_offsets)
+        s, m, partners = scale * a @ a.T, n, (sizes, options.nonzero_offsets)
+        mask = left_out(*partners)
+        r = s.masked_fill(torch.eye(n).bool() | mask | mask.T, -torch.inf).logsumexp(1)
+        value = finite(w * r) + sum(map(weighed, diagonals(s, *partners)))
         return [value.detach(), *torch.autograd.grad(value, (a, scale))]
-    s = scale * a @ b.T
-    value = (w * s.logsumexp(1)).sum() + ((v * s.logsumexp(0)).sum() if kind == "two towers" else 0)
-    value = value + of_partners(s, columns, options.partner_offsets, options.stride)
+    s, partners = scale * a @ b.T, (columns, options.partner_offsets, options.stride)
+    others = s.masked_fill(left_out(*partners), -torch.inf)
+    value = finite(w * others.logsumexp(1)) + sum(map(weighed, diagonals(s, *partners)))
+    if kind == "two towers":
+        value = value + finite(v * others.logsumexp(0))
     return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
 
 
@@ -119,13 +134,13 @@ def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int,
     with tiled(options.tile_bytes), similarity_budget.memory_budget(options.keep):
         if kind == "one tower":
             r, p = softmax.self_log_sum_exp(a, partner_offsets=options.nonzero_offsets, shards=rows, **settings)
-            value = (w * r).sum() + weighed(p)
+            value = finite(w * r) + weighed(p)
             return [value.detach(), *torch.autograd.grad(value, (a, scale))]
         r, c, p = softmax.cross_log_sum_exp(
             a, b, row_shards=rows, column_shards=cols, columnwise=kind == "two towers",
             partner_offsets=options.partner_offsets, stride=options.stride, **settings,
         )  # fmt: skip
-        value = (w * r).sum() + (0 if c is None else (v * c).sum()) + weighed(p)
+        value = finite(w * r) + (0 if c is None else finite(v * c)) + weighed(p)
         return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
 
 

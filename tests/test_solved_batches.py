@@ -1,0 +1,319 @@
+"""Gradients of batches that are solved at a low temperature: float32 keeps digits of them, where plain torch keeps none.
+
+The loss of a solved batch is about 1e-10: the positive's logit and the log-sum-exp that contains it agree in all digits
+that float32 has.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import cross_entropy, dense_mode, similarity_budget, softmax, tiling
+from contrastive_zoo.session import Session
+from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import World
+from tests.helpers import local_shard, numbers
+
+GOAL = 2e-5
+"""Relative error of a float32 gradient at t = 0.01: rounding a logit of 100 changes its exponential by 4e-6."""
+
+Softmaxes = list[tuple[Tensor, Tensor]]
+
+
+def views(n: int, noise: float, count: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Rows in a few dimensions, where others are near, and noisy copies of them."""
+    rows = numbers(n, 24, seed=0)
+    copies = [rows + noise * numbers(n, 24, seed=seed) for seed in range(1, count)]
+    return [x.to(dtype) for x in (rows, *copies)]
+
+
+# ------------------------------------------------------------------------------- the losses, and their plain definition
+
+
+def without(own: int, s: Tensor) -> Tensor:
+    """The columns of s without column i + own · k of row i for any k: [n, m] without the own sample's."""
+    mine = torch.arange(s.shape[1]) % own == torch.arange(len(s))[:, None] % own
+    return s[~mine].view(len(s), -1)
+
+
+def of_nt_xent(*views: Tensor) -> Softmaxes:
+    z, n, count = torch.cat(views), len(views[0]), len(views)
+    s = z @ z.T
+    partners = [torch.arange(count * n).roll(-n * step)[:, None] for step in range(1, count)]
+    return [(torch.cat([s.gather(1, partner) for partner in partners], 1), without(n, s))]
+
+
+def of_info_nce(q: Tensor, k: Tensor) -> Softmaxes:
+    s = q @ k.T
+    return [(s.diagonal()[:, None], without(len(q), s))]
+
+
+def of_clip(q: Tensor, k: Tensor) -> Softmaxes:
+    return [*of_info_nce(q, k), *of_info_nce(k, q)]
+
+
+def of_mnrl(q: Tensor, k: Tensor) -> Softmaxes:
+    """Documents, queries of the own document, and other queries, in one sum: it contains the positive twice."""
+    pair, n = (q * k).sum(1, keepdim=True), len(q)
+    return [(pair, torch.cat([without(n, x) for x in (q @ k.T, k @ q.T, q @ q.T)], 1))]
+
+
+def of_gist(q: Tensor, k: Tensor) -> Softmaxes:
+    pair, n = (q * k).sum(1, keepdim=True), len(q)
+    return [(pair, torch.cat([without(n, x) for x in (q @ k.T, q @ q.T, k @ k.T)], 1))]
+
+
+def of_mil_nce(v: Tensor, *texts: Tensor) -> Softmaxes:
+    own = torch.stack([(v * y).sum(1) for y in texts], 1)
+    return [(own, torch.cat([without(len(v), s) for y in texts for s in (v @ y.T, y @ v.T)], 1))]
+
+
+def our_mil_nce(a: Tensor, *texts: Tensor, **settings: Any) -> Tensor:
+    return cz.mil_nce(a, torch.stack(texts, 1), normalize=True, **settings)
+
+
+def our_n_pairs(*rows: Tensor, **settings: Any) -> Tensor:
+    return cz.n_pairs(torch.cat(rows), torch.arange(len(rows[0])).repeat(2), l2=0.0, normalize=True, **settings)
+
+
+def our_gist(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
+    """The guide finds all rows alike, and masks none."""
+    ones = torch.ones(len(a), 1)
+    return cz.gist(a, b, ones, ones, **settings)
+
+
+def our_mnrl(*rows: Tensor, **settings: Any) -> Tensor:
+    return cz.mnrl(*rows, directions=("query_to_doc", "query_to_query", "doc_to_query"), **settings)
+
+
+def ranked_mnrl(*rows: Tensor, **settings: Any) -> Tensor:
+    """Without hard negatives nothing is added to logits; the loss goes anchor by anchor."""
+    return our_mnrl(*rows, hardness_mode="hard_negatives", hardness_strength=9.0, **settings)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A loss and its definition.
+
+    Args:
+        ours: the loss.
+        softmaxes: from unit rows, the dot products of each anchor with its positives [n, k] and with the others [n, m].
+        views: the number of views.
+        times: how often the sum over all contains the positive.
+        several_match: whether the loss is −log of the sum of the positives' shares, not the mean of −log of a share.
+    """
+
+    ours: Callable[..., Tensor]
+    softmaxes: Callable[..., Softmaxes]
+    views: int = 2
+    times: int = 1
+    several_match: bool = False
+
+    def plain(self, *rows: Tensor, temperature: float) -> Tensor:
+        """The loss as it is written everywhere: log-sum-exp of all minus the positive."""
+
+        def mean(positive: Tensor, others: Tensor) -> Tensor:
+            goal = positive.logsumexp(1) if self.several_match else positive.mean(1)
+            return (torch.cat([positive] * self.times + [others], 1).logsumexp(1) - goal).mean()
+
+        return self._mean(mean, rows, temperature)
+
+    def exact(self, *rows: Tensor, temperature: float) -> Tensor:
+        """The same without its cancellation: at a loss of 1e-13 the plain formula has few digits in float64, too."""
+
+        def mean(positive: Tensor, others: Tensor) -> Tensor:
+            total = positive.logsumexp(1)
+            one_matches = not self.several_match and positive.shape[1] > 1
+            spread = total - positive.mean(1) if one_matches else 0  # 1 - 1 in the gradient, beside 1e-15
+            return (F.softplus(others.logsumexp(1) - total - math.log(self.times), threshold=100) + spread).mean()
+
+        return self._mean(mean, rows, temperature)
+
+    def _mean(self, mean: Callable[[Tensor, Tensor], Tensor], rows: Sequence[Tensor], temperature: float) -> Tensor:
+        found = self.softmaxes(*(F.normalize(x, dim=1) for x in rows))
+        return torch.stack([mean(x / temperature, y / temperature) for x, y in found]).mean()
+
+
+def our_clip(*rows: Tensor, **settings: Any) -> Tensor:
+    return cz.info_nce(*rows, symmetric=True, **settings)
+
+
+TILED = {
+    "NTXent": Solved(cz.nt_xent, of_nt_xent),
+    "NTXent, three views": Solved(cz.nt_xent, of_nt_xent, views=3),
+    "InfoNCE": Solved(cz.info_nce, of_info_nce),
+    "CLIP": Solved(our_clip, of_clip),
+    "MNRL": Solved(our_mnrl, of_mnrl, times=2),
+    "MILNCE": Solved(our_mil_nce, of_mil_nce, views=3, several_match=True),
+}
+"""Losses of the tiled engine."""
+
+LOSSES = {
+    **TILED,
+    "MNRL, anchor by anchor": Solved(ranked_mnrl, of_mnrl, times=2),
+    "NPairs": Solved(our_n_pairs, of_info_nce),
+    "GIST": Solved(our_gist, of_gist),
+}
+
+
+def gradient(loss: Callable[..., Tensor], rows: Sequence[Tensor], dtype: torch.dtype, **settings: Any) -> Tensor:
+    leaves = [x.to(dtype).requires_grad_() for x in rows]
+    return torch.stack(torch.autograd.grad(loss(*leaves, **settings), leaves)).double()
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+@functools.cache
+def expected(name: str, n: int, t: float, noise: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
+    """Return the gradient in float64, and the relative error of plain torch's in ``dtype``."""
+    loss = LOSSES[name]
+    rows = views(n, noise, loss.views, dtype)
+    exact = gradient(loss.exact, rows, torch.float64, temperature=t)
+    return exact, relative_error(gradient(loss.plain, rows, dtype, temperature=t), exact)
+
+
+def errors(name: str, n: int, t: float, noise: float, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    """Return the relative errors of our gradient and of plain torch's, both in ``dtype``, against float64."""
+    exact, plain = expected(name, n, t, noise, dtype)
+    found = gradient(LOSSES[name].ours, views(n, noise, LOSSES[name].views, dtype), dtype, temperature=t)
+    return relative_error(found, exact), plain
+
+
+# ------------------------------------------------------------------------------------------------ ways to compute them
+
+
+@contextmanager
+def replaced(where: Any, name: str, value: Any) -> Iterator[None]:
+    with patch.object(where, name, value):
+        yield
+
+
+PATHS: dict[str, Callable[[], list[Any]]] = {
+    "tiled": lambda: [replaced(tiling, "TILE_BYTES", 2**16), similarity_budget.memory_budget(0)],
+    "cached": lambda: [replaced(tiling, "TILE_BYTES", 2**16), similarity_budget.memory_budget(2**30)],
+    "a maximum for each row": lambda: [replaced(softmax.SoftmaxSweep, "lost_precision", lambda *_: True)],
+    "small": lambda: [replaced(dense_mode, "SMALL_BATCH_ELEMENTS", 2**24)],
+    "dense": lambda: [cz.dense()],
+}
+
+
+@contextmanager
+def path(name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in PATHS[name]():
+            stack.enter_context(context)
+        yield
+
+
+CONDITIONS = [(0.05, 0.3), (0.02, 0.1), (0.01, 0.3), (0.01, 0.1)]
+"""Temperatures and noise."""
+
+
+@pytest.mark.parametrize("where", PATHS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_keeps_digits_of_the_gradient(name: str, where: str) -> None:
+    """At the temperature 0.01 plain torch is off by 1e-2 and more.
+
+    Few anchors dominate the gradient of 256 rows, and the goal is that of 700. Where the positives of an anchor differ,
+    their spread is most of the gradient, and plain torch has digits of it, too.
+    """
+    for t, noise in CONDITIONS:
+        with path(where):
+            found, plain = errors(name, 256, t, noise)
+        assert found <= 2 * GOAL, (t, noise)
+        if name == "NTXent, three views":
+            assert found <= 1.5 * plain
+            continue
+        assert found <= plain, (t, noise)
+        if t < 0.02:
+            assert plain > 100 * GOAL  # the batch is solved: the test says something
+
+
+def test_the_goal_is_met_at_its_size() -> None:
+    for name in ("NTXent", "CLIP"):
+        for noise in (0.3, 0.1):
+            assert errors(name, 700, 0.01, noise)[0] <= GOAL
+
+
+@pytest.mark.parametrize("where", ["cached", "small"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", TILED)
+def test_16_bits_are_never_worse_than_plain_torch_in_16_bits(name: str, dtype: torch.dtype, where: str) -> None:
+    for t, noise in CONDITIONS[1:3]:
+        with path(where):
+            found, plain = errors(name, 100, t, noise, dtype)
+        assert found <= plain, (t, noise)
+
+
+# ---------------------------------------------------------------------------------------------------------- over ranks
+
+SIZES = (100, 0, 120, 36)
+
+
+def on_rank(ring: bool, always: bool) -> list[Tensor]:
+    """The gradients of the local rows, [views, n, d], of each loss and noise."""
+    found = []
+    for loss in TILED.values():
+        for noise in (0.3, 0.1):
+            rows = [local_shard(x, SIZES) for x in views(sum(SIZES), noise, loss.views)]
+            with splitting(always=always):
+                world = Session.of(World.of(), ring=ring)
+                found.append(gradient(loss.ours, rows, torch.float32, temperature=0.01, world=world))
+    return found
+
+
+@pytest.mark.parametrize(("ring", "always"), [(False, False), (False, True), (True, True)])
+def test_ranks_keep_the_same_digits(ring: bool, always: bool, worlds: Worlds) -> None:
+    """Gathered, small, and in a ring."""
+    found = [torch.cat(x, 1) for x in zip(*worlds.run(len(SIZES), lambda: on_rank(ring, always)), strict=True)]
+    for name, loss in TILED.items():
+        for noise in (0.3, 0.1):
+            rows = views(sum(SIZES), noise, loss.views)
+            exact = gradient(loss.exact, rows, torch.float64, temperature=0.01)
+            assert relative_error(found.pop(0), exact) <= 2 * GOAL, (name, noise)
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+
+USERS = ("info_nce", "mnrl", "mil_nce", "n_pairs", "gist")
+"""The modules of losses that import the formula by name."""
+
+
+def subtracted(positive: Tensor, others: Tensor) -> Tensor:
+    """The mutant: the formula of the paper."""
+    return torch.logaddexp(others, positive) - positive
+
+
+@pytest.mark.parametrize("where", ["tiled", "small", "dense"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "NTXent, three views"])
+def test_a_subtraction_is_caught(name: str, where: str) -> None:
+    """Three views hide it: their positives differ by more than the others add up to."""
+    modules = [cross_entropy, *(sys.modules[f"contrastive_zoo.losses.{x}"] for x in USERS)]
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch.object(module, "cross_entropy", subtracted))
+        stack.enter_context(path(where))
+        assert errors(name, 256, 0.01, 0.3)[0] > 100 * GOAL
+
+
+def test_the_small_batch_path_is_as_accurate() -> None:
+    """It ends at a temperature of 1/40, above those of the other tests."""
+    for name in ("NTXent", "InfoNCE", "CLIP"):
+        for noise in (0.3, 0.1):
+            with path("small"):
+                assert errors(name, 200, 0.025, noise)[0] <= GOAL
