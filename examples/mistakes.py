@@ -3,7 +3,7 @@
 `Right` is a right training. Each other class makes one mistake: its docstring says which, ``fix`` how to correct it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar
 
@@ -29,7 +29,8 @@ class Right:
     fix: ClassVar[str] = ""
 
     def __init__(self) -> None:
-        dist.init_process_group("gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.model = DistributedDataParallel(make_encoder())
         self.loss_fn: nn.Module = cz.DistributedLoss(make_loss())
@@ -50,6 +51,19 @@ class Right:
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear gradients before a step."""
         optimizer.zero_grad()
+
+    @classmethod
+    def step(cls) -> tuple[nn.Module, Callable[..., Tensor]]:
+        """Return a model and a step, as ``contrastive-zoo check --level training-step`` takes them."""
+        training = cls()
+
+        def step(model: nn.Module, features: Tensor, labels: Tensor) -> Tensor:
+            images = nn.functional.pad(features, (0, 64 - features.shape[1]))
+            value = training.loss(images, labels % 10)
+            value.backward()
+            return value
+
+        return training.model, step
 
     def train(self) -> Trained:
         """Run all steps and return the parameters."""
@@ -208,8 +222,9 @@ def _setup(training: type[Right]) -> Setup:
     shards = "padded" if training is Padded else "uneven"
     name = training.name if mistake else "the training that the mistakes change"
     return Setup(
-        name, lambda: training().train(), mistake=mistake, fix=training.fix, reference=reference, shards=shards
-    )
+        name, lambda: training().train(), mistake=mistake, fix=training.fix, reference=reference, shards=shards,
+        step=training.step,
+    )  # fmt: skip
 
 
 TRAININGS = (

@@ -18,7 +18,23 @@ from typing import NamedTuple
 
 from examples.setup import Deviation, Setup, measured
 
-EXAMPLES = ("ddp", "amp", "fsdp", "hsdp", "tensor_parallel", "zero", "checkpoint", "mistakes")
+EXAMPLES = (
+    "ddp",
+    "amp",
+    "fsdp",
+    "hsdp",
+    "tensor_parallel",
+    "zero",
+    "checkpoint",
+    "huggingface",
+    "accelerate_loop",
+    "lightning_module",
+    "fabric",
+    "sentence_transformers_trainer",
+    "mistakes",
+    "huggingface_mistakes",
+    "lightning_mistakes",
+)
 """Modules of this package that define ``SETUPS``, in the order of the tables.
 
 A module of mistakes, ``mistakes`` (of DDP) or ``<trainer>_mistakes``, has no page: its rows are on the page of its trainer.

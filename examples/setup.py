@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.reference import Trained as Trained
 from examples.reference import one_process as one_process
@@ -35,6 +35,8 @@ class Setup:
         reference: the same training on one process.
         shards: how global batches are split, for the table: "uneven, one empty", "even", …
         note: reason for a bound above 1e-9, for the table.
+        step: returns the model and one training step, as ``contrastive-zoo check --level training-step`` takes them; None
+            if a trainer of a framework owns the step.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Setup:
     reference: Reference = one_process
     shards: str = "uneven, one empty"
     note: str = ""
+    step: Callable[[], tuple[nn.Module, Callable[..., Tensor]]] | None = None
 
 
 class Deviation(NamedTuple):

@@ -10,15 +10,16 @@ import pytest
 
 import contrastive_zoo
 from contrastive_zoo import cli, console
+from contrastive_zoo.testing import examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.diagnosis import DIAGNOSES
 from contrastive_zoo.testing.invariants import INVARIANTS
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "contrastive_zoo.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 Here = Callable[..., tuple[int, str, str]]
@@ -29,6 +30,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """The same in this process: its exit code, and what it prints in one line."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(examination, "SHRINKING", 0.5)
         monkeypatch.setenv("COLUMNS", "400")  # a path that is broken into lines would not be found
         monkeypatch.setattr(sys, "argv", ["contrastive-zoo", *arguments])
         with pytest.raises(SystemExit) as end:
@@ -51,22 +53,29 @@ def test_one_of_ours_is_found_right(tmp_path: Path) -> None:
     assert report["world_sizes"] == [1, 2]
 
 
-def test_a_loss_of_the_users_own_file_is_found_wrong(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_loss_of_the_users_own_file_is_found_wrong(folder: Path, here: Here) -> None:
+    (folder / "mine_loss.py").write_text(
         "from contrastive_zoo.testing.gallery import make\ndef make_loss():\n    return make('mean of means')\n"
     )
-    done = run("check", "mine:make_loss", *QUICK, cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "mean of means" in done.stdout
-    assert "Fix: divide the global sum by the global count." in done.stdout
-    assert "W=2, shards [" in done.stdout
+    code, out, error = here("check", "mine_loss:make_loss", *QUICK)
+    assert code == 1, out + error
+    assert "mean of means" in out
+    assert "Fix: divide the global sum by the global count." in out
+    assert "W=2, shards [" in out
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_loss_of_pytorch_metric_learning(wrap: bool) -> None:
-    done = run("check", "pytorch_metric_learning.losses:ContrastiveLoss", *QUICK, *["--wrap"] * wrap)
-    assert done.returncode == (0 if wrap else 1), done.stdout + done.stderr
-    assert wrap or "local negatives" in done.stdout
+def test_a_loss_of_pytorch_metric_learning(wrap: bool, here: Here) -> None:
+    code, out, error = here("check", "pytorch_metric_learning.losses:ContrastiveLoss", *QUICK, *["--wrap"] * wrap)
+    assert code == (0 if wrap else 1), out + error
+    assert wrap or "local negatives" in out
 
 
 def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,21 +128,21 @@ def test_a_target_that_is_no_function_of_a_loss_exits_with_2(
     assert words in error
 
 
-def test_a_function_that_returns_nothing_exits_with_2(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def make_loss():\n    pass\n")
-    done = run("check", "mine:make_loss", *QUICK, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "returns a loss, which is callable, got NoneType." in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_function_that_returns_nothing_exits_with_2(folder: Path, here: Here) -> None:
+    (folder / "mine_nothing.py").write_text("def make_loss():\n    pass\n")
+    code, _, error = here("check", "mine_nothing:make_loss", *QUICK)
+    assert code == 2
+    assert "returns a loss, which is callable, got NoneType." in error
+    assert "Traceback" not in error
 
 
-def test_a_training_step_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+def test_a_training_step_is_checked(folder: Path, here: Here) -> None:
+    (folder / "mine_step.py").write_text(
         "from contrastive_zoo.testing.gallery import make\ndef make_step():\n    return make('step × W')\n"
     )
-    done = run("check", "mine:make_step", *QUICK, "--level", "training-step", "--call", "views", cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "times W" in done.stdout
+    code, out, error = here("check", "mine_step:make_step", *QUICK, "--level", "training-step", "--call", "views")
+    assert code == 1, out + error
+    assert "times W" in out
 
 
 def test_the_version_is_shown(here: Here) -> None:

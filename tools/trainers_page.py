@@ -9,16 +9,24 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
+from contrastive_zoo.testing.check import examine
 from examples.run import EXAMPLES, Outcome, measure, recipe_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
 
+Diagnoses = Mapping[tuple[str, str], str]
+"""The doctor's diagnosis by example and set-up."""
+
 _RIGHT = ("set-up", "processes", "shards", "encoder", "loss parameters", "bound")
-_WRONG = ("mistake", "what happens", "fix", "encoder", "loss parameters")
+_WRONG = ("mistake", "what happens", "fix", "encoder", "loss parameters", "doctor")
+
+NO_FINDING, NOT_EXAMINED = "no finding", "—"
+"""What the table says of a mistake outside of the step, and of one in a trainer that owns the step."""
 
 
 def filled(page: str, part: str, text: str) -> str:
@@ -50,14 +58,27 @@ def right_table(outcomes: Iterable[Outcome], titles: dict[str, str] | None = Non
     return _table([*_trainer(titles), *_RIGHT], rows)
 
 
-def wrong_table(outcomes: Iterable[Outcome], titles: dict[str, str] | None = None) -> str:
-    """Return the table of mistakes: what each is, how to correct it, and its deviation."""
+def wrong_table(
+    outcomes: Iterable[Outcome], titles: dict[str, str] | None = None, diagnoses: Diagnoses = MappingProxyType({})
+) -> str:
+    """Return the table of mistakes: what each is, how to correct it, its deviation, and the doctor's diagnosis."""
     rows = []
     for example, setup, deviation, _ in outcomes:
         if setup.mistake:
             found = [_percent(x) for x in deviation] if deviation else ["refused", "refused"]
-            rows.append([*_trainer(titles, example), setup.name, setup.mistake, setup.fix, *found])
+            doctor = diagnoses.get((example, setup.name), NOT_EXAMINED)
+            rows.append([*_trainer(titles, example), setup.name, setup.mistake, setup.fix, *found, doctor])
     return _table([*_trainer(titles), *_WRONG], rows)
+
+
+def diagnosed(outcomes: Iterable[Outcome]) -> Diagnoses:
+    """Return what the doctor says of the step of each mistake, by example and set-up."""
+    found = {}
+    for example, setup, *_ in outcomes:
+        if setup.mistake and setup.step is not None:
+            report = examine(setup.step, level="training_step", world_sizes=(1, 2), max_examples=6, name=setup.name)
+            found[example, setup.name] = report.diagnosis.mistake if report.diagnosis else NO_FINDING
+    return found
 
 
 def _trainer(titles: dict[str, str] | None, example: str = "") -> list[str]:
@@ -91,20 +112,20 @@ def write_listings(pages: Path = PAGES) -> None:
             path.write_text(filled(page, "example", listing(example)), encoding="utf-8")
 
 
-def write_tables(outcomes: Sequence[Outcome], pages: Path = PAGES) -> None:
+def write_tables(outcomes: Sequence[Outcome], diagnoses: Diagnoses, pages: Path = PAGES) -> None:
     """Write the deviations into the overview and into the page of each example."""
     titles = {example: title(example) for example in EXAMPLES}
     overview = pages / "trainers.md"
     page = overview.read_text(encoding="utf-8")
     page = filled(page, "right set-ups", right_table(outcomes, titles))
-    overview.write_text(filled(page, "mistakes", wrong_table(outcomes, titles)), encoding="utf-8")
+    overview.write_text(filled(page, "mistakes", wrong_table(outcomes, titles, diagnoses)), encoding="utf-8")
     for example in EXAMPLES:
         path = pages / "trainers" / f"{example}.md"
         own = [outcome for outcome in outcomes if recipe_of(outcome.example) == example]
         if path.exists() and own:
             tables = [right_table(own)]
             if any(outcome.setup.mistake for outcome in own):
-                tables.append(wrong_table(own))
+                tables.append(wrong_table(own, None, diagnoses))
             page = path.read_text(encoding="utf-8")
             path.write_text(filled(page, "deviations", "\n\n".join(tables)), encoding="utf-8")
 
@@ -121,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for outcome in measure():
         print(f"{outcome.example:<16} {outcome.setup.name:<56} {outcome.text}", flush=True)
         outcomes.append(outcome)
-    write_tables(outcomes)
+    write_tables(outcomes, diagnosed(outcomes))
     return 0 if all(outcome.ok for outcome in outcomes) else 1
 
 
