@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -37,7 +38,7 @@ def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldRepor
     report = WorldReport(len(records), finished, records[0].loss_names)
     report.findings = diagnose(records, steps)
     report.quantities = compared(steps[:finished])
-    report.notes = list(dict.fromkeys(_notes(steps[:finished])))
+    report.notes = list(dict.fromkeys((*_notes(steps[:finished]), *_notes_on_changes(steps[:finished]))))
     report.problem = _problem(records)
     report.factors = [factor(x, step.ranks[0]) for step in steps[:1] for x in step.ranks[0].losses]
     report.peak_bytes = (max(x.peak_bytes for x in records), peak_bytes())
@@ -51,8 +52,8 @@ def _problem(records: Sequence[Record]) -> str:
     errors = [f"rank {x.rank} raised {x.error}" for x in records if x.error]
     if not any(x.losses for record in records for x in record.steps):
         errors.append(
-            "no loss was called: losses of contrastive_zoo, pytorch-metric-learning and sentence-transformers are found; name "
-            "another one with --loss module:Class"
+            "no loss was called: losses of contrastive_zoo, pytorch-metric-learning and sentence-transformers are found; "
+            "name another one with --loss module:Class"
         )
     elif not min(x.finished for x in records):
         errors.append("no step was finished on all ranks")
@@ -109,6 +110,21 @@ def _notes_on_dropout(step: StepEvidence) -> Iterator[str]:
         ).error
         text += f"; with other masks the gradient of the encoder differs by {effect:.0%}"
     yield text
+
+
+def _notes_on_changes(steps: Sequence[StepEvidence]) -> Iterator[str]:
+    """Compare the parameters after each step with those before the next one."""
+    for index, (step, following) in enumerate(pairwise(steps)):
+        for group in ("encoder", "loss"):
+            names = step.names(group)
+            if not names or step.is_sharded(names) or not step.ranks[0].after:
+                continue
+            before, after = flat(following.ranks[0].state, names, step), flat(step.ranks[0].after, names, step)
+            if not torch.equal(before, after):
+                yield (
+                    f"the script changes parameters of the {group} between steps {index + 1} and {index + 2}, outside of "
+                    f"the optimizer, by {Ratio.between(before, after).error:.1e}"
+                )
 
 
 def peak_bytes() -> int:

@@ -23,11 +23,19 @@ Group = Literal["encoder", "loss"]
 
 @dataclass
 class Ratio:
-    """A vector against a reference: ⟨x, y⟩ / ⟨y, y⟩, the cosine, and ‖x − y‖ / ‖y‖."""
+    """A vector against a reference.
+
+    Attributes:
+        ratio: r = ⟨x, y⟩ / ⟨y, y⟩.
+        cosine: of the angle between x and y.
+        error: ‖x − y‖ / ‖y‖.
+        rest: ‖x − r y‖ / ‖y‖, the part of the error that is no factor.
+    """
 
     ratio: float
     cosine: float
     error: float
+    rest: float = 0.0
 
     @classmethod
     def between(cls, x: Tensor, y: Tensor) -> Ratio:
@@ -35,14 +43,15 @@ class Ratio:
 
         Example:
             >>> Ratio.between(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
-            Ratio(ratio=2.0, cosine=1.0, error=1.0)
+            Ratio(ratio=2.0, cosine=1.0, error=1.0, rest=0.0)
         """
         x, y = x.double(), y.double()
         norms = float(x.norm()), float(y.norm())
         if norms[1] == 0:
-            return cls(1.0, 1.0, 0.0) if norms[0] == 0 else cls(math.inf, 0.0, math.inf)
+            return cls(1.0, 1.0, 0.0) if norms[0] == 0 else cls(math.inf, 0.0, math.inf, math.inf)
         cosine = float(x @ y) / (norms[0] * norms[1]) if norms[0] else 0.0
-        return cls(float(x @ y) / norms[1] ** 2, cosine, float((x - y).norm()) / norms[1])
+        ratio = float(x @ y) / norms[1] ** 2
+        return cls(ratio, cosine, float((x - y).norm()) / norms[1], float((x - ratio * y).norm()) / norms[1])
 
 
 @dataclass

@@ -90,10 +90,11 @@ def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iter
         for call in step.ranks[0].losses:
             if call.factor and (mistake := explanation(call, step.ranks[0], step.world_size)):
                 count = len(step.ranks[0].micro_batches)
-                yield mistake, (
-                    f"the backward pass starts with {factor(call, step.ranks[0]) / count:.4g} at the loss, W = "
-                    f"{step.world_size}, {count} micro-batch{'es' if count > 1 else ''}"
-                )
+                start = f"the backward pass starts with {factor(call, step.ranks[0]) / count:.4g} at the loss"
+                batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
+                unclear = ". Both numbers are equal, so it may also be × W: audit another number of processes"
+                is_unclear = count == step.world_size and mistake == "accumulation not divided"
+                yield mistake, f"{start}, {batches}{unclear if is_unclear else ''}"
 
 
 def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
@@ -101,7 +102,9 @@ def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> I
     for step in steps:
         for micro in zip(*(x.micro_batches for x in step.ranks), strict=False):
             try:
-                outputs = Outputs([[x.output for x in calls] for calls in zip(*(x.encoders for x in micro), strict=True)])
+                outputs = Outputs(
+                    [[x.output for x in calls] for calls in zip(*(x.encoders for x in micro), strict=True)]
+                )
                 for calls in zip(*(x.losses for x in micro), strict=True):
                     if records[0].options[calls[0].module] and Merge(calls, outputs, Outputs([])).is_gathered:
                         yield "gathered first", "the loss received embeddings of other ranks"
@@ -111,7 +114,10 @@ def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> I
 
 def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
     """Infer a mistake from the first step whose gradients are not right, after the explained factors."""
-    if any(x[0] in ("gathered first", "unequal parameters") for x in (*_of_gathering(records, steps), *_of_start(records, steps))):
+    if any(
+        x[0] in ("gathered first", "unequal parameters")
+        for x in (*_of_gathering(records, steps), *_of_start(records, steps))
+    ):
         return
     for step in steps:
         if step.truth is None or not any(step.ranks[0].gradients):
@@ -170,13 +176,15 @@ class Gradients:
 
     def _near(self, group: str, x: Ratio, by: float) -> bool:
         bound = tolerance(self.step, group)
-        sine = math.sqrt(max(0.0, x.error**2 - (x.ratio - 1) ** 2))  # the part of the error that is no factor
-        return abs(x.ratio - by) <= bound * max(abs(by), 1.0) and sine <= bound * max(abs(by), 1.0)
+        bound *= max(abs(by), 1.0)
+        return abs(x.ratio - by) <= bound and x.rest <= bound
 
     def values_are(self, expected: torch.Tensor) -> bool:
         """Return whether the ranks' values [W, losses] equal these."""
         bound = max(tolerance(self.step, "value"), 1e-12)
-        return bool(torch.allclose(self.values, expected.expand_as(self.values), rtol=bound, atol=bound, equal_nan=True))
+        return bool(
+            torch.allclose(self.values, expected.expand_as(self.values), rtol=bound, atol=bound, equal_nan=True)
+        )
 
     @property
     def are_right(self) -> bool:
@@ -198,7 +206,9 @@ class Gradients:
         for group in ("encoder", "loss"):
             if found := self.of(group)[:-1]:
                 worst = max(found, key=lambda x: x.error)
-                parts.append(f"gradient of the {group} × {worst.ratio:.4g}, cosine {worst.cosine:.4f}, {worst.error:.1%} off")
+                parts.append(
+                    f"gradient of the {group} × {worst.ratio:.4g}, cosine {worst.cosine:.4f}, {worst.error:.1%} off"
+                )
         values = ", ".join(f"{x:.4g}" for x in self.values[:, :1].flatten().tolist())
         parts.append(f"values {values}, one process {self.expected[:1].sum():.4g}")
         return "; ".join(parts)
@@ -208,7 +218,9 @@ def _is_local(x: Gradients) -> bool:
     """Return whether every rank's value is that of its samples alone."""
     alone = [y.values if y else [math.nan] * len(x.expected) for y in x.step.alone]
     local = torch.tensor(alone, dtype=torch.float64)
-    return x.option is None and not x.truth.is_gathered and bool(alone) and not x.values_are_right and x.values_are(local)
+    return (
+        x.option is None and not x.truth.is_gathered and bool(alone) and not x.values_are_right and x.values_are(local)
+    )
 
 
 def _has_batch_statistics(x: Gradients) -> bool:
@@ -239,15 +251,28 @@ SIGNATURES: dict[str, Callable[[Gradients], bool]] = {
         and (x.is_scaled("loss", x.world_size) or x.is_scaled("loss", 1.0))
     ),
     "own slice": lambda x: (
-        x.option is None and bool(x.of("encoder")) and x.is_scaled("encoder", 1 / x.world_size) and x.is_scaled("loss", 1.0)
+        x.option is None
+        and bool(x.of("encoder"))
+        and x.is_scaled("encoder", 1 / x.world_size)
+        and x.is_scaled("loss", 1.0)
     ),
     "parameters not reduced": _lacks_parameter_reduction,
     "parameters scaled": lambda x: (
-        bool(x.of("loss")) and x.is_scaled("encoder", 1.0) and any(x.is_scaled("loss", y) for y in (x.world_size, 1 / x.world_size))
+        bool(x.of("loss"))
+        and x.is_scaled("encoder", 1.0)
+        and any(x.is_scaled("loss", y) for y in (x.world_size, 1 / x.world_size))
     ),
     NOT_RECOGNISED: lambda x: not (x.are_right and x.values_are_right),
 }
 """Signatures of mistakes in the gradients of a step, in the order in which they are tried."""
 
-PROBES: tuple[Probe, ...] = (_of_process, _of_samples, _of_start, _of_optimizer, _of_factor, _of_gathering, _of_gradients)
+PROBES: tuple[Probe, ...] = (
+    _of_process,
+    _of_samples,
+    _of_start,
+    _of_optimizer,
+    _of_factor,
+    _of_gathering,
+    _of_gradients,
+)
 """The probes, in the order in which their findings are reported."""

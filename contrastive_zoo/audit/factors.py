@@ -34,9 +34,9 @@ def explanation(call: Call, step: Step, world_size: int) -> str | None:
         world_size: number of ranks W.
     """
     found, count = factor(call, step), len(step.micro_batches)
-    mistakes = {
-        "times W": world_size,
+    mistakes = {  # where W equals the number of micro-batches, the simpler explanation comes first
         "accumulation not divided": count,
+        "times W": world_size,
         "times W, accumulation not divided": world_size * count,
         "divided by W": 1 / world_size,
     }

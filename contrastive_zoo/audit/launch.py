@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from contrastive_zoo.audit.assemble import assemble
-from contrastive_zoo.audit.rank import read
+from contrastive_zoo.audit.rank import Rank, named_loss, read, run_script
 from contrastive_zoo.audit.report import AuditReport, WorldReport, without_weights
 
 LOG_LINES = 12
@@ -40,25 +42,29 @@ def audit_script(
     Raises:
         ValueError: no processes, no steps, or a script that does not exist.
     """
-    if not world_sizes or min(world_sizes) < 1:
-        raise ValueError(f"world_sizes are numbers of processes, at least 1 each, got {list(world_sizes)}.")
-    if steps < 1:
-        raise ValueError(f"steps is the number of steps to compare, at least 1, got {steps}.")
-    if not command or (command[0] != "-m" and not Path(command[0]).is_file()):
-        raise ValueError(f"the script {' '.join(command[:1]) or '(none)'} does not exist.")
+    _require_valid(command, world_sizes, steps)
+    for loss in losses:
+        named_loss(loss)
     name = " ".join(command)
     report = AuditReport(name, [_audit(command, size, steps, losses, timeout) for size in world_sizes])
     without_weights(report.worlds)
     return report
 
 
-def _audit(
-    command: Sequence[str], world_size: int, steps: int, losses: Sequence[str], timeout: float
-) -> WorldReport:
+def _require_valid(command: Sequence[str], world_sizes: Sequence[int], steps: int) -> None:
+    if not world_sizes or min(world_sizes) < 1:
+        raise ValueError(f"world_sizes are numbers of processes, at least 1 each, got {list(world_sizes)}.")
+    if steps < 1:
+        raise ValueError(f"steps is the number of steps to compare, at least 1, got {steps}.")
+    if not command or (command[0] != "-m" and not Path(command[0]).is_file()):
+        raise ValueError(f"the script {' '.join(command[:1]) or '(none)'} does not exist.")
+
+
+def _audit(command: Sequence[str], world_size: int, steps: int, losses: Sequence[str], timeout: float) -> WorldReport:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="contrastive-zoo-audit-") as name:
         folder = Path(name)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         arguments = [str(folder), str(steps), ",".join(losses), *command]
         processes = []
         for rank in range(world_size):
@@ -81,6 +87,36 @@ def _audit(
         report = collected(folder, world_size)
     report.seconds = time.monotonic() - start
     return report
+
+
+def is_under_torchrun() -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def audit_under_torchrun(
+    command: Sequence[str], show: Callable[[AuditReport], int], *, steps: int = 3, losses: Sequence[str] = ()
+) -> NoReturn:
+    """Audit the script on the processes of one machine that torchrun has started; this process is one of them.
+
+    Args:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        show: called with the report on rank 0; returns its exit status.
+        steps: number of steps of the optimizer.
+        losses: further losses, ``"module:Class"`` each.
+    """
+    _require_valid(command, [1], steps)
+    run = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}"  # the parent of all ranks of a machine
+    folder = Path(tempfile.gettempdir()) / f"contrastive-zoo-audit-{run}"
+    folder.mkdir(exist_ok=True)
+
+    def finish(report: WorldReport) -> int:
+        shutil.rmtree(folder, ignore_errors=True)
+        return show(AuditReport(" ".join(command), [report]))
+
+    found = [named_loss(x) for x in losses]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run_script(command, Rank(folder, rank, world_size, steps, found, finish))
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -108,7 +144,9 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, end: float) -> None:
     """Wait until rank 0 has ended, or another rank died without a record."""
     while time.monotonic() < end and processes[0].poll() is None:
-        died = [i for i, x in enumerate(processes) if x.poll() is not None and not (folder / f"rank{i}.record").exists()]
+        died = [
+            i for i, x in enumerate(processes) if x.poll() is not None and not (folder / f"rank{i}.record").exists()
+        ]
         if died:
             time.sleep(1.0)  # rank 0 may just be about to fail as well
             return
@@ -122,10 +160,7 @@ def collected(folder: Path, world_size: int) -> WorldReport:
         return report
     paths = [folder / f"rank{rank}.record" for rank in range(world_size)]
     records = [read(x) for x in paths if x.exists()]
-    if len(records) == world_size:
-        report = assemble(records, None)
-    else:
-        report = WorldReport(world_size)
+    report = assemble(records, None) if len(records) == world_size else WorldReport(world_size)
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     missing = [rank for rank, path in enumerate(paths) if not path.exists()]
     tails = [path.read_text(errors="replace").splitlines()[-LOG_LINES:] for path in logs if path.exists()]

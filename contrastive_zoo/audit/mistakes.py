@@ -8,7 +8,7 @@ _OWN = (
     Diagnosis(
         "no process group",
         "the script never initialises torch.distributed: every process trains its own model.",
-        "call torch.distributed.init_process_group before the training, or start the script with the launcher of its trainer.",
+        "call torch.distributed.init_process_group before the training, or use the launcher of the trainer.",
     ),
     Diagnosis(
         "raises",
@@ -18,11 +18,11 @@ _OWN = (
     Diagnosis(
         "different numbers of steps",
         "a rank ends its training earlier than another one, which waits for it or trains alone.",
-        "give all ranks equally many batches; DistributedLoss accepts empty ones. ShardedBatches of examples/digits.py does so.",
+        "give all ranks equally many batches; DistributedLoss accepts empty ones (ShardedBatches of examples/digits.py).",
     ),
     Diagnosis(
         "same shard",
-        "every rank trains on the same samples: the batch is one shard, repeated W times, and each sample is its own negative.",
+        "every rank trains on the same samples: the batch is one shard, repeated W times.",
         "use a sampler that splits the data over ranks, such as torch.utils.data.DistributedSampler.",
     ),
     Diagnosis(
@@ -70,7 +70,7 @@ _OWN = (
     ),
     Diagnosis(
         "divided by W",
-        "the loss is divided by the number of processes before the backward pass, and the trainer averages gradients as well.",
+        "the loss is divided by the number of processes before the backward pass, and the trainer averages gradients.",
         "leave the division out.",
     ),
     Diagnosis(

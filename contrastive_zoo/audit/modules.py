@@ -94,7 +94,11 @@ def core_name(module: nn.Module) -> str:
         'DistributedLoss(NTXent)'
     """
     inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
-    return type(module).__name__ if inner is None else f"{type(module).__name__}({getattr(inner, '__name__', type(inner).__name__)})"
+    return (
+        type(module).__name__
+        if inner is None
+        else f"{type(module).__name__}({getattr(inner, '__name__', type(inner).__name__)})"
+    )
 
 
 def reduction_option(module: nn.Module) -> str | None:

@@ -77,7 +77,7 @@ class OneProcess:
 
     def _tensors(self, recorder: Recorder) -> dict[str, Tensor]:
         """Return parameters and buffers of the copies by the names that the recorder gave."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for kind, live, copies in (
             ("encoder", recorder.encoders, self.encoders),
             ("loss", recorder.losses, self.losses),
@@ -88,7 +88,9 @@ class OneProcess:
                 found |= {f"{kind}{index}.{name}": x for name, x in zip(names, tensors, strict=True)}
         return found
 
-    def repeat(self, ranks: Sequence[Step], *, by_shard: bool = False, noise: torch.Generator | None = None) -> Repeated:
+    def repeat(
+        self, ranks: Sequence[Step], *, by_shard: bool = False, noise: torch.Generator | None = None
+    ) -> Repeated:
         """Repeat a step.
 
         Args:
@@ -181,7 +183,7 @@ class OneProcess:
             for index, state in step.optimizer_states.items():
                 optimizer = self.optimizers[index]
                 optimizer.load_state_dict(copy.deepcopy(state))  # it takes tensors as they are
-                type(optimizer).step(optimizer)  # type: ignore[call-arg]  # a scheduler wraps the method of the object
+                type(optimizer).step(optimizer)  # a scheduler wraps the method of the object
         except Exception as error:
             found.problem = f"the optimizer's step cannot be repeated: {type(error).__name__}: {error}"
             return

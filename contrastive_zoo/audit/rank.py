@@ -18,6 +18,7 @@ from contrastive_zoo.audit.assemble import assemble, peak_bytes
 from contrastive_zoo.audit.modules import Kinds
 from contrastive_zoo.audit.recorder import Recorder
 from contrastive_zoo.audit.records import Record
+from contrastive_zoo.audit.report import WorldReport
 
 WAIT, GRACE = 120.0, 10.0
 """Seconds that a rank waits for the others: after the last step, and after its script has ended."""
@@ -34,10 +35,19 @@ class Rank:
         world_size: number of processes.
         steps: number of steps to record.
         losses: further losses, modules or classes.
+        on_report: called with the report on rank 0; returns the exit status of the process.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, steps: int, losses: Sequence[Any] = ()) -> None:
-        self.folder, self.rank, self.world_size = folder, rank, world_size
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        steps: int,
+        losses: Sequence[Any] = (),
+        on_report: Callable[[WorldReport], int] = lambda report: 0,
+    ) -> None:
+        self.folder, self.rank, self.world_size, self.on_report = folder, rank, world_size, on_report
         self.recorder = Recorder(Kinds(losses), steps, on_finish=lambda: self.finish(WAIT), needs_group=world_size > 1)
         self.start = time.monotonic()
 
@@ -56,6 +66,7 @@ class Rank:
 
     def finish(self, wait: float, error: str = "") -> NoReturn:
         """Write the record, and on rank 0 the report; end the process without the script's clean-up."""
+        status = 0
         try:
             record = self.recorder.stop()
             record.rank, record.error = self.rank, error
@@ -64,12 +75,14 @@ class Rank:
             _write(record, self.folder / f"rank{self.rank}.record")
             records = self._records(wait if self.rank else WAIT)
             if self.rank == 0 and len(records) == self.world_size:
-                _write(assemble(records, self.recorder), self.folder / "report")
+                report = assemble(records, self.recorder)
+                _write(report, self.folder / "report")
+                status = self.on_report(report)
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
     def _records(self, wait: float) -> list[Record]:
         """Wait for the records of all ranks; a rank other than 0 must not end before, since the others may need it."""
@@ -108,24 +121,27 @@ def named_loss(name: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--loss takes module:Class or module:object, got {name!r}: {error}.") from error
-    if not separator or not (isinstance(found, torch.nn.Module) or isinstance(found, type)):
+    if not separator or not isinstance(found, (torch.nn.Module, type)):
         raise ValueError(f"--loss takes module:Class or module:object, a torch.nn.Module, got {name!r}.")
     return found
 
 
-def main() -> NoReturn:
-    """Run the script of the command line on this rank."""
-    folder, steps, losses, script, *arguments = sys.argv[1:]
-    sys.path[0] = os.getcwd() if script == "-m" else str(Path(script).resolve().parent)
-    if script == "-m":
-        script, *arguments = arguments
-    is_module = sys.argv[4] == "-m"
+def run_script(command: Sequence[str], rank: Rank) -> NoReturn:
+    """Run ``script.py`` or ``-m module`` with its arguments as ``python`` does."""
+    is_module = command[0] == "-m"
+    script, *arguments = command[1:] if is_module else command
+    sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)
     sys.argv = [script, *arguments]
-    found = [named_loss(x) for x in losses.split(",") if x]
-    rank = Rank(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(steps), found)
     if is_module:
         rank.run(lambda: runpy.run_module(script, run_name="__main__", alter_sys=True))
     rank.run(lambda: runpy.run_path(script, run_name="__main__"))
+
+
+def main() -> NoReturn:
+    """Run the script of the command line on this rank."""
+    folder, steps, losses, *command = sys.argv[1:]
+    found = [named_loss(x) for x in losses.split(",") if x]
+    run_script(command, Rank(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(steps), found))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Recorder:
         """Register the hooks."""
         self._handles = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),  # type: ignore[arg-type]
+            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
@@ -119,7 +119,9 @@ class Recorder:
             if not raised:
                 self._micro_batch(new=True).encoders.append(call)
             return
-        value = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad), None)
+        value = next(
+            (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad), None
+        )
         if value is None and not raised:
             return
         call = Call(self.losses.index(module), arguments, snapshot(value), random_state, drew, _autocast())
@@ -235,7 +237,7 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return snapshot(state)  # type: ignore[no-any-return]
+    return snapshot(state)
 
 
 def _grad_scale() -> float:

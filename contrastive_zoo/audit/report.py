@@ -57,7 +57,12 @@ class WorldReport:
             "losses": self.losses,
             "quantities": [_quantity_as_dict(x) for x in self.quantities],
             "findings": [
-                {"mistake": x.mistake, "why": MISTAKES[x.mistake].why, "measured": x.measured, "fix": MISTAKES[x.mistake].fix}
+                {
+                    "mistake": x.mistake,
+                    "why": MISTAKES[x.mistake].why,
+                    "measured": x.measured,
+                    "fix": MISTAKES[x.mistake].fix,
+                }
                 for x in self.findings
             ],
             "notes": self.notes,
@@ -125,7 +130,10 @@ def described(x: Quantity) -> str:
     """
     if x.ratio is None:
         return f"not compared: {x.reason}"
-    numbers = f"ratio {x.ratio.ratio:.4g}, cosine {x.ratio.cosine:.4f}, error {x.ratio.error:.1e}, tolerance {x.tolerance:.1e}"
+    found = x.ratio
+    numbers = (
+        f"ratio {found.ratio:.4g}, cosine {found.cosine:.4f}, error {found.error:.1e}, tolerance {x.tolerance:.1e}"
+    )
     return f"{'same' if x.ok else 'differs'}, {numbers}"
 
 
