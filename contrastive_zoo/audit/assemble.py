@@ -27,7 +27,7 @@ def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldRepor
         records: of all ranks, in rank order.
         recorder: of this rank, whose modules repeat the steps; None if there is none.
     """
-    reason, one_process = "no rank could repeat the steps", None
+    reason, one_process = "" if recorder else "no rank could repeat the steps", None
     if recorder is not None:
         try:
             one_process = OneProcess(recorder)
@@ -38,7 +38,8 @@ def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldRepor
     report = WorldReport(len(records), finished, records[0].loss_names)
     report.findings = diagnose(records, steps)
     report.quantities = compared(steps[:finished])
-    report.notes = list(dict.fromkeys((*_notes(steps[:finished]), *_notes_on_changes(steps[:finished]))))
+    probes = (_notes, _notes_on_changes, _notes_on_dropout)
+    report.notes = list(dict.fromkeys(note for probe in probes for note in probe(steps[:finished])))
     report.problem = _problem(records)
     report.factors = [factor(x, step.ranks[0]) for step in steps[:1] for x in step.ranks[0].losses]
     report.peak_bytes = (max(x.peak_bytes for x in records), peak_bytes())
@@ -81,7 +82,6 @@ def _notes(steps: Sequence[StepEvidence]) -> Iterator[str]:
             if call.factor and not is_near(found, 1.0) and explanation(call, first, step.world_size) is None:
                 yield f"the script multiplies the loss by {found:.4g}; the audit takes it for a weight"
         yield from _notes_on_values(step)
-        yield from _notes_on_dropout(step)
 
 
 def _notes_on_values(step: StepEvidence) -> Iterator[str]:
@@ -96,19 +96,19 @@ def _notes_on_values(step: StepEvidence) -> Iterator[str]:
         yield f"{_LOCAL_MEAN}; the mean of the ranks is the value of one process: log that mean"
 
 
-def _notes_on_dropout(step: StepEvidence) -> Iterator[str]:
-    """Say how far the gradient moves with other random numbers."""
-    if not step.draws or step.truth is None:
+def _notes_on_dropout(steps: Sequence[StepEvidence]) -> Iterator[str]:
+    """Say how far the gradient of the encoder moves with other random numbers, at the first step that draws some."""
+    drawn = [step for step in steps if step.draws and step.truth is not None]
+    if not drawn:
         return
     text = (
         "the encoder draws random numbers on each rank (dropout), which is outside the contract: the ranks' masks are used "
         "again in one process"
     )
-    if step.together is not None and (names := step.names("encoder")):
-        effect = Ratio.between(
-            flat(step.together.gradients, names, step), flat(step.truth.gradients, names, step)
-        ).error
-        text += f"; with other masks the gradient of the encoder differs by {effect:.0%}"
+    step, names = drawn[0], drawn[0].names("encoder")
+    if step.together is not None and step.truth is not None and names:
+        found = Ratio.between(flat(step.together.gradients, names, step), flat(step.truth.gradients, names, step))
+        text += f"; with other masks the gradient of the encoder differs by {found.error:.0%}"
     yield text
 
 

@@ -142,7 +142,7 @@ def _after(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:
     reason = step.reason if step.truth is None else step.truth.unlinked or step.truth.problem
     if step.is_sharded(names):
         reason = "each rank holds a part of the parameters (FSDP)"
-    if step.truth is None or reason or not step.truth.after:
+    if step.truth is None or reason or not (step.truth.after and step.ranks[0].after):
         return Quantity(name, reason=reason or "no optimizer step")
     before = flat(step.ranks[0].state, names, step)
     expected = flat(step.truth.after, names, step) - before

@@ -53,9 +53,9 @@ Probe = Callable[[Sequence[Record], Sequence[StepEvidence]], Iterator[tuple[str,
 def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
     if not any(x.initialized for x in records):
         yield "no process group", "no group was initialised"
-    finished = [x.finished for x in records]
-    if len(set(finished)) > 1 and not any(x.error for x in records if x.finished == 0):
-        yield "different numbers of steps", f"{', '.join(map(str, finished))} steps on ranks 0 … {len(records) - 1}"
+    begun = [len(x.steps) for x in records]
+    if any(count < max(begun) and not x.error for count, x in zip(begun, records, strict=True)):
+        yield "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
 
 
 def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -23,20 +24,44 @@ class StepEvidence:
     Attributes:
         ranks: as each rank recorded it.
         groups: for each trained parameter, ``"encoder"`` or ``"loss"``.
-        together: the step in one process, the encoders on all samples together; None if it cannot be repeated.
-        by_shard: the same, the encoders on the samples of one rank after the other, with that rank's random numbers.
-        repetitions: of the truth, with changes of one unit of rounding.
-        alone: the step of each rank in a training of its samples only.
+        one_process: repeats the step; None if it cannot be repeated.
         reason: why the step was not repeated.
+        together: the step in one process, the encoders on all samples together.
+        repetitions: of the truth, with changes of one unit of rounding.
     """
 
     ranks: list[Step]
     groups: dict[str, str]
-    together: Repeated | None = None
-    by_shard: Repeated | None = None
-    repetitions: list[Repeated] = field(default_factory=list)
-    alone: list[Repeated | None] = field(default_factory=list)
+    one_process: OneProcess | None
     reason: str = ""
+    together: Repeated | None = field(default=None, init=False)
+    repetitions: list[Repeated] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.together, reason = self._repeated(self.ranks)
+        self.reason = self.reason or ("" if self.truth else reason)
+        for seed in range(REPETITIONS if self.truth else 0):
+            noise = torch.Generator().manual_seed(seed)
+            repeated, _ = self._repeated(self.ranks, by_shard=self.draws, noise=noise)
+            self.repetitions += [] if repeated is None else [repeated]
+
+    def _repeated(self, ranks: list[Step], **settings: Any) -> tuple[Repeated | None, str]:
+        if self.one_process is None:
+            return None, self.reason
+        try:
+            return self.one_process.repeat(ranks, **settings), ""
+        except NotComparable as problem:
+            return None, str(problem)
+
+    @cached_property
+    def by_shard(self) -> Repeated | None:
+        """The step in one process, the encoders on the samples of each rank in turn, with its random numbers."""
+        return self._repeated(self.ranks, by_shard=True)[0]
+
+    @cached_property
+    def alone(self) -> list[Repeated | None]:
+        """The step of each rank in a training of its samples only."""
+        return [self._repeated([rank])[0] for rank in self.ranks]
 
     @property
     def world_size(self) -> int:
@@ -83,28 +108,5 @@ def gather_evidence(records: Sequence[Record], one_process: OneProcess | None, r
         reason: why there is no ``one_process``.
     """
     count = min(len(x.steps) for x in records)
-    steps = [StepEvidence([x.steps[i] for x in records], records[0].parameters, reason=reason) for i in range(count)]
-    for step in steps if one_process is not None else []:
-        assert one_process is not None
-        try:
-            _repeat(step, one_process)
-        except NotComparable as problem:
-            step.together, step.by_shard, step.reason = None, None, str(problem)
-    return steps
-
-
-def _repeat(step: StepEvidence, one_process: OneProcess) -> None:
-    step.by_shard = one_process.repeat(step.ranks, by_shard=True)
-    try:
-        step.together = one_process.repeat(step.ranks)
-    except NotComparable:
-        if not step.draws:
-            raise
-    for seed in range(REPETITIONS):
-        noise = torch.Generator().manual_seed(seed)
-        step.repetitions.append(one_process.repeat(step.ranks, by_shard=step.draws, noise=noise))
-    for rank in step.ranks:
-        try:
-            step.alone.append(one_process.repeat([rank]))
-        except NotComparable:
-            step.alone.append(None)
+    groups = records[0].parameters
+    return [StepEvidence([x.steps[i] for x in records], groups, one_process, reason) for i in range(count)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,13 @@ class Source:
         rows: indices into the outputs of all ranks, concatenated call by call and in rank order.
         transform: applied to the outputs.
         is_local: whether all rows are those of the rank that received them.
+        leaf: index of the output tensor, if the argument is all of one.
     """
 
     rows: Tensor
     transform: Transform
     is_local: bool
+    leaf: int = -1
 
 
 class Outputs:
@@ -62,10 +64,19 @@ class Outputs:
         dtypes = {x.dtype for x in rows}
         return (torch.cat(rows), torch.cat(indices)) if len(dtypes) == 1 else None
 
-    def find(self, x: Tensor, rank: int) -> Source | None:
-        """Return where the rows of an argument come from; None if they are not rows of the outputs."""
+    def find(self, x: Tensor, rank: int, used: Container[int] = ()) -> Source | None:
+        """Return where the rows of an argument come from; None if they are not rows of the outputs.
+
+        Args:
+            x: the argument.
+            rank: that received it.
+            used: output tensors that another argument is; where several are equal, others come first.
+        """
         if x.ndim == 0:
             return None
+        for leaf in sorted(range(len(self.leaves)), key=lambda i: i in used):
+            if (source := self._whole(x, rank, leaf)) is not None:
+                return source
         rows = x.reshape(len(x), -1) if len(x) else x.new_zeros(0, _width(x))
         for table, is_local in ((self.table(_width(x), rank), True), (self.table(_width(x)), False)):
             for transform in TRANSFORMS if table is not None else ():
@@ -73,6 +84,18 @@ class Outputs:
                 found = _search(rows, transform(table[0]).to(x.dtype))
                 if found is not None:
                     return Source(table[1][found], transform, is_local)
+        return None
+
+    def _whole(self, x: Tensor, rank: int, leaf: int) -> Source | None:
+        """Return the source of an argument that is all of one output tensor of its rank."""
+        y = self.leaves[leaf][rank]
+        if y.ndim == 0 or y.numel() != x.numel() or len(y) != len(x) or not len(x):
+            return None
+        earlier = [z for z in self.leaves[:leaf] if _is_batch(z, _width(y))]
+        start = sum(len(z) for ranks in earlier for z in ranks) + sum(map(len, self.leaves[leaf][:rank]))
+        for transform in TRANSFORMS:
+            if _equal(x.reshape(len(x), -1), transform(y.reshape(len(y), -1)).to(x.dtype)):
+                return Source(torch.arange(start, start + len(x)), transform, is_local=True, leaf=leaf)
         return None
 
     def scalar(self, x: Tensor) -> tuple[int, Transform] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ class Merge:
         if len({(len(x.leaves), tuple(x.trained)) for x in arguments}) > 1:
             raise NotComparable("ranks call the same module with different arguments")
         self.leaves = list(zip(*(x.leaves for x in arguments), strict=True))
-        self.sources = [self._source(i, x) for i, x in enumerate(self.leaves)]
+        self.sources: list[list[Source] | None] = []
+        for i, x in enumerate(self.leaves):
+            self.sources.append(self._source(i, x))
         found = [ranks for ranks in self.sources if ranks is not None]
         self.is_gathered = any(not x.is_local for ranks in found for x in ranks)
         self.sizes = self._sizes()
@@ -48,13 +51,14 @@ class Merge:
     def _source(self, index: int, leaf: tuple[Any, ...]) -> list[Source] | None:
         if not self.calls[0].arguments.trained[index] or leaf[0].ndim == 0:
             return None
-        found = [self.recorded.find(x, rank) for rank, x in enumerate(leaf)]
+        used = {x.leaf for ranks in self.sources if ranks is not None for x in ranks}
+        found = [self.recorded.find(x, rank, used) for rank, x in enumerate(leaf)]
         if any(x is None for x in found):
             self.unlinked.append(tuple(leaf[0].shape))
             return None
         sources = [x for x in found if x is not None]
         filled = next((x for x, y in zip(sources, leaf, strict=True) if len(y)), sources[0])
-        return [Source(x.rows, filled.transform, x.is_local) for x in sources]
+        return [replace(x, transform=filled.transform) for x in sources]
 
     def _sizes(self) -> list[int]:
         """Return each rank's number of samples: that of its first tensor."""
@@ -118,8 +122,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
                 [3, 0]])
     """
     if all(x.ndim == 2 and not x.is_floating_point() for x in parts):
-        length = max(x.shape[1] for x in parts)
-        parts = [torch.nn.functional.pad(x, (0, length - x.shape[1])) for x in parts]
+        parts = _padded(parts)
     try:
         return torch.cat(list(parts))
     except RuntimeError as error:
@@ -127,8 +130,16 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def concatenated_outputs(outputs: Sequence[Any]) -> Any:
-    """Concatenate the outputs of one encoder for each rank's samples; a scalar is that of rank 0."""
-    return tree_map(lambda *x: torch.cat(x) if isinstance(x[0], Tensor) and x[0].ndim else x[0], *outputs)
+    """Concatenate the outputs of one encoder for each rank's samples, padded; a scalar is that of rank 0."""
+    return tree_map(lambda *x: torch.cat(_padded(x)) if isinstance(x[0], Tensor) and x[0].ndim else x[0], *outputs)
+
+
+def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Pad dimension 1 of all tensors to the same length."""
+    if parts[0].ndim < 2:
+        return list(parts)
+    length = max(x.shape[1] for x in parts)
+    return [torch.nn.functional.pad(x, (*([0, 0] * (x.ndim - 2)), 0, length - x.shape[1])) for x in parts]
 
 
 def _numel(x: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,7 +88,7 @@ class Recorder:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._active is not None or self.finished or not torch.is_grad_enabled():
+        if self._active is not None or self.finished or not torch.is_grad_enabled() or _in_backward():
             return
         if dist.is_available() and dist.is_initialized():
             self.record.initialized = True
@@ -104,9 +105,9 @@ class Recorder:
         self._remember(module, kind)
         self._active = (module, Arguments.of(args, {}), torch.get_rng_state())
 
-    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         if self._active is None or self._active[0] is not module:
-            return
+            return None
         _, arguments, random_state = self._active
         self._active = None
         *kwargs, output = rest
@@ -118,16 +119,21 @@ class Recorder:
             call = Call(self.encoders.index(module), arguments, snapshot(output), random_state, drew, _autocast())
             if not raised:
                 self._micro_batch(new=True).encoders.append(call)
-            return
+            return None
         value = next(
             (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad), None
         )
         if value is None and not raised:
-            return
+            return None
         call = Call(self.losses.index(module), arguments, snapshot(value), random_state, drew, _autocast())
         self._micro_batch(new=False).losses.append(call)
-        if value is not None:
-            value.register_hook(lambda gradient: self._on_backward(call, gradient))
+        if value is None:
+            return None
+        if value is output:
+            # a view, whose hook runs before those of the loss: a loss with cached embeddings runs its encoder in one
+            output = value = value.view_as(value)
+        value.register_hook(lambda gradient: self._on_backward(call, gradient))
+        return output
 
     def _micro_batch(self, new: bool) -> MicroBatch:
         """Return the current micro-batch; an encoder's call after a loss begins a new one."""
@@ -194,12 +200,30 @@ class Recorder:
         return not any(bool(x.grad.any()) for _, x in self._with_gradient())  # type: ignore[union-attr]
 
     def _on_clip(self, function: str, parameters: list[Tensor], arguments: Any) -> None:
+        if math.inf in [*arguments[0][:1], arguments[1].get("max_norm")]:
+            return  # Hugging Face's Trainer measures the norm in this way
         names = {id(x): name for name, x in self.parameters()}
         clipped = {names[id(x)]: x.grad for x in parameters if id(x) in names and x.grad is not None}
         self.step.gradients = {name: snapshot(x) for name, x in clipped.items()} | self.step.gradients
         self.step.clips.append(Clip(function, list(clipped), arguments))
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Look at the gradients now; those of a closure, in which Lightning runs forward and backward, after it."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return self._look_at_gradients(optimizer)
+
+        def watched() -> Any:
+            value = closure()
+            self._look_at_gradients(optimizer)
+            return value
+
+        if len(args) > 1:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, kwargs | {"closure": watched}
+
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Copy what the optimizer receives, and its state before the step."""
         if self.finished or not any(x.factor is not None for x in self.step.losses):
             return
         if not any(optimizer is x for x in self.optimizers):
@@ -210,6 +234,7 @@ class Recorder:
         names = {id(x): name for name, x in self.parameters()}
         held = [x for group in optimizer.param_groups for x in group["params"]]
         self.step.optimized |= {names[id(x)] for x in held if id(x) in names}
+        self.step.sharded |= {name for name, x in self.parameters() if is_sharded(x)}
         self.step.uncovered += [tuple(x.shape) for x in held if id(x) not in names and x.grad is not None]
         for name, x in self._with_gradient():
             self.step.gradients.setdefault(name, snapshot(x.grad))
@@ -238,6 +263,11 @@ def is_sharded(x: Tensor) -> bool:
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return snapshot(state)
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs: a checkpoint, or a cache of gradients, calls modules again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _grad_scale() -> float:
