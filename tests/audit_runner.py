@@ -7,16 +7,19 @@ import multiprocessing as mp
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from contrastive_zoo.audit import diagnosis
+from contrastive_zoo.audit.context import audit
 from contrastive_zoo.audit.launch import collected, environment
 from contrastive_zoo.audit.rank import Rank
-from contrastive_zoo.audit.report import WorldReport
+from contrastive_zoo.audit.report import AuditReport, WorldReport
 
 TIMEOUT = 60.0
 """Seconds after which the audit of a set-up is ended."""
@@ -50,7 +53,6 @@ class Runner:
             for process in started:
                 process.kill()
                 process.join()
-            print(Path(folder,"rank0.log").read_text()); print(time.time(), "ended")
             report = collected(Path(folder), processes)
         report.seconds = time.monotonic() - start
         return report
@@ -62,8 +64,31 @@ def _rank(folder: str, module: str, name: str, rank: int, world_size: int, port:
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    print(time.time(), "start", flush=True)
+    Rank(Path(folder), rank, world_size, steps).run(training(module, name))
+
+
+def training(module: str, name: str) -> Callable[[], object]:
+    """Return a set-up of an example, or a training of ``tests.audit_trainings``."""
     found = importlib.import_module(module)
-    print(time.time(), "imported", flush=True)
     setups = {x.name: x.train for x in getattr(found, "SETUPS", ())}
-    Rank(Path(folder), rank, world_size, steps).run(setups.get(name, lambda: found.run(name)))
+    return setups.get(name, lambda: found.run(name))
+
+
+def audit_here(module: str, name: str, without: str = "") -> AuditReport:
+    """Audit a training on this rank of a pool, whose process group exists already.
+
+    Args:
+        module: of the training.
+        name: of the training.
+        without: name of a probe or of a signature that is switched off.
+    """
+    probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
+    signatures = {key: x for key, x in diagnosis.SIGNATURES.items() if key != without}
+    with (
+        patch.object(dist, "init_process_group"),
+        patch.object(diagnosis, "PROBES", probes),
+        patch.object(diagnosis, "SIGNATURES", signatures),
+        audit(name=name) as report,
+    ):
+        training(module, name)()
+    return report
