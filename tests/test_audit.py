@@ -21,7 +21,7 @@ from contrastive_zoo.audit.context import audit
 from contrastive_zoo.audit.diagnosis import PROBES, SIGNATURES, Finding
 from contrastive_zoo.audit.factors import explanation, weight
 from contrastive_zoo.audit.launch import audit_script
-from contrastive_zoo.audit.mistakes import MISTAKES
+from contrastive_zoo.audit.mistakes import MISTAKES, table
 from contrastive_zoo.audit.records import Arguments, Call, MicroBatch, Step
 from contrastive_zoo.audit.report import AuditReport, WorldReport, without_weights
 from contrastive_zoo.testing.worlds import Worlds
@@ -176,6 +176,15 @@ def test_embeddings_changed_before_the_loss_are_not_compared() -> None:
     assert "not compared" in str(report)
 
 
+def test_a_loss_with_other_terms_is_not_compared() -> None:
+    model, loss_fn = nn.Linear(4, 3), cz.SupCon()
+    with audit(steps=1) as report:
+        (loss_fn(model(torch.eye(4)), torch.tensor([0, 0, 1, 1])) + model.weight.square().sum()).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert report.ok is None
+    assert "adds other terms to the loss" in str(report)
+
+
 def test_a_module_that_cannot_be_copied_is_not_compared() -> None:
     class Remembering(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -288,3 +297,7 @@ def test_the_processes_of_torchrun_are_audited() -> None:
     done = command(*torchrun, str(ROOT / "benchmarks" / "audit_script.py"), "16", "--steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the training is the same as on one process" in done.stdout
+
+
+def test_the_page_has_every_diagnosis() -> None:
+    assert table() in (ROOT / "docs" / "pages" / "audit-your-training.md").read_text(encoding="utf-8")

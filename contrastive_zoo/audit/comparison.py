@@ -127,7 +127,7 @@ def _value(step: StepEvidence) -> Quantity:
 
 def _gradient(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:
     name = f"gradient of the {group}"
-    if step.truth is None or (group == "encoder" and step.truth.unlinked):
+    if step.truth is None or step.lacks_terms(names) or (group == "encoder" and step.truth.unlinked):
         return Quantity(name, reason=step.truth.unlinked if step.truth else step.reason)
     if step.is_sharded(names):
         return Quantity(name, reason="each rank holds a part of the parameters (FSDP)")

@@ -123,8 +123,8 @@ def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> I
         if step.truth is None or not any(step.ranks[0].gradients):
             continue
         gradients = Gradients(step, records[0].options)
-        mistake = next((name for name, fits in SIGNATURES.items() if fits(gradients)), None)
-        if mistake is not None:
+        if not (gradients.are_right and gradients.values_are_right):
+            mistake = next((name for name, fits in SIGNATURES.items() if fits(gradients)), NOT_RECOGNISED)
             yield mistake, gradients.signature()
             return
 
@@ -156,7 +156,12 @@ class Gradients:
     def of(self, group: str, truth: Repeated | None = None) -> list[Ratio]:
         """Return the gradient of every rank, and last their mean, relative to the step in one process."""
         names = self.step.names(group)
-        if not names or self.step.is_sharded(names) or (group == "encoder" and self.truth.unlinked):
+        if (
+            not names
+            or self.step.is_sharded(names)
+            or self.step.lacks_terms(names)
+            or (group == "encoder" and self.truth.unlinked)
+        ):
             return []
         expected = flat((truth or self.truth).gradients, names, self.step)
         found = [
@@ -225,7 +230,7 @@ def _is_local(x: Gradients) -> bool:
 
 def _has_batch_statistics(x: Gradients) -> bool:
     apart = x.step.by_shard
-    if x.step.draws or apart is None or (x.are_right and x.values_are_right):
+    if x.step.draws or apart is None:
         return False
     values = torch.tensor(apart.values, dtype=torch.float64)
     return x.values_are(values) and x.is_scaled("encoder", 1.0, apart) and x.is_scaled("loss", 1.0, apart)
@@ -262,9 +267,8 @@ SIGNATURES: dict[str, Callable[[Gradients], bool]] = {
         and x.is_scaled("encoder", 1.0)
         and any(x.is_scaled("loss", y) for y in (x.world_size, 1 / x.world_size))
     ),
-    NOT_RECOGNISED: lambda x: not (x.are_right and x.values_are_right),
 }
-"""Signatures of mistakes in the gradients of a step, in the order in which they are tried."""
+"""Signatures of mistakes in the gradients of a step that is not right, in the order in which they are tried."""
 
 PROBES: tuple[Probe, ...] = (
     _of_process,

@@ -94,6 +94,10 @@ class StepEvidence:
         state = self.ranks[0].state
         return [name for name, found in self.groups.items() if found == group and name in state]
 
+    def lacks_terms(self, names: Sequence[str]) -> bool:
+        """Return whether these parameters get gradients from terms that are not repeated."""
+        return any(name in step.other_terms for step in self.ranks for name in names)
+
     def is_sharded(self, names: Sequence[str]) -> bool:
         """Return whether ranks hold parts of these parameters."""
         return any(name in step.sharded for step in self.ranks for name in names)

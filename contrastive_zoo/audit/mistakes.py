@@ -11,11 +11,6 @@ _OWN = (
         "call torch.distributed.init_process_group before the training, or use the launcher of the trainer.",
     ),
     Diagnosis(
-        "raises",
-        "the script raises on several processes before it has finished a step.",
-        "see the error; with --steps 1 the audit needs one finished step.",
-    ),
-    Diagnosis(
         "different numbers of steps",
         "a rank ends its training earlier than another one, which waits for it or trains alone.",
         "give all ranks equally many batches; DistributedLoss accepts empty ones (ShardedBatches of examples/digits.py).",
@@ -79,14 +74,30 @@ _OWN = (
         "rank.",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a normalisation of single samples.",
     ),
-    Diagnosis(
-        "replicas diverge",
-        "gradients are right, and the parameters differ between ranks after the step.",
-        "construct the optimizer with the same settings on every rank.",
-    ),
 )
 
-MISTAKES: dict[str, Diagnosis] = DIAGNOSES | {x.mistake: x for x in _OWN}
-"""All mistakes by short name: those of a loss, and those of a training."""
+_OF_A_LOSS = (
+    "unequal parameters",
+    "gathered first",
+    "local negatives",
+    "detached",
+    "own slice",
+    "not reduced",
+    "parameters not reduced",
+    "parameters scaled",
+    "trainer averages",
+    "trainer sums",
+    NOT_RECOGNISED,
+)
+
+MISTAKES: dict[str, Diagnosis] = {x.mistake: x for x in (*_OWN, *(DIAGNOSES[name] for name in _OF_A_LOSS))}
+"""All mistakes that the audit names, by short name: those of a training, and those of a loss."""
+
+
+def table() -> str:
+    """Return all diagnoses as a table in Markdown, which the documentation shows."""
+    rows = [f"| {x.mistake} | {x.why} | {x.fix} |".replace("|W|", "W") for x in MISTAKES.values()]
+    return "\n".join(["| diagnosis | what happens | fix |", "| --- | --- | --- |", *rows])
+
 
 __all__ = ["MISTAKES", "NOT_RECOGNISED", "Diagnosis"]

@@ -105,6 +105,8 @@ class OneProcess:
         if len({_shape(x) for x in ranks}) > 1:
             raise NotComparable("ranks made different calls of encoders and losses in one step")
         found = Repeated()
+        if any(x.other_terms for x in ranks):
+            found.unlinked = "the script adds other terms to the loss, which are not repeated"
         with _without_process_group(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             self._restore(ranks[0], noise)
             try:

@@ -23,6 +23,7 @@ from contrastive_zoo.audit.clipping import ClipWatch
 from contrastive_zoo.audit.loaders import LoaderWatch
 from contrastive_zoo.audit.modules import Kinds, contains_encoder, core_name, reduction_option
 from contrastive_zoo.audit.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
+from contrastive_zoo.audit.terms import TermWatch
 
 LARGEST_WEIGHT = 64.0
 """A loss whose backward pass starts with a larger gradient is looked up in the GradScalers of the process."""
@@ -59,6 +60,8 @@ class Recorder:
         self.finished = False
         self._active: tuple[nn.Module, Arguments, Tensor] | None = None
         self._clips = ClipWatch(self._on_clip)
+        self._terms = TermWatch(lambda: self._nodes, self._on_terms)
+        self._nodes: set[Any] = set()
         self._stepped = False
 
     def start(self) -> None:
@@ -70,6 +73,7 @@ class Recorder:
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._clips.start()
+        self._terms.start()
         self.loaders.start()
 
     def stop(self) -> Record:
@@ -77,6 +81,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._clips.stop()
+        self._terms.stop()
         self.loaders.stop()
         if self._stepped and not self.finished:
             self._close_step()
@@ -132,6 +137,7 @@ class Recorder:
         if value is output:
             # a view, whose hook runs before those of the loss: a loss with cached embeddings runs its encoder in one
             output = value = value.view_as(value)
+        self._nodes.add(value.grad_fn)
         value.register_hook(lambda gradient: self._on_backward(call, gradient))
         return output
 
@@ -190,6 +196,10 @@ class Recorder:
         if sum(x.factor is not None for x in self.step.losses) == 1:
             self.step.stale = {name: snapshot(x.grad) for name, x in self._with_gradient() if bool(x.grad.any())}  # type: ignore[union-attr]
 
+    def _on_terms(self, parameters: list[Tensor]) -> None:
+        names = {id(x): name for name, x in self.parameters()}
+        self.step.other_terms |= {names[id(x)] for x in parameters if id(x) in names}
+
     def _with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((name, x) for name, x in self.parameters() if x.grad is not None and not is_sharded(x))
 
@@ -246,6 +256,7 @@ class Recorder:
 
     def _close_step(self) -> None:
         self._stepped = False
+        self._nodes.clear()
         self.record.steps.append(self.step)
         self.record.parameters = self._groups()
         self.on_step(self.record.finished, self.step)

@@ -113,6 +113,7 @@ class Step:
         scale: factor of a GradScaler.
         sharded: names of the parameters of which this rank holds a part (FSDP).
         uncovered: shapes of optimized parameters that belong to no recorded encoder or loss.
+        other_terms: names of the parameters that get a gradient from another term than the recorded losses.
         batch_norms: names of BatchNorm modules in training mode.
         epoch: how often a DataLoader had been started.
     """
@@ -128,6 +129,7 @@ class Step:
     scale: float = 1.0
     sharded: set[str] = field(default_factory=set)
     uncovered: list[tuple[int, ...]] = field(default_factory=list)
+    other_terms: set[str] = field(default_factory=set)
     batch_norms: list[str] = field(default_factory=list)
     epoch: int = 0
 
