@@ -8,7 +8,7 @@ import itertools
 import pickle
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,9 @@ class Epoch:
 class LoaderWatch:
     """Notice which data loaders a training starts, and how often.
 
+    Args:
+        is_watching: whether a loader that is started now belongs to the training.
+
     Example:
         >>> watch = LoaderWatch()
         >>> watch.start()
@@ -56,7 +59,8 @@ class LoaderWatch:
         (2, [[0, 1], [2, 3], [4]])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_watching: Callable[[], bool] = lambda: True) -> None:
+        self.is_watching = is_watching
         self.loaders: list[DataLoader[Any]] = []
         self.epochs = 0
 
@@ -66,7 +70,7 @@ class LoaderWatch:
 
         @functools.wraps(original)
         def start_epoch(loader: DataLoader[Any]) -> Any:
-            if torch.is_grad_enabled():  # not a validation
+            if self.is_watching() and torch.is_grad_enabled():  # not a validation
                 self.epochs += 1
                 if not any(loader is x for x in self.loaders):
                     self.loaders.append(loader)

@@ -49,14 +49,16 @@ class Merge:
         self.sizes = self._sizes()
 
     def _source(self, index: int, leaf: tuple[Any, ...]) -> list[Source] | None:
-        if not self.calls[0].arguments.trained[index] or leaf[0].ndim == 0:
+        if not all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim for x in leaf):
             return None
         used = {x.leaf for ranks in self.sources if ranks is not None for x in ranks}
         found = [self.recorded.find(x, rank, used) for rank, x in enumerate(leaf)]
-        if any(x is None for x in found):
+        sources = [x for x in found if x is not None]
+        if not self.calls[0].arguments.trained[index]:  # a stopped gradient, unless the gather has lost it
+            return sources if len(sources) == len(leaf) and any(not x.is_local for x in sources) else None
+        if len(sources) < len(leaf):
             self.unlinked.append(tuple(leaf[0].shape))
             return None
-        sources = [x for x in found if x is not None]
         filled = next((x for x, y in zip(sources, leaf, strict=True) if len(y)), sources[0])
         return [replace(x, transform=filled.transform) for x in sources]
 

@@ -27,7 +27,6 @@ WRAPPERS = {
     "LightningModule",
     "_FabricModule",
     "DeepSpeedEngine",
-    "SentenceTransformerModel",
 }
 """Classes that only forward their calls to another module, or to the training step that calls it."""
 

@@ -20,7 +20,7 @@ from contrastive_zoo.audit.recorder import Recorder
 from contrastive_zoo.audit.records import Record
 from contrastive_zoo.audit.report import WorldReport
 
-WAIT, GRACE = 120.0, 10.0
+WAIT, GRACE = 120.0, 2.0
 """Seconds that a rank waits for the others: after the last step, and after its script has ended."""
 
 

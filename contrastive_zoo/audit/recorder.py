@@ -55,7 +55,7 @@ class Recorder:
         self.encoders: list[nn.Module] = []
         self.losses: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.loaders = LoaderWatch()
+        self.loaders = LoaderWatch(self._has_group)
         self.step = Step()
         self.finished = False
         self._active: tuple[nn.Module, Arguments, Tensor] | None = None
@@ -95,9 +95,7 @@ class Recorder:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._active is not None or self.finished or not torch.is_grad_enabled() or _in_backward():
             return
-        if dist.is_available() and dist.is_initialized():
-            self.record.initialized = True
-        elif self.needs_group:
+        if not self._has_group():
             return
         if (kind := self.kinds(module)) is None:
             return
@@ -109,6 +107,12 @@ class Recorder:
             self.step = Step()
         self._remember(module, kind)
         self._active = (module, Arguments.of(args, {}), torch.get_rng_state())
+
+    def _has_group(self) -> bool:
+        """Return whether the script has initialised torch.distributed, or need not."""
+        if dist.is_available() and dist.is_initialized():
+            self.record.initialized = True
+        return self.record.initialized or not self.needs_group
 
     def _leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         if self._active is None or self._active[0] is not module:
@@ -135,8 +139,8 @@ class Recorder:
         if value is None:
             return None
         if value is output:
-            # a view, whose hook runs before those of the loss: a loss with cached embeddings runs its encoder in one
-            output = value = value.view_as(value)
+            # a copy, whose hook runs before those of the loss: a loss with cached embeddings runs its encoder in one
+            output = value = value.clone()
         self._nodes.add(value.grad_fn)
         value.register_hook(lambda gradient: self._on_backward(call, gradient))
         return output
@@ -205,9 +209,8 @@ class Recorder:
 
     def _is_skipped(self) -> bool:
         """Return whether gradients were cleared without a step, as a GradScaler does after an overflow."""
-        if not any(x.factor is not None for x in self.step.losses):
-            return False
-        return not any(bool(x.grad.any()) for _, x in self._with_gradient())  # type: ignore[union-attr]
+        begun = any(x.factor is not None for x in self.step.losses)
+        return begun and next(self._with_gradient(), None) is None
 
     def _on_clip(self, function: str, parameters: list[Tensor], arguments: Any) -> None:
         if math.inf in [*arguments[0][:1], arguments[1].get("max_norm")]:
@@ -283,7 +286,7 @@ def _in_backward() -> bool:
 
 def _grad_scale() -> float:
     """Return the scale of the process's GradScaler; 1 if there is none."""
-    scales = [x.get_scale() for x in gc.get_objects() if isinstance(x, torch.amp.GradScaler) and x.is_enabled()]
+    scales = [x.get_scale() for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
     return scales[0] if scales else 1.0
 
 
