@@ -108,13 +108,17 @@ def _listed(loader: DataLoader[Any]) -> Epoch | None:
 
 def _first_digest(dataset: Any) -> str:
     """Return a digest of the first sample, whose augmentation draws the same random numbers on every rank."""
-    torch.manual_seed(0)
+    states = random.getstate(), np.random.get_state()
+    torch.manual_seed(0)  # the caller restores torch's state
     random.seed(0)
     np.random.seed(0)
     try:
         return hashlib.sha256(pickle.dumps(tree_map(_plain, dataset[0]))).hexdigest()
     except Exception:  # a dataset may raise anything, and a sample may not be picklable
         return ""
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _plain(x: Any) -> Any:
