@@ -146,9 +146,10 @@ class Recorder:
         return output
 
     def _micro_batch(self, new: bool) -> MicroBatch:
-        """Return the current micro-batch; an encoder's call after a loss begins a new one."""
+        """Return the current micro-batch; an encoder begins a new one after a loss, any call after a backward pass."""
         batches = self.step.micro_batches
-        if not batches or (new and batches[-1].losses):
+        is_over = bool(batches) and any(x.factor is not None for x in batches[-1].losses)
+        if not batches or is_over or (new and batches[-1].losses):
             batches.append(MicroBatch())
         return batches[-1]
 
