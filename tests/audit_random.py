@@ -19,7 +19,7 @@ from contrastive_zoo.audit.report import AuditReport
 LOSSES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "NTXent": ("views", lambda: cz.NTXent(temperature=0.2)),
     "NTXent, learnt": ("views", lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.5))),
-    "CLIP": ("views", lambda: cz.CLIP()),
+    "InfoNCE": ("views", lambda: cz.InfoNCE(symmetric=True)),
     "SigLIP": ("views", lambda: cz.SigLIP()),
     "VICReg": ("views", lambda: cz.VICReg()),
     "BarlowTwins": ("views", lambda: cz.BarlowTwins()),

@@ -312,3 +312,33 @@ def test_the_processes_of_torchrun_are_audited() -> None:
 
 def test_the_page_has_every_diagnosis() -> None:
     assert table() in (ROOT / "docs" / "pages" / "audit-your-training.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["train.py", "--lr", "0.1", "-W", "2", "4"], ["train.py", "--lr", "0.1"]),
+        (["-m", "my.training", "run", "--fast"], ["-m", "my.training", "run", "--fast"]),
+        (["-W", "3", "--", "train.py", "--steps", "100"], ["train.py", "--steps", "100"]),
+    ],
+)
+def test_the_script_gets_its_own_arguments(
+    given: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from contrastive_zoo import cli
+    from contrastive_zoo.audit import launch
+
+    calls: list[tuple[list[str], dict[str, object]]] = []
+
+    def called(script: list[str], **settings: object) -> AuditReport:
+        calls.append((script, settings))
+        return AuditReport("", [])
+
+    monkeypatch.setattr(launch, "audit_script", called)
+    done = CliRunner().invoke(cli.app, cli._repeat_option(["audit", *given]))
+    assert done.exit_code == 2, done.output  # nothing was compared
+    assert calls[0][0] == expected
+    assert calls[0][1]["world_sizes"] == ([2, 4] if "4" in given else [3] if "3" in given else (2,))

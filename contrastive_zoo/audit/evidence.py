@@ -44,6 +44,8 @@ class StepEvidence:
             noise = torch.Generator().manual_seed(seed)
             repeated, _ = self._repeated(self.ranks, by_shard=self.draws, noise=noise)
             self.repetitions += [] if repeated is None else [repeated]
+        if self.has_low_precision and not self.draws and self.by_shard and not self.ranks[0].batch_norms:
+            self.repetitions.append(self.by_shard)  # 16 bits round the gradient of each shard
 
     def _repeated(self, ranks: list[Step], **settings: Any) -> tuple[Repeated | None, str]:
         if self.one_process is None:
@@ -72,6 +74,13 @@ class StepEvidence:
     def draws(self) -> bool:
         """Whether an encoder drew random numbers, as dropout does: the masks of each rank are then used again."""
         return any(call.drew for step in self.ranks for micro in step.micro_batches for call in micro.encoders)
+
+    @property
+    def has_low_precision(self) -> bool:
+        """Whether encoders compute in 16 bits."""
+        return (
+            any(call.autocast[1] for micro in self.ranks[0].micro_batches for call in micro.encoders) or self.eps > 1e-4
+        )
 
     @property
     def truth(self) -> Repeated | None:

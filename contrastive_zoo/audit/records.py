@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 
 @dataclass
@@ -17,12 +17,12 @@ class Arguments:
     Attributes:
         leaves: tensors and other values.
         trained: for each leaf, whether it required a gradient.
-        spec: the structure of ``(args, kwargs)``.
+        template: ``(args, kwargs)`` with the index of each leaf in its place.
     """
 
     leaves: list[Any]
     trained: list[bool]
-    spec: TreeSpec
+    template: tuple[Any, Any]
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> Arguments:
@@ -34,20 +34,21 @@ class Arguments:
             ([True, False], ((1,), {'labels': [2]}))
         """
         leaves, spec = tree_flatten((args, kwargs))
-        return cls([snapshot(x) for x in leaves], [isinstance(x, Tensor) and x.requires_grad for x in leaves], spec)
+        trained = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        return cls([snapshot(x) for x in leaves], trained, tree_unflatten(range(len(leaves)), spec))
 
     def with_keywords(self, kwargs: dict[str, Any]) -> Arguments:
         """Add keyword arguments to positional ones."""
         if not kwargs:
             return self
-        args, _ = self.rebuild(list(self.leaves))
         named = Arguments.of((), kwargs)
-        spec = tree_flatten((args, kwargs))[1]
-        return Arguments([*self.leaves, *named.leaves], [*self.trained, *named.trained], spec)
+        places = tree_map(lambda i: i + len(self.leaves), named.template[1])
+        template = (self.template[0], places)
+        return Arguments([*self.leaves, *named.leaves], [*self.trained, *named.trained], template)
 
     def rebuild(self, leaves: list[Any]) -> tuple[Any, Any]:
         """Return ``(args, kwargs)`` with other leaves."""
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = tree_map(lambda i: leaves[i], self.template)
         return args, kwargs
 
 
