@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,17 @@ from examples.digits import make_dataset, make_encoder, make_loader, make_loss
 from examples.mistakes import BATCH_SIZE, EPOCHS, LEARNING_RATE, SAMPLES, Right
 from examples.reference import Trained
 
-MISTAKES: dict[str, tuple[type[Right], str]] = {}
+MISTAKES: dict[str, tuple[Any, str]] = {}
 """Name: the training, and the diagnosis that is expected."""
 
 RIGHT: dict[str, type[Right]] = {}
 """Right trainings, by name."""
 
 
-def wrong(name: str, mistake: str) -> Callable[[type[Right]], type[Right]]:
+def wrong(name: str, mistake: str) -> Callable[[type], type]:
     """Register a training with a mistake."""
 
-    def register(training: type[Right]) -> type[Right]:
+    def register(training: type) -> type:
         MISTAKES[name] = training, mistake
         return training
 
@@ -94,6 +95,29 @@ class BatchNormed(Right):
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         return super().loss(images + 0.01, labels)
+
+
+def distributed() -> nn.Module:
+    """Return the loss of the examples, distributed, without the check that refuses gathered embeddings."""
+    return cz.DistributedLoss(make_loss(), check_distinct=False)
+
+
+@wrong("Fabric's all_gather before DistributedLoss", "gathered first")
+class FabricGathered:
+    def train(self) -> Trained:
+        from examples import fabric
+
+        with patch.object(fabric, "make_loss", distributed):
+            return fabric.train(gather=True)
+
+
+@wrong("accelerator.gather before DistributedLoss", "gathered first")
+class AccelerateGathered:
+    def train(self) -> Trained:
+        from examples import accelerate_loop
+
+        with patch.object(accelerate_loop, "make_loss", distributed):
+            return accelerate_loop.train(120, compute=accelerate_loop.gathered_first)
 
 
 @wrong("gathered without gradient", "detached")
