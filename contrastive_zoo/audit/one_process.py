@@ -170,7 +170,8 @@ class OneProcess:
     def _call(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         torch.set_rng_state(call.random_state)
         device, enabled, dtype = call.autocast
-        with torch.autocast(device, dtype=dtype, enabled=enabled):
+        # the steps may be repeated inside the script's autocast, whose cache holds casts of other parameters
+        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
             return module(*args, **kwargs)
 
     def _optimize(self, step: Step, found: Repeated) -> None:
