@@ -46,7 +46,7 @@ class _Centres(nn.Module):
         self.centres = nn.Parameter(torch.randn(4, 5))
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(-torch.cdist(embeddings, self.centres), labels)
+        return nn.functional.cross_entropy(-torch.cdist(embeddings.to(self.centres.dtype), self.centres), labels)
 
 
 def audit_random_training(seed: int, steps: int = 3) -> tuple[str, AuditReport]:

@@ -15,7 +15,7 @@ from contrastive_zoo.audit.evidence import StepEvidence
 NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 100.0
 """A tolerance is this often the largest difference between repetitions, plus this often the unit of rounding."""
 
-LARGEST_TOLERANCE = 0.2
+LARGEST_TOLERANCE = 0.3
 """A quantity that repetitions change by more is not compared."""
 
 Group = Literal["encoder", "loss"]
@@ -144,15 +144,24 @@ def _after(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:
         reason = "each rank holds a part of the parameters (FSDP)"
     if step.truth is None or reason or not (step.truth.after and step.ranks[0].after):
         return Quantity(name, reason=reason or "no optimizer step")
-    gradient = flat(step.truth.gradients, names, step).abs()
-    # Adam divides a gradient that is only rounding by itself: such elements move at random
-    kept = gradient > 10 * ROUNDING_FACTOR * step.eps * gradient.max()
+    kept = _above_noise(step, names)
+    if not kept.any():
+        return Quantity(name, reason="all gradients are rounding")
     before = flat(step.ranks[0].state, names, step)[kept]
     expected = flat(step.truth.after, names, step)[kept] - before
     repeated = [flat(x.after, names, step)[kept] - before for x in step.repetitions if x.after]
     ratios = [Ratio.between(flat(x.after, names, step)[kept] - before, expected) for x in step.ranks]
     rounding = step.eps * float(before.double().norm()) / max(float(expected.double().norm()), 1e-300)
     return _judged(name, ratios, max(_noise(expected, repeated), rounding / NOISE_FACTOR), step.eps)
+
+
+def _above_noise(step: StepEvidence, names: Sequence[str]) -> Tensor:
+    """Return which elements have a gradient above its noise; Adam divides the others by themselves: they move at random."""
+    assert step.truth is not None
+    gradient = flat(step.truth.gradients, names, step)
+    noise = [(flat(x.gradients, names, step) - gradient).abs() for x in step.repetitions]
+    bound = NOISE_FACTOR * (ROUNDING_FACTOR * step.eps * gradient.abs().max() + torch.stack(noise).max(0).values)
+    return gradient.abs() > bound
 
 
 def _agreement(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:

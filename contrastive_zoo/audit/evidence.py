@@ -14,7 +14,7 @@ from contrastive_zoo.audit.one_process import OneProcess, Repeated
 from contrastive_zoo.audit.records import Record, Step
 
 REPETITIONS = 2
-"""Repetitions of a step with changes of one unit of rounding, from which the tolerance is derived."""
+"""Repetitions of a step with changes of up to half a unit of rounding, from which the tolerance is derived."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class StepEvidence:
         one_process: repeats the step; None if it cannot be repeated.
         reason: why the step was not repeated.
         together: the step in one process, the encoders on all samples together.
-        repetitions: of the truth, with changes of one unit of rounding.
+        repetitions: of the truth, with changes of up to half a unit of rounding.
     """
 
     ranks: list[Step]

@@ -97,7 +97,7 @@ class OneProcess:
             ranks: the step as each rank recorded it.
             by_shard: whether encoders compute each rank's samples apart, with the random numbers of that rank, instead of
                 all samples together.
-            noise: draws relative changes of one unit of rounding, for parameters and embeddings; None changes nothing.
+            noise: draws relative changes of up to half a unit of rounding, for parameters and embeddings; None changes nothing.
 
         Raises:
             NotComparable: ranks made different calls, or the step raises.
@@ -232,7 +232,7 @@ def _noisy(x: Tensor, noise: torch.Generator) -> Tensor:
     if not x.is_floating_point():
         return x
     change = torch.rand(x.shape, generator=noise, dtype=torch.float64).to(x.device) * 2 - 1
-    return (x * (1 + torch.finfo(x.dtype).eps * change)).to(x.dtype)
+    return (x * (1 + torch.finfo(x.dtype).eps / 2 * change)).to(x.dtype)
 
 
 def _scalar(output: Any) -> Tensor:
