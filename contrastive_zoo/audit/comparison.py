@@ -144,6 +144,9 @@ def _after(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:
         reason = "each rank holds a part of the parameters (FSDP)"
     if step.truth is None or reason or not (step.truth.after and step.ranks[0].after):
         return Quantity(name, reason=reason or "no optimizer step")
+    names = [x for x in names if x in step.ranks[0].optimized]
+    if not names:
+        return Quantity(name, reason="no optimizer holds the parameters")
     kept = _above_noise(step, names)
     if not kept.any():
         return Quantity(name, reason="all gradients are rounding")

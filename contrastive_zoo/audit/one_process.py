@@ -97,7 +97,7 @@ class OneProcess:
             ranks: the step as each rank recorded it.
             by_shard: whether encoders compute each rank's samples apart, with the random numbers of that rank, instead of
                 all samples together.
-            noise: draws relative changes of up to half a unit of rounding, for parameters and embeddings; None changes nothing.
+            noise: draws changes of up to half a unit of rounding of parameters and embeddings; None changes nothing.
 
         Raises:
             NotComparable: ranks made different calls, or the step raises.
