@@ -1,4 +1,4 @@
-"""The command line: ``contrastive-zoo check``, ``list`` and ``demo``."""
+"""The command line: ``contrastive-zoo check``, ``audit``, ``list`` and ``demo``."""
 
 import json
 import os
@@ -123,6 +123,51 @@ def check(
     if json_file is not None:
         _write(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def audit(
+    script: Annotated[
+        list[str] | None, typer.Argument(help="The script and its arguments.", metavar="SCRIPT ...")
+    ] = None,
+    module: Annotated[str | None, typer.Option("-m", help="A module to run instead, as python -m does.")] = None,
+    world_size: Annotated[
+        list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes: --world-size 2 4.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Number of steps of the optimizer to compare.", min=1)] = 3,
+    loss: Annotated[
+        list[str] | None, typer.Option(help="module:Class of a loss that is not found by itself; repeat the option.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each number of processes.", min=1)] = 300.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)] = None,
+) -> None:
+    """Run the first steps of a training script on several processes and compare them with one process.
+
+    The script is not changed. It ends after the steps, before it evaluates or saves. Options after -- are the script's.
+    Under torchrun (torchrun --nproc-per-node 2 -m contrastive_zoo audit train.py) its processes are audited.
+
+    Exit status: 0 if the training is the same, 1 if it is not, 2 if that is not known.
+    """
+    _require("cli", "rich")
+    from contrastive_zoo.audit import console
+    from contrastive_zoo.audit.launch import audit_script, audit_under_torchrun, is_under_torchrun
+
+    _require_writable(json_file)
+    command = [*(["-m", module] if module else []), *(script or [])]
+
+    def show(report: Any) -> int:
+        console.show(report)
+        if json_file is not None:
+            _write(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
+        return int(report.status)
+
+    try:
+        if is_under_torchrun():
+            audit_under_torchrun(command, show, steps=steps, losses=loss or [])
+        report = audit_script(command, world_sizes=world_size or (2,), steps=steps, losses=loss or [], timeout=timeout)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(show(report))
 
 
 @app.command("list")

@@ -1,1 +1,12 @@
-"""Proof that a loss is the same function on W processes as on one: worlds, global batches, invariants."""
+"""Proof that a loss is the same function on W processes as on one: worlds, global batches, invariants, audits."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``audit`` when it is first asked for: it imports modules of this package."""
+    if name != "audit":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from contrastive_zoo.audit.context import audit
+
+    return audit

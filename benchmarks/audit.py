@@ -1,0 +1,134 @@
+"""The audit on every set-up of the examples and of tests/audit_trainings.py, on random right steps, and its memory.
+
+python -m benchmarks.audit                 the table set-up, diagnosis, seconds
+python -m benchmarks.audit --random 1000   random right steps: every finding is a false alarm
+python -m benchmarks.audit --memory        peak memory of a process, beside the plain run
+python -m benchmarks.audit --pictures      what a terminal shows, as docs/pages/figures/audit-*.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from contrastive_zoo.audit import console
+from contrastive_zoo.audit.launch import audit_script, environment
+from contrastive_zoo.testing.worlds import Worlds
+from tests.audit_random import audit_random_training
+from tests.audit_runner import Runner
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = (
+    "ddp", "amp", "mistakes", "huggingface", "huggingface_mistakes", "accelerate_loop", "lightning_module",
+    "lightning_mistakes", "fabric", "sentence_transformers_trainer",
+)  # fmt: skip
+PICTURES = {
+    "audit-torchrun": ["-m", "examples.mistakes", "local loss, parameters in DDP"],
+    "audit-lightning": ["-m", "examples.lightning_module", "training and validation"],
+    "audit-huggingface": [
+        "-m",
+        "examples.huggingface_mistakes",
+        "compute_loss_func, accumulation 1, average_tokens=True",
+    ],
+}
+"""Scripts whose audit the documentation shows."""
+
+
+def trainings() -> Iterator[tuple[str, str, str, int]]:
+    """Yield module, name, mistake and number of processes of every training."""
+    for example in EXAMPLES:
+        for setup in importlib.import_module(f"examples.{example}").SETUPS:
+            yield f"examples.{example}", setup.name, setup.mistake, setup.processes
+    for name, mistake in importlib.import_module("tests.audit_trainings").names():
+        yield "tests.audit_trainings", name, mistake or "", 2
+
+
+def table() -> None:
+    """Print the table of all set-ups in Markdown."""
+    rows = list(trainings())
+    run = Runner(sorted({module for module, *_ in rows}))
+    print("| script | set-up | mistake | verdict | diagnosis | seconds |\n| --- | --- | --- | --- | --- | --- |")
+    for module, name, mistake, processes in rows:
+        report = run(module, name, processes=processes)
+        verdict = {True: "same", False: "not the same", None: "not known"}[report.ok]
+        found = ", ".join(x.mistake for x in report.findings) or "–"
+        what = mistake if module.startswith("examples.") else name if mistake else ""
+        cells = (module.rpartition(".")[2], name, what or "–", verdict, found, f"{report.seconds:.1f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def random_steps(steps: int) -> int:
+    """Audit random right trainings of three steps; return the number of those that are accused or not compared."""
+    counts: Counter[str] = Counter()
+    with Worlds(timeout=120.0) as worlds:
+        for seed in range(-(-steps // 3)):
+            drawn, report = worlds.run(2 + seed % 2, audit_random_training, seed)[0]
+            counts[str(report.ok)] += report.worlds[0].steps
+            if report.ok is not True:
+                print(f"seed {seed}: {drawn}\n{report}", flush=True)
+    print(f"steps by verdict: {dict(counts)}")
+    return counts["False"]
+
+
+def memory() -> None:
+    """Print the peak memory of the processes of one script, plain and audited."""
+    print("| script | parameters | plain run, MB | audited, MB | rank 0 while it repeats the steps, MB |")
+    print("| --- | --- | --- | --- | --- |")
+    for width in (64, 4096):
+        script = [str(ROOT / "benchmarks" / "audit_script.py"), str(width)]
+        plain = max(_plain_peaks(script))
+        world = audit_script(script, steps=3).worlds[0]
+        audited, repeating = world.peak_bytes
+        parameters = f"{(64 * width + width * width + width * 64) / 1e6:.1f} M"
+        numbers = (f"{x / 1e6:.0f}" for x in (plain, audited, repeating))
+        print(f"| plain torchrun script | {' | '.join((parameters, *numbers))} |", flush=True)
+
+
+def _plain_peaks(script: list[str]) -> list[int]:
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    started = [
+        subprocess.Popen([sys.executable, *script], env=os.environ | environment(rank, 2, store.port))
+        for rank in range(2)
+    ]
+    return [1024 * os.wait4(process.pid, 0)[2].ru_maxrss for process in started]
+
+
+def pictures() -> None:
+    """Write what a terminal of 110 columns shows."""
+    for name, command in PICTURES.items():
+        terminal = Console(record=True, width=110, file=open(os.devnull, "w"))  # noqa: SIM115
+        terminal.print(f"$ contrastive-zoo audit {' '.join(repr(x) if ' ' in x else x for x in command)}")
+        start = time.monotonic()
+        console.show(audit_script(command, steps=3), terminal)
+        print(f"{name}: {time.monotonic() - start:.1f} s")
+        picture = terminal.export_svg(title="contrastive-zoo audit")
+        picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # nothing is fetched from elsewhere
+        (ROOT / "docs" / "pages" / "figures" / f"{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, metavar="STEPS")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--pictures", action="store_true")
+    given = parser.parse_args()
+    if given.random:
+        sys.exit(min(random_steps(given.random), 1))
+    (memory if given.memory else pictures if given.pictures else table)()
+
+
+if __name__ == "__main__":
+    main()

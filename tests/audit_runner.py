@@ -1,0 +1,94 @@
+"""Audit set-ups of the examples and trainings of tests/audit_trainings.py, in processes that have imported all libraries."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from contrastive_zoo.audit import diagnosis
+from contrastive_zoo.audit.context import audit
+from contrastive_zoo.audit.launch import collected, environment
+from contrastive_zoo.audit.rank import Rank
+from contrastive_zoo.audit.report import AuditReport, WorldReport
+
+TIMEOUT = 60.0
+"""Seconds after which the audit of a set-up is ended."""
+
+STEPS = {"no set_epoch": 6, "one rank has fewer batches": 7}
+"""Mistakes that show only after three steps."""
+
+
+class Runner:
+    """Run audits one after another.
+
+    Args:
+        modules: what the processes import once.
+    """
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self.context = mp.get_context("forkserver")
+        self.context.set_forkserver_preload(["tests.audit_runner", *modules])
+
+    def __call__(self, module: str, name: str, *, processes: int = 2, steps: int = 0) -> WorldReport:
+        """Audit the training ``name`` of a module: of an example, or of ``tests.audit_trainings``."""
+        start, steps = time.monotonic(), steps or STEPS.get(name, 3)
+        with tempfile.TemporaryDirectory() as folder:
+            store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            started: list[Any] = []
+            for rank in range(processes):
+                job = (folder, module, name, rank, processes, store.port, steps)
+                started.append(self.context.Process(target=_rank, args=job, daemon=True))
+                started[-1].start()
+            started[0].join(TIMEOUT)
+            for process in started:
+                process.kill()
+                process.join()
+            report = collected(Path(folder), processes)
+        report.seconds = time.monotonic() - start
+        return report
+
+
+def _rank(folder: str, module: str, name: str, rank: int, world_size: int, port: int, steps: int) -> None:
+    os.environ |= environment(rank, world_size, port)
+    log = os.open(Path(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    Rank(Path(folder), rank, world_size, steps).run(training(module, name))
+
+
+def training(module: str, name: str) -> Callable[[], object]:
+    """Return a set-up of an example, or a training of ``tests.audit_trainings``."""
+    found = importlib.import_module(module)
+    setups = {x.name: x.train for x in getattr(found, "SETUPS", ())}
+    return setups.get(name, lambda: found.run(name))
+
+
+def audit_here(module: str, name: str, without: str = "") -> AuditReport:
+    """Audit a training on this rank of a pool, whose process group exists already.
+
+    Args:
+        module: of the training.
+        name: of the training.
+        without: name of a probe or of a signature that is switched off.
+    """
+    probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
+    signatures = {key: x for key, x in diagnosis.SIGNATURES.items() if key != without}
+    with (
+        patch.object(dist, "init_process_group"),
+        patch.object(diagnosis, "PROBES", probes),
+        patch.object(diagnosis, "SIGNATURES", signatures),
+        audit(name=name) as report,
+    ):
+        training(module, name)()
+    return report

@@ -1,0 +1,346 @@
+"""The audit names every mistake of the real trainers, and accuses no right training; a probe switched off is missed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("sklearn")
+pytest.importorskip("pytorch_metric_learning")
+
+import contrastive_zoo as cz
+from contrastive_zoo.audit.comparison import Quantity, Ratio
+from contrastive_zoo.audit.context import audit
+from contrastive_zoo.audit.diagnosis import PROBES, SIGNATURES, Finding
+from contrastive_zoo.audit.factors import explanation, weight
+from contrastive_zoo.audit.launch import audit_script
+from contrastive_zoo.audit.mistakes import MISTAKES, table
+from contrastive_zoo.audit.records import Arguments, Call, MicroBatch, Step
+from contrastive_zoo.audit.report import AuditReport, WorldReport, without_weights
+from contrastive_zoo.testing.worlds import Worlds
+from tests import audit_trainings
+from tests.audit_random import audit_random_training
+from tests.audit_runner import Runner, audit_here
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
+
+ROOT = Path(__file__).parent.parent
+OWN = "tests.audit_trainings"
+
+IN_A_POOL = {
+    "examples.mistakes": {
+        "loss parameters not in the optimizer": ["not optimized"],
+        "loss parameters never zeroed": ["never zeroed"],
+        "gathered before the loss, not checked": ["gathered first"],
+        '"sum" with a trainer that averages': ["trainer averages"],
+        '"mean" with a trainer that sums': ["trainer sums"],
+        "loss × W": ["times W"],
+        "local loss, parameters outside DDP": ["local negatives"],
+        "local loss, parameters in DDP": ["local negatives"],
+    },
+    "examples.ddp": {
+        "accumulation of 5 batches with no_sync": [],
+        "the loss in the model, a communication hook that sums": [],
+    },
+    "examples.amp": {"autocast to bfloat16, parameters in float32": [], "GradScaler, float64": []},
+    OWN: {
+        name: [mistake] if mistake else []
+        for name, mistake in audit_trainings.names()
+        if mistake not in ("not sharded", "different numbers of steps") and "before DistributedLoss" not in name
+    },
+}
+"""Trainings in plain torch and their diagnoses, by module."""
+
+IN_NEW_PROCESSES = {
+    (OWN, "every rank draws from all samples"): ["not sharded"],
+    (OWN, "one rank has fewer batches"): ["different numbers of steps"],
+    (OWN, "Fabric's all_gather before DistributedLoss"): ["gathered first"],
+    (OWN, "accelerator.gather before DistributedLoss"): ["gathered first"],
+    ("examples.mistakes", "no set_epoch"): ["no set_epoch"],
+    ("examples.mistakes", "gathered before the loss"): ["gathered first"],
+    ("examples.mistakes", "loss parameters seeded per rank"): ["unequal parameters"],
+    ("examples.huggingface_mistakes", "loss in the model, accumulation 1, average_tokens=True"): ["times W"],
+    ("examples.huggingface_mistakes", "loss in the model, accumulation 2, average_tokens=False"): [
+        "accumulation not divided"
+    ],
+    ("examples.huggingface_mistakes", "compute_loss_func, accumulation 1, average_tokens=False"): ["not optimized"],
+    ("examples.huggingface_mistakes", "compute_loss_func, optimizer passed, accumulation 2, average_tokens=True"): [
+        "never zeroed",
+        "times W, accumulation not divided",
+    ],
+    ("examples.huggingface", "compute_loss_func, accumulation 2, average_tokens=True"): [],
+    ("examples.accelerate_loop", "the default even_batches=True"): ["repeated samples"],
+    ("examples.accelerate_loop", "accelerator.gather before the loss"): ["own slice"],
+    ("examples.accelerate_loop", "the same, accumulation of 5 batches"): [],
+    ("examples.lightning_mistakes", "Lightning's sampler, 125 samples"): ["repeated samples"],
+    ("examples.lightning_module", "accumulation of 5 batches"): [],
+    ("examples.fabric", "all_gather(z), then the whole loss"): ["detached"],
+}
+"""Trainings that initialise a trainer, list samplers or raise. ``python -m benchmarks.audit`` runs all set-ups."""
+
+
+PACKAGES = {"huggingface": "transformers", "accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning"}
+
+
+def names(findings: list[Finding]) -> list[str]:
+    return [x.mistake for x in findings]
+
+
+def require(found: AuditReport | WorldReport, expected: list[str]) -> None:
+    """Require that the expected mistakes are found; that a right training is accused of none and is compared in full."""
+    assert set(expected) <= set(names(found.findings)), str(found)
+    assert found.ok is (not expected), str(found)
+    if not expected:
+        assert found.findings == []
+
+
+@pytest.mark.parametrize("module", IN_A_POOL)
+def test_plain_trainings_are_named_rightly(module: str, worlds: Worlds) -> None:
+    for name, expected in IN_A_POOL[module].items():
+        for report in worlds.run(2, audit_here, module, name):  # every rank gets the report
+            require(report, expected)
+
+
+@pytest.fixture(scope="module")
+def run() -> Runner:
+    return Runner([OWN, *{module for module, _ in IN_NEW_PROCESSES}])
+
+
+@pytest.mark.parametrize(("module", "name"), IN_NEW_PROCESSES)
+def test_trainers_are_named_rightly(module: str, name: str, run: Runner) -> None:
+    for trainer, package in PACKAGES.items():
+        if trainer in (module + name).lower():
+            pytest.importorskip(package)
+    require(run(module, name), IN_NEW_PROCESSES[module, name])
+
+
+MUTANTS = {
+    "_of_optimizer": ("examples.mistakes", "loss parameters never zeroed"),
+    "_of_factor": ("examples.mistakes", "loss × W"),
+    "_of_gathering": ("examples.mistakes", "gathered before the loss, not checked"),
+    "_of_samples": (OWN, "the same shard on every rank"),
+    "batch statistics": (OWN, "BatchNorm"),
+    "local negatives": ("examples.mistakes", "local loss, parameters in DDP"),
+    "trainer sums": ("examples.mistakes", '"mean" with a trainer that sums'),
+    "trainer averages": ("examples.mistakes", '"sum" with a trainer that averages'),
+    "not reduced": (OWN, "gradients not reduced"),
+}
+"""A probe or a signature, and a training whose mistake it finds."""
+
+
+def test_an_audit_without_a_probe_misses_its_mistake(worlds: Worlds) -> None:
+    for probe, (module, name) in MUTANTS.items():
+        assert probe in SIGNATURES or probe in [x.__name__ for x in PROBES]
+        report = worlds.run(2, audit_here, module, name, probe)[0]
+        assert not set(IN_A_POOL[module][name]) & set(names(report.findings)), f"{probe}: {report}"
+
+
+def test_random_right_trainings_are_not_accused(worlds: Worlds) -> None:
+    for seed in range(8):
+        drawn, report = worlds.run(2 + seed % 2, audit_random_training, seed)[0]
+        assert report.ok is True, f"seed {seed}, {drawn}: {report}"
+
+
+def test_every_diagnosis_has_a_reason_and_a_fix() -> None:
+    for name in {mistake for _, mistake in audit_trainings.names() if mistake} | set(SIGNATURES):
+        assert MISTAKES[name].why.endswith(".")
+        assert MISTAKES[name].fix.endswith(".")
+
+
+# --- what cannot be compared ------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, loss_fn: nn.Module, between: object = None) -> AuditReport:
+    """Audit two steps on one process; ``between`` changes the embeddings before the loss."""
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], 0.1)
+    with audit(steps=2) as report:
+        for _ in range(2):
+            optimizer.zero_grad()
+            z = model(torch.eye(4))
+            loss_fn(between(z) if callable(between) else z, torch.tensor([0, 0, 1, 1])).backward()
+            optimizer.step()
+    return report
+
+
+def test_embeddings_changed_before_the_loss_are_not_compared() -> None:
+    report = train(nn.Linear(4, 3), cz.SupCon(), between=lambda z: z.sigmoid())
+    assert report.ok is None
+    assert {x.name: x.ok for x in report.worlds[0].quantities}["gradient of the encoder"] is None
+    assert "not compared" in str(report)
+
+
+def test_a_loss_with_other_terms_is_not_compared() -> None:
+    model, loss_fn = nn.Linear(4, 3), cz.SupCon()
+    with audit(steps=1) as report:
+        (loss_fn(model(torch.eye(4)), torch.tensor([0, 0, 1, 1])) + model.weight.square().sum()).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert report.ok is None
+    assert "adds other terms to the loss" in str(report)
+
+
+def test_a_module_that_cannot_be_copied_is_not_compared() -> None:
+    class Remembering(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    report = train(Remembering(4, 3), cz.SupCon())
+    assert report.ok is None
+    assert "cannot be copied" in str(report)
+
+
+def test_a_training_without_a_known_loss_is_not_compared() -> None:
+    report = train(nn.Linear(4, 3), nn.CrossEntropyLoss())
+    assert report.ok is None
+    assert "no loss was called" in report.worlds[0].problem
+
+
+def test_a_loss_that_is_named_is_compared() -> None:
+    model, loss_fn = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    with audit(loss=loss_fn, steps=1) as report:
+        loss_fn(model(torch.eye(4)), torch.tensor([0, 0, 1, 1])).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    assert report.ok is True
+
+
+def test_an_exception_of_the_training_is_raised_and_hooks_are_removed() -> None:
+    with pytest.raises(ZeroDivisionError), audit():
+        raise ZeroDivisionError
+    assert torch.nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a torch.nn.Module or its class, got <"), audit(loss=torch.relu_):
+        pass
+    with pytest.raises(ValueError, match="at least 1, got 0"), audit(steps=0):
+        pass
+    with pytest.raises(ValueError, match="does not exist"):
+        audit_script([str(tmp_path / "none.py")])
+    with pytest.raises(ValueError, match="--loss takes module:Class"):
+        audit_script([__file__], losses=["torch.nn:Nothing"])
+
+
+# --- factors and reports ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "micro_batches", "world_size", "expected"),
+    [
+        (1.0, 1, 2, None),
+        (0.5, 2, 2, None),
+        (2.0, 1, 2, "times W"),
+        (1.0, 2, 4, "accumulation not divided"),
+        (4.0, 2, 4, "times W, accumulation not divided"),
+        (0.25, 1, 4, "divided by W"),
+        (0.37, 1, 2, None),
+    ],
+)
+def test_a_factor_is_explained(found: float, micro_batches: int, world_size: int, expected: str | None) -> None:
+    arguments = Arguments.of((), {})
+    call = Call(0, arguments, None, torch.empty(0), False, ("cpu", False, torch.bfloat16), factor=found)
+    step = Step([MicroBatch(losses=[call]) for _ in range(micro_batches)])
+    assert explanation(call, step, world_size) == expected
+    assert weight(call, step, world_size) == (1.0 if expected else found * micro_batches)
+
+
+def test_a_factor_that_does_not_depend_on_the_number_of_processes_is_a_weight() -> None:
+    worlds = [WorldReport(size, findings=[Finding("times W", "")], factors=[2.0]) for size in (2, 4)]
+    without_weights(worlds[:1])
+    assert names(worlds[0].findings) == ["times W"]
+    without_weights(worlds)
+    assert [x.findings for x in worlds] == [[], []]
+
+
+def test_the_status_says_not_compared() -> None:
+    same, unknown = Quantity("value", Ratio(1.0, 1.0, 0.0), 1e-9), Quantity("value", reason="unknown")
+    differs = Quantity("value", Ratio(2.0, 1.0, 1.0), 1e-9)
+    expected = {0: [same], 1: [same, differs, unknown], 2: [same, unknown]}
+    for status, quantities in expected.items():
+        assert AuditReport("", [WorldReport(2, quantities=quantities)]).status == status
+    assert AuditReport("", [WorldReport(2)]).status == 2
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+
+
+TIMES_W = """
+import torch, contrastive_zoo as cz
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model, loss_fn = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3)), cz.DistributedLoss(cz.NTXent())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+torch.manual_seed(torch.distributed.get_rank())
+for _ in range(3):
+    optimizer.zero_grad()
+    (2 * loss_fn(model(torch.randn(4, 4)), model(torch.randn(4, 4)))).backward()
+    optimizer.step()
+"""
+
+
+def test_the_command_audits_a_script_and_writes_json(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    script, found = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(TIMES_W)
+    done = command("-m", "contrastive_zoo", "audit", str(script), "-W", "2", "--steps", "2", "--json", str(found))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "gradient of the encoder" in done.stdout
+    assert "the training is not the same as on one process" in done.stdout
+    (world,) = json.loads(found.read_text())["worlds"]
+    assert [x["mistake"] for x in world["findings"]] == ["times W"]
+    assert world["steps"] == 2
+
+
+def test_the_processes_of_torchrun_are_audited() -> None:
+    pytest.importorskip("typer")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "contrastive_zoo", "audit")
+    done = command(*torchrun, str(ROOT / "benchmarks" / "audit_script.py"), "16", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the training is the same as on one process" in done.stdout
+
+
+def test_the_page_has_every_diagnosis() -> None:
+    assert table() in (ROOT / "docs" / "pages" / "audit-your-training.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["train.py", "--lr", "0.1", "-W", "2", "4"], ["train.py", "--lr", "0.1"]),
+        (["-m", "my.training", "run", "--fast"], ["-m", "my.training", "run", "--fast"]),
+        (["-W", "3", "--", "train.py", "--steps", "100"], ["train.py", "--steps", "100"]),
+    ],
+)
+def test_the_script_gets_its_own_arguments(
+    given: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from contrastive_zoo import cli
+    from contrastive_zoo.audit import launch
+
+    calls: list[tuple[list[str], dict[str, object]]] = []
+
+    def called(script: list[str], **settings: object) -> AuditReport:
+        calls.append((script, settings))
+        return AuditReport("", [])
+
+    monkeypatch.setattr(launch, "audit_script", called)
+    done = CliRunner().invoke(cli.app, cli._repeat_option(["audit", *given]))
+    assert done.exit_code == 2, done.output  # nothing was compared
+    assert calls[0][0] == expected
+    assert calls[0][1]["world_sizes"] == ([2, 4] if "4" in given else [3] if "3" in given else (2,))
