@@ -32,7 +32,8 @@ from tests.audit_runner import Runner
 ROOT = Path(__file__).parent.parent
 EXAMPLES = (
     "ddp", "amp", "zero", "checkpoint", "fsdp", "hsdp", "tensor_parallel", "mistakes", "huggingface", "huggingface_mistakes",
-    "accelerate_loop", "lightning_module", "lightning_mistakes", "fabric", "sentence_transformers_trainer", "deepspeed_engine",
+    "accelerate_loop", "lightning_module", "lightning_mistakes", "fabric", "sentence_transformers_trainer",
+    "deepspeed_engine",
 )  # fmt: skip
 PICTURES = {
     "audit-torchrun": ["-m", "examples.mistakes", "local loss, parameters in DDP"],
