@@ -66,12 +66,6 @@ def test_a_higher_bound_has_a_reason_and_a_mistake_a_fix() -> None:
         assert bool(setup.mistake) == bool(setup.fix)
 
 
-def test_an_example_gives_what_it_says() -> None:
-    table = run("-W", "ignore", "-m", "examples", "zero")  # all of them: make examples
-    assert "Adam, its state sharded" in table
-    assert "FAILED" not in table
-
-
 def test_torchrun_starts_an_example() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     printed = run("-W", "ignore", *torchrun, "-m", "examples.ddp", "the loss in the model")

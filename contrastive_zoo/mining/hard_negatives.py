@@ -11,6 +11,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex
 from contrastive_zoo.mining.guide import Guide
 from contrastive_zoo.mining.selection import Sampling, Selection
@@ -20,6 +21,7 @@ from contrastive_zoo.world import Processes
 Rows: TypeAlias = "Tensor | NDArray[np.generic]"
 
 
+@uncompiled
 def mine_hard_negatives(
     queries: Rows,
     corpus: Rows,

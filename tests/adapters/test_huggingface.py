@@ -167,12 +167,14 @@ def deviation(found: list[list[Tensor]], expected: list[Tensor]) -> float:
     return max(distance(x, y) for by_rank in found for x, y in zip(by_rank, expected, strict=True))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("average_tokens", [True, False])
 @pytest.mark.parametrize(
-    ("form", "own_optimizer"),
-    [("function", False), ("function", True), ("open", False), ("closed", False), ("closed", True), ("override", True)],
-)
+    ("form", "own_optimizer", "average_tokens", "accumulation"),
+    [  # every pair of settings; make examples trains further combinations
+        ("function", False, True, 1), ("function", False, False, 2), ("function", True, True, 2),
+        ("open", False, True, 2), ("open", False, False, 1), ("closed", False, True, 1),
+        ("closed", True, False, 2), ("override", True, True, 1), ("override", True, False, 2),
+    ],
+)  # fmt: skip
 def test_the_mixin_computes_the_parameters_of_one_process(
     form: str,
     own_optimizer: bool,
