@@ -75,7 +75,7 @@ def _notes(steps: Sequence[StepEvidence]) -> Iterator[str]:
             yield f"{clip.function}: gradients were compared before clipping"
         if first.uncovered:
             yield (
-                f"{len(first.uncovered)} parameters with a gradient belong to no recorded encoder or loss: not compared"
+                f"parameters with a gradient that belong to no recorded encoder or loss are not compared: {len(first.uncovered)}"
             )
         for call in first.losses:
             found = factor(call, first)

@@ -80,7 +80,7 @@ def _of_optimizer(records: Sequence[Record], steps: Sequence[StepEvidence]) -> I
         if not optimized:
             continue
         if missing := [x for x in step.names("loss") if x not in optimized and x in step.ranks[0].gradients]:
-            yield "not optimized", f"{len(missing)} parameters with a gradient, such as {missing[0]}, in no optimizer"
+            yield "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
         if stale := [x for x in step.ranks[0].stale if x in optimized]:
             yield "never zeroed", f"{len(stale)} gradients, such as that of {stale[0]}, are not zero when a step begins"
 
