@@ -78,9 +78,7 @@ IN_NEW_PROCESSES = {
     ("examples.huggingface", "compute_loss_func, accumulation 2, average_tokens=True"): [],
     ("examples.accelerate_loop", "the default even_batches=True"): ["repeated samples"],
     ("examples.accelerate_loop", "accelerator.gather before the loss"): ["own slice"],
-    ("examples.accelerate_loop", "the same, accumulation of 5 batches"): [],
     ("examples.lightning_mistakes", "Lightning's sampler, 125 samples"): ["repeated samples"],
-    ("examples.lightning_module", "accumulation of 5 batches"): [],
     ("examples.fabric", "all_gather(z), then the whole loss"): ["detached"],
 }
 """Trainings that initialise a trainer, list samplers or raise. ``python -m benchmarks.audit`` runs all set-ups."""
@@ -110,7 +108,7 @@ def test_plain_trainings_are_named_rightly(module: str, worlds: Worlds) -> None:
 
 @pytest.fixture(scope="module")
 def run() -> Runner:
-    return Runner([OWN, *{module for module, _ in IN_NEW_PROCESSES}])
+    return Runner([OWN, "examples.zero", *{module for module, _ in IN_NEW_PROCESSES}])
 
 
 @pytest.mark.parametrize(("module", "name"), IN_NEW_PROCESSES)
@@ -119,6 +117,14 @@ def test_trainers_are_named_rightly(module: str, name: str, run: Runner) -> None
         if trainer in (module + name).lower():
             pytest.importorskip(package)
     require(run(module, name), IN_NEW_PROCESSES[module, name])
+
+
+def test_an_optimizer_whose_state_is_split_over_ranks_is_not_repeated(run: Runner) -> None:
+    report = run("examples.zero", "Adam, its state sharded")
+    assert report.ok is None
+    assert not report.findings
+    assert {x.name: x.ok for x in report.quantities}["gradient of the encoder"]
+    assert any("ZeroRedundancyOptimizer" in x.reason for x in report.quantities)
 
 
 MUTANTS = {

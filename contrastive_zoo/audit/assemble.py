@@ -9,11 +9,12 @@ from itertools import pairwise
 
 import torch
 
-from contrastive_zoo.audit.comparison import Ratio, compared, flat
-from contrastive_zoo.audit.diagnosis import diagnose
+from contrastive_zoo.audit.comparison import Quantity, Ratio, compared, flat
+from contrastive_zoo.audit.diagnosis import Finding, diagnose
 from contrastive_zoo.audit.evidence import StepEvidence, gather_evidence
 from contrastive_zoo.audit.factors import explanation, factor, is_near
 from contrastive_zoo.audit.merging import NotComparable
+from contrastive_zoo.audit.mistakes import NOT_RECOGNISED
 from contrastive_zoo.audit.one_process import OneProcess
 from contrastive_zoo.audit.recorder import Recorder
 from contrastive_zoo.audit.records import Record
@@ -46,7 +47,22 @@ def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldRepor
     report.seconds = max(x.seconds for x in records)
     for x in report.quantities:
         x.is_noted = x.name == "value of the loss" and any(note.startswith(_LOCAL_MEAN) for note in report.notes)
+    report.findings = report.findings or unexplained(report.quantities)
     return report
+
+
+def unexplained(quantities: Sequence[Quantity]) -> list[Finding]:
+    """Return a finding of no known mistake if a quantity is not the same.
+
+    Example:
+        >>> print(unexplained([Quantity("value of the loss", Ratio(2.0, 1.0, 1.0, 0.0), 1e-6)])[0].measured)
+        value of the loss 100.0% off
+        >>> unexplained([Quantity("value of the loss", Ratio(1.0, 1.0, 0.0, 0.0), 1e-6)])
+        []
+    """
+    wrong = [x for x in quantities if x.ok is False and not x.is_noted and x.ratio]
+    measured = "; ".join(f"{x.name} {x.ratio.error:.1%} off" for x in wrong if x.ratio)
+    return [Finding(NOT_RECOGNISED, measured)] if wrong else []
 
 
 def _problem(records: Sequence[Record]) -> str:
@@ -74,9 +90,7 @@ def _notes(steps: Sequence[StepEvidence]) -> Iterator[str]:
         for clip in first.clips:
             yield f"{clip.function}: gradients were compared before clipping"
         if first.uncovered:
-            yield (
-                f"parameters with a gradient that belong to no recorded encoder or loss are not compared: {len(first.uncovered)}"
-            )
+            yield (f"not compared: {len(first.uncovered)} gradients of parameters of no recorded encoder or loss")
         for call in first.losses:
             found = factor(call, first)
             if call.factor and not is_near(found, 1.0) and explanation(call, first, step.world_size) is None:

@@ -176,7 +176,7 @@ class OneProcess:
 
     def _optimize(self, step: Step, found: Repeated) -> None:
         """Clip gradients and run the optimizers as the script did."""
-        found.problem = self.optimizer_problem
+        found.problem = self.optimizer_problem or step.optimizer_problem
         if found.problem:
             return
         try:

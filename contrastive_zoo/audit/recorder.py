@@ -244,7 +244,10 @@ class Recorder:
             self.optimizers.append(optimizer)
         index = next(i for i, x in enumerate(self.optimizers) if x is optimizer)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            self.step.optimizer_states[index] = _copied(optimizer.state_dict())
+            try:
+                self.step.optimizer_states[index] = _copied(optimizer.state_dict())
+            except RuntimeError as error:  # ZeroRedundancyOptimizer, whose state is split over ranks
+                self.step.optimizer_problem = f"the state of {type(optimizer).__name__} cannot be read: {error}"
         names = {id(x): name for name, x in self.parameters()}
         held = [x for group in optimizer.param_groups for x in group["params"]]
         self.step.optimized |= {names[id(x)] for x in held if id(x) in names}

@@ -110,6 +110,7 @@ class Step:
         after: parameters after the step.
         optimized: names of the parameters that an optimizer holds.
         optimizer_states: ``state_dict`` of each optimizer before the step, by its index; rank 0 only.
+        optimizer_problem: why the state of an optimizer is not known; empty if it is.
         clips: how gradients were clipped.
         scale: factor of a GradScaler.
         sharded: names of the parameters of which this rank holds a part (FSDP).
@@ -126,6 +127,7 @@ class Step:
     after: dict[str, Tensor] = field(default_factory=dict)
     optimized: set[str] = field(default_factory=set)
     optimizer_states: dict[int, Any] = field(default_factory=dict)
+    optimizer_problem: str = ""
     clips: list[Clip] = field(default_factory=list)
     scale: float = 1.0
     sharded: set[str] = field(default_factory=set)
