@@ -7,6 +7,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
@@ -85,12 +86,18 @@ def _settings_problem(l2: float) -> str | None:
     return number_problem("l2 is a non-negative weight", low=0, l2=l2)
 
 
-class NPairs(Loss, function=n_pairs, check=_settings_problem): ...
+class NPairs(Loss, function=n_pairs, check=_settings_problem):
+    supports_ring = True
 
 
-def _pair_losses(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+def _pair_losses(block: AnchorBlock, temperature: Tensor) -> Rows:
     logits = block.anchors @ block.candidates.T / temperature
-    return logits.logsumexp(1) - logits.where(block.positive, 0).sum(1), block.positive.any(1)
+    total, positive, valid = yield (
+        LogSumExp(logits, torch.ones_like(block.positive)),
+        Sum(logits.where(block.positive, 0).sum(1)),
+        AnyOf(block.positive.any(1)),
+    )
+    return total - positive, valid
 
 
 def _shards_of_selected(shards: Shards, selected: Tensor) -> Shards:
