@@ -54,6 +54,8 @@ class RowLoss(Loss):
         tensor(0.1000)
     """
 
+    ring_refusal = "its rows() needs whole rows: it yields no statistics that merge"
+
     def __init__(self, *, normalize: bool = True, reduction: Reduction = "mean", check_finite: bool = True) -> None:
         super().__init__(check_finite=check_finite)
         self.normalize, self.reduction = normalize, reduction

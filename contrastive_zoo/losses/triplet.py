@@ -78,6 +78,10 @@ class Triplet(DissimilarityLoss):
             or number_problem(rule, above=least, margin=self.margin)
         )
 
+    ring_refusal = (
+        "only mining='hard' needs no list of an anchor's distances; all and semi-hard triplets are counted in it"
+    )
+
     def can_ring(self) -> bool:
         return super().can_ring() and self.mining == "hard" and not self.first_of_equals
 
