@@ -190,9 +190,9 @@ def rows_sent(name: str, shards: Sequence[int], layout: Any) -> tuple[dict[int, 
         gathered += len(rows) * (rows.ndim > 1)
         return GATHER(rows, *rest)
 
-    with limits(GENERAL_PATH), replaced(ring, "SendReceive", Counted), replaced(rowwise, "gather_rows", gather):
-        with torch.no_grad():
-            error_of(name, shards, layout, learning=False)
+    counting = replaced(ring, "SendReceive", Counted), replaced(rowwise, "gather_rows", gather)
+    with limits(GENERAL_PATH), counting[0], counting[1], torch.no_grad():
+        error_of(name, shards, layout, learning=False)
     return sent, gathered
 
 
@@ -250,7 +250,7 @@ def test_16_bit_rows_are_sent_in_16_bits_and_summed_in_32(worlds: Worlds) -> Non
     ids=lambda x: type(x).__name__,
 )  # fmt: skip
 def test_a_loss_that_needs_whole_rows_says_why(loss: Any) -> None:
-    with pytest.raises(ValueError, match="with a ring, candidates pass from rank to rank. .* cannot be computed so: "):
+    with pytest.raises(ValueError, match=r"with a ring, candidates pass from rank to rank. .* cannot be computed so: "):
         cz.DistributedLoss(loss, ring=True)
 
 
