@@ -65,9 +65,9 @@ def batch(call: Call, total: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     count = {"views": 2, "labels": 1, "teachers": 4, "ids": 2}[call]
     rows = [torch.randn(total, 5, dtype=torch.float64, generator=generator) for _ in range(count)]
-    for x in rows:
-        x[total // 2] = x[0]
     labels = [torch.randint(CLASSES, (total,), generator=generator)] if call in ("labels", "ids") else []
+    for x in (*rows, *labels):
+        x[total // 2 : total // 2 + 3] = x[: min(3, total - total // 2)].clone()
     return [*rows, *labels]
 
 
