@@ -142,16 +142,21 @@ python benchmarks/ring.py --docs --peers peers     # this page
 
 ## Which losses
 
-| losses | how often candidates are sent | why |
-|---|---|---|
-| SigLIP, SupSigmoid | once | a pair's gradient depends on no other pair: loss and gradients in one sweep |
-| InfoNCE, Clip, NTXent, SupCon, MNRL, MILNCE, AlignUniform | forward and backward | the backward pass needs complete log-sum-exps |
-| Contrastive, SignalToNoise, MultiSimilarity, Circle, Triplet with `mining="hard"`, GeneralizedLiftedStructure, Margin, NCA, FastAP, DCL, HCL, Debiased, NPairs, MultiPositive, SupCon with `variant="in"` | twice | statistics of a row merge: sums, counts, extremes, log-sum-exps; then the gradient |
-| SINCERE, TupletMargin, ClipDistillation | four times | a second statistic depends on the first one |
-| RankedList, MultiSimilarity with `epsilon` | three times | thresholds first, which have no gradient |
-| LiftedStructure | four times | two sums over anchors |
-| Triplet with all or semi-hard triplets, SmoothAP, Angular, GIST | refused | a term needs an anchor's whole row |
-| losses with class weights, VICReg, BarlowTwins, SpectralContrastive | refused | they gather no candidates: there is nothing to save |
+How often are candidates sent?
+
+- **Once**: SigLIP and SupSigmoid. The gradient of a pair depends on no other pair, so one sweep computes the loss and all
+  gradients.
+- **Forward and backward**: InfoNCE, Clip, NTXent, SupCon, MNRL, MILNCE and AlignUniform. The backward pass needs complete
+  log-sum-exps.
+- **Twice in the forward pass**: MultiSimilarity, Circle, Triplet with `mining="hard"`, GeneralizedLiftedStructure, Margin,
+  NCA, FastAP, DCL, HCL, Debiased, NPairs, MultiPositive, SupCon with `variant="in"`. Their statistics of a row merge: sums,
+  counts, extremes, log-sum-exps. The second time is for the gradient.
+- **Three times**: RankedList and MultiSimilarity with `epsilon`, whose thresholds come first; Contrastive and SignalToNoise,
+  whose two means are known after the forward pass.
+- **Four times**: SINCERE, TupletMargin and ClipDistillation, where a second statistic depends on the first one;
+  LiftedStructure, which is two sums over anchors.
+- **Refused**: Triplet with all or semi-hard triplets, SmoothAP, Angular and GIST, where a term needs an anchor's whole row.
+  Losses with class weights, VICReg, BarlowTwins and SpectralContrastive gather no candidates; a ring would save nothing.
 
 The constructor refuses a loss that needs whole rows, and says why. Your own `RowLoss` can use the ring if its `rows` yields
 statistics that merge:
