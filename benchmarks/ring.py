@@ -24,7 +24,6 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 
-RESULTS = Path(__file__).parent / "results" / "ring.json"
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "ring.md"
 CLASSES = 512
 STEPS = 3
@@ -222,7 +221,7 @@ def write_page(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print a table, and write results and page if asked."""
+    """Measure, print the figures, and write the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *LOSSES], default=[], help="losses; all by default")
     parser.add_argument("--ranks", type=int, default=4)
@@ -233,11 +232,9 @@ def main() -> None:
     given = parser.parse_args()
     assert math.gcd(given.rows, 4) == 4, "rows are a multiple of 4"
     results = measure_all(given.names or list(LOSSES), given)
+    print(json.dumps(results, indent=1))
     if given.docs:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         write_page(results)
-    else:
-        print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
