@@ -170,7 +170,9 @@ class BatchHard(cz.RowLoss):
         return (nearest - farthest + 0.5).relu().where(valid, 0), valid
 ```
 
-`yield` receives the values over all candidates. Without a ring, the same code sees one block of all candidates.
+`yield` receives the values over all candidates. Without a ring, the same code sees one block of all candidates. The number
+of yields must not depend on data. Equal extremes share the gradient; similarities that are equal up to rounding may be equal
+in one of the two ways only.
 
 ## Memory and time
 

@@ -18,7 +18,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, distance, error_message, local_shard
 from tests.stateful_rank import limits
 
-Call = Literal["views", "labels", "teachers", "ids"]
+Call = Literal["views", "labels", "teachers", "ids", "whole numbers"]
 CLASSES = 4
 
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
@@ -32,6 +32,10 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "Circle": (lambda: cz.Circle(gamma=3.0), "labels"),
     "Triplet, hard": (lambda: cz.Triplet(mining="hard"), "labels"),
     "Triplet, soft": (lambda: cz.Triplet(mining="hard", metric="similarity", soft=True), "labels"),
+    "Triplet, ties": (
+        lambda: cz.Triplet(mining="hard", metric="squared distance", soft=True, normalize=False),
+        "whole numbers",
+    ),
     "GeneralizedLiftedStructure": (cz.GeneralizedLiftedStructure, "labels"),
     "LiftedStructure": (cz.LiftedStructure, "labels"),
     "Margin": (lambda: cz.Margin(nu=0.3, num_classes=CLASSES), "labels"),
@@ -61,13 +65,13 @@ LOW_TILES = {"contrastive_zoo.engine.tiling:BLOCK_BYTES": 700, "contrastive_zoo.
 
 
 def batch(call: Call, total: int, seed: int) -> list[Tensor]:
-    """Return the arguments of one process; some embeddings are equal, so that extremes have ties."""
+    """Return the arguments of one process; of whole numbers, whose dot products are exact, many are equal."""
     generator = torch.Generator().manual_seed(seed)
-    count = {"views": 2, "labels": 1, "teachers": 4, "ids": 2}[call]
+    count = {"views": 2, "teachers": 4, "ids": 2}.get(call, 1)
     rows = [torch.randn(total, 5, dtype=torch.float64, generator=generator) for _ in range(count)]
-    labels = [torch.randint(CLASSES, (total,), generator=generator)] if call in ("labels", "ids") else []
-    for x in (*rows, *labels):
-        x[total // 2 : total // 2 + 3] = x[: min(3, total - total // 2)].clone()
+    if call == "whole numbers":
+        rows = [x[:, :2].round() for x in rows]
+    labels = [] if call in ("views", "teachers") else [torch.randint(CLASSES, (total,), generator=generator)]
     return [*rows, *labels]
 
 
@@ -148,7 +152,7 @@ def _forget_other_machines(self: ring.Ring, total: Tensor, parts: Any) -> Tensor
 
 RETURN = ring.Ring.return_gradients
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
-    "equal extremes of two ranks count once": ("Triplet, hard", row_statistics._Extreme, "merge", _keep_first_tie),
+    "equal extremes of two ranks count once": ("Triplet, ties", row_statistics._Extreme, "merge", _keep_first_tie),
     "gradients stay where they are computed": ("Contrastive", ring.Ring, "return_gradients", _forget_other_machines),
     "SigLIP's gradients stay, too": ("SigLIP", ring.Ring, "return_gradients", _forget_other_machines),
     "a log-sum-exp is the largest part": (
