@@ -30,6 +30,10 @@ STEPS = 3
 
 LOSSES: dict[str, tuple[Callable[[], Any], bool]] = {
     "SigLIP": (cz.SigLIP, False),
+    "Triplet, hard": (partial(cz.Triplet, mining="hard"), True),
+    "MultiSimilarity": (cz.MultiSimilarity, True),
+    "Circle": (cz.Circle, True),
+    "Contrastive": (cz.Contrastive, True),
     "Clip": (cz.Clip, False),
     "NT-Xent": (cz.NTXent, False),
     "DCL": (cz.DCL, False),
@@ -37,11 +41,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], bool]] = {
     "SupCon": (cz.SupCon, True),
     "SINCERE": (cz.SINCERE, True),
     "NCA": (cz.NCA, True),
-    "Contrastive": (cz.Contrastive, True),
-    "Triplet, hard": (partial(cz.Triplet, mining="hard"), True),
-    "MultiSimilarity": (cz.MultiSimilarity, True),
     "MultiSimilarity, mined": (partial(cz.MultiSimilarity, epsilon=0.1), True),
-    "Circle": (cz.Circle, True),
     "GeneralizedLiftedStructure": (cz.GeneralizedLiftedStructure, True),
     "LiftedStructure": (cz.LiftedStructure, True),
     "Margin": (cz.Margin, True),
@@ -72,8 +72,8 @@ def open_clip_loss(folders: Sequence[str]) -> Callable[[Tensor, Tensor], Tensor]
     return call
 
 
-def measured(name: str, option: Any, rows: int, width: int, folders: Sequence[str]) -> tuple[float, float]:
-    """Return the extra MB of the largest step and the median seconds of a step, on a rank."""
+def measured(name: str, option: Any, steps: int, rows: int, width: int, folders: Sequence[str]) -> tuple[float, float]:
+    """Return the extra MB of the largest step and the median seconds of so many steps, on a rank."""
     make, labelled = LOSSES[name]
     loss = open_clip_loss(folders) if option == "open_clip" else cz.DistributedLoss(make(), ring=option == "ring")
 
@@ -90,14 +90,16 @@ def measured(name: str, option: Any, rows: int, width: int, folders: Sequence[st
     step(64)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = resident("VmRSS")
-    seconds = [step(rows // dist.get_world_size()) for _ in range(STEPS)]
+    seconds = [step(rows // dist.get_world_size()) for _ in range(steps)]
     return resident("VmHWM") - before, statistics.median(seconds)
 
 
-def on_ranks(ranks: int, name: str, option: str, rows: int, width: int, folders: Sequence[str]) -> list[float]:
+def on_ranks(
+    ranks: int, name: str, option: str, steps: int, *, rows: int, width: int, folders: Sequence[str]
+) -> list[float]:
     """Return MB and seconds of the worst rank, in new processes."""
     with Worlds(threads=1, timeout=600) as worlds:
-        found = worlds.run(ranks, measured, name, option, rows, width, folders)
+        found = worlds.run(ranks, measured, name, option, steps, rows, width, folders)
     worst = [max(column) for column in zip(*found, strict=True)]
     print(f"{name:28s} W={ranks} {option:10s} {worst[0]:8.0f} MB {worst[1]:8.2f} s", file=sys.stderr, flush=True)
     return worst
@@ -106,17 +108,17 @@ def on_ranks(ranks: int, name: str, option: str, rows: int, width: int, folders:
 def measure_all(names: Sequence[str], given: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of the losses with and without the ring, and of SigLIP beside open_clip's."""
     run = partial(on_ranks, rows=given.rows, width=given.width, folders=given.peers)
-    losses = {name: {x: run(given.ranks, name, x) for x in SIGLIP[:2]} for name in names}
     peers: dict[str, dict[str, list[float]]] = {}
     for ranks in (1, 2, 4):
         peers[str(ranks)] = {}
         for option in SIGLIP:
             try:
-                peers[str(ranks)][option] = run(ranks, "SigLIP", option)
+                peers[str(ranks)][option] = run(ranks, "SigLIP", option, STEPS)
             except Absent as error:
                 print(error, file=sys.stderr)
             except RuntimeError as error:  # the same, on a rank
                 print(str(error).splitlines()[-1], file=sys.stderr)
+    losses = {name: {x: run(given.ranks, name, x, 1) for x in SIGLIP[:2]} for name in names}
     return {"rows": given.rows, "width": given.width, "ranks": given.ranks, "losses": losses, "siglip": peers}
 
 
@@ -177,14 +179,14 @@ in one of the two ways only.
 ## Memory and time
 
 {rows:,} samples of width {width} in total, float32, {ranks} gloo ranks of one thread on two cores: extra MB at the peak of a
-step, and seconds of a step, of the slowest rank. Losses with labels have {classes} classes. On these machines the ranks
-share cores and memory, so transfers do not overlap with compute.
+step, and seconds of it, of the slowest rank, after a small step. Losses with labels have {classes} classes. On these machines
+the ranks share cores and memory, so transfers do not overlap with compute.
 
 {losses}
 ## SigLIP beside open_clip
 
 open_clip's `SigLipLoss` exchanges texts with both neighbours at once (`bidir`), and holds one block of logits, with its
-graph, for each rank.
+graph, for each rank. {steps} steps; the median.
 
 {siglip}
 ## Between machines
@@ -219,7 +221,7 @@ def write_page(results: dict[str, Any]) -> None:
     )
     for name, value in {"rows": f"{results['rows']:,}", "width": results["width"], "ranks": results["ranks"]}.items():
         page = page.replace(f"{{{name}}}", str(value)).replace(f"{{{name}:,}}", str(value))
-    PAGE.write_text(page.replace("{classes}", str(CLASSES)), encoding="utf-8")
+    PAGE.write_text(page.replace("{classes}", str(CLASSES)).replace("{steps}", str(STEPS)), encoding="utf-8")
 
 
 def main() -> None:
