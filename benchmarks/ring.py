@@ -179,8 +179,8 @@ in one of the two ways only.
 ## Memory and time
 
 {rows:,} samples of width {width} in total, float32, {ranks} gloo ranks of one thread on two cores: extra MB at the peak of a
-step, and seconds of it, of the slowest rank, after a small step. Losses with labels have {classes} classes. On these machines
-the ranks share cores and memory, so transfers do not overlap with compute.
+step, and seconds of it, of the slowest rank, after a small step. Losses with labels have {classes} classes. On these
+machines the ranks share cores and memory, so transfers do not overlap with compute.
 
 {losses}
 ## SigLIP beside open_clip
