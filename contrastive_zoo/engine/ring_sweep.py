@@ -124,7 +124,7 @@ class RingSweep:
                 if found is None:
                     return stages
                 parts = [x.partial() for x in found]
-            states = [x.state(part) for x, part in zip(found, parts, strict=True)]
+            states = [tuple(s.clone() for s in x.state(part)) for x, part in zip(found, parts, strict=True)]
             learns = [x.requires_grad for x in parts]
             stage = Stage([_forgotten(x) for x in found], states, learns, [None] * len(states))
             self._merge(stage, [x.values for x in stages])

@@ -137,7 +137,8 @@ class _Extreme(Statistic):
         return partial.detach(), ((self.entries.detach() == partial.detach()[:, None]) & self.mask).sum(1)
 
     def derivative(self, partial: State, state: State) -> Tensor:
-        return (partial[1] / state[1].clamp(min=1)).to(state[0].dtype).where(partial[0] == state[0], 0)
+        ties, all_ties = (x[1].to(state[0].dtype) for x in (partial, state))
+        return (ties / all_ties.clamp(min=1)).where(partial[0] == state[0], 0)
 
     def merge(self, one: State, other: State) -> State:
         extreme = torch.maximum(one[0], other[0]) if self.sign < 0 else torch.minimum(one[0], other[0])

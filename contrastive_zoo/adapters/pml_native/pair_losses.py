@@ -141,8 +141,10 @@ class _MinedMultiSimilarity(ZeroBelowCount, MultiSimilarity):
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         rows = super().rows(similarity, positive, negative)
-        thresholds = yield next(rows)
-        positives, negatives, valid = rows.send(thresholds)
+        found = next(rows)
+        if self.epsilon is not None:  # these were the thresholds
+            found = rows.send((yield found))
+        positives, negatives, valid = found
         assert isinstance(positives, LogSumExp)
         assert isinstance(negatives, LogSumExp)
         self.count(positives.mask.sum(), negatives.mask.sum())
