@@ -168,8 +168,7 @@ from contrastive_zoo.engine.row_statistics import Maximum, Minimum
 class BatchHard(cz.RowLoss):
     def rows(self, similarity, positive, negative):
         farthest, nearest = yield Minimum(similarity, positive), Maximum(similarity, negative)
-        valid = farthest.isfinite() & nearest.isfinite()
-        return (nearest - farthest + 0.5).relu().where(valid, 0), valid
+        return (nearest - farthest + 0.5).relu(), farthest.isfinite() & nearest.isfinite()
 ```
 
 `yield` receives the values over all candidates. Without a ring, the same code sees one block of all candidates. The number

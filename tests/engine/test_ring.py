@@ -18,6 +18,18 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, distance, error_message, local_shard
 from tests.stateful_rank import limits
 
+
+class YieldingHard(cz.RowLoss):
+    """The example of the docs."""
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> row_statistics.Rows:
+        farthest, nearest = yield (
+            row_statistics.Minimum(similarity, positive),
+            row_statistics.Maximum(similarity, negative),
+        )
+        return (nearest - farthest + 0.5).relu(), farthest.isfinite() & nearest.isfinite()
+
+
 Call = Literal["views", "labels", "teachers", "ids", "whole numbers"]
 CLASSES = 4
 
@@ -25,6 +37,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "SigLIP": (lambda: cz.SigLIP(temperature=0.5, logit_bias=-1.0), "views"),
     "SigLIP, sum": (lambda: cz.SigLIP(temperature=0.02, logit_bias=3.0, reduction="sum"), "views"),
     "SupSigmoid": (lambda: cz.SupSigmoid(temperature=0.5, logit_bias=-1.0), "labels"),
+    "the user's own": (YieldingHard, "labels"),
     "Contrastive": (cz.Contrastive, "labels"),
     "SignalToNoise": (cz.SignalToNoise, "labels"),
     "MultiSimilarity": (cz.MultiSimilarity, "labels"),
