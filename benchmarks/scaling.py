@@ -30,11 +30,14 @@ class Option:
     towers: int
     kept: bool = False
     ring: bool = False
+    mesh: bool = False
+    """Whether the ring has two levels, inside machines and between them."""
 
     @property
     def name(self) -> str:
         """Return the name on the page."""
-        return ("kept" if self.kept else "tiled") + (", ring" if self.ring else ", gathered")
+        exchange = "mesh" if self.mesh else "ring" if self.ring else "gathered"
+        return f"{'kept' if self.kept else 'tiled'}, {exchange}"
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Rates(NamedTuple):
     steps: float
 
 
-def amounts(option: Option, b: int, d: int, ranks: int) -> Amounts:
-    """Return the amounts of a softmax loss with b anchors of width d on each rank."""
+def amounts(option: Option, b: int, d: int, ranks: int, row_element: int = FLOAT) -> Amounts:
+    """Return the amounts of a softmax loss with b anchors of width d on each rank, sent in elements of so many bytes."""
     half = 0.5 if option.towers == 1 else 1.0
     cells, others = half * b * b * ranks, b * (ranks - 1)
     products = 3 if option.kept else 4
@@ -69,7 +72,7 @@ def amounts(option: Option, b: int, d: int, ranks: int) -> Amounts:
     return Amounts(
         flop=cells * products * 2 * d,
         touched=cells * touches * FLOAT,
-        sent=others * FLOAT * (d * (columns + half) + 3),
+        sent=others * (d * (row_element * columns + FLOAT * half) + 3 * FLOAT),
         messages=(of_rows + 2) * (ranks - 1) + 4 * math.ceil(math.log2(ranks)),
     )
 
@@ -78,7 +81,7 @@ def bytes_held(option: Option, b: int, d: int, ranks: int) -> float:
     """Return the memory of a rank beyond its inputs, in bytes."""
     half = 0.5 if option.towers == 1 else 1.0
     similarities = half * b * b * ranks if option.kept else 0
-    received = 3 * b * d if option.ring else (1 + half) * b * ranks * d
+    received = (5 if option.mesh else 3) * b * d if option.ring else (1 + half) * b * ranks * d
     return FLOAT * (8 * b * d + received * (ranks > 1) + similarities)
 
 
@@ -141,6 +144,7 @@ class Gpu:
     latency: float  # seconds a message
     step: float  # seconds a step for launching what is small
     memory: float  # bytes, of which the loss may have half
+    row_element: int = FLOAT  # bytes of an element of an embedding on the wire
     machine: int = 8  # ranks
 
     def rates(self, ranks: int) -> Rates:
@@ -148,11 +152,18 @@ class Gpu:
         link = self.inside if ranks <= self.machine else self.outside
         return Rates(1 / self.flop, 1 / self.touched, 1 / link, self.latency, self.step)
 
+    def seconds_a_byte(self, ranks: int) -> float:
+        """Return the seconds that a byte takes in a ring of two levels: (M − 1) of W − 1 shards come from outside."""
+        from_outside = (ranks / self.machine - 1) / (ranks - 1)
+        return from_outside / self.outside + (1 - from_outside) / self.inside
+
 
 _TF32 = Gpu(flop=2.5e14, touched=2.5e12, inside=3e11, outside=4e10, latency=1e-5, step=2e-3, memory=8e10)
-GPUS = {"TF32": _TF32, "bf16": Gpu(**{**vars(_TF32), "flop": 5e14})}
+GPUS = {"TF32": _TF32, "bf16": Gpu(**{**vars(_TF32), "flop": 5e14, "row_element": 2})}
 WIDTH = 768
-ROWS, RANKS = (2**16, 2**20, 2**22, 2**24), (8, 64, 1024)
+ROWS, RANKS = (2**16, 2**20, 2**22, 2**24), (8, 64, 1024, 4096)
+MESH_EXAMPLE = 2**22, 2**10
+"""Rows and ranks of the example of a ring of two levels."""
 LIMITS = ("matrix products", "passes over tiles", "network", "network", "fixed cost")
 
 
@@ -172,10 +183,10 @@ class Forecast(NamedTuple):
 
 def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
     """Predict one step. Ring transfers overlap the previous block's compute; a gather does not."""
-    parts = [
-        x * rate
-        for x, rate in zip(astuple(amounts(option, rows // ranks, WIDTH, ranks)), gpu.rates(ranks), strict=True)
-    ]
+    work = amounts(option, rows // ranks, WIDTH, ranks, gpu.row_element)
+    parts = [x * rate for x, rate in zip(astuple(work), gpu.rates(ranks), strict=True)]
+    if option.mesh:
+        parts[2] = work.sent * gpu.seconds_a_byte(ranks)
     if option.ring:
         parts[2] = max(0.0, parts[2] - (parts[0] + parts[1]) * (1 - 1 / ranks))
     return Forecast(sum(parts), [x / sum(parts) for x in parts], bytes_held(option, rows // ranks, WIDTH, ranks))
@@ -184,6 +195,8 @@ def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
 def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Forecast] | None:
     """Return the fastest option that fits into half of the memory."""
     options = [Option(towers, kept, ring) for kept in (True, False) for ring in (False, True)]
+    if ranks > gpu.machine and towers == 2:
+        options += [Option(towers, kept, ring=True, mesh=True) for kept in (True, False)]
     able = [(x, forecast(x, rows, ranks, gpu)) for x in options]
     return min((x for x in able if x[1].held <= gpu.memory / 2), key=lambda x: x[1].seconds, default=None)
 
@@ -197,7 +210,7 @@ For people who plan a training on many GPUs.
 
 **Short answer.** The work of a rank grows with b · N, its local anchors times all candidates; its traffic grows with N. So
 the network limits ranks with few anchors: with the GPUs assumed below, fewer than {balance}. Cache the logits if they fit;
-gather the candidates if they fit, otherwise use the ring.
+gather the candidates if they fit, otherwise use the ring; between machines use a ring of two levels.
 
 ```bash
 python benchmarks/scaling.py    # this page, from benchmarks/results/cpu.json; make bench writes both
@@ -217,7 +230,7 @@ The amounts for one rank of a softmax loss, with b local anchors, width d, W ran
 | elements of gradients sent to their ranks | (N − b) d | (N − b) d / 2 |
 | statistics | 3 (N − b) | 3 (N − b) |
 | messages, without 4 log₂ W small ones | 4 (W − 1), ring 5 (W − 1) | 4 (W − 1), ring 3.5 (W − 1) |
-| elements held beyond the inputs | 8 b d; 2 N d gathered or 3 b d ring; b N kept | 8 b d; 1.5 N d or 3 b d; b N / 2 kept |
+| elements held beyond the inputs | 8 b d; 2 N d, ring 3 b d, mesh 5 b d; b N kept | 8 b d; 1.5 N d or 3 b d; b N / 2 kept |
 
 The time of a step is the sum of each amount times its rate, plus a fixed cost. On these CPUs communication does not overlap
 with compute, because gloo uses the same cores.
@@ -236,8 +249,9 @@ Nothing below was measured. The model assumes two towers of width {width} and tw
 float32 embeddings under `torch.set_float32_matmul_precision("high")`, and bf16, for bf16 embeddings. Assumptions for one
 rank:
 
-{assumed} The loss may use half of the memory. Ring transfers overlap the previous block's compute; a gather does not. The
-fastest option that fits:
+{assumed} The loss may use half of the memory. Ring transfers overlap the previous block's compute; a gather does not. bf16
+embeddings are sent in 2 bytes, their gradients in 4. *mesh* is the ring of two levels, in which (M − 1) of W − 1 shards come
+from outside the machine, for M machines. The fastest option that fits:
 
 {paper}
 ![seconds a step by ranks](figures/scaling.svg)
@@ -250,9 +264,12 @@ The limits:
   memory would avoid this cost; faster matmuls would not.
 - **Matmuls** are the rest of the compute. Both costs decrease with W, as the number of similarities per rank does.
 - **Network.** The traffic of a rank does not decrease with W. At F FLOP/s and B bytes/s matmuls take 8 b N d / F seconds
-  and the two messages of embeddings 8 N d / B seconds. Both are equal at b = F / B, in bf16 {balance}. With fewer anchors
-  per rank, more ranks save little time.
-- **Memory.** Gathering holds 2 N d elements: {gather_gb:.0f} GB at 16,777,216 samples, for every W. The ring holds 3 b d.
+  and the messages of embeddings and gradients 8 N d / B seconds. Both are equal at b = F / B, in bf16
+  {balance}. With fewer anchors per rank, more ranks save little time. A ring of two
+  levels sends a shard to each machine once and not once for each of its {machine_ranks} ranks, so between machines the limit
+  is {mesh_balance} rows.
+- **Memory.** Gathering holds 2 N d elements: {gather_gb:.0f} GB at 16,777,216 samples, for every W. The ring holds 3 b d,
+  with two levels 5 b d.
 
 ## Which option to take
 
@@ -262,7 +279,11 @@ The limits:
 - **gathered or ring**: `DistributedLoss(loss, ring=True)`. Gathering is the default: one message in each direction, and the
   candidates stay in memory for the backward pass. Use the ring if 2 N d elements do not fit; with two towers it sends half
   as much again, which overlaps with the matmuls if a rank has enough anchors.
-- **bf16** speeds up only the matmuls. If passes over tiles or the network are the limit, it saves little time.
+- **a ring of one level or of two**: `DistributedLoss(loss, ring=mesh)` with a 2-d mesh of machines and their ranks. It pays
+  where ranks stand in several machines and hold fewer than F / B rows: with {mesh_rows:,} rows on {mesh_ranks:,} ranks the
+  model has {mesh_gain} times the speed of the plain ring. With more rows per rank the transfers are hidden either way.
+- **bf16** speeds up the matmuls and halves what candidates take on the wire. If passes over tiles are the limit, it saves
+  little time.
 - **one tower or two**: a loss that compares one set of embeddings with itself (NT-Xent, SupCon) computes each similarity
   once; there is no option to set.
 - **more ranks**: with a fixed global batch, until b is near F / B. With fixed b a step takes W times as long.
@@ -293,6 +314,14 @@ def write_scaling(results: dict[str, Any]) -> None:
         tile_bytes=10 * FLOAT,
         flop_cell=8 * WIDTH,
         touch_share=plain.shares[1],
+        machine_ranks=gpu.machine,
+        mesh_balance=f"{round(gpu.flop / gpu.outside / gpu.machine, -2):,.0f}",
+        mesh_rows=MESH_EXAMPLE[0],
+        mesh_ranks=MESH_EXAMPLE[1],
+        mesh_gain=number(
+            forecast(Option(2, ring=True), *MESH_EXAMPLE, gpu).seconds
+            / forecast(Option(2, ring=True, mesh=True), *MESH_EXAMPLE, gpu).seconds
+        ),
         gather_gb=bytes_held(Option(towers=2), 2**14, WIDTH, 2**10) / 1e9,
         budget=f"{budget / 1e9:.0f}",
         kept=", ".join(f"{math.isqrt(int(budget / FLOAT * w)) // 1000:,},000 rows on {w:,} ranks" for w in RANKS),

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -25,11 +25,16 @@ from contrastive_zoo.wrapper_options import (
     GradReduction,
     Mode,
     WrapperOptions,
+    machines_of,
     refuse_bad_combination,
     refuse_bad_loss,
     refuse_bad_options,
+    ring_in_group,
     shown,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 R = TypeVar("R", default=Any)
 """What the loss returns."""
@@ -74,15 +79,18 @@ class DistributedLoss(nn.Module, Generic[R]):
         broadcast_parameters: whether the first call sets the loss's parameters and buffers to rank 0's, as DDP does for a
             model at construction.
         static_shapes: whether each rank passes equally many rows at every call; other numbers are refused on every rank.
-        ring: whether softmax losses pass candidates from rank to rank, one shard at a time, instead of gathering them:
-            memory does not grow with the number of ranks, and candidates are sent twice.
+        ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not
+            grow with the number of ranks, and most losses send candidates twice or more. A 2-d DeviceMesh, whose rows are
+            the ranks of one machine each, is a ring of two levels: a shard is sent to each machine once, and then passed
+            on inside it.
 
     Raises:
         ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
             already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is
             a DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
-            that gathers all candidates. At the call, between several ranks, on every rank alike: ranks that differ in the
-            loss's class, its settings, this wrapper's options, arguments, widths, dtypes or parameters; arguments that the
+            that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh. At the call, between several
+            ranks, on every rank alike: ranks that differ in the loss's class, its settings, this wrapper's options,
+            arguments, widths, dtypes or parameters; a mesh of other ranks than the process group's; arguments that the
             loss does not take; labels that are not one per row; NaN or infinite rows; no rows on any rank; equal rows on
             all ranks; indices mined on one rank's rows, or passed although there is a miner; a previous value that differs
             between ranks.
@@ -113,7 +121,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         check_distinct: bool = True,
         broadcast_parameters: bool = False,
         static_shapes: bool = False,
-        ring: bool = False,
+        ring: "bool | DeviceMesh" = False,
     ) -> None:
         super().__init__()
         refuse_bad_options(grad_reduction, mode)
@@ -125,7 +133,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         self._replaced: Any = None  # the third-party loss and its miner that this library's loss replaces
         if prefer_native:
             loss, miner, self._replaced = _native(loss, miner)
-        refuse_bad_combination(loss, miner, mode, ring)
+        refuse_bad_combination(loss, miner, mode, machines_of(ring))
         self.miner = miner
         self.mode = mode
         self.prefer_native = prefer_native
@@ -136,7 +144,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         self.check_distinct = check_distinct
         self.broadcast_parameters = broadcast_parameters
         self.static_shapes = static_shapes
-        self.ring = ring
+        self.ring = machines_of(ring)
         self._history = CallHistory()
         self.loss = loss
 
@@ -149,7 +157,9 @@ class DistributedLoss(nn.Module, Generic[R]):
             named_rows: as the loss takes them.
         """
         bare = without_ddp(self.loss)
-        session = self._session(bare)
+        session, problem = self._session(bare)
+        if problem is not None:
+            refuse(loss_name(bare), problem, world=session)
         try:
             call = self._call(bare, rows, named_rows, session)
         except TypeError as error:
@@ -186,18 +196,20 @@ class DistributedLoss(nn.Module, Generic[R]):
         bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
         return LossCall(self.loss, self.miner, bound, compared)
 
-    def _session(self, bare: Any) -> Session:
+    def _session(self, bare: Any) -> tuple[Session, str | None]:
+        """Return the step's session, and what is wrong with the ring of this rank."""
         world = World.of(self.process_group)
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
-        return Session(world.rank, world.size, world.group, Options(check_finite, self.ring, factor))
+        ring, problem = ring_in_group(machines_of(self.ring), world)
+        return Session(world.rank, world.size, world.group, Options(check_finite, ring, factor)), problem
 
     def _options(self) -> WrapperOptions:
         return WrapperOptions(
             self.grad_reduction,
             self.mode if self._replaced is None else "replicated",
-            self.ring,
+            machines_of(self.ring),
             self.static_shapes,
             self.training,
             self.check_finite,

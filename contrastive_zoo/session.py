@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.row_checks import first_non_finite, in_one_line, row_kind, tolerance
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.world import Machines, Shards, World
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,13 @@ class Options:
 
     Args:
         check_finite: whether NaN and infinite rows are refused.
-        ring: whether softmax losses pass candidates from rank to rank, one shard at a time, rather than gather them.
+        ring: whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks
+            of each machine, so that shards pass first inside a machine and then between machines.
         sharded_factor: the factor of the gradient of sharded parameters, of which each rank holds another part.
     """
 
     check_finite: bool = True
-    ring: bool = False
+    ring: bool | Machines = False
     sharded_factor: float = 1.0
 
 
@@ -98,7 +99,7 @@ class Session(World):
     progress: _Progress = field(default_factory=_Progress, repr=False)
 
     @classmethod
-    def of(cls, world: World, **options: bool | float) -> Session:  # type: ignore[override]
+    def of(cls, world: World, **options: bool | float | Machines) -> Session:  # type: ignore[override]
         """``world`` if it is a session, otherwise a new one of its ranks with these options."""
         if isinstance(world, Session):
             return world

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Processes: TypeAlias = Union["World", "dist.ProcessGroup", "DeviceMesh", None]
 """A set of processes: a World, a process group or a 1-d device mesh; None is the default group."""
 
+Machines: TypeAlias = tuple[tuple[int, ...], ...]
+"""The ranks of each machine, equally many each."""
+
 
 @dataclass(frozen=True)
 class Shards:

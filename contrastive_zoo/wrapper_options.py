@@ -9,6 +9,7 @@ from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import accepts, loss_name, signature, without_ddp
+from contrastive_zoo.world import Machines, World
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
@@ -25,7 +26,7 @@ class WrapperOptions:
 
     grad_reduction: GradReduction = "mean"
     mode: Mode = "replicated"
-    ring: bool = False
+    ring: bool | Machines = False
     static_shapes: bool = False
     training: bool = True
     check_finite: bool = True
@@ -56,6 +57,47 @@ def refuse_bad_options(grad_reduction: str, mode: str) -> None:
         raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
 
 
+def machines_of(ring: Any) -> bool | Machines:
+    """Return the option ``ring`` with a device mesh as the ranks of each of its rows.
+
+    Raises:
+        ValueError: something else, or a mesh that has not two dimensions.
+
+    Examples:
+        >>> machines_of(True)
+        True
+    """
+    ranks = getattr(ring, "mesh", ring)
+    if isinstance(ranks, torch.Tensor) and ranks.ndim == 2:
+        return tuple(map(tuple, ranks.tolist()))
+    if isinstance(ring, bool) or (isinstance(ring, tuple) and all(isinstance(x, tuple) for x in ring)):
+        return ring
+    got = f"a mesh of {ranks.ndim} dimensions" if isinstance(ranks, torch.Tensor) else f"{type(ring).__name__} {ring!r}"
+    raise ValueError(
+        "DistributedLoss: ring is True, False, or a 2-d DeviceMesh whose rows are the ranks of one machine each, got "
+        f"{got}. Make one with init_device_mesh(device, (machines, ranks_of_a_machine))."
+    )
+
+
+def ring_in_group(ring: bool | Machines, world: World) -> tuple[bool | Machines, str | None]:
+    """Return the option with ranks of the process group, and what is wrong with it, or None.
+
+    Examples:
+        >>> ring_in_group(True, World())
+        (True, None)
+    """
+    if isinstance(ring, bool) or world.size == 1:
+        return bool(ring), None
+    members = torch.distributed.get_process_group_ranks(world.process_group)
+    named = [rank for ranks in ring for rank in ranks]
+    if sorted(named) != sorted(members):
+        return True, (
+            f"ring: a mesh of the ranks {sorted(named)} does not hold each rank of the process group once, which are "
+            f"{sorted(members)}. Pass a 2-d mesh of the same ranks."
+        )
+    return tuple(tuple(members.index(rank) for rank in ranks) for ranks in ring), None
+
+
 def refuse_bad_loss(loss: Any) -> None:
     """Refuse a loss that cannot be wrapped.
 
@@ -76,12 +118,12 @@ def refuse_bad_loss(loss: Any) -> None:
         )
 
 
-def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: str, ring: bool) -> None:
+def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: str, ring: Any) -> None:
     """Refuse a miner, a mode or a ring that the loss does not support.
 
     Raises:
-        ValueError: a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss that gathers all candidates;
-            ``mode="sharded"`` for a loss that cannot be computed in shards.
+        ValueError: a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at
+            once; ``mode="sharded"`` for a loss that cannot be computed in shards.
 
     Examples:
         >>> refuse_bad_combination(nn.MSELoss(), None, "replicated", ring=False)
@@ -99,9 +141,10 @@ def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: st
             "loss. Leave the miner out."
         )
     if ring and not (is_own and bare.can_ring()):
+        reason = bare.ring_problem() if is_own else "it is computed by every rank on the rows of all ranks"
         raise ValueError(
-            f"DistributedLoss: ring=True is for losses whose candidates can pass from rank to rank (InfoNCE, Clip, "
-            f"NTXent, SupCon, MNRL, MILNCE, AlignUniform), got {name}, which gathers them all. Leave ring out."
+            f"DistributedLoss: with a ring, candidates pass from rank to rank. {name} cannot be computed so: {reason}. "
+            "Leave ring out."
         )
     if mode == "sharded" and not is_own:
         # imported here: pytorch-metric-learning is an optional dependency

@@ -26,7 +26,7 @@ class Loss:
         compares: what it is called with.
         setting: path of an attribute that may change, and its values.
         wrapper: further arguments of DistributedLoss.
-        softmax: whether keys may go from rank to rank in a ring.
+        ring: whether candidates may pass from rank to rank in a ring.
         third_party: from another library.
         remembers: whether it keeps embeddings from step to step.
         sharded: whether each rank keeps its part of the class weights; ``make(whole=True)`` keeps all.
@@ -36,7 +36,7 @@ class Loss:
     compares: Compares = "views"
     setting: tuple[str, tuple[Any, ...]] = ("temperature", (0.5, 0.3, 0.02))
     wrapper: Callable[[], dict[str, Any]] = dict
-    softmax: bool = False
+    ring: bool = False
     third_party: bool = False
     remembers: bool = False
     sharded: bool = False
@@ -85,12 +85,22 @@ def mined() -> dict[str, Any]:
 
 MARGIN = ("margin", (0.2, 0.3))
 LOSSES = {
-    "NTXent": Loss(lambda: cz.NTXent(temperature=0.5), softmax=True),
-    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=("normalize", (True, False)), softmax=True),
-    "InfoNCE": Loss(lambda: cz.InfoNCE(temperature=learnt()), setting=("symmetric", (False, True)), softmax=True),
-    "Clip": Loss(lambda: cz.Clip(temperature=0.5), setting=("normalize", (True, False)), softmax=True),
-    "SupCon": Loss(lambda: cz.SupCon(temperature=0.5), "labels", softmax=True),
-    "SigLIP": Loss(lambda: cz.SigLIP(temperature=0.5, logit_bias=-1.0), setting=("normalize", (True, False))),
+    "NTXent": Loss(lambda: cz.NTXent(temperature=0.5), ring=True),
+    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=("normalize", (True, False)), ring=True),
+    "InfoNCE": Loss(lambda: cz.InfoNCE(temperature=learnt()), setting=("symmetric", (False, True)), ring=True),
+    "Clip": Loss(lambda: cz.Clip(temperature=0.5), setting=("normalize", (True, False)), ring=True),
+    "SupCon": Loss(lambda: cz.SupCon(temperature=0.5), "labels", ring=True),
+    "SigLIP": Loss(
+        lambda: cz.SigLIP(temperature=0.5, logit_bias=-1.0), setting=("normalize", (True, False)), ring=True
+    ),
+    "SupSigmoid": Loss(
+        lambda: cz.SupSigmoid(temperature=0.5, logit_bias=-1.0), "labels", ("normalize", (True, False)), ring=True
+    ),
+    "Contrastive": Loss(cz.Contrastive, "labels", ("neg_margin", (1.0, 0.8)), ring=True),
+    "MultiSimilarity": Loss(lambda: cz.MultiSimilarity(epsilon=0.1), "labels", ("base", (0.5, 0.3)), ring=True),
+    "Triplet": Loss(lambda: cz.Triplet(mining="hard"), "labels", ("margin", (0.05, 0.3)), ring=True),
+    "SINCERE": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels", ("normalize", (True, False)), ring=True),
+    "DCL": Loss(lambda: cz.DCL(temperature=0.5), ring=True),
     "RowLoss": Loss(BatchHard, "labels", ("normalize", (True, False))),
     "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction"))),
     "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3))),

@@ -207,7 +207,7 @@ class Rank:
         return loss.double()
 
     def _wrapped(self, **options: Any) -> nn.Module:
-        return cz.DistributedLoss(self.loss, **self.kind.wrapper(), **self.options, **options)
+        return cz.DistributedLoss(self.loss, **{**self.kind.wrapper(), **self.options, **options})
 
     def _place(self, wrapper: str) -> tuple[int, int, Callable[..., Tensor]]:
         """Rank and size among those who share the batch, and what to call."""
@@ -215,7 +215,8 @@ class Rank:
             world = dist.get_world_size()
             groups = [dist.new_group(ranks) for ranks in ([0], list(range(1, world)))]
             self.group = group = groups[dist.get_rank() > 0]
-            return dist.get_rank(group), dist.get_world_size(group), self._wrapped(process_group=group)
+            ring = {"ring": True} if isinstance(self.options.get("ring"), tuple) else {}  # of all ranks
+            return dist.get_rank(group), dist.get_world_size(group), self._wrapped(process_group=group, **ring)
         call = self._wrapped() if wrapper == "second" else self.wrapper
         return dist.get_rank(), dist.get_world_size(), call
 

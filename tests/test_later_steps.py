@@ -504,14 +504,6 @@ def test_a_process_outside_the_group(worlds: Worlds) -> None:
     assert all("is not in the group it was given" in (text or "") for text in worlds.run(2, job))
 
 
-@pytest.mark.parametrize(
-    "loss", [cz.SigLIP(), cz.Triplet(), cz.SupCon(variant="in"), torch.dist], ids=lambda x: type(x).__name__
-)
-def test_a_ring_where_candidates_are_gathered(loss: Any) -> None:
-    with pytest.raises(ValueError, match="ring=True is for losses whose candidates can pass from rank to rank"):
-        cz.DistributedLoss(loss, ring=True)
-
-
 def test_arguments_that_are_one_tensor_on_some_rank_only(worlds: Worlds) -> None:
     def bad() -> None:
         rows = z()

@@ -33,8 +33,9 @@ TEXT = """# Benchmarks
 How fast are the losses, and how much memory do they need, compared with other libraries?
 For people who choose a library, and for those who change this one.
 
-**Short answer.** The tables below are one run of one command; *target* is the limit that the project sets itself.
+**Short answer.** The tables are one run of one command. The first compares this library with others:
 
+{headline}
 ```bash
 pip install --no-deps --target peers lightly open_clip_torch   # their losses are read from their files
 python benchmarks/bench.py --docs --peers peers                # make bench: a few minutes
@@ -54,6 +55,7 @@ contains many calls.
 - *ours* is this library with the default budget, which caches up to {budget} MiB of logits: all logits in most cases here.
   *Tiled* caches none (`memory_budget(0)`) and recomputes them; *kept* caches all. With several ranks it is
   `DistributedLoss`, *ring* with `ring=True` and *static shapes* with `static_shapes=True`.
+- *Target* is the limit that the project sets itself: times less than another library, or a multiple of *products of tiles*.
 - *A @ B.T* is the plain matmul, which allocates its result each time; the allocation costs about as much as the arithmetic
   if d is small. *Products of tiles* are all matmuls of a tiled step, without exponentials and sums: the lower bound of its
   time on this machine.
@@ -78,7 +80,8 @@ contains many calls.
 
 def write_benchmarks(by_device: dict[str, Results]) -> None:
     """Write the page and its figures."""
-    parts = [TEXT.format(doubtful=DOUBTFUL, of_a_class=OF_A_CLASS, budget=budget() // 2**20)]
+    first = headline(by_device["cpu"]) if "cpu" in by_device else ""
+    parts = [TEXT.format(headline=first, doubtful=DOUBTFUL, of_a_class=OF_A_CLASS, budget=budget() // 2**20)]
     for device in ("cpu", "cuda"):
         if device not in by_device:
             parts += [

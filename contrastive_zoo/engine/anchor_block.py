@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.world import Shards, World
 
 
@@ -28,8 +29,10 @@ class AnchorBlock:
     """Further data without gradient, each for anchors and for candidates, such as a guide's embeddings."""
 
 
-BlockFunction = Callable[[AnchorBlock], tuple[Tensor, Tensor]]
+BlockFunction = Callable[[AnchorBlock], "tuple[Tensor, Tensor] | Rows"]
 """A function that returns for the anchors of a block (loss [c], whether or how many times the anchor counts [c]).
+
+It may yield statistics of the rows first (:mod:`contrastive_zoo.engine.row_statistics`), to see candidates in parts.
 
 Row i of the result depends on anchor i only. A loss whose mean is taken over pairs or triplets returns its anchors' sums
 and their numbers of pairs. A loss that adds several means returns them as columns, [c, k] both, and declares k in the

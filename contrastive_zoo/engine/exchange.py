@@ -38,7 +38,7 @@ class GatherExchange:
     ) -> None:
         self.columns, self.blocks, self.shards, self.world, self.gathered = columns, blocks, shards, world, gathered
         if gathered is None:
-            self.wait = start_gather(_message(columns, dtype, world), shards, world)
+            self.wait = start_gather(wire_rows(columns, dtype, world), shards, world)
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.columns
@@ -76,7 +76,7 @@ class RingExchange:
         self, columns: Tensor, blocks: Sequence[RankBlock], world: World, dtype: torch.dtype | None = None
     ) -> None:
         self.columns, self.blocks, self.world = columns, blocks, world
-        self.message = _message(columns, dtype, world)
+        self.message = wire_rows(columns, dtype, world)
 
     def __iter__(self) -> Iterator[Tensor]:
         arriving = None
@@ -85,15 +85,15 @@ class RingExchange:
             if index + 1 < len(self.blocks):
                 block = self.blocks[index + 1]
                 count = block.columns.stop - block.columns.start
-                arriving = _SendReceive(self.message[block.sent], block.behind, count, block.ahead, self.world)
+                arriving = SendReceive(self.message[block.sent], block.behind, count, block.ahead, self.world)
             yield columns
 
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""
-        arriving: tuple[slice, _SendReceive] | None = None
+        arriving: tuple[slice, SendReceive] | None = None
         for block, part in zip(self.blocks[1:], parts, strict=True):
             count = block.sent.stop - block.sent.start
-            transfer = _SendReceive(part, block.ahead, count, block.behind, self.world)
+            transfer = SendReceive(part, block.ahead, count, block.behind, self.world)
             if arriving:
                 total[arriving[0]] += arriving[1].wait()
             arriving = block.sent, transfer
@@ -102,12 +102,12 @@ class RingExchange:
         return total
 
 
-def _message(columns: Tensor, dtype: torch.dtype | None, world: World) -> Tensor:
+def wire_rows(columns: Tensor, dtype: torch.dtype | None, world: World) -> Tensor:
     """Return columns as they are sent: in 16 bits if the user passed 16 bits."""
     return derived(lambda x: x.to(dtype), columns, world=world) if is_16_bit(dtype) else columns
 
 
-class _SendReceive:
+class SendReceive:
     """Start to send rows to one rank and to receive rows from another."""
 
     def __init__(self, rows: Tensor, to: int, count: int, source: int, world: World) -> None:

@@ -24,6 +24,8 @@ from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.derivatives import differentiable_once
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, mean_divisor, reduce_anchors
+from contrastive_zoo.engine.ring_sweep import RingSweep
+from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.engine.rowwise_sweep import RowwiseSweep
 from contrastive_zoo.session import Replicate, Session
 from contrastive_zoo.world import Shards, World
@@ -73,11 +75,15 @@ def sum_over_anchors(
         >>> sum_over_anchors(Nearest(), torch.eye(2), torch.arange(2), shards=Shards((2,)), world=ALONE)
         tensor(0.)
     """
-    where = candidate_shards or shards
+    where, ring = candidate_shards or shards, uses_ring(loss, world)
+
+    def visible(rows: Tensor) -> Tensor:
+        return rows if ring else gather_rows(rows, where, world)
+
     layout = BatchLayout(
         ids,
-        gather_rows(ids if candidate_ids is None else candidate_ids, where, world),
-        tuple((of_anchors, gather_rows(of_candidates, where, world)) for of_anchors, of_candidates in companions),
+        visible(ids if candidate_ids is None else candidate_ids),
+        tuple((of_anchors, visible(of_candidates)) for of_anchors, of_candidates in companions),
         where,
         world,
         shards.start if candidates is None else None,
@@ -87,9 +93,21 @@ def sum_over_anchors(
     if is_dense():
         return _dense(loss, anchors, anchors if candidates is None else candidates, layout, parameters, reduction)
     terms, learns = getattr(loss, "terms", 1), torch.is_grad_enabled()
+    sweep = RingSweep if ring else RowwiseSweep
     return _SumOverAnchors.apply(
-        loss.on_block, terms, reduction, layout, learns, anchors, candidates, *parameters.values()
+        sweep, loss.on_block, terms, reduction, layout, learns, anchors, candidates, *parameters.values()
     )
+
+
+def uses_ring(loss: nn.Module, world: World) -> bool:
+    """Return whether candidates pass from rank to rank: the user asks for it, and the loss yields statistics that merge.
+
+    Example:
+        >>> uses_ring(nn.Module(), World())
+        False
+    """
+    asked = isinstance(world, Session) and bool(world.options.ring) and world.size > 1 and not is_dense()
+    return asked and bool(getattr(loss, "can_ring", bool)())
 
 
 @without_autocast
@@ -118,7 +136,7 @@ class _CallOnBlock(nn.Module):
 
     def forward(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         on_block: BlockFunction = self.loss.on_block  # type: ignore[assignment]  # nn.Module types attributes as tensors
-        return on_block(block)
+        return complete(on_block(block))
 
 
 class _SumOverAnchors(Function):
@@ -126,6 +144,7 @@ class _SumOverAnchors(Function):
     @without_autocast
     def forward(
         ctx: Any,
+        kind: type[RowwiseSweep] | type[RingSweep],
         on_block: BlockFunction,
         terms: int,
         reduction: Reduction,
@@ -139,12 +158,18 @@ class _SumOverAnchors(Function):
 
         ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
         """
-        gathered = gather_rows(anchors if candidates is None else candidates, layout.candidate_shards, layout.world)
-        sweep = RowwiseSweep(on_block, terms, layout, anchors, gathered, parameters)
-        ctx.sweep_settings, ctx.reduction, ctx.one_tower = (on_block, terms, layout), reduction, candidates is None
+        visible = anchors if candidates is None else candidates
+        if kind is RowwiseSweep:
+            visible = gather_rows(visible, layout.candidate_shards, layout.world)
+        sweep = kind(on_block, terms, layout, anchors, visible, parameters)
+        ctx.sweep_settings, ctx.reduction, ctx.one_tower = (
+            (kind, on_block, terms, layout),
+            reduction,
+            candidates is None,
+        )
         inputs = [anchors, *([] if candidates is None else [candidates]), *parameters]
         ctx.count_inputs, ctx.has_gradients = len(inputs), False
-        ctx.save_for_backward(*inputs, gathered)  # saved tensors, unlike attributes, are freed with the graph
+        ctx.save_for_backward(*inputs, visible)  # saved tensors, unlike attributes, are freed with the graph
         changes = layout.world.progress.changes if isinstance(layout.world, Session) else None
         if reduction == "none":  # each anchor's weight is known in the backward pass only
             losses = sweep.losses()[0].sum(1)
@@ -171,9 +196,9 @@ class _SumOverAnchors(Function):
         saved = ctx.saved_tensors  # read once: a checkpoint recomputes them at the first access and refuses a second
         inputs, rest = saved[: ctx.count_inputs], saved[ctx.count_inputs :]
         if not ctx.has_gradients:
-            on_block, terms, layout = ctx.sweep_settings
+            kind, on_block, terms, layout = ctx.sweep_settings
             parameters = inputs[1 if ctx.one_tower else 2 :]
-            sweep = RowwiseSweep(on_block, terms, layout, inputs[0], rest[0], parameters)
+            sweep = kind(on_block, terms, layout, inputs[0], rest[0], parameters)
             weights = grad_output[:, None] if ctx.reduction == "none" else grad_output / ctx.count
             with torch.no_grad():
                 gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), terms))[2:]
@@ -183,7 +208,7 @@ class _SumOverAnchors(Function):
         danchors, dcandidates, *dparameters = gradients
         by_rows = [danchors + dcandidates, None] if ctx.one_tower else [danchors, dcandidates]
         by_input = (differentiable_once(gradient, *inputs) for gradient in [*by_rows, *dparameters])
-        return None, None, None, None, None, *by_input
+        return None, None, None, None, None, None, *by_input
 
 
 _STATEFUL_WITHOUT_REDUCTION = (

@@ -12,6 +12,7 @@ from contrastive_zoo.engine.derivatives import inner_graph
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
+from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.engine.similarity_budget import budget
 
 MATRICES_PER_BLOCK, FEWEST_MATRICES = 16, 4
@@ -19,6 +20,24 @@ MATRICES_PER_BLOCK, FEWEST_MATRICES = 16, 4
 
 LOW_BLOCK = 64
 """Height of a block below which its fixed cost, a pass over the gradients of all candidates, is noticeable."""
+
+
+def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
+    """Yield slices of anchors whose similarities to so many candidates fit into the budget, with all that a loss makes.
+
+    Example:
+        >>> list(anchor_slices(torch.ones(3, 2), 5))
+        [slice(0, 3, None)]
+    """
+    row_bytes = max(1, candidates) * anchors.dtype.itemsize
+    available = max(tiling.TILE_BYTES, budget())
+    if anchors.device.type == "cpu":  # beyond a CPU's cache every pass takes longer
+        available = min(available, tiling.BLOCK_BYTES)
+    # a low block may exceed its share
+    height = max(
+        1, available // (MATRICES_PER_BLOCK * row_bytes), min(LOW_BLOCK, available // (FEWEST_MATRICES * row_bytes))
+    )
+    return (slice(top, min(top + height, len(anchors))) for top in range(0, len(anchors), height))
 
 
 class RowwiseSweep:
@@ -45,29 +64,17 @@ class RowwiseSweep:
         self.on_block, self.terms, self.layout, self.parameters = on_block, terms, layout, parameters
         self.anchors, self.candidates = anchors.detach(), candidates.detach()
 
-    def _blocks(self) -> Iterator[slice]:
-        row_bytes = max(1, len(self.candidates)) * self.anchors.dtype.itemsize
-        available = max(tiling.TILE_BYTES, budget())
-        if self.anchors.device.type == "cpu":  # beyond a CPU's cache every pass takes longer
-            available = min(available, tiling.BLOCK_BYTES)
-        # a low block may exceed its share
-        height = max(
-            1, available // (MATRICES_PER_BLOCK * row_bytes), min(LOW_BLOCK, available // (FEWEST_MATRICES * row_bytes))
-        )
-        count = len(self.anchors)
-        return (slice(top, min(top + height, count)) for top in range(0, count, height))
-
     def _block_losses(self, rows: slice, anchors: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and counts of a block's anchors, [c, terms]; losses that do not count are zero."""
         block = self.layout.block(rows, anchors, candidates)
-        losses, counts = (x.reshape(-1, self.terms) for x in self.on_block(block))
+        losses, counts = (x.reshape(-1, self.terms) for x in complete(self.on_block(block)))
         return losses.where(counts > 0, 0), counts
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """Return losses and counts of the local anchors."""
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.terms)
         with torch.no_grad():
-            for rows in self._blocks():
+            for rows in anchor_slices(self.anchors, len(self.candidates)):
                 losses[rows], counts[rows] = self._block_losses(rows, self.anchors[rows], self.candidates)
         return losses, counts
 
@@ -83,7 +90,7 @@ class RowwiseSweep:
         # allocated once, so that no small tensor stays allocated between blocks
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.terms)
         candidates = share_across_blocks(self.candidates)
-        for rows in self._blocks():
+        for rows in anchor_slices(self.anchors, len(self.candidates)):
             with inner_graph():
                 anchors = self.anchors[rows].requires_grad_()
                 block_losses, counts[rows] = self._block_losses(rows, anchors, candidates)

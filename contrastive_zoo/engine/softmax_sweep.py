@@ -13,6 +13,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.exchange import GatherExchange, RingExchange, merge_at_owners
 from contrastive_zoo.engine.partners import Partners
+from contrastive_zoo.engine.ring import Ring, machines, ring_blocks
 from contrastive_zoo.engine.schedule import RankBlock, schedule
 from contrastive_zoo.engine.similarity_budget import CachedLogits
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, shift_window
@@ -43,10 +44,19 @@ class SoftmaxSweep:
 
     @cached_property
     def blocks(self) -> list[RankBlock]:
+        if self._two_levels:
+            return ring_blocks(self.column_shards, machines(self.world), self.row_shards.size)
         return schedule(self.row_shards, self.column_shards, half=self.one_tower)
 
-    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | RingExchange:
+    @property
+    def _two_levels(self) -> bool:
+        """Whether columns pass inside machines and between them; half a ring has one level."""
+        return not self.one_tower and self.world.size > 1 and len(machines(self.world)) > 1
+
+    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | RingExchange | Ring:
         """Start to bring the other ranks' columns here."""
+        if self._two_levels:
+            return Ring(columns, self.column_shards, machines(self.world), self.world, self.dtype)
         if isinstance(self.world, Session) and self.world.options.ring:
             return RingExchange(columns, self.blocks, self.world, self.dtype)
         return GatherExchange(columns, self.blocks, self.column_shards, self.world, self.dtype, gathered)
@@ -79,7 +89,7 @@ class SoftmaxSweep:
         return ScratchBuffer(like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes))))
 
     def _tiles(
-        self, rows: Tensor, exchange: GatherExchange | RingExchange
+        self, rows: Tensor, exchange: GatherExchange | RingExchange | Ring
     ) -> Iterator[tuple[int, RankBlock, Tensor, Iterator[tuple[slice, slice, bool]]]]:
         """Yield each block, its columns, and its tiles: their rows and columns, and whether they are on the diagonal."""
         for index, (block, columns) in enumerate(zip(self.blocks, exchange, strict=True)):
@@ -91,7 +101,7 @@ class SoftmaxSweep:
         self,
         arithmetic: Arithmetic,
         rows: Tensor,
-        exchange: GatherExchange | RingExchange,
+        exchange: GatherExchange | RingExchange | Ring,
         scale: float,
         cached: CachedLogits | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
@@ -128,7 +138,7 @@ class SoftmaxSweep:
         self,
         arithmetic: Arithmetic,
         rows: Tensor,
-        exchange: GatherExchange | RingExchange,
+        exchange: GatherExchange | RingExchange | Ring,
         scale: float,
         row_statistics: Tensor,
         column_statistics: Tensor | None,

@@ -1,15 +1,16 @@
 """Turn a function of one block of anchors into a loss over all anchors."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
@@ -35,10 +36,11 @@ class BlockLoss(nn.Module):
         ['t']
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, Tensor]], **settings: Any) -> None:
+    def __init__(self, function: Callable[..., tuple[Tensor, Tensor] | Rows], **settings: Any) -> None:
         super().__init__()
         settings = {name: real(x) for name, x in settings.items()}
         self.learnable = [name for name, x in settings.items() if isinstance(x, Tensor)]
+        self.yields = inspect.isgeneratorfunction(function)
         self.function = functools.partial(function, **{k: x for k, x in settings.items() if k not in self.learnable})
         for name in self.learnable:
             setattr(self, name, settings[name])
@@ -47,7 +49,11 @@ class BlockLoss(nn.Module):
         """Yield the learnable settings."""
         return ((name, getattr(self, name)) for name in self.learnable)
 
-    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+    def can_ring(self) -> bool:
+        """Return whether the function yields statistics, so that it can see the candidates in parts."""
+        return self.yields
+
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor] | Rows:
         """Call the function with its settings."""
         return self.function(block, **{name: getattr(self, name) for name in self.learnable})
 
@@ -66,14 +72,17 @@ class LabelledLoss(Loss):
         ['temperature']
     """
 
-    block_function: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
+    block_function: ClassVar[Callable[..., tuple[Tensor, Tensor] | Rows]]
 
     def __init_subclass__(
-        cls, block_function: Callable[..., tuple[Tensor, Tensor]] | None = None, **kwargs: Any
+        cls, block_function: Callable[..., tuple[Tensor, Tensor] | Rows] | None = None, **kwargs: Any
     ) -> None:
         super().__init_subclass__(**kwargs)
         if block_function is not None:
             cls.block_function = staticmethod(block_function)
+
+    def can_ring(self) -> bool:
+        return inspect.isgeneratorfunction(type(self).block_function)
 
     def block_loss(self) -> BlockLoss:
         """Return ``block_function`` with the current settings."""
@@ -83,7 +92,7 @@ class LabelledLoss(Loss):
 
 def sum_over_labelled_anchors(
     caller: str,
-    block_function: Callable[..., tuple[Tensor, Tensor]],
+    block_function: Callable[..., tuple[Tensor, Tensor] | Rows],
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None,
     *,
@@ -115,7 +124,7 @@ def info_nce_per_positive(
     block: AnchorBlock,
     average: Average,
     positive_logits: Float[Tensor, "c N"] | None = None,
-) -> tuple[Float[Tensor, " c"], Shaped[Tensor, " c"]]:
+) -> Rows:
     """Return of each anchor log(1 + Σ_n exp(logits_n − logits_p)) over its positives p.
 
     For ``"anchors"`` this is the mean over positives and whether there are any; for ``"pairs"`` the sum and the number
@@ -127,8 +136,8 @@ def info_nce_per_positive(
         average: ``"anchors"`` or ``"pairs"``.
         positive_logits: the logits of positives, if they differ from ``logits``.
     """
-    negatives = masked_log_sum_exp(logits, block.negative)
+    (negatives,) = yield (LogSumExp(logits, block.negative),)
     positives = logits if positive_logits is None else positive_logits
-    losses = -F.logsigmoid(positives - negatives[:, None]).where(block.positive, 0).sum(1)
-    pairs = block.positive.sum(1)
+    of_pairs = -F.logsigmoid(positives - negatives[:, None]).where(block.positive, 0)
+    losses, pairs = yield Sum(of_pairs.sum(1)), Sum(block.positive.sum(1))
     return (losses, pairs) if average == "pairs" else (losses / pairs.clamp(min=1), pairs > 0)

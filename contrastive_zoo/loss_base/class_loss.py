@@ -19,7 +19,7 @@ from contrastive_zoo.engine.precision import at_least_float32
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import labelled_problem, number_problem
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, labels_as_int64, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
@@ -74,6 +74,7 @@ class ClassLoss(ConstructingLoss):
     """
 
     made = ("weights", "sharded")
+    ring_refusal = SENDS_NO_ROWS
     default_centers: ClassVar[int] = 1
 
     def __init__(

@@ -76,6 +76,10 @@ class Composition(Loss):
     def can_ring(self) -> bool:
         return all(loss.can_ring() for loss in self.members())
 
+    def ring_problem(self) -> str | None:
+        problems = ((loss, loss.ring_problem()) for loss in self.members())
+        return next((f"{type(loss).__name__}: {problem}" for loss, problem in problems if problem), None)
+
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
         """Return the weighted sum.

@@ -16,6 +16,9 @@ from contrastive_zoo.loss_base.numbers import real, widen_numbers
 from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import World
 
+SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
+"""Why a loss of moments, or of class weights, refuses a ring."""
+
 
 class Loss(nn.Module):
     """A loss function with its settings; the base class of every loss of this library.
@@ -55,6 +58,8 @@ class Loss(nn.Module):
     """Arguments that only their own rank can interpret, such as indices of its local rows."""
     supports_ring: ClassVar[bool] = False
     """Whether candidates can be exchanged in a ring, one shard at a time."""
+    ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once"
+    """Why they cannot, where they cannot."""
 
     def __init_subclass__(
         cls,
@@ -171,6 +176,10 @@ class Loss(nn.Module):
     def can_ring(self) -> bool:
         """Return whether candidates can be exchanged in a ring instead of being gathered."""
         return self.supports_ring
+
+    def ring_problem(self) -> str | None:
+        """Return why candidates cannot be exchanged in a ring, or None."""
+        return None if self.can_ring() else self.ring_refusal
 
     def refuse_other_than_tensors(self, rows: Sequence[Any], named_rows: Mapping[str, Any], world: World) -> None:
         """Raise on every rank if an argument is not a tensor; None is allowed where it is the default.

@@ -1,5 +1,6 @@
 """Write your own loss in five lines: the losses of anchors from their similarities to all candidates."""
 
+import inspect
 from typing import Any, TypedDict
 
 from jaxtyping import Bool, Float
@@ -8,6 +9,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.checks import labelled_problem, shared_problem
 from contrastive_zoo.loss_base.loss import Loss
@@ -52,6 +54,8 @@ class RowLoss(Loss):
         tensor(0.1000)
     """
 
+    ring_refusal = "its rows() needs whole rows: it yields no statistics that merge"
+
     def __init__(self, *, normalize: bool = True, reduction: Reduction = "mean", check_finite: bool = True) -> None:
         super().__init__(check_finite=check_finite)
         self.normalize, self.reduction = normalize, reduction
@@ -68,11 +72,13 @@ class RowLoss(Loss):
 
     def rows(
         self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]
-    ) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
+    ) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]] | Rows:
         """Return the losses of c anchors, and whether each anchor counts.
 
         Write plain torch, row by row: row i of the results may depend only on row i of the arguments and on parameters.
-        A candidate that is neither positive nor negative is the anchor itself.
+        A candidate that is neither positive nor negative is the anchor itself. With ``yield`` of statistics
+        (:mod:`contrastive_zoo.engine.row_statistics`) the loss can also be computed from candidates in parts, which
+        ``DistributedLoss(loss, ring=True)`` needs.
 
         Args:
             similarity: similarities of the anchors to the candidates of all ranks.
@@ -84,7 +90,12 @@ class RowLoss(Loss):
         """
         raise NotImplementedError(f"{type(self).__name__} must define rows(similarity, positive, negative).")
 
-    def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
+    def can_ring(self) -> bool:
+        """Return whether :meth:`rows`, or :meth:`on_block`, yields statistics that merge."""
+        kind = type(self)
+        return inspect.isgeneratorfunction(kind.rows if kind.on_block is RowLoss.on_block else kind.on_block)
+
+    def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]] | Rows:
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""
         return self.rows(self.similarity(block.anchors, block.candidates), block.positive, block.negative)
 

@@ -39,6 +39,8 @@ class Angular(MetricLoss):
     Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
+    ring_refusal = "each of its terms joins an anchor's positive with all negatives, so it needs whole rows"
+
     def __init__(self, *, alpha: float = 40.0, **row_settings: Unpack[RowSettings]) -> None:
         super().__init__(**row_settings)
         self.alpha = alpha

@@ -6,7 +6,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments, squared_sums
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
 
@@ -62,4 +62,5 @@ def _settings_problem(lambda_: float, eps: float) -> str | None:
     return number_problem("eps must be positive", above=0, eps=eps) or number_problem(low=0, lambda_=lambda_)
 
 
-class BarlowTwins(Loss, function=barlow_twins, check=_settings_problem): ...
+class BarlowTwins(Loss, function=barlow_twins, check=_settings_problem):
+    ring_refusal = SENDS_NO_ROWS

@@ -1,10 +1,10 @@
 """Circle loss: each similarity is weighted by its distance from its optimum."""
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.masked import any_in_row, masked_log_sum_exp
+from contrastive_zoo.engine.masked import any_in_row, log1p_exp
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
 from contrastive_zoo.loss_base.distances import CountedTerms, MetricLoss
 from contrastive_zoo.loss_base.row_loss import RowSettings
@@ -28,6 +28,7 @@ class Circle(MetricLoss):
         ValueError: a γ that is not positive, an m that is not finite, an unknown average; at the call as :class:`RowLoss`.
 
     Example:
+        >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> Circle(m=0.5, gamma=1.0)(z, torch.tensor([0, 0, 1]))   # log(1 + exp(−½·½) · exp(−½·½)); row 2 has no positive
         tensor(0.4741)
@@ -50,11 +51,15 @@ class Circle(MetricLoss):
             or word_problem("average", self.average, CountedTerms, one_of=True)
         )
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         s, constant = similarity, similarity.detach()
         positive_term = (constant - 1 - self.m).clamp_(max=0).mul_(self.gamma) * (s - 1 + self.m)
         negative_term = (constant + self.m).clamp_(min=0).mul_(self.gamma) * (s - self.m)
-        total = masked_log_sum_exp(positive_term, positive, empty=0.0)
-        total = total + masked_log_sum_exp(negative_term, negative, empty=0.0)
-        losses, valid = torch.logaddexp(total, torch.zeros_like(total)), any_in_row(positive) & any_in_row(negative)
+        of_positives, of_negatives, has_positive, has_negative = yield (
+            LogSumExp(positive_term, positive, empty=0.0),
+            LogSumExp(negative_term, negative, empty=0.0),
+            AnyOf(any_in_row(positive)),
+            AnyOf(any_in_row(negative)),
+        )
+        losses, valid = log1p_exp(of_positives + of_negatives), has_positive & has_negative
         return losses, valid & (losses > 0) if self.average == "nonzero" else valid

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import BlockLoss
@@ -94,17 +95,19 @@ def _settings_problem(teacher_temperature: float, weight: float) -> str | None:
     return wrong or positive_problem(teacher_temperature=teacher_temperature)
 
 
-class ClipDistillation(Loss, function=clip_distillation, check=_settings_problem): ...
+class ClipDistillation(Loss, function=clip_distillation, check=_settings_problem):
+    supports_ring = True
 
 
-def _distilled(
-    block: AnchorBlock, temperature: Tensor, teacher_temperature: float, weight: float
-) -> tuple[Tensor, Tensor]:
+def _distilled(block: AnchorBlock, temperature: Tensor, teacher_temperature: float, weight: float) -> Rows:
     ((teacher_anchors, teacher_candidates),) = block.companions
     logits = block.anchors @ block.candidates.T / temperature
-    targets = weight * (teacher_anchors @ teacher_candidates.T / teacher_temperature).softmax(1).to(logits.dtype)
-    targets = targets + (1 - weight) * block.positive
-    return logits.logsumexp(1) - (targets * logits).sum(1), torch.ones_like(block.ids, dtype=torch.bool)
+    of_teacher = teacher_anchors @ teacher_candidates.T / teacher_temperature
+    every = torch.ones_like(block.positive)
+    total, of_teachers = yield LogSumExp(logits, every), LogSumExp(of_teacher, every)
+    targets = weight * (of_teacher - of_teachers[:, None]).exp().to(logits.dtype) + (1 - weight) * block.positive
+    (expected,) = yield (Sum((targets * logits).sum(1)),)
+    return total - expected, torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> str | None:

@@ -1,8 +1,8 @@
 """Contrastive loss: positives within one margin, negatives beyond another."""
 
-from torch import Tensor
 from typing_extensions import Unpack
 
+from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.checks import is_number, number_problem, word_problem
 from contrastive_zoo.loss_base.distances import CountedTerms, DissimilarityLoss, Metric, row_sums
@@ -68,11 +68,13 @@ class Contrastive(DissimilarityLoss):
             return None
         return f"power is at least 1, got {self.power}: below, the gradient is infinite at the margin."
 
-    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+    def on_block(self, block: AnchorBlock) -> Rows:
         distance = self.similarity(block.anchors, block.candidates)
         positive_term = (distance - self.sign * self.pos_margin).relu().where(block.positive, 0)
         negative_term = (self.sign * self.neg_margin - distance).relu().where(block.negative, 0)
         counted = (
             (positive_term > 0, negative_term > 0) if self.average == "nonzero" else (block.positive, block.negative)
         )
-        return row_sums(positive_term.pow(self.power), negative_term.pow(self.power)), row_sums(*counted)
+        sums = row_sums(positive_term.pow(self.power), negative_term.pow(self.power))
+        losses, counts = yield Sum(sums), Sum(row_sums(*counted))
+        return losses, counts

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
@@ -87,7 +87,8 @@ def _settings_problem(sigma: float | None, denominators: str) -> str | None:
     return wrong or word_problem("denominators", denominators, Denominators)
 
 
-class DCL(Loss, function=dcl, check=_settings_problem): ...
+class DCL(Loss, function=dcl, check=_settings_problem):
+    supports_ring = True
 
 
 class DCLW(DCL, function=dcl, check=_settings_problem):
@@ -102,12 +103,16 @@ class DCLW(DCL, function=dcl, check=_settings_problem):
         super().__init__(sigma=sigma, **settings)
 
 
-def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
+def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> Rows:
     (view, views), (weight, _) = block.companions
     logits = block.anchors @ block.candidates.T / temperature
     masks = [block.negative]
     if denominators == "per_view":
         same_view = view[:, None] == views
         masks = [block.negative & same_view, block.negative & ~same_view]
-    negative_term = sum(masked_log_sum_exp(logits, mask) for mask in masks)
-    return negative_term - weight * logits.where(block.positive, 0).sum(1), block.negative.any(1)
+    positive, valid, *negative_terms = yield (
+        Sum(logits.where(block.positive, 0).sum(1)),
+        AnyOf(block.negative.any(1)),
+        *(LogSumExp(logits, mask) for mask in masks),
+    )
+    return torch.stack(negative_terms).sum(0) - weight * positive, valid

@@ -3,6 +3,7 @@
 from torch import Tensor
 from typing_extensions import Unpack
 
+from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, squared_distances
 from contrastive_zoo.loss_base.row_loss import RowSettings
@@ -48,14 +49,17 @@ class FastAP(MetricLoss):
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return squared_distances(anchors, columns)
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         position = similarity * (self.num_bins / 4)
         lower = position.detach().long().clamp_(0, self.num_bins)
         above = position - lower
-        of_positives, of_negatives = (self._histogram(lower, above, where) for where in (positive, negative))
+        of_positives, of_negatives, positives = yield (
+            *(Sum(self._histogram(lower, above, where)) for where in (positive, negative)),
+            Sum(positive.sum(1)),
+        )
         ranked, found = (of_positives + of_negatives).cumsum(1), of_positives.cumsum(1)
         precision = (of_positives * found / ranked.where(ranked > 0, 1)).sum(1)
-        return 1 - precision / positive.sum(1).clamp(min=1), positive.any(1)
+        return 1 - precision / positives.clamp(min=1), positives > 0
 
     def _histogram(self, lower: Tensor, above: Tensor, where: Tensor) -> Tensor:
         bins = above.new_zeros(len(above), self.num_bins + 2)

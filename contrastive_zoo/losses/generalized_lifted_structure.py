@@ -3,7 +3,7 @@
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.masked import masked_log_sum_exp
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import DissimilarityLoss, Metric
 from contrastive_zoo.loss_base.row_loss import RowSettings
@@ -53,7 +53,11 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
         margins = {"pos_margin": self.pos_margin, "neg_margin": self.neg_margin}
         return super().settings_problem() or number_problem(**margins)
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        positive_term = masked_log_sum_exp(similarity - self.sign * self.pos_margin, positive, empty=0.0)
-        negative_term = masked_log_sum_exp(self.sign * self.neg_margin - similarity, negative, empty=0.0)
-        return (positive_term + negative_term).relu(), positive.any(1) & negative.any(1)
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+        farthest, nearest, has_positive, has_negative = yield (
+            LogSumExp(similarity - self.sign * self.pos_margin, positive, empty=0.0),
+            LogSumExp(self.sign * self.neg_margin - similarity, negative, empty=0.0),
+            AnyOf(positive.any(1)),
+            AnyOf(negative.any(1)),
+        )
+        return (farthest + nearest).relu(), has_positive & has_negative

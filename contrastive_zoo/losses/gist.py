@@ -112,7 +112,8 @@ def _settings_problem(margin_strategy: str, margin: float) -> str | None:
     return word_problem("margin_strategy", margin_strategy, Strategy) or number_problem(margin=margin)
 
 
-class GIST(Loss, function=gist, check=_settings_problem): ...
+class GIST(Loss, function=gist, check=_settings_problem):
+    ring_refusal = "its guide compares the pairs that anchors and candidates make together, so it needs all of them"
 
 
 def _guided(

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
@@ -105,10 +105,12 @@ def _settings_problem(tau_plus: float, beta: float) -> str | None:
     return number_problem(rule, fix, low=0, beta=beta) or _debiased_problem(tau_plus)
 
 
-class HCL(Loss, function=hcl, check=_settings_problem): ...
+class HCL(Loss, function=hcl, check=_settings_problem):
+    supports_ring = True
 
 
-class Debiased(Loss, function=debiased, check=_debiased_problem): ...
+class Debiased(Loss, function=debiased, check=_debiased_problem):
+    supports_ring = True
 
 
 def _contrastive(
@@ -131,11 +133,15 @@ def _contrastive(
 
 def _estimated_negatives_loss(
     block: AnchorBlock, temperature: Tensor, tau_plus: float, beta: float, negatives: int
-) -> tuple[Tensor, Tensor]:
+) -> Rows:
     x = block.anchors @ block.candidates.T / temperature
-    positive = x.where(block.positive, 0).sum(1)
-    hard = masked_log_sum_exp((1 + beta) * x, block.negative, empty=0.0)
-    hard = hard - masked_log_sum_exp(beta * x, block.negative, empty=0.0) + math.log(negatives)
+    positive, hard, total, valid = yield (
+        Sum(x.where(block.positive, 0).sum(1)),
+        LogSumExp((1 + beta) * x, block.negative, empty=0.0),
+        LogSumExp(beta * x, block.negative, empty=0.0),
+        AnyOf(block.negative.any(1)),
+    )
+    hard = hard - total + math.log(negatives)
     lower_bound = math.log(negatives) - torch.as_tensor(1 / temperature, dtype=x.dtype, device=x.device)
     estimate = hard
     if tau_plus > 0:
@@ -144,4 +150,4 @@ def _estimated_negatives_loss(
         share = share.where(is_positive, -1.0)
         estimate = (hard + torch.log1p(-share.exp())).where(is_positive, -torch.inf)
     estimate = torch.maximum(estimate - math.log1p(-tau_plus), lower_bound.expand_as(estimate))
-    return -F.logsigmoid(positive - estimate), block.negative.any(1)
+    return -F.logsigmoid(positive - estimate), valid

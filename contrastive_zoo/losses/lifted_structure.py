@@ -5,8 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
@@ -68,17 +68,23 @@ def _settings_problem(pos_margin: float, neg_margin: float) -> str | None:
     return number_problem(pos_margin=pos_margin, neg_margin=neg_margin)
 
 
-class LiftedStructure(Loss, function=lifted_structure, check=_settings_problem): ...
+class LiftedStructure(Loss, function=lifted_structure, check=_settings_problem):
+    supports_ring = True
 
 
-def _negative_sums(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
+def _negative_sums(block: AnchorBlock, margin: float) -> Rows:
     logits = margin - distances(block.anchors, block.candidates)
-    return masked_log_sum_exp(logits, block.negative, empty=0.0), block.negative.any(1)
+    crowding, valid = yield LogSumExp(logits, block.negative, empty=0.0), AnyOf(block.negative.any(1))
+    return crowding, valid
 
 
-def _pairs(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
+def _pairs(block: AnchorBlock, margin: float) -> Rows:
     distance = distances(block.anchors[:, :-1], block.candidates[:, :-1])
     crowding = torch.logaddexp(block.anchors[:, -1:], block.candidates[:, -1])
-    counted = block.positive & block.negative.any(1, keepdim=True)
-    losses = (distance - margin + crowding).relu().square().where(counted, 0)
-    return losses.sum(1) / 2, counted.sum(1)
+    hinges = (distance - margin + crowding).relu().square().where(block.positive, 0)
+    losses, pairs, has_negative = yield (
+        Sum(hinges.sum(1)),
+        Sum(block.positive.sum(1)),
+        AnyOf(block.negative.any(1)),
+    )
+    return losses / 2, pairs.where(has_negative, 0)

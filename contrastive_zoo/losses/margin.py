@@ -5,9 +5,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, distances
+from contrastive_zoo.loss_base.distances import MetricLoss, distances, row_sums
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.session import refuse
@@ -78,20 +79,22 @@ class Margin(MetricLoss):
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return distances(anchors, columns)
 
-    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+    def on_block(self, block: AnchorBlock) -> Rows:
         distance = self.similarity(block.anchors, block.candidates)
         beta = self.beta.to(distance.dtype)
         beta = beta[:, None] if self.num_classes is None else beta[block.ids, None]
         positive_term = (distance - beta + self.margin).relu().where(block.positive, 0)
         negative_term = (beta - distance + self.margin).relu().where(block.negative, 0)
-        positives, negatives = block.positive.sum(1), block.negative.sum(1)
-        losses = negatives * positive_term.sum(1) + positives * negative_term.sum(1)
+        counts = row_sums(block.positive, block.negative, positive_term > 0, negative_term > 0)
+        sums, counts = yield Sum(row_sums(positive_term, negative_term)), Sum(counts)
+        positives, negatives, active_positives, active_negatives = counts.unbind(1)
+        losses = negatives * sums[:, 0] + positives * sums[:, 1]
         if self.num_classes is not None and self.learn_beta:
             losses = losses + self.nu * beta[:, 0] * positives * negatives
-        active = negatives * (positive_term > 0).sum(1) + positives * (negative_term > 0).sum(1)
+        active = negatives * active_positives + positives * active_negatives
         # an anchor with triplets but no active pair does not count in the divisor, but its ν β is in the sum
-        has_triplets = (positives * negatives > 0).to(distance.dtype)
-        return losses, active.to(distance.dtype) + torch.finfo(distance.dtype).tiny * has_triplets
+        has_triplets = (positives * negatives > 0).to(sums.dtype)
+        return losses, active.to(sums.dtype) + torch.finfo(sums.dtype).tiny * has_triplets
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:

@@ -222,5 +222,7 @@ def _settings_problem(
 class MNRL(Loss, function=mnrl, check=_settings_problem):
     rank_local = frozenset({"owners"})
 
+    ring_refusal = "with hardness_mode or the direction doc_to_doc it compares an anchor with all candidates at once"
+
     def can_ring(self) -> bool:
         return self.hardness_mode is None and "doc_to_doc" not in self.directions

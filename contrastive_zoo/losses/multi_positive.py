@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import BlockLoss
@@ -108,12 +108,11 @@ def _settings_problem(duplicates: str) -> str | None:
     return None if duplicates in _MODES else f"{known}, got {duplicates!r}."
 
 
-class MultiPositive(Loss, function=multi_positive, check=_settings_problem): ...
+class MultiPositive(Loss, function=multi_positive, check=_settings_problem):
+    supports_ring = True
 
 
-def _block_losses(
-    block: AnchorBlock, temperature: Tensor, paired: bool, duplicates: Duplicates
-) -> tuple[Tensor, Tensor]:
+def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplicates: Duplicates) -> Rows:
     logits = block.anchors @ block.candidates.T / temperature
     (target_ids, ids_of_keys), (weights, _) = block.companions
     targets = torch.zeros_like(logits)
@@ -124,9 +123,12 @@ def _block_losses(
         if duplicates == "ignore":
             candidates = block.positive | (targets == 0)
         targets = block.positive.to(logits.dtype)
-    total = targets.sum(1)
-    positive_term = (targets * logits).sum(1) / total.where(total > 0, 1)
-    return masked_log_sum_exp(logits, candidates) - positive_term, total > 0
+    of_candidates, positive, total = yield (
+        LogSumExp(logits, candidates),
+        Sum((targets * logits).sum(1)),
+        Sum(targets.sum(1)),
+    )
+    return of_candidates - positive / total.where(total > 0, 1), total > 0
 
 
 def _problem(

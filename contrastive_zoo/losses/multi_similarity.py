@@ -1,10 +1,10 @@
 """Multi-similarity: weight each pair by its similarity relative to the anchor's other pairs."""
 
-from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.masked import any_in_row, log1p_sum_exp, masked_max, masked_min
+from contrastive_zoo.engine.masked import any_in_row, log1p_exp
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Maximum, Minimum, Rows
 from contrastive_zoo.loss_base.checks import is_number, number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss
 from contrastive_zoo.loss_base.row_loss import RowSettings
@@ -56,19 +56,14 @@ class MultiSimilarity(MetricLoss):
         given = {} if self.epsilon is None else {"epsilon": self.epsilon}
         return super().settings_problem() or number_problem(base=self.base, **given)
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        any_pair = any_in_row(positive) | any_in_row(negative)
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+        any_pair = AnyOf(any_in_row(positive) | any_in_row(negative))
         if self.epsilon is not None:
             fixed = similarity.detach()
-            lowest, highest = masked_min(fixed, positive), masked_max(fixed, negative)
+            lowest, highest = yield Minimum(fixed, positive), Maximum(fixed, negative)
             positive = positive & (fixed < highest[:, None] + self.epsilon)
             negative = negative & (fixed > lowest[:, None] - self.epsilon)
-        return self.of_mined(similarity, positive, negative), any_pair
-
-    def of_mined(
-        self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]
-    ) -> Float[Tensor, " c"]:
-        """Return the loss of each anchor over its mined pairs."""
-        positive_term = log1p_sum_exp(-self.alpha * (similarity - self.base), mask=positive) / self.alpha
-        negative_term = log1p_sum_exp(self.beta * (similarity - self.base), mask=negative) / self.beta
-        return positive_term + negative_term
+        positive_term = LogSumExp(-self.alpha * (similarity - self.base), positive)
+        negative_term = LogSumExp(self.beta * (similarity - self.base), negative)
+        of_positives, of_negatives, valid = yield positive_term, negative_term, any_pair
+        return log1p_exp(of_positives) / self.alpha + log1p_exp(of_negatives) / self.beta, valid

@@ -7,8 +7,8 @@ from torch import Tensor
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy
-from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
@@ -87,13 +87,18 @@ def _settings_problem(l2: float) -> str | None:
     return number_problem("l2 is a non-negative weight", low=0, l2=l2)
 
 
-class NPairs(Loss, function=n_pairs, check=_settings_problem): ...
+class NPairs(Loss, function=n_pairs, check=_settings_problem):
+    supports_ring = True
 
 
-def _pair_losses(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+def _pair_losses(block: AnchorBlock, temperature: Tensor) -> Rows:
     logits = block.anchors @ block.candidates.T / temperature
-    positive = logits.where(block.positive, 0).sum(1)
-    return cross_entropy(positive, masked_log_sum_exp(logits, ~block.positive)), block.positive.any(1)
+    others, positive, valid = yield (
+        LogSumExp(logits, ~block.positive),
+        Sum(logits.where(block.positive, 0).sum(1)),
+        AnyOf(block.positive.any(1)),
+    )
+    return cross_entropy(positive, others), valid
 
 
 def _shards_of_selected(shards: Shards, selected: Tensor) -> Shards:

@@ -4,8 +4,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.block_loss import LabelledLoss, sum_over_labelled_anchors
 from contrastive_zoo.world import ALONE, World
@@ -61,10 +61,14 @@ def nca(
     )
 
 
-def _neighbours(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
+def _neighbours(block: AnchorBlock, temperature: Tensor) -> Rows:
     logits = (2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)) / temperature  # ‖z_i‖² cancels
-    total = masked_log_sum_exp(logits, block.positive | block.negative)
-    return total - masked_log_sum_exp(logits, block.positive), block.positive.any(1)
+    total, of_positives, valid = yield (
+        LogSumExp(logits, block.positive | block.negative),
+        LogSumExp(logits, block.positive),
+        AnyOf(block.positive.any(1)),
+    )
+    return total - of_positives, valid
 
 
 class NCA(LabelledLoss, function=nca, block_function=_neighbours): ...

@@ -1,10 +1,12 @@
 """Ranked list: positives within one radius, negatives beyond a larger one, with the hardest weighted most."""
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from contrastive_zoo.engine.row_statistics import AnyOf, Maximum, Rows, Sum
 from contrastive_zoo.loss_base.checks import is_number, number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, distances
+from contrastive_zoo.loss_base.distances import MetricLoss, distances, row_sums
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
 
@@ -69,14 +71,23 @@ class RankedList(MetricLoss):
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return distances(anchors, columns)
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        positive_term = self._mean(similarity - self.alpha + self.margin, positive, self.t_p)
-        negative_term = self._mean(self.alpha - similarity, negative, self.t_n)
-        return (1 - self.imbalance) * positive_term + self.imbalance * negative_term, positive.any(1) | negative.any(1)
-
-    def _mean(self, hinge: Tensor, where: Tensor, t: float) -> Tensor:
-        where = where & (hinge > 0)
-        top = t * hinge.detach().masked_fill(~where, 0).amax(1, keepdim=True)
-        weights = (t * hinge - top).exp().where(where, 0)
-        total = weights.sum(1) + self.epsilon * hinge.shape[1] * (-top[:, 0]).exp()
-        return (weights * hinge).sum(1) / total.where(total > 0, 1)
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+        valid = AnyOf(positive.any(1) | negative.any(1))
+        of_positives, of_negatives = similarity - self.alpha + self.margin, self.alpha - similarity
+        violations = [(of_positives, positive & (of_positives > 0)), (of_negatives, negative & (of_negatives > 0))]
+        largest = yield [Maximum(hinge.detach(), where) for hinge, where in violations]
+        shifts = [t * x.clamp(min=0) for t, x in zip((self.t_p, self.t_n), largest, strict=True)]
+        weights = [
+            (t * hinge - shift[:, None]).exp().where(where, 0)
+            for t, shift, (hinge, where) in zip((self.t_p, self.t_n), shifts, violations, strict=True)
+        ]
+        sums = [(w * hinge).sum(1) for w, (hinge, _) in zip(weights, violations, strict=True)]
+        *sums, totals, count, has_pair = yield (
+            *(Sum(x) for x in sums),
+            Sum(row_sums(*weights)),
+            Sum(similarity.new_full((len(similarity),), similarity.shape[1])),
+            valid,
+        )
+        totals = totals + self.epsilon * count[:, None] * (-torch.stack(shifts, 1)).exp()
+        positive_mean, negative_mean = (torch.stack(sums, 1) / totals.where(totals > 0, 1)).unbind(1)
+        return (1 - self.imbalance) * positive_mean + self.imbalance * negative_mean, has_pair

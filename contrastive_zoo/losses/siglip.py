@@ -9,12 +9,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
 from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
 
@@ -64,6 +67,12 @@ def siglip(
         "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world, **settings
     )
     x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
+    if not is_dense():
+        x, y = round_to_input_dtype(x, images, world), round_to_input_dtype(y, texts, world)
+        return sum_over_sigmoid_pairs(
+            x, y, scale=1 / real(temperature), bias=real(logit_bias), dtype=images.dtype, shards=shards,
+            reduction=reduction, world=world,
+        )  # fmt: skip
     ids, loss = sample_indices(shards, x), BlockLoss(binary_cross_entropy, **settings)
     return sum_over_anchors(
         loss, x, ids, candidates=y, candidate_ids=ids, shards=shards, reduction=reduction, world=world
@@ -86,6 +95,7 @@ class SigLIP(LearnableScaleLoss, function=siglip, check=bias_problem):
     """
 
     max_scale = math.inf
+    supports_ring = True
 
     def __init__(self, *, logit_bias: float | Tensor = -10.0, **settings: Any) -> None:
         if problem := bias_problem(logit_bias):
@@ -95,8 +105,9 @@ class SigLIP(LearnableScaleLoss, function=siglip, check=bias_problem):
         super().__init__(logit_bias=logit_bias, **settings)
 
 
-def binary_cross_entropy(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
+def binary_cross_entropy(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> Rows:
     """Return −Σ log σ(± logit) over the pairs of each anchor: + for positives, − for negatives."""
     logits = block.anchors @ block.candidates.T / temperature + logit_bias
     pairs = -F.logsigmoid(logits.where(block.positive, -logits)).where(block.positive | block.negative, 0)
-    return pairs.sum(1), torch.ones_like(block.ids, dtype=torch.bool)
+    (losses,) = yield (Sum(pairs.sum(1)),)
+    return losses, torch.ones_like(block.ids, dtype=torch.bool)

@@ -3,6 +3,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
@@ -103,5 +104,5 @@ class SigLIP(LearnableScaleLoss):
         self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"], *, world: World | None = None
     ) -> Tensor: ...
 
-def binary_cross_entropy(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> tuple[Tensor, Tensor]:
+def binary_cross_entropy(block: AnchorBlock, temperature: Tensor, logit_bias: Tensor) -> Rows:
     """Return −Σ log σ(± logit) over the pairs of each anchor: + for positives, − for negatives."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.block_loss import Average, LabelledLoss, info_nce_per_positive, sum_over_labelled_anchors
 from contrastive_zoo.loss_base.checks import word_problem
@@ -55,8 +56,8 @@ def sincere(
     )  # fmt: skip
 
 
-def _block_losses(block: AnchorBlock, temperature: Tensor, average: Average) -> tuple[Tensor, Tensor]:
-    return info_nce_per_positive(block.anchors @ block.candidates.T / temperature, block, average)
+def _block_losses(block: AnchorBlock, temperature: Tensor, average: Average) -> Rows:
+    return (yield from info_nce_per_positive(block.anchors @ block.candidates.T / temperature, block, average))
 
 
 def _settings_problem(average: str) -> str | None:

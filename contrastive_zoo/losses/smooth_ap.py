@@ -36,6 +36,8 @@ class SmoothAP(MetricLoss):
     Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
 
+    ring_refusal = "a rank is a sum over all candidates for each positive, so it needs whole rows"
+
     def __init__(
         self, *, temperature: float = 0.01, with_self: bool = False, **row_settings: Unpack[RowSettings]
     ) -> None:

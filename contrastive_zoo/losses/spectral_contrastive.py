@@ -8,7 +8,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
@@ -57,7 +57,8 @@ def _settings_problem(mu: float) -> str | None:
     return number_problem("mu must be positive", above=0, finite=False, mu=mu)
 
 
-class SpectralContrastive(Loss, function=spectral_contrastive, check=_settings_problem): ...
+class SpectralContrastive(Loss, function=spectral_contrastive, check=_settings_problem):
+    ring_refusal = SENDS_NO_ROWS
 
 
 def _clip_norms(z: Tensor, max_norm: float) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
 from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
@@ -91,14 +91,18 @@ def sup_con(
     return reduce_anchors(candidates - positive, positives > 0, reduction=reduction, world=world)
 
 
-def _block_losses(block: AnchorBlock, temperature: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+def _block_losses(block: AnchorBlock, temperature: Tensor, variant: Variant) -> Rows:
     logits = block.anchors @ block.candidates.T / temperature
-    count = block.positive.sum(1, dtype=logits.dtype)
-    if variant == "in":
-        positive_term = masked_log_sum_exp(logits, block.positive) - count.clamp(min=1).log()
-    else:
-        positive_term = logits.where(block.positive, 0).sum(1) / count.clamp(min=1)
-    return masked_log_sum_exp(logits, block.positive | block.negative) - positive_term, count > 0
+    over_positives = (
+        LogSumExp(logits, block.positive) if variant == "in" else Sum(logits.where(block.positive, 0).sum(1))
+    )
+    total, positive, count = yield (
+        LogSumExp(logits, block.positive | block.negative),
+        over_positives,
+        Sum(block.positive.sum(1, dtype=logits.dtype)),
+    )
+    divisor = count.clamp(min=1)
+    return total - (positive - divisor.log() if variant == "in" else positive / divisor), count > 0
 
 
 def _settings_problem(variant: str) -> str | None:
@@ -106,5 +110,4 @@ def _settings_problem(variant: str) -> str | None:
 
 
 class SupCon(LabelledLoss, function=sup_con, block_function=_block_losses, check=_settings_problem):
-    def can_ring(self) -> bool:
-        return self.variant == "out"
+    supports_ring = True

@@ -6,8 +6,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.block_loss import LabelledLoss, sum_over_labelled_anchors
+from contrastive_zoo.engine.rowwise import sum_over_anchors
+from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
+from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.preparation import begin_labelled, round_to_input_dtype
 from contrastive_zoo.losses.siglip import SigLIP, bias_problem, binary_cross_entropy
 from contrastive_zoo.world import ALONE, World
 
@@ -49,18 +54,19 @@ def sup_sigmoid(
 
     Source: Zhai et al. 2023, §3.2, with z_ij from labels, https://arxiv.org/abs/2303.15343
     """
-    problem = bias_problem(logit_bias)
-    settings: Any = {"temperature": temperature, "logit_bias": logit_bias, "normalize": normalize}
-    return sum_over_labelled_anchors(
-        "SupSigmoid",
-        binary_cross_entropy,
-        embeddings,
-        labels,
-        reduction=reduction,
-        problem=problem,
-        world=world,
-        **settings,
-    )
+    settings: Any = {"temperature": temperature, "logit_bias": logit_bias}
+    z, ids, shards = begin_labelled(
+        "SupSigmoid", embeddings, labels, problem=bias_problem(logit_bias), normalize=normalize, reduction=reduction,
+        world=world, **settings,
+    )  # fmt: skip
+    if is_dense():
+        loss = BlockLoss(binary_cross_entropy, **settings)
+        return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
+    z = round_to_input_dtype(z, embeddings, world)
+    return sum_over_sigmoid_pairs(
+        z, None, ids, scale=1 / real(temperature), bias=real(logit_bias), dtype=embeddings.dtype, shards=shards,
+        reduction=reduction, world=world,
+    )  # fmt: skip
 
 
 class SupSigmoid(SigLIP, LabelledLoss, function=sup_sigmoid, block_function=binary_cross_entropy, check=bias_problem):

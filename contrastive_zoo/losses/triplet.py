@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.masked import masked_indices, masked_max, masked_min
+from contrastive_zoo.engine.masked import masked_indices
+from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
 from contrastive_zoo.loss_base.distances import CountedTerms, DissimilarityLoss, Metric, sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowSettings
@@ -77,11 +78,19 @@ class Triplet(DissimilarityLoss):
             or number_problem(rule, above=least, margin=self.margin)
         )
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    ring_refusal = (
+        "only mining='hard' needs no list of an anchor's distances; all and semi-hard triplets are counted in it"
+    )
+
+    def can_ring(self) -> bool:
+        return super().can_ring() and self.mining == "hard" and not self.first_of_equals
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         distance = similarity
         if self.mining == "hard":
             first = self.first_of_equals
-            violation = masked_max(distance, positive, first=first) - masked_min(distance, negative, first=first)
+            farthest, nearest = yield Maximum(distance, positive, first), Minimum(distance, negative, first)
+            violation = farthest - nearest
             both = violation != -torch.inf
             losses = self._penalty(violation.masked_fill(~both, 0))
             return losses, both & (losses > 0) if self.average == "nonzero" else both

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.block_loss import Average, LabelledLoss, info_nce_per_positive, sum_over_labelled_anchors
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
@@ -63,12 +64,12 @@ def tuplet_margin(
     )
 
 
-def _block_losses(block: AnchorBlock, temperature: Tensor, margin: float, average: Average) -> tuple[Tensor, Tensor]:
+def _block_losses(block: AnchorBlock, temperature: Tensor, margin: float, average: Average) -> Rows:
     cos, beta = block.anchors @ block.candidates.T, math.radians(margin)
     sine2 = 1 - cos.square()
     sine = sine2.clamp(min=torch.finfo(cos.dtype).tiny).sqrt().where(sine2 > torch.finfo(cos.dtype).eps, 0)
     slack = cos * math.cos(beta) + sine * math.sin(beta)  # cos(θ − β)
-    return info_nce_per_positive(cos / temperature, block, average, positive_logits=slack / temperature)
+    return (yield from info_nce_per_positive(cos / temperature, block, average, positive_logits=slack / temperature))
 
 
 def _settings_problem(margin: float, average: str) -> str | None:

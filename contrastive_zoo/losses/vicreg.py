@@ -9,7 +9,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
 
@@ -102,4 +102,5 @@ def _settings_problem(invariance: float, variance: float, covariance: float, gam
     return number_problem("eps must be positive", above=0, eps=eps) or number_problem(gamma=gamma, **weights)
 
 
-class VICReg(Loss, function=vicreg, check=_settings_problem): ...
+class VICReg(Loss, function=vicreg, check=_settings_problem):
+    ring_refusal = SENDS_NO_ROWS

@@ -74,6 +74,8 @@ class CrossBatchMemory(Loss):
     https://arxiv.org/abs/1911.05722
     """
 
+    ring_refusal = "every rank holds the memory that it compares with, so a ring would save nothing"
+
     def __init__(
         self,
         loss: Callable[..., Any],

@@ -17,6 +17,7 @@ from contrastive_zoo.adapters.pml_native.settings import (
 from contrastive_zoo.adapters.pml_native.variants import named_as_its_base
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.row_statistics import AnyOf, Rows
 from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.preparation import begin_labelled
@@ -133,10 +134,11 @@ def ranked_list(loss: Any) -> RankedList:
 class _RankedListOfDistinct(RankedList):
     """:class:`RankedList` that leaves out pairs of equal embeddings, at distance 0."""
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         distinct = similarity > 0
-        losses, _ = super().rows(similarity, positive & distinct, negative & distinct)
-        return losses, positive.any(1) | negative.any(1)
+        (valid,) = yield (AnyOf(positive.any(1) | negative.any(1)),)
+        losses, _ = yield from super().rows(similarity, positive & distinct, negative & distinct)
+        return losses, valid
 
 
 # --------------------------------------------------------------------------------------------------------------- VICReg

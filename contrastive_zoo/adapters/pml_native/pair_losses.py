@@ -24,6 +24,7 @@ from contrastive_zoo.adapters.pml_native.settings import (
     spelled,
 )
 from contrastive_zoo.adapters.pml_native.variants import ZeroBelowCount, named_as_its_base
+from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, run
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.contrastive import Contrastive
@@ -138,9 +139,18 @@ def multi_similarity(loss: Any, miner: Any) -> MultiSimilarity:
 class _MinedMultiSimilarity(ZeroBelowCount, MultiSimilarity):
     """:class:`MultiSimilarity` that is 0 if at most one positive and one negative pair are mined from the batch."""
 
-    def of_mined(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        self.count(positive.sum(), negative.sum())
-        return super().of_mined(similarity, positive, negative)
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+        rows = super().rows(similarity, positive, negative)
+        found = next(rows)
+        if self.epsilon is not None:  # these were the thresholds
+            found = rows.send((yield found))
+        positives, negatives, valid = found
+        assert isinstance(positives, LogSumExp)
+        assert isinstance(negatives, LogSumExp)
+        self.count(positives.mask.sum(), negatives.mask.sum())
+        _, result = run(rows, (yield positives, negatives, valid))
+        assert result is not None
+        return result
 
     def is_zero(self, counts: Tensor) -> Tensor:
         return (counts <= 1).all()
@@ -159,8 +169,8 @@ def circle(loss: Any) -> Circle:
 class _CircleWithThreshold(Circle):
     """:class:`Circle` whose outer softplus is linear above 20, as torch's is."""
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        losses, valid = super().rows(similarity, positive, negative)
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+        losses, valid = yield from super().rows(similarity, positive, negative)
         linear = losses + torch.log1p(-torch.exp(-losses.clamp(min=1)))
         return linear.where(linear > _SOFTPLUS_THRESHOLD, losses), valid
 
@@ -188,8 +198,8 @@ def margin(loss: Any) -> Margin:
 class _MarginOfTriplets(ZeroBelowCount, Margin):
     """:class:`Margin` without the term ν β if there is no triplet, or, with one β per class, if no pair is active."""
 
-    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
-        losses, counts = super().on_block(block)
+    def on_block(self, block: AnchorBlock) -> Rows:
+        losses, counts = yield from super().on_block(block)
         self.count((counts > 0).sum(), (counts >= 1).sum())
         return losses, counts
 

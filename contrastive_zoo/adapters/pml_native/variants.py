@@ -23,6 +23,10 @@ def named_as_its_base(cls: K) -> K:
 class ZeroBelowCount(RowLoss):
     """A row loss whose value and gradient are 0 if :meth:`is_zero` of two counts over all ranks is true."""
 
+    def can_ring(self) -> bool:
+        """Blocks are counted as they are computed, which happens several times in a ring."""
+        return False
+
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         world = self.local() if world is None else world

@@ -16,6 +16,7 @@ from contrastive_zoo.adapters.pml_sharded.mining import miner_weights
 from contrastive_zoo.adapters.pml_sharded.reducers import already_averaged
 from contrastive_zoo.collectives import all_gather, gather_rows, sum_over_ranks
 from contrastive_zoo.engine.masked import masked_log_sum_exp
+from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.losses.fast_ap import FastAP
 from contrastive_zoo.losses.ranked_list import RankedList
 
@@ -63,7 +64,7 @@ def fast_ap(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str,
     """Return 1 − the average precision of each anchor with a positive."""
     weights = miner_weights(batch, indices, anchors_only=False)
     squared = loss.distance(batch.anchors, batch.candidates) * (4 / 2**loss.distance.power)  # the histogram ends at 4
-    losses, valid = FastAP(num_bins=loss.num_bins).rows(squared, *batch.masks())
+    losses, valid = complete(FastAP(num_bins=loss.num_bins).rows(squared, *batch.masks()))
     (counted,) = torch.where(valid)
     return _of_anchors((losses * weights)[counted], counted)
 
@@ -75,7 +76,7 @@ def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[
         margin=loss.margin, alpha=loss.alpha, t_p=loss.Tp, t_n=loss.Tn, imbalance=loss.imbalance, epsilon=EPSILON
     )
     distinct = distance > 0  # the library takes no pair of equal embeddings for a violation
-    losses, _ = native.rows(distance, positive & distinct, negative & distinct)
+    losses, _ = complete(native.rows(distance, positive & distinct, negative & distinct))
     return _of_anchors(losses, batch.anchor_indices())
 
 

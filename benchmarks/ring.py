@@ -1,0 +1,244 @@
+"""Memory and time of a rank with and without a ring, beside open_clip's SigLIP (Linux, gloo ranks of one thread).
+
+python benchmarks/ring.py [--docs] [--ranks 4] [--rows 8192] [--width 512] [--peers FOLDER] [name …]
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from suite.cases import peer
+from suite.harness import Absent
+from suite.report import number, table
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "ring.md"
+CLASSES = 512
+STEPS = 3
+
+LOSSES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "SigLIP": (cz.SigLIP, False),
+    "Triplet, hard": (partial(cz.Triplet, mining="hard"), True),
+    "MultiSimilarity": (cz.MultiSimilarity, True),
+    "Circle": (cz.Circle, True),
+    "Contrastive": (cz.Contrastive, True),
+    "Clip": (cz.Clip, False),
+    "NT-Xent": (cz.NTXent, False),
+    "DCL": (cz.DCL, False),
+    "SupSigmoid": (cz.SupSigmoid, True),
+    "SupCon": (cz.SupCon, True),
+    "SINCERE": (cz.SINCERE, True),
+    "NCA": (cz.NCA, True),
+    "MultiSimilarity, mined": (partial(cz.MultiSimilarity, epsilon=0.1), True),
+    "GeneralizedLiftedStructure": (cz.GeneralizedLiftedStructure, True),
+    "LiftedStructure": (cz.LiftedStructure, True),
+    "Margin": (cz.Margin, True),
+    "RankedList": (cz.RankedList, True),
+    "FastAP": (cz.FastAP, True),
+}
+"""By name: the loss, and whether it takes labels."""
+SIGLIP = ("gathered", "ring", "open_clip")
+
+
+def resident(what: str) -> float:
+    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
+
+
+def open_clip_loss(folders: Sequence[str]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return open_clip's SigLIP with its bidirectional exchange, on unit rows."""
+    sys.path += [x for x in folders if x not in sys.path]
+    loss = peer("open_clip", "open_clip.loss").SigLipLoss(rank=dist.get_rank(), world_size=dist.get_world_size())
+    scale, bias = torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)
+
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        x, y = (torch.nn.functional.normalize(z, dim=1) for z in (x, y))
+        value: Tensor = loss(x, y, scale, bias)
+        return value
+
+    return call
+
+
+def measured(name: str, option: Any, steps: int, rows: int, width: int, folders: Sequence[str]) -> tuple[float, float]:
+    """Return the extra MB of the largest step and the median seconds of so many steps, on a rank."""
+    make, labelled = LOSSES[name]
+    loss = open_clip_loss(folders) if option == "open_clip" else cz.DistributedLoss(make(), ring=option == "ring")
+
+    def step(count: int) -> float:
+        torch.manual_seed(dist.get_rank())
+        z = [torch.randn(count, width, requires_grad=True) for _ in range(1 if labelled else 2)]
+        more = [torch.arange(count) % CLASSES] if labelled else []
+        dist.barrier()
+        start = time.perf_counter()
+        loss(*z, *more).backward()
+        dist.barrier()
+        return time.perf_counter() - start
+
+    step(64)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = resident("VmRSS")
+    seconds = [step(rows // dist.get_world_size()) for _ in range(steps)]
+    return resident("VmHWM") - before, statistics.median(seconds)
+
+
+def on_ranks(
+    ranks: int, name: str, option: str, steps: int, *, rows: int, width: int, folders: Sequence[str]
+) -> list[float]:
+    """Return MB and seconds of the worst rank, in new processes."""
+    with Worlds(threads=1, timeout=600) as worlds:
+        found = worlds.run(ranks, measured, name, option, steps, rows, width, folders)
+    worst = [max(column) for column in zip(*found, strict=True)]
+    print(f"{name:28s} W={ranks} {option:10s} {worst[0]:8.0f} MB {worst[1]:8.2f} s", file=sys.stderr, flush=True)
+    return worst
+
+
+def measure_all(names: Sequence[str], given: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of the losses with and without the ring, and of SigLIP beside open_clip's."""
+    run = partial(on_ranks, rows=given.rows, width=given.width, folders=given.peers)
+    peers: dict[str, dict[str, list[float]]] = {}
+    for ranks in (1, 2, 4):
+        peers[str(ranks)] = {}
+        for option in SIGLIP:
+            try:
+                peers[str(ranks)][option] = run(ranks, "SigLIP", option, STEPS)
+            except Absent as error:
+                print(error, file=sys.stderr)
+            except RuntimeError as error:  # the same, on a rank
+                print(str(error).splitlines()[-1], file=sys.stderr)
+    losses = {name: {x: run(given.ranks, name, x, 1) for x in SIGLIP[:2]} for name in names}
+    return {"rows": given.rows, "width": given.width, "ranks": given.ranks, "losses": losses, "siglip": peers}
+
+
+TEXT = """# The ring
+
+Which losses can be computed without all candidates on every rank, and what does it cost? For people whose gathered
+embeddings do not fit into memory, or whose ranks stand in several machines.
+
+**Short answer.** `DistributedLoss(loss, ring=True)` passes candidates from rank to rank. The memory of a rank then depends
+on its own rows, not on the number of ranks. Value and gradients are those without the ring.
+
+```python
+loss_fn = cz.DistributedLoss(cz.SigLIP(), ring=True)
+
+mesh = init_device_mesh("cuda", (machines, ranks_of_a_machine))
+loss_fn = cz.DistributedLoss(cz.SigLIP(), ring=mesh)      # between machines each shard is sent once
+```
+
+```bash
+python benchmarks/ring.py --docs --peers peers     # this page
+```
+
+## Which losses
+
+How often are candidates sent?
+
+- **Once**: SigLIP and SupSigmoid. The gradient of a pair depends on no other pair, so one sweep computes the loss and all
+  gradients.
+- **Forward and backward**: InfoNCE, Clip, NTXent, SupCon, MNRL, MILNCE and AlignUniform. The backward pass needs complete
+  log-sum-exps.
+- **Twice in the forward pass**: MultiSimilarity, Circle, Triplet with `mining="hard"`, GeneralizedLiftedStructure, Margin,
+  NCA, FastAP, DCL, HCL, Debiased, NPairs, MultiPositive, SupCon with `variant="in"`. Their statistics of a row merge: sums,
+  counts, extremes, log-sum-exps. The second time is for the gradient.
+- **Three times**: RankedList and MultiSimilarity with `epsilon`, whose thresholds come first; Contrastive and SignalToNoise,
+  whose two means are known after the forward pass.
+- **Four times**: SINCERE, TupletMargin and ClipDistillation, where a second statistic depends on the first one;
+  LiftedStructure, which is two sums over anchors.
+- **Refused**: Triplet with all or semi-hard triplets, SmoothAP, Angular and GIST, where a term needs an anchor's whole row.
+  Losses with class weights, VICReg, BarlowTwins and SpectralContrastive gather no candidates; a ring would save nothing.
+
+The constructor refuses a loss that needs whole rows, and says why. Your own `RowLoss` can use the ring if its `rows` yields
+statistics that merge:
+
+```python
+from contrastive_zoo.engine.row_statistics import Maximum, Minimum
+
+class BatchHard(cz.RowLoss):
+    def rows(self, similarity, positive, negative):
+        farthest, nearest = yield Minimum(similarity, positive), Maximum(similarity, negative)
+        return (nearest - farthest + 0.5).relu(), farthest.isfinite() & nearest.isfinite()
+```
+
+`yield` receives the values over all candidates. Without a ring, the same code sees one block of all candidates. The number
+of yields must not depend on data. Equal extremes share the gradient; similarities that are equal up to rounding may be equal
+in one of the two ways only.
+
+## Memory and time
+
+{rows:,} samples of width {width} in total, float32, {ranks} gloo ranks of one thread on two cores: extra MB at the peak of a
+step, and seconds of it, of the slowest rank, after a small step. Losses with labels have {classes} classes. On these
+machines the ranks share cores and memory, so transfers do not overlap with compute.
+
+{losses}
+## SigLIP beside open_clip
+
+open_clip's `SigLipLoss` exchanges texts with both neighbours at once (`bidir`), and holds one block of logits, with its
+graph, for each rank. {steps} steps; the median.
+
+{siglip}
+## Between machines
+
+A plain ring takes no notice of machines: most of a shard's W − 1 transfers cross the slow link. With a mesh of M machines of
+L ranks, a shard crosses it M − 1 times, once for each other machine, and gradients come back likewise. That divides the
+traffic between machines by L. A rank holds four shards in place of two. The rows of the mesh are the machines; it holds all
+ranks of the process group. [Scaling](scaling.md) has the predicted times. Losses that compare one set with itself by softmax
+(NTXent, SupCon) send each shard to half of the ranks in one level, also with a mesh.
+
+With 16-bit embeddings, the softmax losses and SigLIP round unit rows to 16 bits, send 16 bits, and add up in float32:
+half of the traffic. Gradients return in float32. A row of bfloat16 has a relative error of up to 2⁻⁹ = 0.002, a logit
+at temperature t one of up to 0.004 / t in absolute terms. Row losses send float32.
+
+Labels and ids are integers: SupSigmoid, NPairs and SupCon gather those, 8 bytes a sample.
+"""
+
+
+def cells(found: dict[str, list[float]], options: Sequence[str], index: int) -> list[str]:
+    """Return one column of figures for each option."""
+    return [number(found[x][index]) if x in found else "" for x in options]
+
+
+def write_page(results: dict[str, Any]) -> None:
+    """Write the page."""
+    head = [f"{what} {x}" for what in ("MB,", "s,") for x in SIGLIP[:2]]
+    lines = [[name, *cells(x, SIGLIP[:2], 0), *cells(x, SIGLIP[:2], 1)] for name, x in results["losses"].items()]
+    siglip_head = [f"{what} {x}" for what in ("MB,", "s,") for x in SIGLIP]
+    siglip = [[ranks, *cells(x, SIGLIP, 0), *cells(x, SIGLIP, 1)] for ranks, x in results["siglip"].items()]
+    page = TEXT.replace("{losses}", table(["loss", *head], lines)).replace(
+        "{siglip}", table(["ranks W", *siglip_head], siglip)
+    )
+    for name, value in {"rows": f"{results['rows']:,}", "width": results["width"], "ranks": results["ranks"]}.items():
+        page = page.replace(f"{{{name}}}", str(value)).replace(f"{{{name}:,}}", str(value))
+    PAGE.write_text(page.replace("{classes}", str(CLASSES)).replace("{steps}", str(STEPS)), encoding="utf-8")
+
+
+def main() -> None:
+    """Measure, print the figures, and write the page if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *LOSSES], default=[], help="losses; all by default")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=8192, help="of all ranks together")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--peers", action="append", default=[], metavar="FOLDER", help="folder with packages of peers")
+    parser.add_argument("--docs", action="store_true", help="write the page")
+    given = parser.parse_args()
+    assert math.gcd(given.rows, 4) == 4, "rows are a multiple of 4"
+    results = measure_all(given.names or list(LOSSES), given)
+    print(json.dumps(results, indent=1))
+    if given.docs:
+        write_page(results)
+
+
+if __name__ == "__main__":
+    main()

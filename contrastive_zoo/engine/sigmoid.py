@@ -1,0 +1,226 @@
+"""Classify every pair of an anchor and a candidate as positive or negative: the core of SigLIP.
+
+With A the anchors and B the candidates of all ranks, z_ij = 1 for positives and −1 for negatives,
+
+    X = scale · A Bᵀ + bias          L_i = Σ_j softplus(−z_ij X_ij)          G_ij = ∂L_i/∂X_ij = −z_ij σ(−z_ij X_ij)
+    dA = scale · G B          dB = scale · Gᵀ A          dscale = Σ_i ⟨A_i, (G B)_i⟩          dbias = Σ_ij G_ij
+
+The gradient of a pair depends on no other pair. So one sweep computes the loss and all gradients: three matmuls, nothing
+is recomputed, and candidates are sent once. In a ring, their gradients return to their ranks during the same sweep. With
+``reduction="none"`` the weights of the anchors are known in the backward pass, which sweeps again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.collectives import gather_rows, sum_over_ranks
+from contrastive_zoo.compiling import Function
+from contrastive_zoo.engine.derivatives import differentiable_once
+from contrastive_zoo.engine.exchange import GatherExchange
+from contrastive_zoo.engine.malloc import keep_freed_memory
+from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.ring import Ring, start_exchange
+from contrastive_zoo.engine.tiling import ScratchBuffer, tile_shape, tiles
+from contrastive_zoo.world import Shards, World
+
+softplus: Any = torch._C._nn.softplus  # F.softplus is the same function; its stub lacks out=
+
+_LINEAR_FROM = 40.0
+"""softplus(x) = x from here on, in float64 too."""
+
+
+def sum_over_sigmoid_pairs(
+    anchors: Float[Tensor, "n d"],
+    candidates: Float[Tensor, "n d"] | None,
+    ids: Int[Tensor, " n"] | None = None,
+    *,
+    scale: float | Tensor,
+    bias: float | Tensor,
+    dtype: torch.dtype | None = None,
+    reduction: Reduction = "mean",
+    shards: Shards,
+    world: World,
+) -> Float[Tensor, "..."]:
+    """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
+
+    Args:
+        anchors: the local anchors.
+        candidates: the local candidates, of which row i is the positive of anchor i; None if anchors are the candidates.
+        ids: ids of the anchors where these are the candidates: others with an equal id are positives.
+        scale: the factor of dot products. A tensor gets its complete gradient on every rank.
+        bias: as ``scale``.
+        dtype: the dtype of the input. If it has 16 bits, anchors and candidates are rounded to it, and are sent in it.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for the losses of the local anchors.
+        shards: shard sizes of anchors and of candidates.
+        world: the ranks that hold them.
+
+    Example:
+        >>> from contrastive_zoo.world import ALONE
+        >>> settings = {"scale": 1.0, "bias": 0.0, "shards": Shards((2,)), "world": ALONE}
+        >>> sum_over_sigmoid_pairs(torch.eye(2), torch.eye(2), **settings)   # log(1 + e⁻¹) + log 2
+        tensor(1.0064)
+    """
+    sweep = _Sweep(shards, world, dtype, ids)
+    numbers = (torch.as_tensor(x, dtype=anchors.dtype, device=anchors.device) for x in (scale, bias))
+    return _SigmoidPairs.apply(sweep, reduction, torch.is_grad_enabled(), anchors, candidates, *numbers)
+
+
+class _SigmoidPairs(Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any,
+        sweep: "_Sweep",
+        reduction: Reduction,
+        learns: bool,
+        anchors: Tensor,
+        candidates: Tensor | None,
+        scale: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        """Compute the loss and its gradients.
+
+        ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
+        """
+        keep_freed_memory(anchors)
+        learns &= any(ctx.needs_input_grad) and reduction != "none"
+        losses, gradients = sweep(anchors, candidates, scale.item(), bias.item(), learns=learns)
+        ctx.sweep, ctx.reduction = sweep, reduction
+        ctx.save_for_backward(anchors, candidates, scale, bias, *gradients)
+        if reduction == "none":
+            return losses
+        total = sum_over_ranks(losses.sum(dtype=torch.float64), gradient="complete", world=sweep.world)
+        ctx.count = max(1, sweep.shards.total) if reduction == "mean" else 1
+        return (total / ctx.count).to(anchors.dtype)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        anchors, candidates, scale, bias, *gradients = ctx.saved_tensors
+        if ctx.reduction == "none":
+            with torch.no_grad():
+                _, gradients = ctx.sweep(
+                    anchors, candidates, scale.item(), bias.item(), learns=True, weights=grad_output
+                )
+        else:
+            weight = (grad_output / ctx.count).to(anchors.dtype)
+            gradients = [weight * x for x in gradients]
+        danchors, dcandidates, dscale, dbias = gradients
+        by_input = [danchors + dcandidates, None] if candidates is None else [danchors, dcandidates]
+        inputs = [x for x in (anchors, candidates, scale, bias) if x is not None]
+        return None, None, None, *(differentiable_once(x, *inputs) for x in (*by_input, dscale, dbias))
+
+
+@dataclass
+class _Sweep:
+    """Compute losses of the local anchors, and gradients of their weighted sum, tile by tile."""
+
+    shards: Shards
+    world: World
+    dtype: torch.dtype | None
+    ids: Tensor | None
+    all_ids: list[Tensor] = field(init=False)
+    """By rank, renumbered so that floats represent them exactly."""
+
+    def __post_init__(self) -> None:
+        if self.ids is not None:
+            numbers = gather_rows(self.ids, self.shards, self.world).unique(return_inverse=True)[1]
+            numbers = numbers.to(torch.float32 if len(numbers) < 2**24 else torch.float64)
+            self.all_ids = list(numbers.split(self.shards.sizes))
+
+    def __call__(
+        self,
+        anchors: Tensor,
+        candidates: Tensor | None,
+        scale: float,
+        bias: float,
+        *,
+        learns: bool,
+        weights: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return losses, and the gradients by anchors, candidates, scale and bias of their weighted sum if asked."""
+        columns = anchors if candidates is None else candidates
+        losses = anchors.new_zeros(len(anchors))
+        danchors, dcandidates = (torch.zeros_like(x) if learns else x[:0] for x in (anchors, columns))
+        dbias = anchors.new_zeros(())
+        exchange = start_exchange(columns, self.shards, self.world, self.dtype)
+        with matmul_rounding(self.dtype, anchors.device.type):
+            block = _Block(anchors, scale, bias, learns, weights, losses, danchors, dbias)
+            parts = self._parts(block, exchange, dcandidates)
+            if not learns:
+                for _ in parts:
+                    pass
+                return losses, []
+            dcandidates = exchange.return_gradients(dcandidates, parts)
+        numbers = torch.stack([torch.dot(anchors.flatten(), danchors.flatten()), dbias])
+        dscale, dbias = sum_over_ranks(numbers, gradient="partial", world=self.world).unbind()
+        return losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
+
+    def _parts(self, block: "_Block", exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
+        """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
+        for index, (of_rank, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
+            total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)
+            signs = None if self.ids is None else (self.all_ids[self.shards.rank], self.all_ids[of_rank.ahead])
+            block.add(columns, signs, total, local=index == 0)
+            if index > 0:
+                yield total
+
+
+@dataclass
+class _Block:
+    """Hold the local anchors and the totals of their pairs with candidates seen so far."""
+
+    anchors: Tensor
+    scale: float
+    bias: float
+    learns: bool
+    """Whether gradients are computed."""
+    weights: Tensor | None
+    losses: Tensor
+    danchors: Tensor
+    dbias: Tensor
+
+    def __post_init__(self) -> None:
+        self.scaled = self.scale * self.anchors
+        height, width = tile_shape(self.anchors)
+        size = min(height, max(1, len(self.anchors))) * width
+        self.scratch = [ScratchBuffer(self.anchors.new_empty(size)) for _ in range(2)]
+
+    def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
+        """Add the pairs with some candidates.
+
+        Args:
+            candidates: one rank's.
+            ids: of the anchors and of the candidates; None where positives are candidates of the anchors' own index.
+            dcandidates: the sum of the candidates' gradients.
+            local: whether the candidates are this rank's.
+        """
+        for i, j in tiles(len(self.anchors), len(candidates), self.anchors):
+            x, other = (buffer.tile(i, j) for buffer in self.scratch)
+            torch.mm(self.scaled[i], candidates[j].t(), out=x).add_(self.bias)
+            own = x.diagonal(i.start - j.start) if local and i.start < j.stop and j.start < i.stop else x[:0, 0]
+            if ids is None:  # a pair's loss is softplus(x) of a negative, softplus(−x) of a positive
+                own.neg_()
+            else:
+                signs = torch.eq(ids[0][i, None], ids[1][j], out=torch.empty_like(x)).mul_(-2).add_(1)
+                x.mul_(signs)
+                own.fill_(-torch.inf)  # an anchor is no candidate of its own
+            self.losses[i] += softplus(x, threshold=_LINEAR_FROM, out=other).sum(1)
+            if not self.learns:
+                continue
+            g = x.sigmoid_()
+            if ids is None:
+                own.neg_()
+            else:
+                g.mul_(signs)
+            if self.weights is not None:
+                g.mul_(self.weights[i, None])
+            self.dbias += g.sum()
+            self.danchors[i].addmm_(g, candidates[j])
+            dcandidates[j].addmm_(g.t(), self.anchors[i])
