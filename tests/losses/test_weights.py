@@ -14,6 +14,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.losses.arc_face import ArcFace, arc_face
 from contrastive_zoo.losses.cos_face import CosFace, cos_face
+from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax, SphereFace
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax, normalized_softmax
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA, proxy_nca
@@ -71,6 +72,9 @@ PEERS = [
         pml.SoftTripleLoss(6, 4, centers_per_class=2, la=5, gamma=0.3, margin=0.2),
     ),
     (ProxyAnchor(6, 4), pml.ProxyAnchorLoss(6, 4)),
+    (LargeMarginSoftmax(6, 4), pml.LargeMarginSoftmaxLoss(6, 4)),
+    (LargeMarginSoftmax(6, 4, margin=3, scale=0.5), pml.LargeMarginSoftmaxLoss(6, 4, margin=3, scale=0.5)),
+    (SphereFace(6, 4), pml.SphereFaceLoss(6, 4)),
     (ProxyAnchor(6, 4, margin=0.3, alpha=4.0), pml.ProxyAnchorLoss(6, 4, margin=0.3, alpha=4)),
 ]
 

@@ -11,9 +11,15 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.barlow_twins import BarlowTwins
 from contrastive_zoo.losses.dino import DINO, dino
+from contrastive_zoo.losses.frossl import FroSSL
+from contrastive_zoo.losses.koleo import koleo
+from contrastive_zoo.losses.negative_cosine import NegativeCosine
+from contrastive_zoo.losses.orthogonal_regularization import orthogonal_regularization
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.swav import SwAV
+from contrastive_zoo.losses.vibcreg import VIbCReg
 from contrastive_zoo.losses.vicreg import VICReg
+from contrastive_zoo.world import ALONE
 from tests.zoo import Entry
 
 PROTOTYPES, WIDTH = 5, 8
@@ -66,6 +72,22 @@ class DINOOfViews(DINO, function=dino_of_views):
         loss = Loss.forward(self, *views, world=world)
         self.move_centre(_widened(views)[:, :2], world)
         return loss
+
+
+def koleo_of_views(view1: Tensor, view2: Tensor, *, reduction: Any = "mean", world: Any = ALONE) -> Tensor:
+    return koleo(view1, reduction=reduction, world=world) + koleo(view2, reduction=reduction, world=world)
+
+
+class KoLeoOfViews(Loss, function=koleo_of_views):
+    """The sum over two views, as DINOv2 adds it."""
+
+
+def orthogonal_of_views(view1: Tensor, view2: Tensor, *, world: Any = ALONE) -> Tensor:
+    return orthogonal_regularization(view1, world=world) + orthogonal_regularization(view2, world=world)
+
+
+class OrthogonalOfViews(Loss, function=orthogonal_of_views):
+    """The sum over two columns."""
 
 
 def _widened(views: Any) -> Tensor:
@@ -147,11 +169,63 @@ def dense_dino(*views: Tensor, temperature: Any = 0.1) -> Tensor:
     return sum(losses) / len(losses)
 
 
+def dense_vibcreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    """As solo-learn writes it; the variance of a single row is 0."""
+    loss = 25 * F.mse_loss(a, b)
+    for z in (a, b):
+        variance = z.var(0) if len(z) > 1 else 0 * z.sum(0)
+        loss = loss + 25 * (1 - (variance + 1e-4).sqrt()).relu().mean()
+        x = F.normalize(z - z.mean(0), dim=0)
+        correlation = x.T @ x
+        loss = loss + 200 * (correlation - correlation.diagonal().diag()).square().mean()
+    return loss
+
+
+def dense_frossl(*views: Tensor, temperature: Any = None) -> Tensor:
+    """With N × N matrices, whose Frobenius norm is the same."""
+    rows = [F.normalize(z, dim=0) for z in views]
+    center, loss = torch.stack(rows).mean(0), torch.zeros(())
+    for z in rows:
+        gram = z @ z.T
+        loss = loss + (gram / gram.trace().item()).square().sum().log()
+        loss = loss + len(rows) * (z - center).square().sum() / len(z)
+    return loss
+
+
+def dense_koleo(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    loss = 0 * (a + b).sum()
+    for z in (F.normalize(x, dim=1) for x in (a, b)):
+        for i in range(len(z)):
+            near = [(z[i] - z[j]).square().sum() for j in range(len(z)) if j != i]
+            near = [x.sqrt() if x > 1e-14 else 0 * x for x in near]
+            loss = loss - (torch.stack(near).amin() + 1e-8).log() / len(z) if near else loss
+    return loss
+
+
+def dense_orthogonal(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    loss, n = 0 * (a + b).sum(), len(a)
+    for z in (F.normalize(x, dim=1) for x in (a, b)):
+        pairs = [z[i] @ z[j] for i in range(n) for j in range(n) if i != j]
+        if pairs:
+            s = torch.stack(pairs)
+            loss = loss + s.mean().square() + (s.square().mean() - 1 / z.shape[1]).relu()
+    return loss
+
+
+def dense_negative_cosine(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    return -F.cosine_similarity(a, b.detach()).mean() + 0 * b.sum()
+
+
 ENTRIES = [
     Entry("VICReg", given(VICReg), dense_vicreg),
     Entry("BarlowTwins", given(BarlowTwins), dense_barlow_twins),
     Entry("SpectralContrastive", given(SpectralContrastive), dense_spectral_contrastive),
     Entry("AlignUniform", given(AlignUniform), dense_align_uniform),
+    Entry("VIbCReg", given(VIbCReg), dense_vibcreg),
+    Entry("FroSSL, three views", given(FroSSL), dense_frossl, views=3),
+    Entry("KoLeo", given(KoLeoOfViews, "reduction"), dense_koleo),
+    Entry("OrthogonalRegularization", given(OrthogonalOfViews), dense_orthogonal),
+    Entry("NegativeCosine", given(NegativeCosine, "reduction"), dense_negative_cosine),
     Entry("SwAV", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav),
     Entry("SwAV, three views", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav, views=3),
     Entry("DINO", given(DINOOfViews, "temperature", "reduction"), dense_dino),
