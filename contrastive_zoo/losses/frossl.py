@@ -1,5 +1,6 @@
 """FroSSL: equal views, and features of high entropy by the Frobenius norm of their second moments."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -34,7 +35,6 @@ def frossl(*views: Float[Tensor, "n d"], invariance: float = 1.0, world: World =
         ValueError: a weight that is not finite, or what any :class:`Loss` refuses.
 
     Example:
-        >>> import torch
         >>> frossl(torch.eye(2), torch.eye(2))   # 2 log(½² + ½²)
         tensor(-1.3863)
 
@@ -44,13 +44,13 @@ def frossl(*views: Float[Tensor, "n d"], invariance: float = 1.0, world: World =
         "FroSSL", views, normalize=False, problem=_settings_problem(invariance), invariance=invariance, world=world
     )
     scaled = [_divided_by_norms(z, world) for z in rows]
-    center, loss = sum(scaled[1:], scaled[0]) / len(scaled), invariance * 0.0
+    center, terms = sum(scaled[1:], scaled[0]) / len(scaled), []
     for z in scaled:
         moments = second_moments(z, z, world=world)
         squares = (moments / moments.detach().trace().clamp(min=1)).square().sum()
         distance = reduce_anchors((z - center).square().sum(1), world=world)
-        loss = loss + squares.where(squares > 0, 1).log() + invariance * len(scaled) * distance
-    return loss
+        terms.append(squares.where(squares > 0, 1).log() + invariance * len(scaled) * distance)
+    return torch.stack(terms).sum()
 
 
 def _settings_problem(invariance: float) -> str | None:

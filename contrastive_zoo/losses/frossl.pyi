@@ -24,7 +24,6 @@ def frossl(*views: Float[Tensor, "n d"], invariance: float = 1.0, world: World =
         ValueError: a weight that is not finite, or what any :class:`Loss` refuses.
 
     Example:
-        >>> import torch
         >>> frossl(torch.eye(2), torch.eye(2))   # 2 log(½² + ½²)
         tensor(-1.3863)
 
@@ -53,7 +52,6 @@ class FroSSL(Loss):
         ValueError: a weight that is not finite, or what any :class:`Loss` refuses.
 
     Example:
-        >>> import torch
         >>> FroSSL()(torch.eye(2), torch.eye(2))   # 2 log(½² + ½²)
         tensor(-1.3863)
 

@@ -65,18 +65,21 @@ SCORES = torch.tensor([0.1, 0.9, 0.5, 0.5, 0.5, 0.0, 1.0, 0.3, 0.9], dtype=torch
 BINARY = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0, 1])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_annotated_pairs_are_sentence_transformers(seed: int) -> None:
-    q, k = rows(2, d=4 + seed % 2, seed=seed)
-    for ours, theirs, y in (
-        (CoSENT(), peer(st.CoSENTLoss), SCORES),
-        (CoSENT(temperature=0.5), peer(st.CoSENTLoss, scale=2.0), SCORES),
-        (AnglE(), peer(st.AnglELoss), SCORES),
-        (OnlineContrastive(), peer(st.OnlineContrastiveLoss), BINARY),
-        (OnlineContrastive(margin=1.2), peer(st.OnlineContrastiveLoss, margin=1.2), BINARY),
-        (OnlineContrastive(), peer(st.OnlineContrastiveLoss), torch.ones_like(BINARY)),
-        (OnlineContrastive(margin=2.0), peer(st.OnlineContrastiveLoss, margin=2.0), torch.zeros_like(BINARY)),
-    ):
+ANNOTATED = [
+    (CoSENT(), peer(st.CoSENTLoss), SCORES),
+    (CoSENT(temperature=0.5), peer(st.CoSENTLoss, scale=2.0), SCORES),
+    (AnglE(), peer(st.AnglELoss), SCORES),
+    (OnlineContrastive(), peer(st.OnlineContrastiveLoss), BINARY),
+    (OnlineContrastive(margin=1.2), peer(st.OnlineContrastiveLoss, margin=1.2), BINARY),
+    (OnlineContrastive(), peer(st.OnlineContrastiveLoss), torch.ones_like(BINARY)),
+    (OnlineContrastive(margin=2.0), peer(st.OnlineContrastiveLoss, margin=2.0), torch.zeros_like(BINARY)),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "y"), ANNOTATED)
+def test_annotated_pairs_are_sentence_transformers(ours: Any, theirs: Any, y: Tensor) -> None:
+    for seed in SEEDS:
+        q, k = rows(2, d=4 + seed % 2, seed=seed)
         same(lambda a, b: ours(a, b, y), lambda a, b: theirs.compute_loss_from_embeddings([a, b], y), q, k)
 
 
@@ -132,6 +135,14 @@ BAD = [
     (lambda q, k: CoSENT()(q, k[:2], torch.ones(9)), "row i is one pair"),
     (lambda q, k: CoSENT(similarity="dot"), "similarity is 'cosine' or 'angle', got 'dot'"),
     (lambda q, k: OnlineContrastive()(q, k, torch.full((9,), 2)), "labels are 1 for a positive pair and 0"),
+    (lambda q, k: cz.SupCon()(q, BINARY, torch.ones(9, 9)), "labels or by a mask, got both"),
+    (
+        lambda q, k: cz.SupCon()(q, mask=torch.ones(9, 8)),
+        "a column for each of the 9 samples of all ranks, got float32",
+    ),
+    (lambda q, k: cz.SupCon()(q, mask=torch.ones(8, 9)), "the mask has a row for each local sample"),
+    (lambda q, k: cz.SupCon()(q), "labels are missing"),
+    (lambda q, k: cz.SupCon(contrast_mode="two"), "contrast_mode is 'all' or 'one', got 'two'"),
     (lambda q, k: MegaBatchMargin()(q, k[:2]), "views must pair row by row"),
     (lambda q, k: margin_mse(q, k, q, torch.ones(9, 1)), r"negatives are k >= 1 rows per query, \[n, k, d\]"),
     (lambda q, k: margin_mse(q, k, k[:, None], torch.ones(9, 2)), "margins are one number per negative"),
