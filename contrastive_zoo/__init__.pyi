@@ -133,6 +133,10 @@ from contrastive_zoo.losses.p2s_grad import p2s_grad as p2s_grad
 from contrastive_zoo.losses.pnp import PNP as PNP
 from contrastive_zoo.losses.score_distillation import ScoreDistillation as ScoreDistillation
 from contrastive_zoo.losses.score_distillation import score_distillation as score_distillation
+from contrastive_zoo.losses.sigreg import SIGReg as SIGReg
+from contrastive_zoo.losses.sigreg import sigreg as sigreg
 from contrastive_zoo.losses.threshold_consistent_margin import ThresholdConsistentMargin as ThresholdConsistentMargin
+from contrastive_zoo.losses.tico import TiCo as TiCo
+from contrastive_zoo.losses.tico import tico as tico
 from contrastive_zoo.losses.vibcreg import VIbCReg as VIbCReg
 from contrastive_zoo.losses.vibcreg import vibcreg as vibcreg

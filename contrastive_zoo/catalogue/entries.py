@@ -112,9 +112,11 @@ _ENTRIES = (
     Entry("align-uniform", "AlignUniform", "views", _STATISTICS, "softmax, one tower, twice",
           peers=f"{_LIGHTLY} HypersphereLoss"),
     Entry("vibcreg", "VIbCReg", "views", _STATISTICS, _MOMENTS, peers=f"{_SOLO} vibcreg_loss_func"),
+    Entry("tico", "TiCo", "views", _STATISTICS, _MOMENTS, (("embedding_size", 3),), peers=f"{_LIGHTLY} TiCoLoss"),
     Entry("frossl", "FroSSL", "views", _STATISTICS, _MOMENTS, peers=f"{_LIGHTLY} FroSSLLoss"),
 
     Entry("koleo", "KoLeo", "other", _SPREAD, _ROWS_4, inputs="embeddings", peers=f"{_LIGHTLY} KoLeoLoss"),
+    Entry("sigreg", "SIGReg", "other", _SPREAD, "N × slices, no pairs", inputs="embeddings", peers=f"{_LIGHTLY} SIGReg"),
     Entry("orthogonal-regularization", "OrthogonalRegularization", "other", _SPREAD, _MOMENTS, inputs="embeddings",
           peers=f"{_ST} GlobalOrthogonalRegularizationLoss"),
 

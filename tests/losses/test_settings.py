@@ -131,6 +131,7 @@ SUBJECTS: dict[str, Subject] = {
         cz.ScoreDistillation, (z(1), z(2, k=3), z(3)[:, :3]), {**T, "teacher_temperature": POSITIVE}
     ),
     "SigLIP": Subject(cz.SigLIP, VIEWS, {**LEARNT, "logit_bias": (math.inf, "1")}),
+    "SIGReg": Subject(cz.SIGReg, (z(1),), {"num_points": (1, 2.5, *ANY), "limit": POSITIVE}, {"num_slices": 3}),
     "SignalToNoise": Subject(
         cz.SignalToNoise, LABELLED, {"pos_margin": ANY, "neg_margin": ANY, "power": (0.5, *ANY)}
     ),
@@ -150,6 +151,7 @@ SUBJECTS: dict[str, Subject] = {
         cz.ThresholdConsistentMargin, LABELLED,
         {"positive_margin": ANY, "negative_margin": ANY, "positive_weight": ANY, "negative_weight": ANY},
     ),
+    "TiCo": Subject(lambda **settings: cz.TiCo(D, **settings), VIEWS, {"beta": (-0.1, 1.1, *ANY), "rho": ANY}),
     "Triplet": Subject(cz.Triplet, LABELLED, {"margin": ANY}),
     "Triplet, semi-hard": Subject(cz.Triplet, LABELLED, {"margin": POSITIVE}, {"mining": "semi-hard"}),
     "TupletMargin": Subject(cz.TupletMargin, LABELLED, {**T, "margin": (-1.0, 181.0, *ANY)}),
@@ -290,7 +292,7 @@ def test_losses_are_built_on_the_meta_device() -> None:
 
 
 KINDS = (np.float32, np.int64, np.float64, int, np.float16)
-WHOLE = ("iterations", "code_views", "num_bins", "num_slices")
+WHOLE = ("iterations", "code_views", "num_bins", "num_points")
 REAL = [
     x for x in CASES if x[1] not in WHOLE and (x[0] not in ("LargeMarginSoftmax", "SphereFace") or x[1] != "margin")
 ]

@@ -1,5 +1,6 @@
 """Feature statistics, clusters and teachers for the table of losses under test, each with its paper's dense formula."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,12 @@ from contrastive_zoo.losses.barlow_twins import BarlowTwins
 from contrastive_zoo.losses.dino import DINO, dino
 from contrastive_zoo.losses.frossl import FroSSL
 from contrastive_zoo.losses.koleo import koleo
-from contrastive_zoo.losses.negative_cosine import NegativeCosine
+from contrastive_zoo.losses.negative_cosine import negative_cosine
 from contrastive_zoo.losses.orthogonal_regularization import orthogonal_regularization
+from contrastive_zoo.losses.sigreg import SIGReg
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.swav import SwAV
+from contrastive_zoo.losses.tico import TiCo
 from contrastive_zoo.losses.vibcreg import VIbCReg
 from contrastive_zoo.losses.vicreg import VICReg
 from contrastive_zoo.world import ALONE
@@ -82,12 +85,42 @@ class KoLeoOfViews(Loss, function=koleo_of_views):
     """The sum over two views, as DINOv2 adds it."""
 
 
+def negative_cosine_of_views(view1: Tensor, view2: Tensor, *, reduction: Any = "mean", world: Any = ALONE) -> Tensor:
+    each = {"reduction": reduction, "world": world}
+    return negative_cosine(view1, view2, **each) + negative_cosine(view2, view1, **each)
+
+
+class NegativeCosineOfViews(Loss, function=negative_cosine_of_views):
+    """SimSiam's two directions, without its predictor and factor."""
+
+
 def orthogonal_of_views(view1: Tensor, view2: Tensor, *, world: Any = ALONE) -> Tensor:
     return orthogonal_regularization(view1, world=world) + orthogonal_regularization(view2, world=world)
 
 
 class OrthogonalOfViews(Loss, function=orthogonal_of_views):
     """The sum over two columns."""
+
+
+class SIGRegOfViews(SIGReg):
+    """Two views as one batch."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(num_slices=6, num_points=5, **settings)
+
+    def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
+        return super().forward(torch.cat([view1, view2], 1), world=world)
+
+
+class TiCoOfAnyWidth(TiCo):
+    """Rows are padded with zeros; the covariance starts at a matrix of rank 1."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(WIDTH, **settings)
+        self.covariance.copy_(torch.outer(ramp(), ramp()))
+
+    def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
+        return super().forward(*(F.pad(x, (0, WIDTH - x.shape[1])) for x in (view1, view2)), world=world)
 
 
 def _widened(views: Any) -> Tensor:
@@ -192,6 +225,24 @@ def dense_frossl(*views: Tensor, temperature: Any = None) -> Tensor:
     return loss
 
 
+def dense_tico(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    a, b = (F.normalize(F.pad(x, (0, WIDTH - x.shape[1])), dim=1) for x in (a, b))
+    c = 0.9 * torch.outer(ramp(), ramp()).float().double() + 0.1 * (a.T @ a / len(a)).detach()
+    return torch.stack([1 - x @ y + 8 * x @ c @ x for x, y in zip(a, b, strict=True)]).mean()
+
+
+def dense_sigreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    z = torch.cat([a, b], 1)
+    drawn = torch.randn(z.shape[1], 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    x, loss = z @ F.normalize(drawn.double(), dim=0), 0 * z.sum()
+    for k, weight in ((-4, 0.5), *((k, 1.0) for k in range(-3, 4)), (4, 0.5)):
+        t = 0.75 * k
+        real, imaginary = (t * x).cos().mean(0), (t * x).sin().mean(0)
+        error = (real - math.exp(-t * t / 2)) ** 2 + imaginary**2
+        loss = loss + 0.75 * weight * math.exp(-t * t / 2) * error.mean()
+    return len(z) * loss
+
+
 def dense_koleo(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     loss = 0 * (a + b).sum()
     for z in (F.normalize(x, dim=1) for x in (a, b)):
@@ -213,7 +264,8 @@ def dense_orthogonal(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
 
 
 def dense_negative_cosine(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
-    return -F.cosine_similarity(a, b.detach()).mean() + 0 * b.sum()
+    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
+    return -((a * b.detach()).sum(1) + (b * a.detach()).sum(1)).mean()
 
 
 ENTRIES = [
@@ -223,9 +275,11 @@ ENTRIES = [
     Entry("AlignUniform", given(AlignUniform), dense_align_uniform),
     Entry("VIbCReg", given(VIbCReg), dense_vibcreg),
     Entry("FroSSL, three views", given(FroSSL), dense_frossl, views=3),
+    Entry("TiCo", given(TiCoOfAnyWidth), dense_tico),
+    Entry("SIGReg", given(SIGRegOfViews), dense_sigreg),
     Entry("KoLeo", given(KoLeoOfViews, "reduction"), dense_koleo),
     Entry("OrthogonalRegularization", given(OrthogonalOfViews), dense_orthogonal),
-    Entry("NegativeCosine", given(NegativeCosine, "reduction"), dense_negative_cosine),
+    Entry("NegativeCosine", given(NegativeCosineOfViews, "reduction"), dense_negative_cosine),
     Entry("SwAV", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav),
     Entry("SwAV, three views", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav, views=3),
     Entry("DINO", given(DINOOfViews, "temperature", "reduction"), dense_dino),
