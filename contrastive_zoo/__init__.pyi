@@ -111,6 +111,8 @@ from contrastive_zoo.losses.cosent import CoSENT as CoSENT
 from contrastive_zoo.losses.cosent import cosent as cosent
 from contrastive_zoo.losses.frossl import FroSSL as FroSSL
 from contrastive_zoo.losses.frossl import frossl as frossl
+from contrastive_zoo.losses.histogram import Histogram as Histogram
+from contrastive_zoo.losses.histogram import histogram as histogram
 from contrastive_zoo.losses.intra_pair_variance import IntraPairVariance as IntraPairVariance
 from contrastive_zoo.losses.intra_pair_variance import intra_pair_variance as intra_pair_variance
 from contrastive_zoo.losses.koleo import KoLeo as KoLeo

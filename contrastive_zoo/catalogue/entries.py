@@ -74,6 +74,7 @@ _ENTRIES = (
     Entry("fast-ap", "FastAP", "labels", _MARGINS, _ROWS, peers=f"{_PML} FastAPLoss"),
     Entry("smooth-ap", "SmoothAP", "labels", _MARGINS, _ROWS, peers=f"{_PML} SmoothAPLoss"),
     Entry("angular", "Angular", "labels", _MARGINS, "rows: about 4 GEMM per positive", peers=f"{_PML} AngularLoss"),
+    Entry("histogram", "Histogram", "labels", _MARGINS, "rows, twice: 5 GEMM", peers=f"{_PML} HistogramLoss"),
     Entry("pnp", "PNP", "labels", _MARGINS, _ROWS, peers=f"{_PML} PNPLoss"),
     Entry("threshold-consistent-margin", "ThresholdConsistentMargin", "labels", _MARGINS, _ROWS_4,
           peers=f"{_PML} ThresholdConsistentMarginLoss"),

@@ -89,6 +89,7 @@ SUBJECTS: dict[str, Subject] = {
         cz.GeneralizedLiftedStructure, LABELLED, {"pos_margin": ANY, "neg_margin": ANY}
     ),
     "HCL": Subject(cz.HCL, VIEWS, {**T, "tau_plus": (-0.1, 1.0, *ANY), "beta": NOT_NEGATIVE}),
+    "Histogram": Subject(cz.Histogram, LABELLED, {"num_bins": (0, 2.5, *ANY)}),
     "InfoNCE": Subject(cz.InfoNCE, VIEWS, T),
     "IntraPairVariance": Subject(cz.IntraPairVariance, LABELLED, {"pos_eps": ANY, "neg_eps": ANY}),
     "KoLeo": Subject(cz.KoLeo, (z(1),), {"eps": POSITIVE}),

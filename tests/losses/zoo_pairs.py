@@ -8,6 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.cosent import cosent
+from contrastive_zoo.losses.histogram import Histogram
 from contrastive_zoo.losses.intra_pair_variance import IntraPairVariance
 from contrastive_zoo.losses.margin_mse import margin_mse
 from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin
@@ -85,6 +86,20 @@ def dense_intra_pair_variance(z: Tensor, labels: Tensor, temperature: Any = None
     return loss
 
 
+def dense_histogram(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+    """With triangular kernels at every node."""
+    s, n = unit(z) @ unit(z).T, len(z)
+    nodes = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    found = {True: [], False: []}
+    for i in range(n):
+        for j in (j for j in range(n) if j != i):
+            found[bool(labels[i] == labels[j])].append(s[i, j].clamp(-1, 1))
+    if not (found[True] and found[False]):
+        return 0 * z.sum()
+    h = {kind: (1 - (torch.stack(x)[:, None] - nodes).abs() * 3.5).relu().mean(0) for kind, x in found.items()}
+    return (h[False] * h[True].cumsum(0)).sum()
+
+
 def scores_of(*rows: Tensor) -> Tensor:
     """A teacher's score for each of several tensors of rows."""
     return torch.stack([(2 * x.detach()).sin().sum(1) for x in rows], 1)
@@ -137,6 +152,7 @@ ENTRIES = [
     Entry("OnlineContrastive", given(OnlineContrastiveOfLabels), dense_online_contrastive, call="labels"),
     Entry("MegaBatchMargin", given(MegaBatchMargin, "reduction"), dense_mega_batch_margin),
     Entry("IntraPairVariance", given(IntraPairVariance, "reduction"), dense_intra_pair_variance, call="labels"),
+    Entry("Histogram", given(Histogram, num_bins=7), dense_histogram, call="labels"),
     Entry("MarginMSE", given(MarginMSEOfViews, "reduction"), dense_margin_mse, views=4),
     Entry(
         "ScoreDistillation",
