@@ -160,8 +160,8 @@ def tico(cls: Any) -> Any:
 
 def sigreg(cls: Any) -> Any:
     """Compare with the same directions, in the dtype in which they are drawn."""
-    theirs, ours = cls(num_vectors=64), cz.SIGReg(num_slices=64).eval()
-    drawn = torch.nn.functional.normalize(ours.draw(WIDTH).double(), dim=0)
+    theirs, ours = cls(num_vectors=64), cz.SIGReg(WIDTH, num_slices=64).eval()
+    drawn = torch.nn.functional.normalize(ours.settings()["directions"].double(), dim=0)
     theirs._generate_unit_vectors = lambda *_: drawn
     t = torch.linspace(0, 3, 17, dtype=torch.float64)
     theirs.t, theirs.phi = t, (-t.square() / 2).exp()  # theirs are rounded to 32 bits
@@ -215,7 +215,7 @@ ORACLES = [
         lambda theirs: (lambda *views: theirs()(list(views)), cz.FroSSL()),
         views=3,
     ),
-    Oracle("lightly.loss.lejepa_loss", "SIGReg", "SIGReg()", sigreg),
+    Oracle("lightly.loss.lejepa_loss", "SIGReg", "SIGReg(d)", sigreg),
     Oracle("lightly.loss.swav_loss", "SwaVLoss", "swav(a, b, small, prototypes=c)", swav, views=3),
     Oracle("lightly.loss.dino_loss", "DINOLoss", "DINO(d, teacher_temperature=2**-5)", dino, views=3),
     Oracle(

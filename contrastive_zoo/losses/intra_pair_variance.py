@@ -13,6 +13,7 @@ from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import row_sums
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import ALONE, Shards, World
 
@@ -61,7 +62,7 @@ def intra_pair_variance(
         reduction=reduction, pos_eps=pos_eps, neg_eps=neg_eps, world=world,
     )  # fmt: skip
     positive, negative = _mean_similarities(z, ids, shards, world)
-    loss = BlockLoss(_hinges, lowest=(1 - pos_eps) * positive, highest=(1 + neg_eps) * negative)
+    loss = BlockLoss(_hinges, lowest=(1 - real(pos_eps)) * positive, highest=(1 + real(neg_eps)) * negative)
     loss.terms = 2
     return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
 

@@ -1,5 +1,6 @@
 """SIGReg: embeddings with a standard normal distribution along random directions; LeJEPA's regulariser."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -79,24 +80,38 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
     training draws what an uninterrupted one does.
 
     Args:
+        embedding_size: d.
         num_slices: m, the number of directions.
 
     Raises:
-        ValueError: num_slices below 1.
+        ValueError: an embedding_size or num_slices below 1.
 
     Example:
-        >>> torch.manual_seed(0).initial_seed(), SIGReg(num_slices=64)(torch.randn(4096, 2)) < 2
-        (0, tensor(True))
+        >>> loss = SIGReg(2, num_slices=64)
+        >>> loss(torch.zeros(9, 2)) > 9, loss.step   # collapsed rows
+        (tensor(True), tensor(1))
     """
 
     made = ("directions",)
     step: Tensor
 
-    def __init__(self, *, num_slices: int = 1024, **settings: Any) -> None:
-        if problem := number_problem("num_slices is at least 1", low=1, whole=True, num_slices=num_slices):
+    def __init__(self, embedding_size: int, *, num_slices: int = 1024, **settings: Any) -> None:
+        if problem := number_problem(low=1, whole=True, embedding_size=embedding_size, num_slices=num_slices):
             raise ValueError(f"SIGReg: {problem}")
         super().__init__(directions=None, **settings)
-        self.num_slices, self.step = num_slices, nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.embedding_size, self.num_slices = embedding_size, num_slices
+        self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the current settings, with the directions of the current step.
+
+        They are drawn on the CPU, so that they are equal on every device.
+        """
+        generator = torch.Generator().manual_seed(int(self.step))
+        drawn = torch.randn(
+            self.embedding_size, self.num_slices, generator=generator, dtype=torch.float32, device="cpu"
+        )
+        return {**super().settings(), "directions": drawn}
 
     @uncompiled
     def forward(self, embeddings: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
@@ -106,18 +121,10 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
             embeddings: as in the function.
             world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
         """
-        world = self.local() if world is None else world
-        self.refuse_other_than_tensors((embeddings,), {}, world)
-        drawn = self.draw(embeddings.shape[-1] if embeddings.ndim else 1)
-        loss = type(self).function(embeddings, **{**self.settings(), "directions": drawn}, world=world)
+        loss = super().forward(embeddings, world=self.local() if world is None else world)
         if self.training:
             self.step.add_(1)
         return loss
-
-    def draw(self, width: int) -> Float[Tensor, "d m"]:
-        """Return the directions of the current step, drawn on the CPU, so that they are equal on every device."""
-        generator = torch.Generator().manual_seed(int(self.step))
-        return torch.randn(width, self.num_slices, generator=generator, dtype=torch.float32)
 
 
 @without_autocast

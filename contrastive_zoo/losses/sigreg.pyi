@@ -1,4 +1,7 @@
 # Written by tools/stubs.py from the module beside it: `make stubs`.
+from collections.abc import Mapping
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -60,21 +63,24 @@ class SIGReg(ConstructingLoss):
     - embeddings: z, [n, d], n may differ between ranks.
 
     Args:
+        embedding_size: d.
         num_slices: m, the number of directions.
         num_points: points of the integral from 0 to T; the integrand is even.
         limit: T > 0.
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: num_slices below 1.
+        ValueError: an embedding_size or num_slices below 1.
 
     Example:
-        >>> torch.manual_seed(0).initial_seed(), SIGReg(num_slices=64)(torch.randn(4096, 2)) < 2
-        (0, tensor(True))
+        >>> loss = SIGReg(2, num_slices=64)
+        >>> loss(torch.zeros(9, 2)) > 9, loss.step   # collapsed rows
+        (tensor(True), tensor(1))
 
     Source: Balestriero & LeCun 2025, https://arxiv.org/abs/2511.08544
     """
 
+    embedding_size: int
     num_slices: int
     num_points: int
     limit: float
@@ -82,8 +88,17 @@ class SIGReg(ConstructingLoss):
     step: Tensor
 
     def __init__(
-        self, *, num_slices: int = 1024, num_points: int = 17, limit: float = 3.0, check_finite: bool = True
+        self,
+        embedding_size: int,
+        *,
+        num_slices: int = 1024,
+        num_points: int = 17,
+        limit: float = 3.0,
+        check_finite: bool = True,
     ) -> None: ...
     def __call__(self, embeddings: Float[Tensor, "n d"], *, world: World | None = None) -> Tensor: ...
-    def draw(self, width: int) -> Float[Tensor, "d m"]:
-        """Return the directions of the current step, drawn on the CPU, so that they are equal on every device."""
+    def settings(self) -> Mapping[str, Any]:
+        """Return the current settings, with the directions of the current step.
+
+        They are drawn on the CPU, so that they are equal on every device.
+        """

@@ -15,6 +15,7 @@ from contrastive_zoo.engine.softmax import self_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
 from contrastive_zoo.loss_base.checks import labelled_problem, positive_problem, rows_problem, word_problem
+from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import (
     begin,
     labels_as_int64,
@@ -175,8 +176,9 @@ def _block_losses(
 def _rescaled(losses: Tensor, temperature: float | Tensor, base_temperature: float | None) -> Tensor:
     if base_temperature is None:
         return losses
-    t = temperature.detach().to(losses.dtype) if isinstance(temperature, Tensor) else temperature
-    return losses * (t / base_temperature)
+    t = real(temperature)
+    t = t.detach().to(losses.dtype) if isinstance(t, Tensor) else t
+    return losses * (t / real(base_temperature))
 
 
 def _settings_problem(variant: str, contrast_mode: str, base_temperature: float | None) -> str | None:

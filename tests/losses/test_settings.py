@@ -103,6 +103,7 @@ SUBJECTS: dict[str, Subject] = {
     "Margin, by class": Subject(
         cz.Margin, LABELLED, {"margin": ANY, "nu": NOT_NEGATIVE, "beta": (math.inf, -math.inf)}, {"num_classes": 3}
     ),
+    "MarginMSE": Subject(cz.MarginMSE, (z(1), z(2), z(3, k=2), z(4)[:, :2])),
     "MegaBatchMargin": Subject(cz.MegaBatchMargin, VIEWS, {"positive_margin": ANY, "negative_margin": ANY}),
     "MultiPositive": Subject(cz.MultiPositive, (*VIEWS, LABELS), T),
     "MultiSimilarity": Subject(
@@ -112,11 +113,13 @@ SUBJECTS: dict[str, Subject] = {
     "NCA": Subject(cz.NCA, LABELLED, T),
     "NPairs": Subject(cz.NPairs, LABELLED, {**T, "l2": NOT_NEGATIVE}),
     "NTXent": Subject(cz.NTXent, VIEWS, T),
+    "NegativeCosine": Subject(cz.NegativeCosine, VIEWS),
     "NormalizedSoftmax": Subject(classes(cz.NormalizedSoftmax), LABELLED, T),
     "OnlineContrastive": Subject(cz.OnlineContrastive, (*VIEWS, LABELS % 2), {"margin": ANY}),
     "OrthogonalRegularization": Subject(
         cz.OrthogonalRegularization, (z(1),), {"mean_weight": ANY, "second_moment_weight": ANY}
     ),
+    "P2SGrad": Subject(classes(cz.P2SGrad), LABELLED),
     "PNP": Subject(cz.PNP, LABELLED, {"temperature": POSITIVE, "alpha": POSITIVE, "b": POSITIVE}),
     "ProxyAnchor": Subject(classes(cz.ProxyAnchor), LABELLED, {"margin": ANY, "alpha": POSITIVE}),
     "ProxyNCA": Subject(classes(cz.ProxyNCA), LABELLED, T),
@@ -132,7 +135,10 @@ SUBJECTS: dict[str, Subject] = {
         cz.ScoreDistillation, (z(1), z(2, k=3), z(3)[:, :3]), {**T, "teacher_temperature": POSITIVE}
     ),
     "SigLIP": Subject(cz.SigLIP, VIEWS, {**LEARNT, "logit_bias": (math.inf, "1")}),
-    "SIGReg": Subject(cz.SIGReg, (z(1),), {"num_points": (1, 2.5, *ANY), "limit": POSITIVE}, {"num_slices": 3}),
+    "SIGReg": Subject(
+        lambda **settings: cz.SIGReg(D, **settings), (z(1),),
+        {"num_points": (1, 2.5, *ANY), "limit": POSITIVE, "num_slices": (0, 1.5, *ANY)},
+    ),
     "SignalToNoise": Subject(
         cz.SignalToNoise, LABELLED, {"pos_margin": ANY, "neg_margin": ANY, "power": (0.5, *ANY)}
     ),
@@ -293,7 +299,7 @@ def test_losses_are_built_on_the_meta_device() -> None:
 
 
 KINDS = (np.float32, np.int64, np.float64, int, np.float16)
-WHOLE = ("iterations", "code_views", "num_bins", "num_points")
+WHOLE = ("iterations", "code_views", "num_bins", "num_points", "num_slices")
 REAL = [
     x for x in CASES if x[1] not in WHOLE and (x[0] not in ("LargeMarginSoftmax", "SphereFace") or x[1] != "margin")
 ]

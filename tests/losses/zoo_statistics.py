@@ -103,13 +103,13 @@ class OrthogonalOfViews(Loss, function=orthogonal_of_views):
 
 
 class SIGRegOfViews(SIGReg):
-    """Two views as one batch."""
+    """Both views of a sample, padded with zeros, as one row."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(num_slices=6, num_points=5, **settings)
+        super().__init__(2 * WIDTH, num_slices=6, num_points=5, **settings)
 
     def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
-        return super().forward(torch.cat([view1, view2], 1), world=world)
+        return super().forward(_widened((view1, view2)).flatten(1), world=world)
 
 
 class TiCoOfAnyWidth(TiCo):
@@ -232,7 +232,7 @@ def dense_tico(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
 
 
 def dense_sigreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
-    z = torch.cat([a, b], 1)
+    z = _widened((a, b)).flatten(1)
     drawn = torch.randn(z.shape[1], 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     x, loss = z @ F.normalize(drawn.double(), dim=0), 0 * z.sum()
     for k, weight in ((-4, 0.5), *((k, 1.0) for k in range(-3, 4)), (4, 0.5)):
