@@ -117,7 +117,8 @@ _ENTRIES = (
     Entry("frossl", "FroSSL", "views", _STATISTICS, _MOMENTS, peers=f"{_LIGHTLY} FroSSLLoss"),
 
     Entry("koleo", "KoLeo", "other", _SPREAD, _ROWS_4, inputs="embeddings", peers=f"{_LIGHTLY} KoLeoLoss"),
-    Entry("sigreg", "SIGReg", "other", _SPREAD, "N × slices, no pairs", (("embedding_size", 3),), inputs="embeddings", peers=f"{_LIGHTLY} SIGReg"),
+    Entry("sigreg", "SIGReg", "other", _SPREAD, "N × slices, no pairs", (("embedding_size", 3),),
+          inputs="embeddings", peers=f"{_LIGHTLY} SIGReg"),
     Entry("orthogonal-regularization", "OrthogonalRegularization", "other", _SPREAD, _MOMENTS, inputs="embeddings",
           peers=f"{_ST} GlobalOrthogonalRegularizationLoss"),
 

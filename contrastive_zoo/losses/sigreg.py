@@ -16,6 +16,7 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem, rows_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
@@ -96,11 +97,17 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
     step: Tensor
 
     def __init__(self, embedding_size: int, *, num_slices: int = 1024, **settings: Any) -> None:
-        if problem := number_problem(low=1, whole=True, embedding_size=embedding_size, num_slices=num_slices):
-            raise ValueError(f"SIGReg: {problem}")
         super().__init__(directions=None, **settings)
         self.embedding_size, self.num_slices = embedding_size, num_slices
+        if problem := self._size_problem():
+            raise ValueError(f"SIGReg: {problem}")
         self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def settings_problem(self) -> str | None:
+        return super().settings_problem() or (self._size_problem() if hasattr(self, "num_slices") else None)
+
+    def _size_problem(self) -> str | None:
+        return number_problem(low=1, whole=True, embedding_size=self.embedding_size, num_slices=self.num_slices)
 
     def settings(self) -> Mapping[str, Any]:
         """Return the current settings, with the directions of the current step.
@@ -121,7 +128,10 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
             embeddings: as in the function.
             world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
         """
-        loss = super().forward(embeddings, world=self.local() if world is None else world)
+        world = self.local() if world is None else world
+        if problem := self._size_problem():
+            refuse("SIGReg", problem, world=world)
+        loss = super().forward(embeddings, world=world)
         if self.training:
             self.step.add_(1)
         return loss
