@@ -21,6 +21,7 @@ from contrastive_zoo.losses.p2s_grad import P2SGrad
 from contrastive_zoo.losses.score_distillation import ScoreDistillation, score_distillation
 from contrastive_zoo.testing.batch import GlobalBatch
 from tests.helpers import close, numbers
+from tests.losses import zoo_softmax
 from tests.losses.zoo_pairs import ENTRIES
 from tests.zoo import Entry
 
@@ -122,6 +123,15 @@ def test_variances_and_cosines_are_pytorch_metric_learnings(seed: int) -> None:
 
     found, expected = scaled_back(z), theirs(z, labels)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_all_views_of_a_sample_are_anchors() -> None:
+    views = rows(3, n=4)
+    same(
+        zoo_softmax.SupConOfViews(contrast_mode="all", temperature=0.2),
+        lambda *x: zoo_softmax.dense_sup_con_of_views(*x, temperature=0.2, contrast_mode="all"),
+        *views,
+    )
 
 
 def test_numbers_by_hand() -> None:

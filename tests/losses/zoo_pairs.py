@@ -38,11 +38,12 @@ class CoSENTOfLabels(Loss, function=cosent_of_labels):
 
 
 def angle(q: Tensor, k: Tensor) -> Tensor:
-    """As the authors' code writes it, with complex numbers."""
+    """The product of complex numbers, q times the conjugate of k."""
     q, k = (unit(F.pad(x, (0, x.shape[1] % 2))) for x in (q, k))
     m = q.shape[1] // 2
-    products = torch.complex(q[:, :m], q[:, m:]) * torch.complex(k[:, :m], k[:, m:]).conj()
-    return (products.real + products.imag).sum(1).abs()
+    real = q[:, :m] * k[:, :m] + q[:, m:] * k[:, m:]
+    imaginary = q[:, m:] * k[:, :m] - q[:, :m] * k[:, m:]
+    return (real + imaginary).sum(1).abs()
 
 
 def dense_cosent(z: Tensor, labels: Tensor, temperature: Any = 0.05, similarity: str = "cosine") -> Tensor:
@@ -109,7 +110,7 @@ def scores_of(*rows: Tensor) -> Tensor:
 
 def margin_mse_of_views(*views: Tensor, reduction: Any = "mean", world: Any = ALONE) -> Tensor:
     q, p, *negatives = views
-    margins = scores_of(p, p) - scores_of(*negatives)
+    margins = scores_of(p, p).to(torch.float64) - scores_of(*negatives)
     return margin_mse(q, p, torch.stack(negatives, 1), margins, reduction=reduction, world=world)
 
 

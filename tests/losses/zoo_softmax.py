@@ -454,7 +454,6 @@ ENTRIES: list[Entry] = [
     row("ClipDistillation", ClipDistillationOfViews, dense_distillation, "views"),
     row("SupCon, in", fixed(SupCon, variant="in"), dense_sup_con_in, "labels"),
     row("SupCon, one view's anchors", SupConOfViews, dense_sup_con_of_views, "views", 3),
-    row("SupCon, all views", SupConOfViews, dense_sup_con_of_views, "views", 2, contrast_mode="all"),
     row("SupCon, mask", SupConOfMask, dense_sup_con_of_mask, "labels"),
     row("SINCERE", SINCERE, dense_sincere, "labels"),
     row("SINCERE, pairs", SINCERE, dense_sincere, "labels", average="pairs"),

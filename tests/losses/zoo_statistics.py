@@ -16,7 +16,7 @@ from contrastive_zoo.losses.frossl import FroSSL
 from contrastive_zoo.losses.koleo import koleo
 from contrastive_zoo.losses.negative_cosine import negative_cosine
 from contrastive_zoo.losses.orthogonal_regularization import orthogonal_regularization
-from contrastive_zoo.losses.sigreg import SIGReg
+from contrastive_zoo.losses.sigreg import SIGReg, sigreg
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.swav import SwAV
 from contrastive_zoo.losses.tico import TiCo
@@ -102,14 +102,25 @@ class OrthogonalOfViews(Loss, function=orthogonal_of_views):
     """The sum over two columns."""
 
 
-class SIGRegOfViews(SIGReg):
+def sigreg_of_views(
+    view1: Tensor, view2: Tensor, *, directions: Any, num_points: int = 5, limit: float = 3.0, world: Any = ALONE
+) -> Tensor:
     """Both views of a sample, padded with zeros, as one row."""
+    rows = _widened((view1, view2)).flatten(1)
+    return sigreg(rows, directions=directions, num_points=num_points, limit=limit, world=world)
+
+
+class SIGRegOfViews(SIGReg, function=sigreg_of_views):
+    """The function as a module that counts its steps."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(2 * WIDTH, num_slices=6, num_points=5, **settings)
+        super().__init__(2 * WIDTH, num_slices=6, **settings)
 
-    def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
-        return super().forward(_widened((view1, view2)).flatten(1), world=world)
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
+        loss = Loss.forward(self, *views, world=self.local() if world is None else world)
+        if self.training:
+            self.step.add_(1)
+        return loss
 
 
 class TiCoOfAnyWidth(TiCo):
