@@ -140,6 +140,35 @@ def distilled(cls: Any) -> Any:
     return theirs, lambda *views: 2 * cz.clip_distillation(*views, *teacher, temperature=0.2, teacher_temperature=0.1)
 
 
+def one_view(ours: Callable[..., Tensor], theirs: Callable[..., Tensor]) -> Any:
+    """Apply two functions of one tensor to each view, and add."""
+    return lambda *views: sum(theirs(x) for x in views), lambda *views: sum(ours(x) for x in views)
+
+
+def tico(cls: Any) -> Any:
+    """Compare the second step, whose covariance holds the first one's."""
+    losses = cz.TiCo(WIDTH).double(), cls()
+    for loss in losses:
+        loss(rows(seed=98).detach(), rows(seed=97).detach())
+
+    def ours(*views: Tensor) -> Tensor:
+        value: Tensor = losses[0].eval()(*views)
+        return value
+
+    return lambda *views: losses[1](*views, update_covariance_matrix=False), ours
+
+
+def sigreg(cls: Any) -> Any:
+    """Compare with the same directions, in the dtype in which they are drawn."""
+    theirs, ours = cls(num_vectors=64), cz.SIGReg(WIDTH, num_slices=64).eval()
+    drawn = torch.nn.functional.normalize(ours.settings()["directions"].double(), dim=0)
+    theirs._generate_unit_vectors = lambda *_: drawn
+    t = torch.linspace(0, 3, 17, dtype=torch.float64)
+    theirs.t, theirs.phi = t, (-t.square() / 2).exp()  # theirs are rounded to 32 bits
+    theirs.weights = theirs.phi * torch.tensor([1.0, *[2.0] * 15, 1.0], dtype=torch.float64) * (3 / 16)
+    return one_view(ours, theirs)
+
+
 ORACLES = [
     Oracle(
         "lightly.loss.ntx_ent_loss",
@@ -169,6 +198,24 @@ ORACLES = [
         "AlignUniform(t=1.0)",
         lambda theirs: (theirs(), cz.AlignUniform(t=1.0)),
     ),
+    Oracle(
+        "lightly.loss.negative_cosine_similarity",
+        "NegativeCosineSimilarity",
+        "NegativeCosine()",
+        lambda theirs: (
+            lambda a, b: theirs()(a, b.detach()) + theirs()(b, a.detach()),
+            lambda a, b: cz.negative_cosine(a, b) + cz.negative_cosine(b, a),
+        ),
+    ),
+    Oracle("lightly.loss.tico_loss", "TiCoLoss", "TiCo(d)", tico),
+    Oracle(
+        "lightly.loss.frossl_loss",
+        "FroSSLLoss",
+        "FroSSL()",
+        lambda theirs: (lambda *views: theirs()(list(views)), cz.FroSSL()),
+        views=3,
+    ),
+    Oracle("lightly.loss.lejepa_loss", "SIGReg", "SIGReg(d)", sigreg),
     Oracle("lightly.loss.swav_loss", "SwaVLoss", "swav(a, b, small, prototypes=c)", swav, views=3),
     Oracle("lightly.loss.dino_loss", "DINOLoss", "DINO(d, teacher_temperature=2**-5)", dino, views=3),
     Oracle(

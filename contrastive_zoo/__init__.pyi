@@ -120,3 +120,40 @@ from contrastive_zoo.world import World as World
 
 __version__: str
 __all__: list[str]
+
+from contrastive_zoo.losses.cosent import AnglE as AnglE
+from contrastive_zoo.losses.cosent import CoSENT as CoSENT
+from contrastive_zoo.losses.cosent import cosent as cosent
+from contrastive_zoo.losses.frossl import FroSSL as FroSSL
+from contrastive_zoo.losses.frossl import frossl as frossl
+from contrastive_zoo.losses.histogram import Histogram as Histogram
+from contrastive_zoo.losses.histogram import histogram as histogram
+from contrastive_zoo.losses.intra_pair_variance import IntraPairVariance as IntraPairVariance
+from contrastive_zoo.losses.intra_pair_variance import intra_pair_variance as intra_pair_variance
+from contrastive_zoo.losses.koleo import KoLeo as KoLeo
+from contrastive_zoo.losses.koleo import koleo as koleo
+from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax as LargeMarginSoftmax
+from contrastive_zoo.losses.large_margin_softmax import SphereFace as SphereFace
+from contrastive_zoo.losses.large_margin_softmax import large_margin_softmax as large_margin_softmax
+from contrastive_zoo.losses.margin_mse import MarginMSE as MarginMSE
+from contrastive_zoo.losses.margin_mse import margin_mse as margin_mse
+from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin as MegaBatchMargin
+from contrastive_zoo.losses.mega_batch_margin import mega_batch_margin as mega_batch_margin
+from contrastive_zoo.losses.negative_cosine import NegativeCosine as NegativeCosine
+from contrastive_zoo.losses.negative_cosine import negative_cosine as negative_cosine
+from contrastive_zoo.losses.online_contrastive import OnlineContrastive as OnlineContrastive
+from contrastive_zoo.losses.online_contrastive import online_contrastive as online_contrastive
+from contrastive_zoo.losses.orthogonal_regularization import OrthogonalRegularization as OrthogonalRegularization
+from contrastive_zoo.losses.orthogonal_regularization import orthogonal_regularization as orthogonal_regularization
+from contrastive_zoo.losses.p2s_grad import P2SGrad as P2SGrad
+from contrastive_zoo.losses.p2s_grad import p2s_grad as p2s_grad
+from contrastive_zoo.losses.pnp import PNP as PNP
+from contrastive_zoo.losses.score_distillation import ScoreDistillation as ScoreDistillation
+from contrastive_zoo.losses.score_distillation import score_distillation as score_distillation
+from contrastive_zoo.losses.sigreg import SIGReg as SIGReg
+from contrastive_zoo.losses.sigreg import sigreg as sigreg
+from contrastive_zoo.losses.threshold_consistent_margin import ThresholdConsistentMargin as ThresholdConsistentMargin
+from contrastive_zoo.losses.tico import TiCo as TiCo
+from contrastive_zoo.losses.tico import tico as tico
+from contrastive_zoo.losses.vibcreg import VIbCReg as VIbCReg
+from contrastive_zoo.losses.vibcreg import vibcreg as vibcreg

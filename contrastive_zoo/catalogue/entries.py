@@ -8,6 +8,8 @@ _MARGINS = "margins over pairs and triplets"
 _CLASSES = "proxies and classifiers"
 _STATISTICS = "feature statistics"
 _CLUSTERS = "clusters and teachers"
+_SCORES = "annotated pairs and scores"
+_SPREAD = "spread of embeddings"
 
 _ROWS = "rows: 3 GEMM"
 _ROWS_4 = "rows: 4 GEMM"
@@ -16,9 +18,11 @@ _TWO_TOWERS = "softmax, two towers: 4 GEMM, 3 cached"
 _CLASS_WEIGHTS = "classes: 4 GEMM of N × d × C"
 _SUB_CENTERS = "classes: 4 GEMM of N × d × kC"
 _MOMENTS = "moments: d × d, no pairs"
+_OWN_ROWS = "local rows, no pairs"
 
 _SIZES = (("num_classes", 64), ("embedding_size", 3))
 _PML, _ST, _LIGHTLY, _CLIP = "pytorch-metric-learning", "sentence-transformers", "lightly", "open_clip"
+_SOLO = "solo-learn"
 
 # fmt: off
 _ENTRIES = (
@@ -57,6 +61,8 @@ _ENTRIES = (
           peers=f"{_PML} TripletMarginLoss + BatchHardMiner, {_ST} BatchHardTripletLoss"),
     Entry("triplet-semi-hard", "Triplet", "labels", _MARGINS, _ROWS, (("mining", "semi-hard"),),
           peers=f"{_PML} TripletMarginLoss + TripletMarginMiner(type_of_triplets='semihard')"),
+    Entry("mega-batch-margin", "MegaBatchMargin", "views", _MARGINS, _ROWS, inputs="queries, keys",
+          peers=f"{_ST} MegaBatchMarginLoss"),
     Entry("multi-similarity", "MultiSimilarity", "labels", _MARGINS, _ROWS, peers=f"{_PML} MultiSimilarityLoss"),
     Entry("circle", "Circle", "labels", _MARGINS, _ROWS, peers=f"{_PML} CircleLoss"),
     Entry("lifted-structure", "LiftedStructure", "labels", _MARGINS, "rows, twice: 7 GEMM",
@@ -68,6 +74,23 @@ _ENTRIES = (
     Entry("fast-ap", "FastAP", "labels", _MARGINS, _ROWS, peers=f"{_PML} FastAPLoss"),
     Entry("smooth-ap", "SmoothAP", "labels", _MARGINS, _ROWS, peers=f"{_PML} SmoothAPLoss"),
     Entry("angular", "Angular", "labels", _MARGINS, "rows: about 4 GEMM per positive", peers=f"{_PML} AngularLoss"),
+    Entry("histogram", "Histogram", "labels", _MARGINS, "rows, twice: 5 GEMM", peers=f"{_PML} HistogramLoss"),
+    Entry("pnp", "PNP", "labels", _MARGINS, _ROWS, peers=f"{_PML} PNPLoss"),
+    Entry("threshold-consistent-margin", "ThresholdConsistentMargin", "labels", _MARGINS, _ROWS_4,
+          peers=f"{_PML} ThresholdConsistentMarginLoss"),
+    Entry("intra-pair-variance", "IntraPairVariance", "labels", _MARGINS, _ROWS_4,
+          peers=f"{_PML} IntraPairVarianceLoss"),
+
+    Entry("cosent", "CoSENT", "other", _SCORES, "N numbers, sorted", inputs="queries, keys, scores",
+          peers=f"{_ST} CoSENTLoss"),
+    Entry("angle", "AnglE", "other", _SCORES, "N numbers, sorted", inputs="queries, keys, scores",
+          peers=f"{_ST} AnglELoss"),
+    Entry("online-contrastive", "OnlineContrastive", "other", _SCORES, _OWN_ROWS, inputs="queries, keys, labels",
+          peers=f"{_ST} OnlineContrastiveLoss"),
+    Entry("margin-mse", "MarginMSE", "other", _SCORES, _OWN_ROWS, inputs="queries, positives, negatives, margins",
+          peers=f"{_ST} MarginMSELoss"),
+    Entry("score-distillation", "ScoreDistillation", "other", _SCORES, _OWN_ROWS, inputs="queries, candidates, scores",
+          peers=f"{_ST} DistillKLDivLoss"),
 
     Entry("normalized-softmax", "NormalizedSoftmax", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES,
           peers=f"{_PML} NormalizedSoftmaxLoss"),
@@ -79,13 +102,28 @@ _ENTRIES = (
     Entry("proxy-anchor", "ProxyAnchor", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES, peers=f"{_PML} ProxyAnchorLoss"),
     Entry("soft-triple", "SoftTriple", "labels", _CLASSES, _SUB_CENTERS, (*_SIZES, ("sub_centers", 2)),
           peers=f"{_PML} SoftTripleLoss"),
+    Entry("large-margin-softmax", "LargeMarginSoftmax", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES,
+          peers=f"{_PML} LargeMarginSoftmaxLoss"),
+    Entry("sphere-face", "SphereFace", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES, peers=f"{_PML} SphereFaceLoss"),
+    Entry("p2s-grad", "P2SGrad", "labels", _CLASSES, _MOMENTS, _SIZES, peers=f"{_PML} P2SGradLoss"),
 
     Entry("vicreg", "VICReg", "views", _STATISTICS, _MOMENTS, peers=f"{_PML} VICRegLoss, {_LIGHTLY} VICRegLoss"),
     Entry("barlow-twins", "BarlowTwins", "views", _STATISTICS, _MOMENTS, peers=f"{_LIGHTLY} BarlowTwinsLoss"),
     Entry("spectral-contrastive", "SpectralContrastive", "views", _STATISTICS, _MOMENTS),
     Entry("align-uniform", "AlignUniform", "views", _STATISTICS, "softmax, one tower, twice",
           peers=f"{_LIGHTLY} HypersphereLoss"),
+    Entry("vibcreg", "VIbCReg", "views", _STATISTICS, _MOMENTS, peers=f"{_SOLO} vibcreg_loss_func"),
+    Entry("tico", "TiCo", "views", _STATISTICS, _MOMENTS, (("embedding_size", 3),), peers=f"{_LIGHTLY} TiCoLoss"),
+    Entry("frossl", "FroSSL", "views", _STATISTICS, _MOMENTS, peers=f"{_LIGHTLY} FroSSLLoss"),
 
+    Entry("koleo", "KoLeo", "other", _SPREAD, _ROWS_4, inputs="embeddings", peers=f"{_LIGHTLY} KoLeoLoss"),
+    Entry("sigreg", "SIGReg", "other", _SPREAD, "N × slices, no pairs", (("embedding_size", 3),),
+          inputs="embeddings", peers=f"{_LIGHTLY} SIGReg"),
+    Entry("orthogonal-regularization", "OrthogonalRegularization", "other", _SPREAD, _MOMENTS, inputs="embeddings",
+          peers=f"{_ST} GlobalOrthogonalRegularizationLoss"),
+
+    Entry("negative-cosine", "NegativeCosine", "views", _CLUSTERS, _OWN_ROWS, inputs="predictions, targets",
+          peers=f"{_LIGHTLY} NegativeCosineSimilarity, {_SOLO} byol_loss_func, simsiam_loss_func"),
     Entry("swav", "SwAV", "views", _CLUSTERS, "N × K, Sinkhorn", (("num_prototypes", 5), ("embedding_size", 3)),
           peers=f"{_LIGHTLY} SwaVLoss"),
     Entry("dino", "DINO", "views", _CLUSTERS, "N × k, no pairs", (("out_dim", 3),),

@@ -36,6 +36,9 @@ class BlockLoss(nn.Module):
         ['t']
     """
 
+    terms: int = 1
+    """The number of columns that the function returns, each a mean of its own."""
+
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor] | Rows], **settings: Any) -> None:
         super().__init__()
         settings = {name: real(x) for name, x in settings.items()}

@@ -178,6 +178,8 @@ def begin_with_classes(
     weights: Tensor,
     *,
     sharded: bool = False,
+    normalize: bool = True,
+    normalize_weights: bool = True,
     problem: str | None = None,
     world: World,
     **settings: Any,
@@ -185,7 +187,8 @@ def begin_with_classes(
     """Check labelled embeddings and class weights, as :func:`contrastive_zoo.loss_base.preparation.begin`, and prepare them.
 
     Returns:
-        Unit rows [n, d], labels, unit weights [C, k, d], shard sizes of the rows, and shard sizes of sharded classes.
+        Rows [n, d], labels, weights [C, k, d], shard sizes of the rows, and shard sizes of sharded classes; rows and
+        weights have unit length unless the caller keeps their norms.
 
     Raises:
         ValueError: what ``begin`` raises, weights of another width, or labels that are no classes.
@@ -216,9 +219,10 @@ def begin_with_classes(
         if isinstance(world, Session):
             weights = scale_gradient(weights, world.options.sharded_factor)
     labels = labels_as_int64(labels, world)
-    z = prepare_rows(embeddings, normalize=True, world=world)
-    unit = F.normalize(at_least_float32(weights), dim=-1).to(z.dtype)
-    return z, labels, unit if unit.ndim == 3 else unit[:, None], shards, class_shards
+    z = prepare_rows(embeddings, normalize=normalize, world=world)
+    weights = at_least_float32(weights)
+    centers = (F.normalize(weights, dim=-1) if normalize_weights else weights).to(z.dtype)
+    return z, labels, centers if centers.ndim == 3 else centers[:, None], shards, class_shards
 
 
 def _weights_problem(embeddings: Tensor, weights: Tensor) -> str | None:

@@ -27,6 +27,7 @@ def info_nce(
     Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; with ``symmetric``, it is
     the mean of that and of ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held.
     Without ``in_batch_negatives`` the first sum has one term, q_i·k_i: MoCo's loss, over the own key and the queue.
+    MoCo v3 multiplies the loss by 2t: ``WeightedSum([InfoNCE(temperature=t)], weights=[2 * t])``, with keys detached.
 
     Args:
         queries: [n, d], n may differ between ranks.
@@ -64,6 +65,7 @@ class InfoNCE(Loss):
     Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; with ``symmetric``, it is
     the mean of that and of ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held.
     Without ``in_batch_negatives`` the first sum has one term, q_i·k_i: MoCo's loss, over the own key and the queue.
+    MoCo v3 multiplies the loss by 2t: ``WeightedSum([InfoNCE(temperature=t)], weights=[2 * t])``, with keys detached.
 
     Called as ``loss(queries, keys, negatives)``:
 

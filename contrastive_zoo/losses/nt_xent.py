@@ -33,6 +33,7 @@ def nt_xent(
         loss = mean_i [ log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t ]
 
     For two views this is ``cross_entropy((z @ z.T / t).fill_diagonal_(-inf), partner)``, without the 2N × 2N matrix.
+    SimCLR trains with t = 0.1 on ImageNet and 0.5 on CIFAR-10; lightly's default is 0.5.
 
     Args:
         views: two or more of [n, d], rows of one sample at the same index; n may differ between ranks.

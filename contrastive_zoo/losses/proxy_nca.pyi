@@ -23,7 +23,7 @@ def proxy_nca(
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
     As ‖z − p‖² = 2 − 2 z·p, this is :func:`normalized_softmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
-    Unlike in ProxyNCA, the denominator contains the own proxy.
+    The default is ProxyNCA++, with t = 1/9. The original ProxyNCA has t = 1 and leaves the own proxy out of the denominator.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -53,7 +53,7 @@ class ProxyNCA(ClassLoss):
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
     As ‖z − p‖² = 2 − 2 z·p, this is :func:`normalized_softmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
-    Unlike in ProxyNCA, the denominator contains the own proxy.
+    The default is ProxyNCA++, with t = 1/9. The original ProxyNCA has t = 1 and leaves the own proxy out of the denominator.
 
     The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 

@@ -3,31 +3,51 @@
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
-from contrastive_zoo.loss_base.checks import word_problem
-from contrastive_zoo.loss_base.preparation import begin_labelled, round_to_input_dtype
+from contrastive_zoo.loss_base.checks import labelled_problem, positive_problem, rows_problem, word_problem
+from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.preparation import (
+    begin,
+    labels_as_int64,
+    prepare_rows,
+    round_to_input_dtype,
+    sample_indices,
+)
 from contrastive_zoo.loss_base.temperature import logit_scale
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.session import Session
+from contrastive_zoo.world import ALONE, Shards, World
+
+_MASK_IN_A_RING = (
+    "a mask has a column for each candidate, and with ring=True a rank sees one shard of them at a time. "
+    "Pass labels, or leave ring out."
+)
 
 Variant = Literal["out", "in"]
+ContrastMode = Literal["all", "one"]
 
 
 @uncompiled
 def sup_con(
-    embeddings: Float[Tensor, "n d"],
+    embeddings: Float[Tensor, "n d"] | Float[Tensor, "n v d"],
     labels: Int[Tensor, " n"] | None = None,
+    mask: Shaped[Tensor, "n N"] | None = None,
     *,
     temperature: float | Tensor = 0.1,
     variant: Variant = "out",
+    contrast_mode: ContrastMode = "all",
+    base_temperature: float | None = None,
     normalize: bool = True,
     reduction: Reduction = "mean",
     world: World = ALONE,
@@ -45,34 +65,58 @@ def sup_con(
     The variant ``"in"``, which performs worse in the paper, averages probabilities, not their logarithms. Its last term is
     log mean_{p∈P(i)} exp(z_i·z_p / t).
 
+    The authors' code has temperature 0.07 and multiplies the loss by t / 0.07: ``temperature=0.07,
+    base_temperature=0.07``. It counts anchors without a positive in the mean, this loss does not.
+
     Args:
-        embeddings: [n, d], n may differ between ranks. Several views of a sample are several rows.
-        labels: [n] integers.
+        embeddings: [n, d], n may differ between ranks; or [n, v, d], v views of each sample, the same v everywhere.
+        labels: [n] integers; None with views makes each sample a class of its own.
+        mask: [n, N], in place of labels: whether each of the N samples of all ranks, in rank order, is a positive of each
+            local sample. A row is never its own positive.
         temperature: t > 0, dimensionless; a tensor is learnable.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
+        contrast_mode: ``"all"`` views are anchors, or the first (``"one"``); candidates are always all views.
+        base_temperature: t₀; multiplies the loss by t / t₀, without gradient. None leaves this factor out.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
-            anchors, [n].
+            anchors, [n], or [n · v] sample by sample.
         world: the ranks that share the batch.
 
     Raises:
-        ValueError: an unknown variant, or what any :class:`Loss` refuses.
+        ValueError: an unknown variant or contrast mode, labels together with a mask, a mask that does not have a column for
+            each sample of all ranks, a mask in a ring, or what any :class:`Loss` refuses.
 
     Example:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> sup_con(z, torch.tensor([0, 0, 1]), temperature=1.0)   # log(e + 1) − 1; row 2 has no positive
         tensor(0.3133)
+        >>> sup_con(torch.eye(2)[:, None].repeat(1, 2, 1), temperature=1.0)   # two samples, two views: log(e + 2) − 1
+        tensor(0.5514)
 
     Source: Khosla et al. 2020, eq. 2 (L_out) and 3 (L_in), https://arxiv.org/abs/2004.11362
     """
-    settings: Any = {"temperature": temperature, "variant": variant}
-    z, ids, shards = begin_labelled(
-        "SupCon", embeddings, labels, problem=_settings_problem(variant), reduction=reduction,
-        normalize=normalize, world=world, **settings,
+    settings: Any = {"temperature": temperature, "variant": variant, "base_temperature": base_temperature}
+    views = embeddings.shape[1] if embeddings.ndim == 3 else 1
+    named = {"embeddings": embeddings, "labels": labels, "mask": mask}
+    problem = _problem(embeddings, labels, mask) or _settings_problem(variant, contrast_mode, base_temperature)
+    if mask is not None and isinstance(world, Session) and world.options.ring:
+        problem = problem or _MASK_IN_A_RING
+    shards, *_ = begin(
+        "SupCon", named, problem=problem, reduction=reduction, normalize=normalize, contrast_mode=contrast_mode,
+        world=world, **settings,
     )  # fmt: skip
-    if variant == "in":
-        loss = BlockLoss(_block_losses, **settings)
-        return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
+    if mask is not None and mask.shape[1] != shards.total:  # equal on every rank
+        rule = f"the mask has a column for each of the {shards.total} samples of all ranks"
+        raise ValueError(f"SupCon: {rule}, got {kind(mask)}.")
+    z = prepare_rows(embeddings, normalize=normalize, world=world)
+    ids = sample_indices(shards, z) if labels is None else labels_as_int64(labels, world)
+    if embeddings.ndim == 3:
+        z, ids = z.flatten(0, 1), ids.repeat_interleave(views)
+    shards = shards.times(views)
+    if variant == "in" or mask is not None or contrast_mode == "one":
+        return _by_rows(
+            BlockLoss(_block_losses, **settings), z, ids, mask, views, contrast_mode, shards, reduction, world
+        )
 
     z = round_to_input_dtype(z, embeddings, world)
     # the sum of an anchor's positive logits is one dot product with the sum of its class
@@ -88,26 +132,93 @@ def sup_con(
     candidates, _ = self_log_sum_exp(
         z, scale=scale, unit_norm=normalize, dtype=embeddings.dtype, shards=shards, world=world
     )
-    return reduce_anchors(candidates - positive, positives > 0, reduction=reduction, world=world)
+    losses = _rescaled(candidates - positive, temperature, base_temperature)
+    return reduce_anchors(losses, positives > 0, reduction=reduction, world=world)
 
 
-def _block_losses(block: AnchorBlock, temperature: Tensor, variant: Variant) -> Rows:
+def _by_rows(
+    loss: BlockLoss,
+    z: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    views: int,
+    contrast_mode: ContrastMode,
+    shards: Shards,
+    reduction: Reduction,
+    world: World,
+) -> Tensor:
+    """Return the loss from all similarities of an anchor: for positives that are no classes, and for fewer anchors."""
+    companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), ids)]
+    if contrast_mode == "all" or views == 1:
+        return sum_over_anchors(loss, z, ids, companions=companions, shards=shards, reduction=reduction, world=world)
+    first = slice(None, None, views)
+    own = torch.arange(shards.start, shards.start + len(z), device=z.device)[first]
+    sizes = Shards(tuple(size // views for size in shards.sizes), shards.rank)
+    return sum_over_anchors(
+        loss, z[first], ids[first], candidates=z, candidate_ids=ids, candidate_shards=shards, own_candidates=own,
+        companions=[(of_anchors[first], x) for of_anchors, x in companions], shards=sizes, reduction=reduction,
+        world=world,
+    )  # fmt: skip
+
+
+def _block_losses(
+    block: AnchorBlock,
+    temperature: Tensor,
+    variant: Variant,
+    contrast_mode: ContrastMode = "all",
+    base_temperature: float | None = None,
+) -> Rows:
     logits = block.anchors @ block.candidates.T / temperature
-    over_positives = (
-        LogSumExp(logits, block.positive) if variant == "in" else Sum(logits.where(block.positive, 0).sum(1))
-    )
-    total, positive, count = yield (
-        LogSumExp(logits, block.positive | block.negative),
-        over_positives,
-        Sum(block.positive.sum(1, dtype=logits.dtype)),
+    positive, candidates = block.positive, block.positive | block.negative
+    for of_samples, _ in block.companions:  # a mask
+        of_views = of_samples.repeat_interleave(positive.shape[1] // of_samples.shape[1], 1)
+        positive = of_views & candidates
+    over_negatives, over_positives, sums, count = yield (
+        LogSumExp(logits, candidates & ~positive),
+        LogSumExp(logits, positive, empty=0.0),
+        Sum(logits.where(positive, 0).sum(1)),
+        Sum(positive.sum(1, dtype=logits.dtype)),
     )
     divisor = count.clamp(min=1)
-    return total - (positive - divisor.log() if variant == "in" else positive / divisor), count > 0
+    if variant == "in":
+        losses = cross_entropy(over_positives, over_negatives) + divisor.log()
+    else:
+        mean = sums / divisor
+        # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
+        alone = cross_entropy(mean, over_negatives)
+        losses = alone.where(count == 1, torch.logaddexp(over_positives, over_negatives) - mean)
+    return _rescaled(losses, temperature, base_temperature), count > 0
 
 
-def _settings_problem(variant: str) -> str | None:
-    return word_problem("variant", variant, Variant)
+def _rescaled(losses: Tensor, temperature: float | Tensor, base_temperature: float | None) -> Tensor:
+    if base_temperature is None:
+        return losses
+    t = real(temperature)
+    t = t.detach().to(losses.dtype) if isinstance(t, Tensor) else t
+    return losses * (t / real(base_temperature))
+
+
+def _settings_problem(variant: str, contrast_mode: str, base_temperature: float | None) -> str | None:
+    wrong = word_problem("variant", variant, Variant) or word_problem("contrast_mode", contrast_mode, ContrastMode)
+    given = {} if base_temperature is None else {"base_temperature": base_temperature}
+    return wrong or positive_problem(**given)
+
+
+def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> str | None:
+    if embeddings.ndim == 3 and embeddings.shape[1] >= 1 and embeddings.is_floating_point():
+        found = None if labels is None else labels_problem("labels", labels, len(embeddings))
+    else:
+        labelled = mask is None or labels is not None
+        found = labelled_problem(embeddings, labels) if labelled else rows_problem("embeddings", embeddings)
+    if found is None and mask is not None and labels is not None:
+        return "positives are given by labels or by a mask, got both. Leave one out."
+    if found is None and mask is not None and (mask.ndim != 2 or len(mask) != len(embeddings)):
+        return f"the mask has a row for each local sample, got {kind(mask)} for embeddings {kind(embeddings)}."
+    return found
 
 
 class SupCon(LabelledLoss, function=sup_con, block_function=_block_losses, check=_settings_problem):
-    supports_ring = True
+    ring_refusal = "the first views as anchors are compared with all candidates at once"
+
+    def can_ring(self) -> bool:
+        return super().can_ring() and self.contrast_mode == "all"

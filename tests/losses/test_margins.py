@@ -24,9 +24,11 @@ from contrastive_zoo.losses.generalized_lifted_structure import GeneralizedLifte
 from contrastive_zoo.losses.lifted_structure import LiftedStructure
 from contrastive_zoo.losses.margin import Margin
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
+from contrastive_zoo.losses.pnp import PNP
 from contrastive_zoo.losses.ranked_list import RankedList
 from contrastive_zoo.losses.signal_to_noise import SignalToNoise
 from contrastive_zoo.losses.smooth_ap import SmoothAP
+from contrastive_zoo.losses.threshold_consistent_margin import ThresholdConsistentMargin
 from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.testing.batch import GlobalBatch, Labels
 from tests.losses.zoo_margins import ENTRIES
@@ -148,6 +150,14 @@ PEERS: dict[str, tuple[Any, Any]] = {
     "FastAP": (FastAP(), losses.FastAPLoss()),
     "FastAP, 7 bins": (FastAP(num_bins=7), losses.FastAPLoss(num_bins=7)),
     "angular": (Angular(), losses.AngularLoss()),
+    "threshold-consistent": (ThresholdConsistentMargin(), losses.ThresholdConsistentMarginLoss()),
+    **{
+        f"PNP, {variant}": (
+            PNP(variant=variant, temperature=0.1, with_self=True),
+            losses.PNPLoss(variant=variant, anneal=0.1),
+        )
+        for variant in losses.PNPLoss.VARIANTS
+    },
 }
 
 

@@ -61,6 +61,7 @@ SUBJECTS: dict[str, Subject] = {
     "AlignUniform": Subject(
         cz.AlignUniform, VIEWS, {"alpha": (0.5, *ANY), "t": POSITIVE, "uniformity": ANY}
     ),
+    "AnglE": Subject(cz.AnglE, (*VIEWS, z(3)[:, 0]), T),
     "Angular": Subject(cz.Angular, LABELLED, {"alpha": (0.0, 90.0, *ANY)}),
     "ArcFace": Subject(classes(cz.ArcFace), LABELLED, {"margin": (-0.1, 3.2, *ANY), "scale": POSITIVE}),
     "BarlowTwins": Subject(cz.BarlowTwins, VIEWS, {"lambda_": NOT_NEGATIVE, "eps": POSITIVE}),
@@ -72,6 +73,7 @@ SUBJECTS: dict[str, Subject] = {
     "Contrastive": Subject(
         cz.Contrastive, LABELLED, {"pos_margin": ANY, "neg_margin": ANY, "power": (0.5, *ANY)}
     ),
+    "CoSENT": Subject(cz.CoSENT, (*VIEWS, z(3)[:, 0]), T),
     "CosFace": Subject(classes(cz.CosFace), LABELLED, {"margin": ANY, "scale": POSITIVE}),
     "DCL": Subject(cz.DCL, VIEWS, {**T, "sigma": (0.0, -1.0, "1")}),
     "DCLW": Subject(cz.DCLW, VIEWS, {**T, "sigma": (0.0, -1.0, "1")}),
@@ -81,12 +83,19 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "Debiased": Subject(cz.Debiased, VIEWS, {**T, "tau_plus": (-0.1, 1.0, *ANY)}),
     "FastAP": Subject(cz.FastAP, LABELLED, {"num_bins": (0, 2.5, *ANY)}),
+    "FroSSL": Subject(cz.FroSSL, VIEWS, {"invariance": ANY}),
     "GIST": Subject(cz.GIST, (*VIEWS, z(3), z(4)), {**T, "margin": ANY}),
     "GeneralizedLiftedStructure": Subject(
         cz.GeneralizedLiftedStructure, LABELLED, {"pos_margin": ANY, "neg_margin": ANY}
     ),
     "HCL": Subject(cz.HCL, VIEWS, {**T, "tau_plus": (-0.1, 1.0, *ANY), "beta": NOT_NEGATIVE}),
+    "Histogram": Subject(cz.Histogram, LABELLED, {"num_bins": (0, 2.5, *ANY)}),
     "InfoNCE": Subject(cz.InfoNCE, VIEWS, T),
+    "IntraPairVariance": Subject(cz.IntraPairVariance, LABELLED, {"pos_eps": ANY, "neg_eps": ANY}),
+    "KoLeo": Subject(cz.KoLeo, (z(1),), {"eps": POSITIVE}),
+    "LargeMarginSoftmax": Subject(
+        classes(cz.LargeMarginSoftmax), LABELLED, {"margin": (0, 1.5, *ANY), "scale": POSITIVE}
+    ),
     "LiftedStructure": Subject(cz.LiftedStructure, LABELLED, {"pos_margin": ANY, "neg_margin": ANY}),
     "MILNCE": Subject(cz.MILNCE, (z(1), z(2, k=2)), T),
     "MNRL": Subject(cz.MNRL, VIEWS, {**T, "hardness_strength": NOT_NEGATIVE}),
@@ -94,6 +103,8 @@ SUBJECTS: dict[str, Subject] = {
     "Margin, by class": Subject(
         cz.Margin, LABELLED, {"margin": ANY, "nu": NOT_NEGATIVE, "beta": (math.inf, -math.inf)}, {"num_classes": 3}
     ),
+    "MarginMSE": Subject(cz.MarginMSE, (z(1), z(2), z(3, k=2), z(4)[:, :2])),
+    "MegaBatchMargin": Subject(cz.MegaBatchMargin, VIEWS, {"positive_margin": ANY, "negative_margin": ANY}),
     "MultiPositive": Subject(cz.MultiPositive, (*VIEWS, LABELS), T),
     "MultiSimilarity": Subject(
         cz.MultiSimilarity, LABELLED,
@@ -102,7 +113,14 @@ SUBJECTS: dict[str, Subject] = {
     "NCA": Subject(cz.NCA, LABELLED, T),
     "NPairs": Subject(cz.NPairs, LABELLED, {**T, "l2": NOT_NEGATIVE}),
     "NTXent": Subject(cz.NTXent, VIEWS, T),
+    "NegativeCosine": Subject(cz.NegativeCosine, VIEWS),
     "NormalizedSoftmax": Subject(classes(cz.NormalizedSoftmax), LABELLED, T),
+    "OnlineContrastive": Subject(cz.OnlineContrastive, (*VIEWS, LABELS % 2), {"margin": ANY}),
+    "OrthogonalRegularization": Subject(
+        cz.OrthogonalRegularization, (z(1),), {"mean_weight": ANY, "second_moment_weight": ANY}
+    ),
+    "P2SGrad": Subject(classes(cz.P2SGrad), LABELLED),
+    "PNP": Subject(cz.PNP, LABELLED, {"temperature": POSITIVE, "alpha": POSITIVE, "b": POSITIVE}),
     "ProxyAnchor": Subject(classes(cz.ProxyAnchor), LABELLED, {"margin": ANY, "alpha": POSITIVE}),
     "ProxyNCA": Subject(classes(cz.ProxyNCA), LABELLED, T),
     "RankedList": Subject(
@@ -113,7 +131,14 @@ SUBJECTS: dict[str, Subject] = {
         },
     ),
     "SINCERE": Subject(cz.SINCERE, LABELLED, T),
+    "ScoreDistillation": Subject(
+        cz.ScoreDistillation, (z(1), z(2, k=3), z(3)[:, :3]), {**T, "teacher_temperature": POSITIVE}
+    ),
     "SigLIP": Subject(cz.SigLIP, VIEWS, {**LEARNT, "logit_bias": (math.inf, "1")}),
+    "SIGReg": Subject(
+        lambda **settings: cz.SIGReg(D, **settings), (z(1),),
+        {"num_points": (1, 2.5, *ANY), "limit": POSITIVE, "num_slices": (0, 1.5, *ANY)},
+    ),
     "SignalToNoise": Subject(
         cz.SignalToNoise, LABELLED, {"pos_margin": ANY, "neg_margin": ANY, "power": (0.5, *ANY)}
     ),
@@ -121,22 +146,31 @@ SUBJECTS: dict[str, Subject] = {
     "SoftTriple": Subject(
         classes(cz.SoftTriple), LABELLED, {"la": POSITIVE, "gamma": POSITIVE, "tau": NOT_NEGATIVE, "margin": ANY}
     ),
+    "SphereFace": Subject(classes(cz.SphereFace), LABELLED, {"margin": (0, 1.5, *ANY), "scale": POSITIVE}),
     "SpectralContrastive": Subject(cz.SpectralContrastive, VIEWS, {"mu": (0.0, -1.0, None, "1")}),
-    "SupCon": Subject(cz.SupCon, LABELLED, T),
+    "SupCon": Subject(cz.SupCon, LABELLED, {**T, "base_temperature": (0.0, -1.0, "1")}),
     "SupSigmoid": Subject(cz.SupSigmoid, LABELLED, {**LEARNT, "logit_bias": (math.inf, "1")}),
     "SwAV": Subject(
         lambda **settings: cz.SwAV(5, D, **settings), VIEWS,
         {**T, "epsilon": POSITIVE, "iterations": (-1, 1.5, *ANY), "code_views": (0, 1.5, *ANY)},
     ),
+    "ThresholdConsistentMargin": Subject(
+        cz.ThresholdConsistentMargin, LABELLED,
+        {"positive_margin": ANY, "negative_margin": ANY, "positive_weight": ANY, "negative_weight": ANY},
+    ),
+    "TiCo": Subject(lambda **settings: cz.TiCo(D, **settings), VIEWS, {"beta": (-0.1, 1.1, *ANY), "rho": ANY}),
     "Triplet": Subject(cz.Triplet, LABELLED, {"margin": ANY}),
     "Triplet, semi-hard": Subject(cz.Triplet, LABELLED, {"margin": POSITIVE}, {"mining": "semi-hard"}),
     "TupletMargin": Subject(cz.TupletMargin, LABELLED, {**T, "margin": (-1.0, 181.0, *ANY)}),
+    "VIbCReg": Subject(
+        cz.VIbCReg, VIEWS, {"invariance": ANY, "variance": ANY, "covariance": ANY, "gamma": ANY, "eps": POSITIVE}
+    ),
     "VICReg": Subject(
         cz.VICReg, VIEWS, {"invariance": ANY, "variance": ANY, "covariance": ANY, "gamma": ANY, "eps": POSITIVE}
     ),
 }  # fmt: skip
 CASES = [(name, setting) for name, subject in SUBJECTS.items() for setting in subject.refused]
-SPEAKS_AS = {"Clip": "InfoNCE", "DCLW": "DCL"}
+SPEAKS_AS = {"AnglE": "CoSENT", "Clip": "InfoNCE", "DCLW": "DCL", "SphereFace": "LargeMarginSoftmax"}
 """Whose function is called."""
 MADE_ONCE = {"SwAV": ("num_prototypes", "embedding_size"), "DINO": ("out_dim",)}
 """Sizes, which are no attributes of consequence afterwards."""
@@ -265,7 +299,10 @@ def test_losses_are_built_on_the_meta_device() -> None:
 
 
 KINDS = (np.float32, np.int64, np.float64, int, np.float16)
-REAL = [x for x in CASES if x[1] not in ("iterations", "code_views", "num_bins")]
+WHOLE = ("iterations", "code_views", "num_bins", "num_points", "num_slices")
+REAL = [
+    x for x in CASES if x[1] not in WHOLE and (x[0] not in ("LargeMarginSoftmax", "SphereFace") or x[1] != "margin")
+]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.losses.arc_face import ArcFace, arc_face
 from contrastive_zoo.losses.cos_face import CosFace, cos_face
+from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax, SphereFace
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax, normalized_softmax
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA, proxy_nca
@@ -52,6 +54,13 @@ def test_it_is_the_papers_formula(entry: Entry, dense: bool, block_bytes: int, m
         close(torch.autograd.grad(ours, z)[0], torch.autograd.grad(expected, z)[0], 1e-9)
 
 
+def large_margin(cls: Any, **settings: Any) -> torch.nn.Module:
+    """Its constructor makes tensors from NumPy numbers, about which NumPy warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return cls(6, 4, **settings)
+
+
 PEERS = [
     (NormalizedSoftmax(6, 4), pml.NormalizedSoftmaxLoss(6, 4)),
     (NormalizedSoftmax(6, 4, temperature=0.3), pml.NormalizedSoftmaxLoss(6, 4, temperature=0.3)),
@@ -71,6 +80,9 @@ PEERS = [
         pml.SoftTripleLoss(6, 4, centers_per_class=2, la=5, gamma=0.3, margin=0.2),
     ),
     (ProxyAnchor(6, 4), pml.ProxyAnchorLoss(6, 4)),
+    (LargeMarginSoftmax(6, 4), large_margin(pml.LargeMarginSoftmaxLoss)),
+    (LargeMarginSoftmax(6, 4, margin=3, scale=0.5), large_margin(pml.LargeMarginSoftmaxLoss, margin=3, scale=0.5)),
+    (SphereFace(6, 4), large_margin(pml.SphereFaceLoss)),
     (ProxyAnchor(6, 4, margin=0.3, alpha=4.0), pml.ProxyAnchorLoss(6, 4, margin=0.3, alpha=4)),
 ]
 

@@ -16,9 +16,11 @@ from contrastive_zoo.losses.generalized_lifted_structure import GeneralizedLifte
 from contrastive_zoo.losses.lifted_structure import LiftedStructure
 from contrastive_zoo.losses.margin import Margin
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
+from contrastive_zoo.losses.pnp import PNP
 from contrastive_zoo.losses.ranked_list import RankedList
 from contrastive_zoo.losses.signal_to_noise import SignalToNoise
 from contrastive_zoo.losses.smooth_ap import SmoothAP
+from contrastive_zoo.losses.threshold_consistent_margin import ThresholdConsistentMargin
 from contrastive_zoo.losses.triplet import Triplet
 from tests.zoo import Entry
 
@@ -259,6 +261,28 @@ def minus_cosine(a: Tensor, b: Tensor) -> Tensor:
     return -(a @ b)
 
 
+def dense_threshold_consistent(z: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    z = F.normalize(z, dim=1)
+    low = [0.9 - z[i] @ z[p] for i, ps, _ in anchors(labels) for p in ps if z[i] @ z[p] <= 0.9]
+    high = [z[i] @ z[n] - 0.5 for i, _, ns in anchors(labels) for n in ns if z[i] @ z[n] >= 0.5]
+    return mean(low, z) + mean(high, z)
+
+
+def dense_pnp(
+    z: Tensor, labels: Tensor, penalty: Callable[[Tensor], Tensor] = lambda r: r, with_self: bool = False, **_: Any
+) -> Tensor:
+    z, losses = F.normalize(z, dim=1), []
+    for i, ps, ns in anchors(labels):
+        s = z @ z[i]
+        terms = [
+            penalty(sum((torch.sigmoid((s[n] - s[p]) / 0.2) for n in ns), 0 * s.sum()))
+            for p in [*ps, *([i] if with_self else [])]
+        ]
+        if ps:
+            losses.append(torch.stack(terms).mean())
+    return mean(losses, z)
+
+
 def with_settings(dense: Callable[..., Tensor], **settings: Any) -> Callable[..., Tensor]:
     return lambda z, labels, **_: dense(z, labels, **settings)
 
@@ -334,4 +358,12 @@ ENTRIES = [
         "SmoothAP", lambda temperature=None, **more: SmoothAP(temperature=0.1, **more), dense_smooth_ap, call="labels"
     ),
     entry("Angular", Angular, dense_angular),
+    entry("ThresholdConsistentMargin", ThresholdConsistentMargin, dense_threshold_consistent),
+    Entry("PNP", lambda temperature=None, **more: PNP(temperature=0.2, **more), dense_pnp, call="labels"),
+    Entry(
+        "PNP, Dq",
+        lambda temperature=None, **more: PNP(temperature=0.2, variant="Dq", alpha=1.5, with_self=True, **more),
+        with_settings(dense_pnp, penalty=lambda r: 1 - (1 + r) ** -1.5, with_self=True),
+        call="labels",
+    ),
 ]

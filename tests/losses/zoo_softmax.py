@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.clip import Clip
 from contrastive_zoo.losses.clip_distillation import clip_distillation
@@ -20,7 +21,7 @@ from contrastive_zoo.losses.n_pairs import NPairs
 from contrastive_zoo.losses.nca import NCA
 from contrastive_zoo.losses.siglip import SigLIP
 from contrastive_zoo.losses.sincere import SINCERE
-from contrastive_zoo.losses.sup_con import SupCon
+from contrastive_zoo.losses.sup_con import SupCon, sup_con
 from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
 from contrastive_zoo.world import ALONE
@@ -377,6 +378,49 @@ ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 BOTH = ("query_to_doc", "doc_to_query")
 
 
+def sup_con_of_views(*views: Tensor, temperature=0.1, contrast_mode="one", reduction="mean", world=ALONE) -> Tensor:
+    return sup_con(
+        torch.stack(views, 1), temperature=temperature, contrast_mode=contrast_mode, base_temperature=0.07,
+        reduction=reduction, world=world,
+    )  # fmt: skip
+
+
+class SupConOfViews(Loss, function=sup_con_of_views):
+    """Views of samples without labels."""
+
+
+def dense_sup_con_of_views(*views: Tensor, temperature: Any, contrast_mode: str = "one") -> Tensor:
+    z, n = [unit(view) for view in views], len(views[0])
+    every, losses = [(i, v) for i in range(n) for v in range(len(z))], []
+    for i, v in [(i, v) for i, v in every if v == 0 or contrast_mode == "all"]:
+        others = [x for x in every if x != (i, v)]
+        s = {(j, w): z[v][i] @ z[w][j] / temperature for j, w in others}
+        positives = [s[x] for x in others if x[0] == i]
+        losses.append(log_sum(list(s.values())) - torch.stack(positives).mean())
+    return mean(losses) * temperature / 0.07
+
+
+def sup_con_of_mask(z: Tensor, labels: Tensor, *, temperature=0.1, reduction="mean", world=ALONE) -> Tensor:
+    """Positives of the same class and of the next one, which is not symmetric; two views of each sample."""
+    of_all = all_gather(labels, process_group=world)
+    mask = (labels[:, None] == of_all) | (labels[:, None] + 1 == of_all)
+    views = torch.stack([z, second_tower(z)], 1)
+    return sup_con(views, mask=mask, temperature=temperature, contrast_mode="one", reduction=reduction, world=world)
+
+
+class SupConOfMask(Loss, function=sup_con_of_mask):
+    """The function as a module."""
+
+
+def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
+    rows, n, losses = unit(torch.cat([z, second_tower(z)])), len(z), []
+    for i in range(n):
+        s = {j: rows[i] @ rows[j] / temperature for j in range(2 * n) if j != i}
+        positives = [s[j] for j in s if int(labels[j % n] - labels[i]) in (0, 1)]
+        losses.append(log_sum(list(s.values())) - torch.stack(positives).mean())
+    return mean(losses)
+
+
 def variant(dense: Any, **given: Any) -> Any:
     return lambda *rows, temperature: dense(*rows, temperature=temperature, **given)
 
@@ -409,6 +453,8 @@ ENTRIES: list[Entry] = [
     row("GIST, relative margin", GISTOfViews, dense_gist, "views", margin=0.3, margin_strategy="relative"),
     row("ClipDistillation", ClipDistillationOfViews, dense_distillation, "views"),
     row("SupCon, in", fixed(SupCon, variant="in"), dense_sup_con_in, "labels"),
+    row("SupCon, one view's anchors", SupConOfViews, dense_sup_con_of_views, "views", 3),
+    row("SupCon, mask", SupConOfMask, dense_sup_con_of_mask, "labels"),
     row("SINCERE", SINCERE, dense_sincere, "labels"),
     row("SINCERE, pairs", SINCERE, dense_sincere, "labels", average="pairs"),
     row("NCA", NCA, dense_nca, "labels"),

@@ -1,5 +1,6 @@
 """Feature statistics, clusters and teachers for the table of losses under test, each with its paper's dense formula."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,17 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.barlow_twins import BarlowTwins
 from contrastive_zoo.losses.dino import DINO, dino
+from contrastive_zoo.losses.frossl import FroSSL
+from contrastive_zoo.losses.koleo import koleo
+from contrastive_zoo.losses.negative_cosine import negative_cosine
+from contrastive_zoo.losses.orthogonal_regularization import orthogonal_regularization
+from contrastive_zoo.losses.sigreg import SIGReg, sigreg
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.swav import SwAV
+from contrastive_zoo.losses.tico import TiCo
+from contrastive_zoo.losses.vibcreg import VIbCReg
 from contrastive_zoo.losses.vicreg import VICReg
+from contrastive_zoo.world import ALONE
 from tests.zoo import Entry
 
 PROTOTYPES, WIDTH = 5, 8
@@ -66,6 +75,63 @@ class DINOOfViews(DINO, function=dino_of_views):
         loss = Loss.forward(self, *views, world=world)
         self.move_centre(_widened(views)[:, :2], world)
         return loss
+
+
+def koleo_of_views(view1: Tensor, view2: Tensor, *, reduction: Any = "mean", world: Any = ALONE) -> Tensor:
+    return koleo(view1, reduction=reduction, world=world) + koleo(view2, reduction=reduction, world=world)
+
+
+class KoLeoOfViews(Loss, function=koleo_of_views):
+    """The sum over two views, as DINOv2 adds it."""
+
+
+def negative_cosine_of_views(view1: Tensor, view2: Tensor, *, reduction: Any = "mean", world: Any = ALONE) -> Tensor:
+    each = {"reduction": reduction, "world": world}
+    return negative_cosine(view1, view2, **each) + negative_cosine(view2, view1, **each)
+
+
+class NegativeCosineOfViews(Loss, function=negative_cosine_of_views):
+    """SimSiam's two directions, without its predictor and factor."""
+
+
+def orthogonal_of_views(view1: Tensor, view2: Tensor, *, world: Any = ALONE) -> Tensor:
+    return orthogonal_regularization(view1, world=world) + orthogonal_regularization(view2, world=world)
+
+
+class OrthogonalOfViews(Loss, function=orthogonal_of_views):
+    """The sum over two columns."""
+
+
+def sigreg_of_views(
+    view1: Tensor, view2: Tensor, *, directions: Any, num_points: int = 5, limit: float = 3.0, world: Any = ALONE
+) -> Tensor:
+    """Both views of a sample, padded with zeros, as one row."""
+    rows = _widened((view1, view2)).flatten(1)
+    return sigreg(rows, directions=directions, num_points=num_points, limit=limit, world=world)
+
+
+class SIGRegOfViews(SIGReg, function=sigreg_of_views):
+    """The function as a module that counts its steps."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(2 * WIDTH, num_slices=6, **settings)
+
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
+        loss = Loss.forward(self, *views, world=self.local() if world is None else world)
+        if self.training:
+            self.step.add_(1)
+        return loss
+
+
+class TiCoOfAnyWidth(TiCo):
+    """Rows are padded with zeros; the covariance starts at a matrix of rank 1."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(WIDTH, **settings)
+        self.covariance.copy_(torch.outer(ramp(), ramp()))
+
+    def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
+        return super().forward(*(F.pad(x, (0, WIDTH - x.shape[1])) for x in (view1, view2)), world=world)
 
 
 def _widened(views: Any) -> Tensor:
@@ -147,11 +213,84 @@ def dense_dino(*views: Tensor, temperature: Any = 0.1) -> Tensor:
     return sum(losses) / len(losses)
 
 
+def dense_vibcreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    """As solo-learn writes it; the variance of a single row is 0."""
+    loss = 25 * F.mse_loss(a, b)
+    for z in (a, b):
+        variance = z.var(0) if len(z) > 1 else 0 * z.sum(0)
+        loss = loss + 25 * (1 - (variance + 1e-4).sqrt()).relu().mean()
+        x = F.normalize(z - z.mean(0), dim=0)
+        correlation = x.T @ x
+        loss = loss + 200 * (correlation - correlation.diagonal().diag()).square().mean()
+    return loss
+
+
+def dense_frossl(*views: Tensor, temperature: Any = None) -> Tensor:
+    """With N × N matrices, whose Frobenius norm is the same."""
+    rows = [F.normalize(z, dim=0) for z in views]
+    center, loss = torch.stack(rows).mean(0), torch.zeros(())
+    for z in rows:
+        gram = z @ z.T
+        loss = loss + (gram / gram.trace().item()).square().sum().log()
+        loss = loss + len(rows) * (z - center).square().sum() / len(z)
+    return loss
+
+
+def dense_tico(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    a, b = (F.normalize(F.pad(x, (0, WIDTH - x.shape[1])), dim=1) for x in (a, b))
+    c = 0.9 * torch.outer(ramp(), ramp()).float().double() + 0.1 * (a.T @ a / len(a)).detach()
+    return torch.stack([1 - x @ y + 8 * x @ c @ x for x, y in zip(a, b, strict=True)]).mean()
+
+
+def dense_sigreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    z = _widened((a, b)).flatten(1)
+    drawn = torch.randn(z.shape[1], 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    x, loss = z @ F.normalize(drawn.double(), dim=0), 0 * z.sum()
+    for k, weight in ((-4, 0.5), *((k, 1.0) for k in range(-3, 4)), (4, 0.5)):
+        t = 0.75 * k
+        real, imaginary = (t * x).cos().mean(0), (t * x).sin().mean(0)
+        error = (real - math.exp(-t * t / 2)) ** 2 + imaginary**2
+        loss = loss + 0.75 * weight * math.exp(-t * t / 2) * error.mean()
+    return len(z) * loss
+
+
+def dense_koleo(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    loss = 0 * (a + b).sum()
+    for z in (F.normalize(x, dim=1) for x in (a, b)):
+        for i in range(len(z)):
+            near = [(z[i] - z[j]).square().sum() for j in range(len(z)) if j != i]
+            near = [x.sqrt() if x > 1e-14 else 0 * x for x in near]
+            loss = loss - (torch.stack(near).amin() + 1e-8).log() / len(z) if near else loss
+    return loss
+
+
+def dense_orthogonal(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    loss, n = 0 * (a + b).sum(), len(a)
+    for z in (F.normalize(x, dim=1) for x in (a, b)):
+        pairs = [z[i] @ z[j] for i in range(n) for j in range(n) if i != j]
+        if pairs:
+            s = torch.stack(pairs)
+            loss = loss + s.mean().square() + (s.square().mean() - 1 / z.shape[1]).relu()
+    return loss
+
+
+def dense_negative_cosine(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
+    return -((a * b.detach()).sum(1) + (b * a.detach()).sum(1)).mean()
+
+
 ENTRIES = [
     Entry("VICReg", given(VICReg), dense_vicreg),
     Entry("BarlowTwins", given(BarlowTwins), dense_barlow_twins),
     Entry("SpectralContrastive", given(SpectralContrastive), dense_spectral_contrastive),
     Entry("AlignUniform", given(AlignUniform), dense_align_uniform),
+    Entry("VIbCReg", given(VIbCReg), dense_vibcreg),
+    Entry("FroSSL, three views", given(FroSSL), dense_frossl, views=3),
+    Entry("TiCo", given(TiCoOfAnyWidth), dense_tico),
+    Entry("SIGReg", given(SIGRegOfViews), dense_sigreg),
+    Entry("KoLeo", given(KoLeoOfViews, "reduction"), dense_koleo),
+    Entry("OrthogonalRegularization", given(OrthogonalOfViews), dense_orthogonal),
+    Entry("NegativeCosine", given(NegativeCosineOfViews, "reduction"), dense_negative_cosine),
     Entry("SwAV", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav),
     Entry("SwAV, three views", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav, views=3),
     Entry("DINO", given(DINOOfViews, "temperature", "reduction"), dense_dino),

@@ -11,7 +11,9 @@ from torch import Tensor
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.losses.arc_face import ArcFace
 from contrastive_zoo.losses.cos_face import CosFace
+from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax, SphereFace
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
+from contrastive_zoo.losses.p2s_grad import P2SGrad
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA
 from contrastive_zoo.losses.soft_triple import SoftTriple
@@ -112,6 +114,25 @@ def dense_proxy_anchor(z: Tensor, labels: Tensor, temperature: Any = None) -> Te
     return torch.stack(positive_terms).mean() + torch.stack(negative_terms).mean()
 
 
+def dense_p2s_grad(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+    return F.mse_loss(cosines(z)[..., 0], _one_hot(labels))
+
+
+def dense_large_margin(
+    z: Tensor, labels: Tensor, temperature: Any = None, margin: int = 4, unit_weights: bool = False
+) -> Tensor:
+    x, losses = off_the_poles(z), []
+    w = fixed_weights()[:, : x.shape[1]]
+    w = F.normalize(w, dim=1) if unit_weights else w
+    for row, y in zip(x, labels, strict=True):
+        logits, norms = w @ row, w.norm(dim=1) * row.norm()
+        angle = (logits[y] / norms[y]).acos()
+        k = int(angle / (math.pi / margin))
+        own = norms[y] * ((-1) ** k * (margin * angle).cos() - 2 * k)
+        losses.append(-torch.cat([logits[:y], own[None], logits[y + 1 :]]).log_softmax(0)[y])
+    return torch.stack(losses).mean()
+
+
 ENTRIES = [
     Entry(
         "NormalizedSoftmax",
@@ -130,4 +151,12 @@ ENTRIES = [
     ),
     Entry("SoftTriple", of_any_width(SoftTriple, "reduction", sub_centers=3), dense_soft_triple, call="labels"),
     Entry("ProxyAnchor", of_any_width(ProxyAnchor), dense_proxy_anchor, call="labels"),
+    Entry("P2SGrad", of_any_width(P2SGrad, "reduction"), dense_p2s_grad, call="labels"),
+    Entry("LargeMarginSoftmax", of_any_width(LargeMarginSoftmax, "reduction"), dense_large_margin, call="labels"),
+    Entry(
+        "SphereFace",
+        of_any_width(SphereFace, "reduction", margin=3),
+        lambda *rows, temperature=None: dense_large_margin(*rows, margin=3, unit_weights=True),
+        call="labels",
+    ),
 ]

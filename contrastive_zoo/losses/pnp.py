@@ -1,0 +1,82 @@
+"""PNP: penalise the negatives that are ranked before a positive."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
+from contrastive_zoo.loss_base.row_loss import RowSettings
+
+PNPVariant = Literal["O", "Iu", "Ib", "Ds", "Dq"]
+
+
+class PNP(MetricLoss):
+    r"""Compute a function of the soft number of negatives before each positive, the mean over an anchor's positives.
+
+        R_ip = Σ_{n∈N(i)} σ((s_in − s_ip) / τ)
+        loss_i = mean_{p∈P(i)} f(R_ip)
+
+        f(R) = R  (O),  (1 + R) log(1 + R)  (Iu),  (bR − log(1 + bR)) / b²  (Ib),  log(1 + R)  (Ds),  1 − (1 + R)^−α  (Dq)
+
+    averaged over the anchors with a positive. One matrix of an anchor block by N is held at a time, never N³ numbers.
+
+    Args:
+        variant: f. The first three grow faster than R or as fast, the last two slower.
+        temperature: τ > 0, in units of similarity.
+        alpha: α > 0, used by ``"Dq"``.
+        b: b > 0, used by ``"Ib"``.
+        with_self: whether the anchor is one of its own positives, as in pytorch-metric-learning.
+        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
+
+    Raises:
+        ValueError: an unknown variant, a τ, α or b that is not positive; at the call as :class:`RowLoss`.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
+        >>> PNP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1; row 1 sees a tie: ½
+        tensor(0.7500)
+
+    Source: Li et al. 2021, https://arxiv.org/abs/2102.04640
+    """
+
+    def __init__(
+        self,
+        *,
+        variant: PNPVariant = "O",
+        temperature: float = 0.01,
+        alpha: float = 1.0,
+        b: float = 2.0,
+        with_self: bool = False,
+        **row_settings: Unpack[RowSettings],
+    ) -> None:
+        super().__init__(**row_settings)
+        self.variant, self.temperature, self.alpha, self.b = variant, temperature, alpha, b
+        self.with_self = with_self
+        self.refuse_bad_settings()
+
+    def settings_problem(self) -> str | None:
+        return (
+            super().settings_problem()
+            or word_problem("variant", self.variant, PNPVariant, one_of=True)
+            or number_problem(above=0, temperature=self.temperature, alpha=self.alpha, b=self.b)
+        )
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        relevant = ~negative if self.with_self else positive
+
+        def penalty(p: Tensor) -> Tensor:
+            before = ((similarity - similarity.gather(1, p)) / self.temperature).sigmoid()
+            return self._penalty(before.where(negative, 0).sum(1))
+
+        return sum_over_positives(penalty, relevant) / relevant.sum(1).clamp(min=1), positive.any(1)
+
+    def _penalty(self, negatives_before: Tensor) -> Tensor:
+        r = negatives_before
+        if self.variant == "Ib":
+            return (self.b * r - torch.log1p(self.b * r)) / self.b**2
+        if self.variant == "Dq":
+            return 1 - (1 + r) ** -self.alpha
+        return {"O": lambda: r, "Iu": lambda: (1 + r) * torch.log1p(r), "Ds": lambda: torch.log1p(r)}[self.variant]()

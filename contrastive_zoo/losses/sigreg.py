@@ -1,0 +1,150 @@
+"""SIGReg: embeddings with a standard normal distribution along random directions; LeJEPA's regulariser."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.precision import matmul, without_autocast
+from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.checks import number_problem, positive_problem, rows_problem
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.loss_base.preparation import begin, prepare_rows
+from contrastive_zoo.session import refuse
+from contrastive_zoo.world import ALONE, World
+
+
+@uncompiled
+def sigreg(
+    embeddings: Float[Tensor, "n d"],
+    *,
+    directions: Float[Tensor, "d m"],
+    num_points: int = 17,
+    limit: float = 3.0,
+    world: World = ALONE,
+) -> Float[Tensor, ""]:
+    r"""Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
+
+    With x_ij = z_i·a_j of the N rows of all ranks and the unit directions a, and φ_j(t) = 1/N Σ_i exp(√−1 t x_ij),
+
+        loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
+
+    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg. LeJEPA's loss
+    is λ times it, on each view, plus 1 − λ times ``(views - global_views.mean(0)).square().mean()``, with λ = 0.05.
+
+    Args:
+        embeddings: z, [n, d], n may differ between ranks.
+        directions: a, [d, m], equal on every rank; :class:`SIGReg` draws them.
+        num_points: points of the integral from 0 to T; the integrand is even.
+        limit: T > 0.
+        world: the ranks that share the batch.
+
+    Raises:
+        ValueError: directions of another width, fewer than two points, a limit that is not positive, or what any
+            :class:`Loss` refuses.
+
+    Example:
+        >>> sigreg(torch.zeros(2, 1), directions=torch.ones(1, 1), num_points=2, limit=100.0)   # 2 · 100 · |0 − 1|² · 0
+        tensor(0.)
+
+    Source: Balestriero & LeCun 2025, https://arxiv.org/abs/2511.08544
+    """
+    problem = rows_problem("embeddings", embeddings) or _settings_problem(num_points, limit)
+    if problem is None and (directions.ndim != 2 or len(directions) != embeddings.shape[1]):
+        problem = f"directions are [d, m], got {kind(directions)} for embeddings {kind(embeddings)}."
+    settings: Any = {"directions": list(directions.shape), "num_points": num_points, "limit": limit}
+    (shards,) = begin("SIGReg", {"embeddings": embeddings}, problem=problem, world=world, **settings)
+    z = prepare_rows(embeddings, normalize=False, world=world)
+    unit = nn.functional.normalize(directions.to(z), dim=0)
+    t = torch.linspace(0, limit, num_points, dtype=z.dtype, device=z.device)
+    normal = (-t.square() / 2).exp()
+    real, imaginary = sum_over_ranks(_waves(matmul(z, unit), t), gradient="complete", world=world) / shards.total
+    errors = (real - normal[:, None]).square() + imaginary.square()
+    return 2 * shards.total * torch.trapezoid(errors.mean(1) * normal, t)
+
+
+def _settings_problem(num_points: int, limit: float) -> str | None:
+    rule = "num_points is an integer of at least 2"
+    return number_problem(rule, low=2, whole=True, num_points=num_points) or positive_problem(limit=limit)
+
+
+class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
+    """In training mode each call draws other directions, from the buffer ``step``: they are equal on every rank.
+
+    In evaluation mode all calls have the same directions. The buffer is part of the state dict, so that a resumed
+    training draws what an uninterrupted one does.
+
+    Args:
+        embedding_size: d.
+        num_slices: m, the number of directions.
+
+    Raises:
+        ValueError: an embedding_size or num_slices below 1.
+
+    Example:
+        >>> loss = SIGReg(2, num_slices=64)
+        >>> value = loss(torch.zeros(9, 2))
+        >>> loss.step
+        tensor(1)
+    """
+
+    made = ("directions",)
+    step: Tensor
+
+    def __init__(self, embedding_size: int, *, num_slices: int = 1024, **settings: Any) -> None:
+        super().__init__(directions=None, **settings)
+        self.embedding_size, self.num_slices = embedding_size, num_slices
+        if problem := self._size_problem():
+            raise ValueError(f"SIGReg: {problem}")
+        self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def settings_problem(self) -> str | None:
+        return super().settings_problem() or (self._size_problem() if hasattr(self, "num_slices") else None)
+
+    def _size_problem(self) -> str | None:
+        return number_problem(low=1, whole=True, embedding_size=self.embedding_size, num_slices=self.num_slices)
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the current settings, with the directions of the current step.
+
+        They are drawn on the CPU, so that they are equal on every device.
+        """
+        generator = torch.Generator().manual_seed(int(self.step))
+        drawn = torch.randn(
+            self.embedding_size, self.num_slices, generator=generator, dtype=torch.float32, device="cpu"
+        )
+        return {**super().settings(), "directions": drawn}
+
+    @uncompiled
+    def forward(self, embeddings: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
+        """Return the loss, and count the step.
+
+        Args:
+            embeddings: as in the function.
+            world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
+        """
+        world = self.local() if world is None else world
+        if problem := self._size_problem():
+            refuse("SIGReg", problem, world=world)
+        loss = super().forward(embeddings, world=world)
+        if self.training:
+            self.step.add_(1)
+        return loss
+
+
+@without_autocast
+def _waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
+    """Return Σ_i cos(t x_i) and Σ_i sin(t x_i); the backward pass recomputes the n × m matrix of each point."""
+    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return torch.stack([recomputed(_wave, x, point) for point in t.unbind()], 1)
+
+
+def _wave(x: Tensor, point: Tensor) -> Tensor:
+    angle = point * x
+    return torch.stack([angle.cos().sum(0), angle.sin().sum(0)])

@@ -1,0 +1,106 @@
+# Written by tools/stubs.py from the module beside it: `make stubs`.
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.world import ALONE, World
+
+def sigreg(
+    embeddings: Float[Tensor, "n d"],
+    *,
+    directions: Float[Tensor, "d m"],
+    num_points: int = 17,
+    limit: float = 3.0,
+    world: World = ALONE,
+) -> Float[Tensor, ""]:
+    """Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
+
+    With x_ij = z_i·a_j of the N rows of all ranks and the unit directions a, and φ_j(t) = 1/N Σ_i exp(√−1 t x_ij),
+
+        loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
+
+    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg. LeJEPA's loss
+    is λ times it, on each view, plus 1 − λ times ``(views - global_views.mean(0)).square().mean()``, with λ = 0.05.
+
+    Args:
+        embeddings: z, [n, d], n may differ between ranks.
+        directions: a, [d, m], equal on every rank; :class:`SIGReg` draws them.
+        num_points: points of the integral from 0 to T; the integrand is even.
+        limit: T > 0.
+        world: the ranks that share the batch.
+
+    Raises:
+        ValueError: directions of another width, fewer than two points, a limit that is not positive, or what any
+            :class:`Loss` refuses.
+
+    Example:
+        >>> sigreg(torch.zeros(2, 1), directions=torch.ones(1, 1), num_points=2, limit=100.0)   # 2 · 100 · |0 − 1|² · 0
+        tensor(0.)
+
+    Source: Balestriero & LeCun 2025, https://arxiv.org/abs/2511.08544
+    """
+
+class SIGReg(ConstructingLoss):
+    """Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
+
+    With x_ij = z_i·a_j of the N rows of all ranks and the unit directions a, and φ_j(t) = 1/N Σ_i exp(√−1 t x_ij),
+
+        loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
+
+    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg. LeJEPA's loss
+    is λ times it, on each view, plus 1 − λ times ``(views - global_views.mean(0)).square().mean()``, with λ = 0.05.
+
+    In training mode each call draws other directions, from the buffer ``step``: they are equal on every rank.
+
+    In evaluation mode all calls have the same directions. The buffer is part of the state dict, so that a resumed
+    training draws what an uninterrupted one does.
+
+    Called as ``loss(embeddings)``:
+
+    - embeddings: z, [n, d], n may differ between ranks.
+
+    Args:
+        embedding_size: d.
+        num_slices: m, the number of directions.
+        num_points: points of the integral from 0 to T; the integrand is even.
+        limit: T > 0.
+        check_finite: whether NaN and infinite embeddings are refused.
+
+    Raises:
+        ValueError: an embedding_size or num_slices below 1.
+
+    Example:
+        >>> loss = SIGReg(2, num_slices=64)
+        >>> value = loss(torch.zeros(9, 2))
+        >>> loss.step
+        tensor(1)
+
+    Source: Balestriero & LeCun 2025, https://arxiv.org/abs/2511.08544
+    """
+
+    embedding_size: int
+    num_slices: int
+    num_points: int
+    limit: float
+    check_finite: bool
+    step: Tensor
+
+    def __init__(
+        self,
+        embedding_size: int,
+        *,
+        num_slices: int = 1024,
+        num_points: int = 17,
+        limit: float = 3.0,
+        check_finite: bool = True,
+    ) -> None: ...
+    def __call__(self, embeddings: Float[Tensor, "n d"], *, world: World | None = None) -> Tensor: ...
+    def settings_problem(self) -> str | None: ...
+    def settings(self) -> Mapping[str, Any]:
+        """Return the current settings, with the directions of the current step.
+
+        They are drawn on the CPU, so that they are equal on every device.
+        """
