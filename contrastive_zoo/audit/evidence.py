@@ -13,7 +13,7 @@ from contrastive_zoo.audit.merging import NotComparable
 from contrastive_zoo.audit.one_process import OneProcess, Repeated
 from contrastive_zoo.audit.records import Record, Step
 
-REPETITIONS = 2
+REPETITIONS = 5
 """Repetitions of a step with changes of up to half a unit of rounding, from which the tolerance is derived."""
 
 
