@@ -131,10 +131,23 @@ embeddings do not fit into memory, or whose ranks stand in several machines.
 on its own rows, not on the number of ranks. Value and gradients are those without the ring.
 
 ```python
-loss_fn = cz.DistributedLoss(cz.SigLIP(), ring=True)
+# world: 4
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-mesh = init_device_mesh("cuda", (machines, ranks_of_a_machine))
-loss_fn = cz.DistributedLoss(cz.SigLIP(), ring=mesh)      # between machines each shard is sent once
+import contrastive_zoo as cz
+
+z = torch.eye(4)[[dist.get_rank()]]
+loss = cz.SigLIP(temperature=1.0, logit_bias=0.0)
+plain = cz.DistributedLoss(loss, ring=True)(z, z)
+mesh = init_device_mesh("cpu", (2, 2))                    # machines × ranks of a machine
+between_machines = cz.DistributedLoss(loss, ring=mesh)(z, z)
+if dist.get_rank() == 0:
+    print(plain.detach(), between_machines.detach())      # log(1 + e⁻¹) + 3 log 2
+```
+```text
+tensor(2.3927) tensor(2.3927)
 ```
 
 ```bash
@@ -147,13 +160,12 @@ How often are candidates sent?
 
 - **Once**: SigLIP and SupSigmoid. The gradient of a pair depends on no other pair, so one sweep computes the loss and all
   gradients.
-- **Forward and backward**: InfoNCE, Clip, NTXent, SupCon, MNRL, MILNCE and AlignUniform. The backward pass needs complete
-  log-sum-exps.
+- **Forward and backward**: InfoNCE, Clip, NTXent, SupCon, MNRL, MILNCE and AlignUniform, whose backward pass needs complete
+  log-sum-exps; Contrastive and SignalToNoise, whose two means are known after the forward pass.
 - **Twice in the forward pass**: MultiSimilarity, Circle, Triplet with `mining="hard"`, GeneralizedLiftedStructure, Margin,
   NCA, FastAP, DCL, HCL, Debiased, NPairs, MultiPositive, SupCon with `variant="in"`. Their statistics of a row merge: sums,
   counts, extremes, log-sum-exps. The second time is for the gradient.
-- **Three times**: RankedList and MultiSimilarity with `epsilon`, whose thresholds come first; Contrastive and SignalToNoise,
-  whose two means are known after the forward pass.
+- **Three times**: RankedList and MultiSimilarity with `epsilon`, whose thresholds come first.
 - **Four times**: SINCERE, TupletMargin and ClipDistillation, where a second statistic depends on the first one;
   LiftedStructure, which is two sums over anchors.
 - **Refused**: Triplet with all or semi-hard triplets, SmoothAP, Angular and GIST, where a term needs an anchor's whole row.
@@ -163,6 +175,7 @@ The constructor refuses a loss that needs whole rows, and says why. Your own `Ro
 statistics that merge:
 
 ```python
+import contrastive_zoo as cz
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum
 
 class BatchHard(cz.RowLoss):
@@ -180,6 +193,8 @@ in one of the two ways only.
 {rows:,} samples of width {width} in total, float32, {ranks} gloo ranks of one thread on two cores: extra MB at the peak of a
 step, and seconds of it, of the slowest rank, after a small step. Losses with labels have {classes} classes. On these
 machines the ranks share cores and memory, so transfers do not overlap with compute.
+A ring saves what grows with N: the rows of other ranks and their gradients, 2 N d elements, 32 MB here. The rest is
+constant: the blocks of similarities. A loss that mines few pairs, such as the hard triplet, pays for its second pass.
 
 {losses}
 ## SigLIP beside open_clip

@@ -72,6 +72,8 @@ class RingSweep:
     ) -> None:
         self.on_block, self.terms, self.layout, self.parameters = on_block, terms, layout, parameters
         self.anchors, self.candidates = anchors.detach(), candidates.detach()
+        self.stages: list[Stage] | None = None
+        """The merged statistics, a few numbers for each local anchor, once they are computed."""
 
     def _exchange(self, rows: Tensor) -> Ring:
         return Ring(rows, self.layout.candidate_shards, machines(self.layout.world), self.layout.world)
@@ -116,12 +118,15 @@ class RingSweep:
 
     def _merged(self) -> list[Stage]:
         """Return all stages, merged over the candidates of all ranks."""
+        if self.stages is not None:
+            return self.stages
         stages: list[Stage] = []
         while True:
             with inner_graph():
                 leaves = [tuple(stage.leaves(slice(None))) for stage in stages]
                 found, _ = self._without_candidates(leaves, self.anchors.clone().requires_grad_())
                 if found is None:
+                    self.stages = stages
                     return stages
                 parts = [x.partial() for x in found]
             states = [tuple(s.clone() for s in x.state(part)) for x, part in zip(found, parts, strict=True)]

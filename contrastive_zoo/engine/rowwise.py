@@ -173,6 +173,7 @@ class _SumOverAnchors(Function):
         changes = layout.world.progress.changes if isinstance(layout.world, Session) else None
         if reduction == "none":  # each anchor's weight is known in the backward pass only
             losses = sweep.losses()[0].sum(1)
+            ctx.stages = getattr(sweep, "stages", None)
             if changes and sum_over_ranks(torch.tensor(float(changes())), gradient="complete", world=layout.world) > 0:
                 raise ValueError(_STATEFUL_WITHOUT_REDUCTION)
             return losses
@@ -188,6 +189,7 @@ class _SumOverAnchors(Function):
         total, count, *changed = sum_over_ranks(torch.stack(sums), gradient="complete", world=layout.world).unbind()
         if any(bool(x.any()) for x in changed):  # on any rank: all ranks see the same sum
             raise Replicate
+        ctx.stages = getattr(sweep, "stages", None)
         ctx.count = mean_divisor(count) if reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(anchors.dtype)
 
@@ -199,6 +201,8 @@ class _SumOverAnchors(Function):
             kind, on_block, terms, layout = ctx.sweep_settings
             parameters = inputs[1 if ctx.one_tower else 2 :]
             sweep = kind(on_block, terms, layout, inputs[0], rest[0], parameters)
+            if isinstance(sweep, RingSweep):
+                sweep.stages = ctx.stages
             weights = grad_output[:, None] if ctx.reduction == "none" else grad_output / ctx.count
             with torch.no_grad():
                 gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), terms))[2:]
