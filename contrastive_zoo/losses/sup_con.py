@@ -8,6 +8,8 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.class_pairs import only_positives
+from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -85,20 +87,29 @@ def sup_con(
     positives = counts[local_index] - 1
     scale = logit_scale(temperature, world)
     positive = scale * (z * (class_sums.index_select(0, local_index) - z)).sum(-1) / positives.clamp(min=1)
+    # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
+    only = only_positives(class_index, counts)
     candidates, _ = self_log_sum_exp(
-        z, scale=scale, unit_norm=normalize, dtype=embeddings.dtype, shards=shards, world=world
-    )
-    return reduce_anchors(candidates - positive, positives > 0, reduction=reduction, world=world)
+        z, scale=scale, unit_norm=normalize, dtype=embeddings.dtype, shards=shards, world=world,
+        excluded=None if only is None else only[shards.local],
+    )  # fmt: skip
+    losses = candidates - positive
+    if only is not None:
+        losses = cross_entropy(positive, candidates).where(positives == 1, losses)
+    return reduce_anchors(losses, positives > 0, reduction=reduction, world=world)
 
 
 def _block_losses(block: AnchorBlock, temperature: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
     logits = block.anchors @ block.candidates.T / temperature
     count = block.positive.sum(1, dtype=logits.dtype)
     if variant == "in":
-        positive_term = masked_log_sum_exp(logits, block.positive) - count.clamp(min=1).log()
-    else:
-        positive_term = logits.where(block.positive, 0).sum(1) / count.clamp(min=1)
-    return masked_log_sum_exp(logits, block.positive | block.negative) - positive_term, count > 0
+        positives = masked_log_sum_exp(logits, block.positive, empty=0.0)
+        losses = cross_entropy(positives, masked_log_sum_exp(logits, block.negative)) + count.clamp(min=1).log()
+        return losses, count > 0
+    positive = logits.where(block.positive, 0).sum(1) / count.clamp(min=1)
+    # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
+    candidates = masked_log_sum_exp(logits, block.negative | (block.positive & (count != 1)[:, None]))
+    return cross_entropy(positive, candidates).where(count == 1, candidates - positive), count > 0
 
 
 def _settings_problem(variant: str) -> str | None:
