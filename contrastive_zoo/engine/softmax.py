@@ -175,7 +175,9 @@ def _dense_self_log_sum_exp(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return log-sum-exps of rows without the rows themselves, their partners and excluded rows; and partners' logits."""
     partners = _partners(len(s), s, partner_offsets)
-    r = _log_sum_exp_without((partners | partners.T).fill_diagonal_(True), s, shards, excluded)
+    if partner_offsets:
+        partners = partners | partners.T
+    r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
     return r, _diagonals(s[:, shards.local], partner_offsets)
 
 
