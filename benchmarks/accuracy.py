@@ -55,6 +55,15 @@ def plain_clip(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     return (F.cross_entropy(s, torch.arange(len(a))) + F.cross_entropy(s.T, torch.arange(len(a)))) / 2
 
 
+def plain_sup_con(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
+    """Return SupCon as it is commonly written, each sample a class of two."""
+    z, labels = F.normalize(torch.cat([a, b]), dim=1), torch.arange(len(a)).repeat(2)
+    itself = torch.eye(len(z), dtype=torch.bool)
+    positive = (labels[:, None] == labels) & ~itself
+    log_share = (z @ z.T / temperature).masked_fill(itself, -torch.inf).log_softmax(1)
+    return -(log_share.where(positive, 0).sum(1) / positive.sum(1)).mean()
+
+
 def exact_nt_xent(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     """Return the same, with the positive left out of the log-sum-exp: float64 cancels, too, at a loss of 1e-12."""
     z, n = F.normalize(torch.cat([a, b]), dim=1), len(a)
@@ -77,9 +86,17 @@ def our_clip(*rows: Tensor, **settings: Any) -> Tensor:
     return cz.info_nce(*rows, symmetric=True, **settings)
 
 
+def our_sup_con(*rows: Tensor, world: World, **settings: Any) -> Tensor:
+    """Return SupCon, each sample a class of two."""
+    shards = world.shards(rows[0])
+    labels = torch.arange(shards.total)[shards.local].repeat(2)
+    return cz.sup_con(torch.cat(rows), labels, world=world, **settings)
+
+
 LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
     "NTXent": (cz.nt_xent, plain_nt_xent, exact_nt_xent),
     "CLIP": (our_clip, plain_clip, exact_clip),
+    "SupCon": (our_sup_con, plain_sup_con, exact_nt_xent),
 }
 
 
@@ -196,12 +213,12 @@ contrastive_zoo computes the same functions without these differences:
 - The loss is softplus(log Σ_{{j≠p}} exp(s_j) − s_p). The log-sum-exp leaves the positive out.
 - The weight of the positive is minus the sum of the weights of the others.
 - With several positives the softmax runs over their log-sum-exp; MIL-NCE and the joint MNRL follow.
+- SupCon's log-sum-exp leaves the positive out of the sums of anchors with one positive.
 
 This holds on every path: tiled, cached, small batches, over ranks and in a ring, and under `cz.dense()`. NTXent, InfoNCE,
-CLIP, MNRL, MILNCE, NPairs and GIST use these formulas. SINCERE and TupletMargin are written so from the start. DCL has no
-positive in its denominator. SupCon is the exception: its log-sum-exp contains the positives. Where each anchor has one
-positive, its float32 gradient loses its digits below a temperature of about 0.02; NTXent is the same function of two views.
-Where an anchor has several positives that differ, their spread is most of the gradient, and the plain formula keeps digits.
+CLIP, MNRL, MILNCE, NPairs, GIST and SupCon use these formulas. SINCERE and TupletMargin are written so from the start. DCL
+has no positive in its denominator. Where an anchor has several positives that differ, their spread is most of the gradient,
+and the plain formula keeps digits; SupCon takes it there. Labels give the table's SupCon two rows of each class.
 
 ![Relative error of the gradient over the temperature](figures/accuracy.svg)
 

@@ -244,7 +244,7 @@ def test_the_table_of_errors_has_every_path_and_both_sides(worlds: Worlds, monke
     monkeypatch.setattr(accuracy, "DTYPES", (torch.float32,))
     lines = accuracy.measured(60, (0.02,), worlds)
     assert [line[:4] for line in lines] == [
-        [x, "float32", "0.02", y] for x in ("NTXent", "CLIP") for y in ("0.3", "0.1")
+        [x, "float32", "0.02", y] for x in ("NTXent", "CLIP", "SupCon") for y in ("0.3", "0.1")
     ]
     for line in lines:
         *ours, plain = map(float, line[4:])

@@ -7,10 +7,10 @@ that float32 has.
 import functools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -21,10 +21,11 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import cross_entropy, dense_mode, similarity_budget, softmax, tiling
+from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.session import Session
 from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
+from contrastive_zoo.world import ALONE, Shards, World
 from tests.helpers import local_shard, numbers
 
 EVERY = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -92,6 +93,18 @@ def our_n_pairs(*rows: Tensor, **settings: Any) -> Tensor:
     return cz.n_pairs(torch.cat(rows), torch.arange(len(rows[0])).repeat(2), l2=0.0, normalize=True, **settings)
 
 
+def our_sup_con(*rows: Tensor, **settings: Any) -> Tensor:
+    """Two views are one positive for each anchor."""
+    return cz.sup_con(torch.cat(rows), torch.arange(len(rows[0])).repeat(len(rows)), **settings)
+
+
+def sup_con_by_anchor(*rows: Tensor, temperature: float) -> Tensor:
+    """As against a memory."""
+    z, ids = F.normalize(torch.cat(rows), dim=1), torch.arange(len(rows[0])).repeat(len(rows))
+    block_loss = cz.SupCon(temperature=temperature).block_loss()
+    return sum_over_anchors(block_loss, z, ids, shards=Shards((len(z),)), reduction="mean", world=ALONE)
+
+
 def our_gist(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
     """The guide finds all rows alike, and masks none."""
     ones = torch.ones(len(a), 1)
@@ -109,7 +122,7 @@ def ranked_mnrl(*rows: Tensor, **settings: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Solved:
-    """A loss and its definition.
+    """A loss and its definition. Losses of one definition are equal.
 
     Args:
         ours: the loss.
@@ -119,7 +132,7 @@ class Solved:
         several_match: whether the loss is −log of the sum of the positives' shares, not the mean of −log of a share.
     """
 
-    ours: Callable[..., Tensor]
+    ours: Callable[..., Tensor] = field(compare=False)
     softmaxes: Callable[..., Softmaxes]
     views: int = 2
     times: int = 1
@@ -167,6 +180,10 @@ TILED = {
 LOSSES = {
     **TILED,
     "MNRL, anchor by anchor": Solved(ranked_mnrl, of_mnrl, times=2),
+    "SupCon": Solved(our_sup_con, of_nt_xent),
+    "SupCon, three views": Solved(our_sup_con, of_nt_xent, views=3),
+    "SupCon, in": Solved(functools.partial(our_sup_con, variant="in"), of_nt_xent),
+    "SupCon, anchor by anchor": Solved(sup_con_by_anchor, of_nt_xent),
     "NPairs": Solved(our_n_pairs, of_info_nce),
     "GIST": Solved(our_gist, of_gist),
 }
@@ -182,9 +199,8 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 @functools.cache
-def expected(name: str, n: int, t: float, noise: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
+def expected(loss: Solved, n: int, t: float, noise: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
     """Return the gradient in float64, and the relative error of plain torch's in ``dtype``."""
-    loss = LOSSES[name]
     rows = views(n, noise, loss.views, dtype)
     exact = gradient(loss.exact, rows, torch.float64, temperature=t)
     return exact, relative_error(gradient(loss.plain, rows, dtype, temperature=t), exact)
@@ -192,8 +208,9 @@ def expected(name: str, n: int, t: float, noise: float, dtype: torch.dtype = tor
 
 def errors(name: str, n: int, t: float, noise: float, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     """Return the relative errors of our gradient and of plain torch's, both in ``dtype``, against float64."""
-    exact, plain = expected(name, n, t, noise, dtype)
-    found = gradient(LOSSES[name].ours, views(n, noise, LOSSES[name].views, dtype), dtype, temperature=t)
+    loss = LOSSES[name]
+    exact, plain = expected(loss, n, t, noise, dtype)
+    found = gradient(loss.ours, views(n, noise, loss.views, dtype), dtype, temperature=t)
     return relative_error(found, exact), plain
 
 
@@ -241,7 +258,7 @@ def test_float32_keeps_digits_of_the_gradient(name: str, where: str) -> None:
         with path(where):
             found, plain = errors(name, 256, t, noise)
         assert found <= 2 * GOAL, (t, noise)
-        if name == "NTXent, three views":
+        if name.endswith("three views"):
             assert found <= 1.5 * plain
             continue
         assert found <= plain, (t, noise)
@@ -250,14 +267,14 @@ def test_float32_keeps_digits_of_the_gradient(name: str, where: str) -> None:
 
 
 def test_the_goal_is_met_at_its_size() -> None:
-    for name in ("NTXent", "CLIP"):
+    for name in ("NTXent", "CLIP", "SupCon"):
         for noise in (0.3, 0.1):
             assert errors(name, 700, 0.01, noise)[0] <= GOAL
 
 
 @pytest.mark.parametrize("where", ["cached", "small"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("name", [*TILED, "SupCon"])
 def test_16_bits_are_never_worse_than_plain_torch_in_16_bits(name: str, dtype: torch.dtype, where: str) -> None:
     for t, noise in CONDITIONS[1:3]:
         with path(where):
@@ -293,10 +310,31 @@ def test_ranks_keep_the_same_digits(ring: bool, always: bool, worlds: Worlds) ->
             assert relative_error(found.pop(0), exact) <= 2 * GOAL, (name, noise)
 
 
+def positives_on_other_ranks(ring: bool, always: bool, sizes: tuple[int, ...]) -> list[Tensor]:
+    """SupCon's gradients of the local rows, for each noise; rows of a view stand together, so that ranks split pairs."""
+    found = []
+    for noise in (0.3, 0.1):
+        z, labels = torch.cat(views(sum(sizes) // 2, noise)), torch.arange(sum(sizes) // 2).repeat(2)
+        loss = functools.partial(cz.sup_con, labels=local_shard(labels, sizes))
+        with splitting(always=always):
+            world = Session.of(World.of(), ring=ring)
+            found.append(gradient(loss, [local_shard(z, sizes)], torch.float32, temperature=0.01, world=world)[0])
+    return found
+
+
+@pytest.mark.parametrize(("ring", "always"), [(False, False), (False, True), (True, True)])
+def test_positives_on_other_ranks_keep_the_same_digits(ring: bool, always: bool, worlds: Worlds) -> None:
+    sizes = (200, 0, 240, 72)
+    found = worlds.run(len(sizes), lambda: positives_on_other_ranks(ring, always, sizes))
+    for noise, of_ranks in zip((0.3, 0.1), zip(*found, strict=True), strict=True):
+        exact, _ = expected(LOSSES["SupCon"], sum(sizes) // 2, 0.01, noise)
+        assert relative_error(torch.cat(of_ranks), exact.flatten(0, 1)) <= 2 * GOAL, noise
+
+
 # ------------------------------------------------------------------------------------------------------------- mutants
 
 
-USERS = ("info_nce", "mnrl", "mil_nce", "n_pairs", "gist")
+USERS = ("info_nce", "mnrl", "mil_nce", "n_pairs", "gist", "sup_con")
 """The modules of losses that import the formula by name."""
 
 
@@ -306,15 +344,22 @@ def subtracted(positive: Tensor, others: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["tiled", "small", "dense"])
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "NTXent, three views"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if not name.endswith("three views")])
 def test_a_subtraction_is_caught(name: str, where: str) -> None:
     """Three views hide it: their positives differ by more than the others add up to."""
-    modules = [cross_entropy, *(sys.modules[f"contrastive_zoo.losses.{x}"] for x in USERS)]
+    modules = [cross_entropy, *(import_module(f"contrastive_zoo.losses.{x}") for x in USERS)]
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch.object(module, "cross_entropy", subtracted))
         stack.enter_context(path(where))
         assert errors(name, 256, 0.01, 0.3)[0] > 100 * GOAL
+
+
+@pytest.mark.parametrize("where", ["tiled", "small", "dense"])
+def test_a_sum_with_the_only_positive_is_caught(where: str) -> None:
+    """SupCon's former formula: the dot product with the sum of the class is rounded otherwise than the logit in the sum."""
+    with path(where), patch.object(import_module("contrastive_zoo.losses.sup_con"), "only_positives", lambda *_: None):
+        assert errors("SupCon", 256, 0.01, 0.3)[0] > 100 * GOAL
 
 
 def test_the_small_batch_path_is_as_accurate() -> None:

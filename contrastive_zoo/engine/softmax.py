@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather
@@ -51,10 +51,11 @@ def self_log_sum_exp(
     unit_norm: bool = False,
     dtype: torch.dtype | None = None,
     partner_offsets: Sequence[int] = (),
+    excluded: Int[Tensor, " n"] | None = None,
     shards: Shards,
     world: World,
 ) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " k"]]]:
-    """Return log-sum-exps of local rows over all rows but themselves and their partners, and the logits of partners.
+    """Return log-sum-exps of local rows over all rows but themselves and their partners, and partners' logits.
 
     Without partners: ``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` of local rows z and all rows Z.
 
@@ -64,6 +65,8 @@ def self_log_sum_exp(
         unit_norm: whether all rows are known to have norms of at most 1.
         dtype: the dtype of the input. If it has 16 bits, z is rounded to it, and matmuls round their factors to it.
         partner_offsets: offsets o; row i + o of the same rank is a partner of row i, and row i of it.
+        excluded: the index, among all ranks' rows, of one more row that a row's sum leaves out, and the reverse; or its own.
+            None on every rank, or on none.
         shards: shard sizes of the rows.
         world: the ranks that hold them.
 
@@ -78,9 +81,9 @@ def self_log_sum_exp(
     """
     if is_dense():
         gathered = all_gather(z, shards=shards, process_group=world)
-        return _dense_self_log_sum_exp(scale * z @ gathered.T, partner_offsets, shards)
+        return _dense_self_log_sum_exp(scale * z @ gathered.T, partner_offsets, excluded, shards)
     if world.size == 1 and is_small_batch(len(z) ** 2):
-        return _dense_self_log_sum_exp(scale * z @ z.T, partner_offsets, shards)
+        return _dense_self_log_sum_exp(scale * z @ z.T, partner_offsets, excluded, shards)
     sweep = SoftmaxSweep(
         shards,
         shards,
@@ -90,6 +93,7 @@ def self_log_sum_exp(
         learnable_scale=isinstance(scale, Tensor),
         dtype=dtype,
         partners=Partners(partner_offsets),
+        excluded=excluded,
     )
     r, _, *positives = _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))
     return r, positives
@@ -166,10 +170,14 @@ def cross_log_sum_exp(
     return r, c, positives
 
 
-def _dense_self_log_sum_exp(s: Tensor, partner_offsets: Sequence[int], shards: Shards) -> tuple[Tensor, list[Tensor]]:
-    """Return log-sum-exps of rows without the rows themselves and their partners; and partners' logits."""
+def _dense_self_log_sum_exp(
+    s: Tensor, partner_offsets: Sequence[int], excluded: Tensor | None, shards: Shards
+) -> tuple[Tensor, list[Tensor]]:
+    """Return log-sum-exps of rows without the rows themselves, their partners and excluded rows; and partners' logits."""
     partners = _partners(len(s), s, partner_offsets)
-    r = _log_sum_exp_without((partners | partners.T).fill_diagonal_(True), s, shards)
+    if partner_offsets:
+        partners = partners | partners.T
+    r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
     return r, _diagonals(s[:, shards.local], partner_offsets)
 
 
@@ -181,10 +189,13 @@ def _partners(rows: int, columns: Tensor, offsets: Sequence[int], stride: int = 
     return partners
 
 
-def _log_sum_exp_without(left_out: Tensor, s: Tensor, column_shards: Shards) -> Tensor:
-    """Return log-sum-exps of rows of s, whose entries in the local columns may be left out."""
+def _log_sum_exp_without(left_out: Tensor, s: Tensor, column_shards: Shards, excluded: Tensor | None = None) -> Tensor:
+    """Return log-sum-exps of rows of s without some local columns, and without one column ``excluded`` of each row."""
     before, after = column_shards.start, s.shape[1] - column_shards.start - column_shards.size
-    return log_sum_exp(s.masked_fill(F.pad(left_out, (before, after)), -torch.inf), 1)
+    left_out = F.pad(left_out, (before, after))
+    if excluded is not None:
+        left_out.scatter_(1, excluded[:, None], True)
+    return log_sum_exp(s.masked_fill(left_out, -torch.inf), 1)
 
 
 def _diagonals(s: Tensor, partner_offsets: Sequence[int], stride: int = 1) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
+from contrastive_zoo.engine.class_pairs import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, RingExchange, merge_at_owners
 from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.ring import Ring, machines, ring_blocks
@@ -39,6 +40,8 @@ class SoftmaxSweep:
     """The dtype of the input; embeddings of 16 bits are sent, and multiplied where that is faster, in 16 bits."""
     partners: Partners = field(default_factory=Partners)
     """The columns that are left out of a row's sum, and whose logits are returned."""
+    excluded: Tensor | None = None
+    """With one tower [n], the row of all ranks that each row's sum also leaves out, and the reverse; or the row itself."""
     learns: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too."""
 
@@ -82,7 +85,15 @@ class SoftmaxSweep:
     def _may_lack_pairs(self) -> bool:
         """Return whether a row or a column of any rank may have no other than itself and its partners."""
         left_out = len(self.partners.offsets) + self.one_tower * (1 + len(self.partners.offsets))
+        left_out += self.excluded is not None
         return min(self.row_shards.total, self.column_shards.total) <= left_out
+
+    def _excluded_columns(self, block: RankBlock) -> Tensor | None:
+        """Return the excluded rows of a block's rows, as indices of its columns; outside of them where it has none."""
+        if self.excluded is None:
+            return None
+        first = sum(self.column_shards.sizes[: block.ahead]) + block.columns.start
+        return self.excluded[block.rows] - first
 
     def _scratch_buffer(self, like: Tensor) -> ScratchBuffer:
         height, width = tile_shape(like)
@@ -113,14 +124,15 @@ class SoftmaxSweep:
         positives = self.partners.empty(rows, len(rows), self.column_shards.size)
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self._tiles(rows, exchange):
-            block_rows, row_total = rows[block.rows], total[block.rows]
+            block_rows, row_total, excluded = rows[block.rows], total[block.rows], self._excluded_columns(block)
             column_total = total if self.one_tower and index == 0 else arithmetic.empty(len(columns), rows)
             for i, strip in groupby(cut, itemgetter(0)):
                 a, strip_total = block_rows[i], row_total[i]
                 for _, j, diagonal in strip:
                     tile = scratch.tile(i, j)
                     keep = cached is not None and cached.reserve(tile.nbytes)
-                    s = _logits(a, columns[j], scale, torch.empty_like(tile) if keep else tile, diagonal)
+                    out = torch.empty_like(tile) if keep else tile
+                    s = _logits(a, columns[j], scale, out, diagonal, _in_tile(excluded, i, j))
                     if index == 0:
                         self.partners.take(s, i, j, positives, mirrored=diagonal)
                     arithmetic.transform(s)
@@ -159,6 +171,7 @@ class SoftmaxSweep:
         out, cached = self._scratch_buffer(rows), iter(stored)
         for index, block, columns, cut in self._tiles(rows, exchange):
             block_rows, block_weights, block_drows = rows[block.rows], row_weights[block.rows], drows[block.rows]
+            excluded = self._excluded_columns(block)
             by_column = None if column_weights is None else column_weights[block.ahead][block.columns]
             part = dcolumns if index == 0 or dcolumns is None else gradient_buffer(columns, block)
             for i, strip in groupby(cut, itemgetter(0)):
@@ -166,7 +179,7 @@ class SoftmaxSweep:
                 for _, j, diagonal in strip:
                     b, s = columns[j], next(cached)
                     if s is None:
-                        s = _logits(a, b, scale, scratch.tile(i, j), diagonal)
+                        s = _logits(a, b, scale, scratch.tile(i, j), diagonal, _in_tile(excluded, i, j))
                         arithmetic.transform(s)
                     weights = arithmetic.weights(
                         s, strip_weights, None if by_column is None else by_column[j], out.tile(i, j)
@@ -187,7 +200,18 @@ def gradient_buffer(like: Tensor, block: RankBlock) -> Tensor:
     return torch.empty_like(like) if some else torch.zeros_like(like)
 
 
-def _logits(rows: Tensor, columns: Tensor, scale: float, out: Tensor, diagonal: bool) -> Tensor:
-    """Write scaled dot products into ``out``, with −inf for a row and itself on a diagonal tile; return it."""
+def _in_tile(excluded: Tensor | None, i: slice, j: slice) -> Tensor | None:
+    return None if excluded is None else excluded[i] - j.start
+
+
+def _logits(
+    rows: Tensor, columns: Tensor, scale: float, out: Tensor, diagonal: bool, excluded: Tensor | None
+) -> Tensor:
+    """Write scaled dot products into ``out``, with −inf for a row and itself on a diagonal tile and for excluded columns.
+
+    ``excluded`` are the columns of the tile that its rows exclude. Returns ``out``.
+    """
     torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
+    if excluded is not None:
+        clear_excluded(out, excluded)
     return out.fill_diagonal_(-torch.inf) if diagonal else out

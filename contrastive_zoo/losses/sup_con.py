@@ -8,6 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.class_pairs import only_positives
 from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
@@ -129,10 +130,16 @@ def sup_con(
     positives = counts[local_index] - 1
     scale = logit_scale(temperature, world)
     positive = scale * (z * (class_sums.index_select(0, local_index) - z)).sum(-1) / positives.clamp(min=1)
+    # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
+    only = only_positives(class_index, counts)
     candidates, _ = self_log_sum_exp(
-        z, scale=scale, unit_norm=normalize, dtype=embeddings.dtype, shards=shards, world=world
-    )
-    losses = _rescaled(candidates - positive, temperature, base_temperature)
+        z, scale=scale, unit_norm=normalize, dtype=embeddings.dtype, shards=shards, world=world,
+        excluded=None if only is None else only[shards.local],
+    )  # fmt: skip
+    losses = candidates - positive
+    if only is not None:
+        losses = cross_entropy(positive, candidates).where(positives == 1, losses)
+    losses = _rescaled(losses, temperature, base_temperature)
     return reduce_anchors(losses, positives > 0, reduction=reduction, world=world)
 
 

@@ -39,6 +39,11 @@ class Options:
     dtype: torch.dtype | None = None
     partner_offsets: tuple[int, ...] = ()
     stride: int = 1
+    excludes: bool = False
+
+    def excluded(self, n: int) -> Tensor | None:
+        """With one tower the row that each row's sum also leaves out: the first leaves out the last, and so on inwards."""
+        return torch.arange(n).flip(0) if self.excludes else None
 
     @property
     def nonzero_offsets(self) -> list[int]:
@@ -60,6 +65,10 @@ OPTIONS = [
     Options(scale=900.0, tile_bytes=64),
     Options(scale=900.0, ring=True, keep=2**20),
     Options(scale=700.0, unit_norm=True, tile_bytes=64),  # shifted, with u > 0
+    Options(excludes=True),
+    Options(excludes=True, tile_bytes=64, ring=True),
+    Options(excludes=True, scale=900.0, tile_bytes=64, keep=2**20),
+    Options(excludes=True, scale=900.0, partner_offsets=(1,), ring=True),
     Options(partner_offsets=(1, 0)),
     Options(partner_offsets=(0, 1, 3), stride=2),
     Options(partner_offsets=(4, 1), stride=3, tile_bytes=64),
@@ -110,6 +119,8 @@ def dense(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[in
     if kind == "one tower":
         s, m, partners = scale * a @ a.T, n, (sizes, options.nonzero_offsets)
         mask = left_out(*partners)
+        if options.excludes:
+            mask |= torch.eye(n).bool().flip(0)
         r = s.masked_fill(torch.eye(n).bool() | mask | mask.T, -torch.inf).logsumexp(1)
         value = finite(w * r) + sum(map(weighed, diagonals(s, *partners)))
         return [value.detach(), *torch.autograd.grad(value, (a, scale))]
@@ -133,7 +144,11 @@ def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int,
     settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "dtype": options.dtype, "world": world}
     with tiled(options.tile_bytes), similarity_budget.memory_budget(options.keep):
         if kind == "one tower":
-            r, p = softmax.self_log_sum_exp(a, partner_offsets=options.nonzero_offsets, shards=rows, **settings)
+            excluded = options.excluded(sum(sizes))
+            excluded = None if excluded is None else local_shard(excluded, sizes)
+            r, p = softmax.self_log_sum_exp(
+                a, partner_offsets=options.nonzero_offsets, excluded=excluded, shards=rows, **settings
+            )
             value = finite(w * r) + weighed(p)
             return [value.detach(), *torch.autograd.grad(value, (a, scale))]
         r, c, p = softmax.cross_log_sum_exp(
