@@ -32,7 +32,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
             an argument that is no module, such as ``model.parameters()``, or parameters that are DTensors, which FSDP
             reduces itself.
 
-    Example:
+    Examples:
         >>> model = nn.Linear(2, 1)
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> average_gradients(model)             # one process: nothing to average

@@ -27,7 +27,7 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
     Raises:
         TargetError: the target does not name a function that returns a loss.
 
-    Example:
+    Examples:
         >>> make, name, call = find_target("torch.nn:SoftMarginLoss", {"reduction": "sum"}, wrap=True)
         >>> name, type(make()).__name__
         ("DistributedLoss(SoftMarginLoss(reduction='sum'))", 'DistributedLoss')
@@ -59,7 +59,7 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a question with the closest name, or nothing.
 
-    Example:
+    Examples:
         >>> did_you_mean("same_valu", ["same_value", "same_state"])
         ' Did you mean same_value?'
     """

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Iterable, Sequence
 
-_SECTIONS = ("Args", "Raises", "Example", "Source")
+_SECTIONS = ("Args", "Raises", "Examples", "Source")
 _SECTION = re.compile(rf"^({'|'.join(_SECTIONS)}):", re.MULTILINE)
 _CHECK_FINITE = "check_finite: whether NaN and infinite values are refused."
 
@@ -22,7 +22,7 @@ def class_docstring(
 ) -> str:
     """The docstring of the class ``name``, whose instances hold ``settings`` and compute the function.
 
-    What ``own`` says comes after the formula; its entries of Args and its Example take the place of the function's.
+    What ``own`` says comes after the formula; its entries of Args and its Examples take the place of the function's.
 
     Args:
         name: of the class.
@@ -33,14 +33,14 @@ def class_docstring(
         settings: names of the arguments of the constructor.
         inherited: docstrings of base classes, which may document further settings.
 
-    Example:
+    Examples:
         >>> text = '''The mean.
         ...
         ... Args:
         ...     x: [n].
         ...     times: a factor.
         ...
-        ... Example:
+        ... Examples:
         ...     >>> mean(x, times=2.0)   # 2 · 1
         ...     2.0'''
         >>> kwargs = {"function_name": "mean", "compared": ["x"], "settings": ["times"]}
@@ -64,7 +64,7 @@ def class_docstring(
     paragraphs.append(f"Args:\n{args}" if args else "")
     for section in _SECTIONS[1:]:
         text = of_class[section] or of_function[section]
-        if section == "Example" and not of_class[section]:
+        if section == "Examples" and not of_class[section]:
             text = "\n".join(_of_class(line, name, function_name) for line in text.split("\n"))
         paragraphs.append(f"{section}:{text}" if text else "")
     return "\n\n".join(filter(None, paragraphs))

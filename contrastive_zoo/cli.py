@@ -232,7 +232,7 @@ def main() -> None:
 def _repeat_option(arguments: list[str]) -> list[str]:
     """Turn ``--world-size 1 2 4`` into ``--world-size 1 --world-size 2 --world-size 4``, which typer accepts.
 
-    Example:
+    Examples:
         >>> _repeat_option(["check", "--world-size", "1", "2", "--json", "a"])
         ['check', '--world-size', '1', '--world-size', '2', '--json', 'a']
     """

@@ -16,7 +16,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     Tracing it would wait for other ranks, and fix their numbers of rows. ``torch.compiler.disable`` says the same, but
     loads the compiler, for more than a second, also for those who never compile.
 
-    Example:
+    Examples:
         >>> @uncompiled
         ... def doubled(x):
         ...     return 2 * x
@@ -38,7 +38,7 @@ class Function(torch.autograd.Function):
 
     A step that calls ``backward()`` inside of what is compiled is traced through it, wherever the forward pass ran.
 
-    Example:
+    Examples:
         >>> class Doubled(Function):
         ...     @staticmethod
         ...     def forward(ctx, x):

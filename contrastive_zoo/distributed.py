@@ -95,7 +95,7 @@ class DistributedLoss(nn.Module, Generic[R]):
             all ranks; indices mined on one rank's rows, or passed although there is a miner; a previous value that differs
             between ranks.
 
-    Example:
+    Examples:
         >>> import torch, contrastive_zoo as cz
         >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=1.0))
         >>> loss_fn(torch.eye(2), torch.eye(2))

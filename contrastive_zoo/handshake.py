@@ -219,7 +219,7 @@ def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], lis
 def kind(tensor: Tensor) -> str:
     """Dtype and shape as errors write them.
 
-    Example:
+    Examples:
         >>> kind(torch.ones(2, 3))
         'float32 [2, 3]'
     """
@@ -232,7 +232,7 @@ def refuse_empty(caller: str, shards: Shards) -> None:
     Raises:
         ValueError: the global batch is empty.
 
-    Example:
+    Examples:
         >>> refuse_empty("Loss", Shards((0, 3)))
     """
     if shards.total == 0:

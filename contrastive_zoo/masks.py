@@ -39,7 +39,7 @@ def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> In
     Raises:
         ValueError: n < 0 or views < 1.
 
-    Example:
+    Examples:
         >>> sample_ids(3, views=2)
         tensor([0, 1, 2, 0, 1, 2])
     """
@@ -67,7 +67,7 @@ def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> Pa
     Raises:
         ValueError: ids that are not one integer per row.
 
-    Example:
+    Examples:
         >>> masks = pair_masks(torch.tensor([5, 7, 5]))
         >>> masks.positive.int()
         tensor([[0, 0, 1],
@@ -82,7 +82,7 @@ def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> Pa
 def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) -> PairMasks:
     """The masks of a block of anchors, the first of which is row ``start`` of the gathered rows.
 
-    Example:
+    Examples:
         >>> block_masks(torch.tensor([7]), torch.tensor([5, 7, 7]), start=1).self
         tensor([[False,  True, False]])
     """
@@ -95,7 +95,7 @@ def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) 
 def labels_problem(name: str, labels: Tensor, rows: int | None = None) -> str | None:
     """The problem of these labels, in words; None if there is none.
 
-    Example:
+    Examples:
         >>> labels_problem("labels", torch.tensor([0.5]))
         'labels are one integer per row, got float32 [1]. Use labels.long().'
     """

@@ -73,7 +73,7 @@ def similarity_histogram(
     Raises:
         ValueError: on every rank alike: rows or labels that do not belong together, or rows that are not finite.
 
-    Example:
+    Examples:
         >>> figure = similarity_histogram(torch.eye(3), labels=torch.tensor([0, 0, 1]), bins=10)
         >>> figure.axes[0].get_xlabel()
         'cosine'
@@ -108,7 +108,7 @@ def retrieval_strips(
     Raises:
         ValueError: no queries, or queries with different numbers of neighbours.
 
-    Example:
+    Examples:
         >>> figure = retrieval_strips([torch.zeros(4, 4)], [[torch.zeros(4, 4), torch.ones(4, 4)]])
         >>> len(figure.axes)
         3
@@ -147,7 +147,7 @@ def embedding_map(
     Raises:
         ValueError: rows and labels that do not belong together.
 
-    Example:
+    Examples:
         >>> embedding_map(torch.eye(3), torch.tensor([0, 0, 1])).axes[0].get_title(loc="left")
         'Embeddings'
     """
@@ -170,7 +170,7 @@ def embedding_map(
 def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
     """Return the two coordinates of largest variance.
 
-    Example:
+    Examples:
         >>> principal_plane(torch.tensor([[0.0, 3.0, 0.0], [0.0, -3.0, 0.0]])).abs()
         tensor([[3., 0.],
                 [3., 0.]])

@@ -22,7 +22,7 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
         world: the ranks.
         device: the accelerator whose generator the body uses, if any.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> with one_stream(ALONE):
         ...     x = torch.rand(3)
@@ -73,7 +73,7 @@ class StateWatch:
 def broadcast_states(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:
     """Return rank 0's generator states, by one message; each has the same length on every rank.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> broadcast_states([torch.tensor([3]), torch.tensor([0.5])], ALONE)
         [tensor([3]), tensor([0.5000])]

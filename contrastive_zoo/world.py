@@ -28,7 +28,7 @@ Machines: TypeAlias = tuple[tuple[int, ...], ...]
 class Shards:
     """The split of a global batch over the ranks: ``sizes[r]`` rows on rank r, in rank order.
 
-    Example:
+    Examples:
         >>> shards = Shards((2, 0, 3), rank=2)
         >>> shards.start, shards.size, shards.total
         (2, 3, 5)
@@ -74,7 +74,7 @@ class World:
         size: number of processes W.
         group: what torch.distributed calls take as ``group``; None is the default group.
 
-    Example:
+    Examples:
         >>> World.of()
         World(rank=0, size=1, group=None)
     """
@@ -139,7 +139,7 @@ class World:
     def start_host_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for.
 
-        Example:
+        Examples:
             >>> ALONE.start_host_gather(torch.tensor([3, 4]))()
             tensor([[3, 4]])
         """
@@ -150,7 +150,7 @@ class World:
     def sends_directly(self, x: Tensor) -> bool:
         """Whether each rank sends x to each other rank directly: a small tensor arrives sooner than through gloo's ring.
 
-        Example:
+        Examples:
             >>> ALONE.sends_directly(torch.zeros(1))
             False
         """
@@ -160,7 +160,7 @@ class World:
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x].
 
-        Example:
+        Examples:
             >>> ALONE.start_gather(torch.tensor([3, 4]))()
             tensor([[3, 4]])
         """
@@ -181,7 +181,7 @@ class World:
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The ``numbers`` of all ranks, by rank; every rank passes equally many.
 
-        Example:
+        Examples:
             >>> ALONE.exchange([3, 4])
             [[3, 4]]
         """
@@ -193,7 +193,7 @@ class World:
     def exchange_text(self, text: str) -> list[str]:
         """The ``text`` of all ranks, by rank, sent as UTF-8: nothing is pickled.
 
-        Example:
+        Examples:
             >>> ALONE.exchange_text("ρ")
             ['ρ']
         """
@@ -207,7 +207,7 @@ class World:
     def shards(self, rows: int | Tensor) -> Shards:
         """The split over all ranks, given this rank's number of rows.
 
-        Example:
+        Examples:
             >>> ALONE.shards(5)
             Shards(sizes=(5,), rank=0)
         """

@@ -26,7 +26,7 @@ def unwrapped_loss(caller: str, loss: F) -> F:
     Raises:
         ValueError: a class in place of an instance; a wrapper somewhere inside of the loss.
 
-    Example:
+    Examples:
         >>> unwrapped_loss("DistributedLoss", nn.MSELoss)
         Traceback (most recent call last):
         ...
@@ -47,7 +47,7 @@ def unwrapped_miner(caller: str, miner: F, *, process_group: Any = None) -> F:
         ValueError: a class in place of an instance; a wrapper somewhere inside of the miner; a DistributedMiner of another
             process group.
 
-    Example:
+    Examples:
         >>> unwrapped_miner("DistributedLoss", None)
     """
     own_group = getattr(miner, "process_group", None) if _kind(miner) in _MINERS else None

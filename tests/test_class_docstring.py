@@ -22,7 +22,7 @@ def test_the_docstring_of_a_class_is_complete(cls: type[Loss]) -> None:
         assert f"\n    {name}: " in args
     assert "world: " not in doc, "DistributedLoss passes it"
     assert "\nRaises:\n    ValueError: " in doc
-    example = doc.partition("\nExample:")[2].partition("\nSource:")[0]
+    example = doc.partition("\nExamples:")[2].partition("\nSource:")[0]
     assert f"{cls.__name__}(" in example
     assert doc.partition("\nSource:")[2] == function.partition("\nSource:")[2] != ""
 

@@ -11,7 +11,7 @@ from contrastive_zoo.adapters.pml_native.translation import COMPOSITES, NO_LOSS,
 def as_markdown() -> str:
     """Return a table of the exports of ``pytorch_metric_learning.losses``: native equivalent and sharding, or why not.
 
-    Example:
+    Examples:
         >>> print("\\n".join(as_markdown().splitlines()[:3]))
         | pytorch-metric-learning | native | sharded |
         |---|---|---|

@@ -33,7 +33,7 @@ class ContrastiveTrainerMixin(_Trainer):
     Raises:
         ValueError: ``optimizers`` contains an optimizer without the parameters of ``compute_loss_func``.
 
-    Example:
+    Examples:
         >>> from transformers import Trainer
         >>> class ContrastiveTrainer(ContrastiveTrainerMixin, Trainer):
         ...     "A Trainer for losses of the global batch."

@@ -8,7 +8,7 @@ from pytorch_metric_learning import losses, miners  # noqa: F401 - the example u
 def members(loss: Any) -> list[tuple[Any, Any, float]]:
     """Return each loss of a MultipleLosses, its own miner (None if it has none) and its weight.
 
-    Example:
+    Examples:
         >>> members(losses.MultipleLosses([losses.NTXentLoss()], [miners.HDCMiner()], weights=[0.5]))
         [(NTXentLoss(...), HDCMiner(...), 0.5)]
     """

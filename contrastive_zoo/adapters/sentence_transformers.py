@@ -51,7 +51,7 @@ class DistributedSentenceLoss(nn.Module):
             every rank alike: ranks that differ in columns, widths or dtypes, columns or labels that are not one per row,
             NaN or infinite embeddings, an empty global batch; ``AdaptiveLayerLoss`` around a compiled encoder.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
         >>> class Identity(nn.Module):                 # an encoder of numbers instead of words

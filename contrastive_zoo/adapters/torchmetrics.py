@@ -21,7 +21,7 @@ class RetrievalMetric(torchmetrics.Metric):
     Raises:
         ValueError: an unknown metric.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metric = RetrievalMetric("hit_rate@1")
         >>> metric.update(torch.eye(2), labels=torch.tensor([3, 3]))

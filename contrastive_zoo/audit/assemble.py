@@ -54,7 +54,7 @@ def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldRepor
 def unexplained(quantities: Sequence[Quantity]) -> list[Finding]:
     """Return a finding of no known mistake if a quantity is not the same.
 
-    Example:
+    Examples:
         >>> print(unexplained([Quantity("value of the loss", Ratio(2.0, 1.0, 1.0, 0.0), 1e-6)])[0].measured)
         value of the loss 100.0% off
         >>> unexplained([Quantity("value of the loss", Ratio(1.0, 1.0, 0.0, 0.0), 1e-6)])

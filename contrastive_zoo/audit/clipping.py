@@ -16,7 +16,7 @@ FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 class ClipWatch:
     """Call ``on_clip(function, parameters, arguments)`` before gradients are clipped.
 
-    Example:
+    Examples:
         >>> watch = ClipWatch(lambda name, parameters, rest: print(name, len(parameters), rest))
         >>> parameter = torch.nn.Parameter(torch.ones(1))
         >>> parameter.grad = torch.ones(1)

@@ -41,7 +41,7 @@ class Ratio:
     def between(cls, x: Tensor, y: Tensor) -> Ratio:
         """Compare x with the reference y.
 
-        Example:
+        Examples:
             >>> Ratio.between(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
             Ratio(ratio=2.0, cosine=1.0, error=1.0, rest=0.0)
         """

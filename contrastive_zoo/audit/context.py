@@ -39,7 +39,7 @@ def audit(*, loss: Any = None, steps: int = 3, name: str = "the training") -> It
     Raises:
         ValueError: ``loss`` is not a module or a class of modules; ``steps`` is less than 1.
 
-    Example:
+    Examples:
         >>> import torch, contrastive_zoo as cz
         >>> model, loss_fn = nn.Linear(3, 2), cz.DistributedLoss(cz.NTXent())
         >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)

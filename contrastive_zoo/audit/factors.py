@@ -13,7 +13,7 @@ TOLERANCE = 1e-3
 def is_near(x: float, y: float, tolerance: float = TOLERANCE) -> bool:
     """Return whether two numbers are equal up to rounding.
 
-    Example:
+    Examples:
         >>> is_near(2.0001, 2), is_near(2.1, 2)
         (True, False)
     """

@@ -49,7 +49,7 @@ class LoaderWatch:
     Args:
         is_watching: whether a loader that is started now belongs to the training.
 
-    Example:
+    Examples:
         >>> watch = LoaderWatch()
         >>> watch.start()
         >>> loader = DataLoader(range(5), batch_size=2)

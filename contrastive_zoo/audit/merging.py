@@ -118,7 +118,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     Raises:
         NotComparable: the shapes do not fit.
 
-    Example:
+    Examples:
         >>> concatenated([torch.tensor([[1, 2]]), torch.tensor([[3]])])
         tensor([[1, 2],
                 [3, 0]])

@@ -42,7 +42,7 @@ class Kinds:
     Args:
         losses: further losses: modules or classes.
 
-    Example:
+    Examples:
         >>> import contrastive_zoo as cz
         >>> kinds = Kinds()
         >>> kinds(cz.NTXent()), kinds(nn.Linear(1, 1)), kinds(nn.ReLU()), kinds(nn.Sequential(nn.Linear(1, 1), cz.NTXent()))
@@ -87,7 +87,7 @@ def contains_encoder(module: nn.Module) -> bool:
 def core_name(module: nn.Module) -> str:
     """Return the class of a loss; of a wrapper, also the class of the wrapped loss.
 
-    Example:
+    Examples:
         >>> import contrastive_zoo as cz
         >>> core_name(cz.DistributedLoss(cz.NTXent()))
         'DistributedLoss(NTXent)'

@@ -110,7 +110,7 @@ def named_loss(name: str) -> Any:
     Raises:
         ValueError: there is none.
 
-    Example:
+    Examples:
         >>> named_loss("torch.nn:CrossEntropyLoss").__name__
         'CrossEntropyLoss'
     """

@@ -28,7 +28,7 @@ class Arguments:
     def of(cls, args: Any, kwargs: Any) -> Arguments:
         """Copy the arguments of a call.
 
-        Example:
+        Examples:
             >>> found = Arguments.of((torch.ones(2, requires_grad=True),), {"labels": [3]})
             >>> found.trained, found.rebuild([1, 2])
             ([True, False], ((1,), {'labels': [2]}))
@@ -176,7 +176,7 @@ class Record:
 def snapshot(x: Any) -> Any:
     """Return a detached copy on the CPU of every tensor in a tree; other values as they are.
 
-    Example:
+    Examples:
         >>> snapshot({"x": torch.ones(1, requires_grad=True), "y": 2})
         {'x': tensor([1.]), 'y': 2}
     """

@@ -124,7 +124,7 @@ VERDICTS = {
 def described(x: Quantity) -> str:
     """Return a quantity in words.
 
-    Example:
+    Examples:
         >>> described(Quantity("value of the loss", reason="no step was finished"))
         'not compared: no step was finished'
     """

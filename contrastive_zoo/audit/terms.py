@@ -17,7 +17,7 @@ class TermWatch:
         losses: returns the nodes of the losses in the graph.
         on_terms: called with the parameters of the other terms.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(1))
         >>> loss = (2 * weight).sum()
         >>> watch = TermWatch(lambda: [loss.grad_fn], lambda parameters: print(len(parameters)))

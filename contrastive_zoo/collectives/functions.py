@@ -25,7 +25,7 @@ from contrastive_zoo.world import Processes, Shards, World
 def mean_over_ranks(x: Tensor, world: World) -> Tensor:
     """Return the mean of all ranks' x without gradient, checks or handshake; the division has at least 32 bits.
 
-    Example:
+    Examples:
         >>> mean_over_ranks(torch.tensor(2.0), World())
         tensor(2.)
     """
@@ -35,7 +35,7 @@ def mean_over_ranks(x: Tensor, world: World) -> Tensor:
 def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
     """Return the sum of all ranks' x, as :func:`all_reduce` does, without checks or handshake.
 
-    Example:
+    Examples:
         >>> sum_over_ranks(torch.tensor(2.0), gradient="complete", world=World())
         tensor(2.)
     """
@@ -58,7 +58,7 @@ def all_reduce(
     Raises:
         ValueError: unknown ``op`` or ``gradient``, or ranks that disagree on shape or dtype.
 
-    Example:
+    Examples:
         >>> all_reduce(torch.tensor([1.0, 2.0]))   # one process: nothing to add
         tensor([1., 2.])
     """
@@ -84,7 +84,7 @@ def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Pro
     Raises:
         ValueError: unknown ``op``, a ``dst`` outside the group, or ranks that disagree on shape or dtype.
 
-    Example:
+    Examples:
         >>> reduce(torch.tensor([1.0, 2.0]), op="mean")
         tensor([1., 2.])
     """
@@ -111,7 +111,7 @@ def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Te
     Raises:
         ValueError: a ``src`` outside the group, or ranks that disagree on shape or dtype.
 
-    Example:
+    Examples:
         >>> broadcast(torch.tensor(7))
         tensor(7)
     """
@@ -141,7 +141,7 @@ def all_gather(
     Raises:
         ValueError: unknown ``gradient``, or ranks that disagree on trailing shape or dtype.
 
-    Example:
+    Examples:
         >>> all_gather(torch.tensor([[True], [False]])).tolist()
         [[True], [False]]
     """
@@ -169,7 +169,7 @@ def reduce_scatter(
     Raises:
         ValueError: another ``op``, shards that do not add up to N, or ranks that disagree on shape or dtype.
 
-    Example:
+    Examples:
         >>> reduce_scatter(torch.ones(2, 1)).tolist()
         [[1.0], [1.0]]
     """
@@ -203,7 +203,7 @@ def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Te
     Raises:
         ValueError: a ``dst`` outside the group, or ranks that disagree on trailing shape or dtype.
 
-    Example:
+    Examples:
         >>> gather(torch.tensor([1, 2]))
         tensor([1, 2])
     """
@@ -230,7 +230,7 @@ def scatter(
     Raises:
         ValueError: a ``src`` outside the group, sizes that do not fit, or ranks that disagree on shape or dtype.
 
-    Example:
+    Examples:
         >>> scatter(torch.tensor([1, 2, 3])).tolist()
         [1, 2, 3]
     """
@@ -256,7 +256,7 @@ def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
         x: equal on every rank.
         process_group: the ranks.
 
-    Example:
+    Examples:
         >>> t = torch.tensor(0.1, requires_grad=True)
         >>> replicated(t).backward(); t.grad
         tensor(1.)

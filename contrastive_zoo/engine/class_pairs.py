@@ -20,7 +20,7 @@ def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int
     Returns:
         The indices, or None if no class has two rows.
 
-    Example:
+    Examples:
         >>> only_positives(torch.tensor([1, 0, 2, 1, 2, 2]), torch.tensor([1, 2, 3]))
         tensor([3, 1, 2, 0, 4, 5])
     """
@@ -35,7 +35,7 @@ def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int
 def clear_excluded(tile: Float[Tensor, "h w"], excluded: Int[Tensor, " h"]) -> None:
     """Write −inf over one logit of each row: that of the column ``excluded``, if it is one of the tile's.
 
-    Example:
+    Examples:
         >>> tile = torch.zeros(3, 2)
         >>> clear_excluded(tile, torch.tensor([1, 7, -3]))
         >>> tile

@@ -35,7 +35,7 @@ _CLASSES_PER_DRAW = 4096
 def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
     """Return the similarity to the most similar centre of each class.
 
-    Example:
+    Examples:
         >>> nearest_center(torch.tensor([[[0.1, 0.7], [0.3, 0.2]]]))
         tensor([[0.7000, 0.3000]])
     """
@@ -69,7 +69,7 @@ def target_and_negatives(
         class_shards: shard sizes of the classes, if ``weights`` are this rank's own; None if every rank holds all.
         world: the ranks that hold rows, and classes.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> eye, where = torch.eye(3), {"shards": Shards((3,)), "world": ALONE}
         >>> target_and_negatives(eye, torch.arange(3), eye[:, None], scale=1.0, **where)   # 1, log 2
@@ -109,7 +109,7 @@ def log1p_sum_exp_by_class(
     class, and ``log(1 + Σ exp(scale · (s + shift)))`` over the rows of other classes. Every rank holds the same results,
     and the gradient of the weights is complete on each.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> eye = torch.eye(2)
         >>> log1p_sum_exp_by_class(eye, torch.arange(2), eye[:, None], shift=0.0, scale=1.0, world=ALONE)
@@ -140,7 +140,7 @@ def log_sum_exp_over_ranks(
         gradient: as in :func:`contrastive_zoo.collectives.all_reduce`.
         world: the ranks.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> log_sum_exp_over_ranks(torch.tensor([2.0, 3.0]), gradient="complete", world=ALONE)
         tensor([2., 3.])
@@ -152,7 +152,7 @@ def log_sum_exp_over_ranks(
 def class_shard(num_classes: int, world: World | None) -> slice:
     """Return the classes that this rank holds: all of them, or an even share in rank order.
 
-    Example:
+    Examples:
         >>> class_shard(5, World(rank=0, size=2)), class_shard(5, World(rank=1, size=2)), class_shard(5, None)
         (slice(0, 3, None), slice(3, 5, None), slice(0, 5, None))
     """
@@ -169,7 +169,7 @@ def draw_weights(num_classes: int, *shape: int, local: slice) -> Float[Tensor, "
     Every rank draws the weights of all classes and keeps its own: equal seeds give the weights of one process, and no
     two classes get the same ones.
 
-    Example:
+    Examples:
         >>> draw_weights(5, 2, local=slice(3, 5)).shape
         torch.Size([2, 2])
     """

@@ -20,7 +20,7 @@ def cross_entropy(positive: Float[Tensor, " n"], others: Float[Tensor, " n"]) ->
     Returns:
         Nats.
 
-    Example:
+    Examples:
         >>> cross_entropy(torch.tensor([60.0, 0.0]), torch.tensor([20.0, -torch.inf]))   # e⁻⁴⁰, where 60 − 60 gives 0
         tensor([4.2484e-18, 0.0000e+00])
     """
@@ -38,7 +38,7 @@ def cross_entropy_of_several(positives: Float[Tensor, "k n"], others: Float[Tens
     Returns:
         Nats.
 
-    Example:
+    Examples:
         >>> cross_entropy_of_several(torch.zeros(2, 1), torch.zeros(1))   # log 3
         tensor([1.0986])
     """
@@ -51,7 +51,7 @@ def cross_entropy_of_several(positives: Float[Tensor, "k n"], others: Float[Tens
 def log_sum_exp(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
     """Return ``x.logsumexp(dim)``; −inf, with gradient 0 instead of NaN, where all terms are −inf.
 
-    Example:
+    Examples:
         >>> x = torch.full((2, 1), -torch.inf, requires_grad=True)
         >>> torch.autograd.grad(log_sum_exp(x, 0).sum(), x)[0].flatten()
         tensor([0., 0.])

@@ -20,7 +20,7 @@ def dense() -> Iterator[None]:
     ``DistributedLoss`` multiplies the gradients of embeddings by the number that the trainer divides by, and would do
     so at each order. (Small batches on one process run as plain autograd anyway.)
 
-    Example:
+    Examples:
         >>> import torch
         >>> import contrastive_zoo as cz
         >>> a, b = torch.eye(2, requires_grad=True), torch.eye(2)

@@ -132,7 +132,7 @@ def merge_at_owners(
 ) -> Tensor:
     """Merge into ``total`` what other ranks computed for the local columns; send ``parts``, computed for theirs.
 
-    Example:
+    Examples:
         >>> merge_at_owners(torch.ones(2), [], [], World())
         tensor([1., 1.])
     """

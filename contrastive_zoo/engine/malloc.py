@@ -31,7 +31,7 @@ def keep_freed_memory(like: Tensor) -> None:
     step then take a tenth of its time, or more. Nothing changes with another C library, with
     ``CONTRASTIVE_ZOO_MALLOPT=0``, or where glibc's own environment variables are set.
 
-    Example:
+    Examples:
         >>> import torch
         >>> keep_freed_memory(torch.zeros(1))
     """

@@ -24,7 +24,7 @@ def masked_log_sum_exp(
 
     All x are finite.
 
-    Example:
+    Examples:
         >>> masked_log_sum_exp(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
         tensor([0.6931,   -inf])
     """
@@ -57,7 +57,7 @@ class _MaskedLogSumExp(Function):
 def log1p_sum_exp(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
     """Return log(1 + Σ exp x) over the selected entries of each row.
 
-    Example:
+    Examples:
         >>> log1p_sum_exp(torch.zeros(1, 3), torch.tensor([[True, True, False]]))   # log 3
         tensor([1.0986])
     """
@@ -67,7 +67,7 @@ def log1p_sum_exp(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"]) -> Float[T
 def log1p_exp(x: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
     """Return log(1 + exp x), also of −inf.
 
-    Example:
+    Examples:
         >>> log1p_exp(torch.tensor([-torch.inf, 0.0]))
         tensor([0.0000, 0.6931])
     """
@@ -80,7 +80,7 @@ def masked_max(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: boo
     Equal maxima share the gradient, so that it does not depend on their order; with ``first`` the first of them gets
     all of it, as from ``x.max(1)``.
 
-    Example:
+    Examples:
         >>> masked_max(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, False], [False, False]]))
         tensor([1., -inf])
     """
@@ -90,7 +90,7 @@ def masked_max(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: boo
 def masked_min(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: bool = False) -> Float[Tensor, " c"]:
     """Return the smallest selected entry of each row, as :func:`masked_max`; +inf for a row without any.
 
-    Example:
+    Examples:
         >>> masked_min(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, True], [False, False]]))
         tensor([1., inf])
     """
@@ -161,7 +161,7 @@ def _fill_value(x: Tensor) -> float:
 def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
     """Return ``mask.any(1)``, faster on a CPU.
 
-    Example:
+    Examples:
         >>> any_in_row(torch.eye(2, dtype=torch.bool))
         tensor([True, True])
     """
@@ -171,7 +171,7 @@ def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
 def masked_indices(mask: Bool[Tensor, "c N"]) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:
     """Return the selected columns of each row in order, padded to the longest row, and which of them are no padding.
 
-    Example:
+    Examples:
         >>> masked_indices(torch.tensor([[True, False, True], [False, True, False]]))
         (tensor([[0, 2],
                 [1, 0]]), tensor([[ True,  True],

@@ -16,7 +16,7 @@ from contrastive_zoo.world import Shards, World
 def centered(x: Float[Tensor, "n d"], *, shards: Shards, world: World) -> Float[Tensor, "n d"]:
     """Return the local rows minus the mean of all ranks' rows.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from contrastive_zoo.world import ALONE
         >>> centered(torch.tensor([[1.0], [3.0]]), shards=Shards((2,)), world=ALONE)
@@ -31,7 +31,7 @@ def centered(x: Float[Tensor, "n d"], *, shards: Shards, world: World) -> Float[
 def second_moments(x: Float[Tensor, "n d"], y: Float[Tensor, "n e"], *, world: World) -> Float[Tensor, "d e"]:
     """Return ``X.T @ Y``, summed over the rows of all ranks, not divided; every rank must derive the same value from it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from contrastive_zoo.world import ALONE
         >>> second_moments(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]), world=ALONE)
@@ -44,7 +44,7 @@ def second_moments(x: Float[Tensor, "n d"], y: Float[Tensor, "n e"], *, world: W
 def squared_sums(x: Float[Tensor, "n d"], *, world: World) -> Float[Tensor, " d"]:
     """Return the diagonal of ``second_moments(x, x)``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from contrastive_zoo.world import ALONE
         >>> squared_sums(torch.tensor([[1.0], [2.0]]), world=ALONE)
@@ -56,7 +56,7 @@ def squared_sums(x: Float[Tensor, "n d"], *, world: World) -> Float[Tensor, " d"
 def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """Return the matrix with zeros on its diagonal.
 
-    Example:
+    Examples:
         >>> import torch
         >>> off_diagonal(torch.ones(2, 2))
         tensor([[0., 1.],

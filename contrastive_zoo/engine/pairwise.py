@@ -27,7 +27,7 @@ _ROUNDING_UNITS = 8
 def share_across_blocks(candidates: Tensor) -> Tensor:
     """Return candidates as a leaf for many blocks of anchors: squared norms are computed once, gradients may be sparse.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.engine.masked import masked_min
         >>> candidates = share_across_blocks(torch.eye(3))
         >>> similarity = dot_products(torch.tensor([[3.0, 2.0, 1.0]]), candidates)
@@ -62,7 +62,7 @@ def takes_sparse_gradient(matrix: Tensor) -> bool:
 def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """Return ``anchors @ candidates.T``, whose backward pass skips the zeros of a sparse gradient.
 
-    Example:
+    Examples:
         >>> dot_products(torch.eye(2), torch.ones(1, 2))
         tensor([[1.],
                 [1.]])
@@ -98,7 +98,7 @@ def euclidean(
 
     Points that are closer together than the rounding of a matmul have distance 0, without gradient.
 
-    Example:
+    Examples:
         >>> euclidean(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
         tensor([[5., 0.]])
     """

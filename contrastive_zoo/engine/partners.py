@@ -16,7 +16,7 @@ from torch import Tensor
 class Partners:
     """The columns stride · i + offset of the local block are the partners of row i, for each offset.
 
-    Example:
+    Examples:
         >>> partners, s = Partners((0,)), torch.ones(2, 2)
         >>> logits = partners.empty(s, 2, 2)
         >>> partners.take(s, slice(0, 2), slice(0, 2), logits, mirrored=False)

@@ -39,7 +39,7 @@ def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
     The gradient is not rounded.
 
-    Example:
+    Examples:
         >>> rounded(torch.tensor(1.001), torch.bfloat16), rounded(torch.tensor(1.001), torch.float32)
         (tensor(1.), tensor(1.0010))
     """
@@ -72,7 +72,7 @@ def matmul_rounding(dtype: torch.dtype | None, device: str) -> Iterator[None]:
     matmuls of other threads are rounded, too, in the meantime. The last thread that leaves restores the setting that
     the first one found; a setting that other code makes in between stays.
 
-    Example:
+    Examples:
         >>> with matmul_rounding(torch.float32, "cpu"):   # nothing to round
         ...     torch.eye(2) @ torch.tensor([[1.001], [1.0]])
         tensor([[1.0010],
@@ -111,7 +111,7 @@ _active_threads: dict[str, tuple[int, Any]] = {}
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of equal batches; autocast casts neither this matmul nor those of its backward pass down.
 
-    Example:
+    Examples:
         >>> with torch.autocast("cpu"):
         ...     matmul(torch.eye(2), torch.ones(2, 1)).dtype
         torch.float32

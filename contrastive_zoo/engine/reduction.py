@@ -35,7 +35,7 @@ def reduce_anchors(
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         world: the ranks that hold anchors.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), world=ALONE)
         tensor(2.)
@@ -59,7 +59,7 @@ def reduce_anchors(
 def mean_divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """Return the divisor of a mean: the count, at least 1, or infinity if nothing counts.
 
-    Example:
+    Examples:
         >>> mean_divisor(torch.tensor([3.0, 0.0, 1e-38]))
         tensor([3., inf, inf])
     """

@@ -22,7 +22,7 @@ from contrastive_zoo.world import Machines, Shards, World
 def machines(world: World) -> Machines:
     """Return the ranks of each machine that the session's ring has, () without a ring.
 
-    Example:
+    Examples:
         >>> machines(World())
         ()
     """
@@ -38,7 +38,7 @@ def ring_blocks(columns: Shards, layout: Machines, rows: int = 0) -> list[RankBl
         layout: the ranks of each machine.
         rows: number of local rows.
 
-    Example:
+    Examples:
         >>> [block.ahead for block in ring_blocks(Shards((1,) * 4, rank=1), ((0, 1), (2, 3)))]
         [1, 0, 3, 2]
     """
@@ -55,7 +55,7 @@ def ring_blocks(columns: Shards, layout: Machines, rows: int = 0) -> list[RankBl
 def position(rank: int, layout: Machines) -> tuple[int, int]:
     """Return the machine of a rank, and its place there.
 
-    Example:
+    Examples:
         >>> position(2, ((0, 1), (2, 3)))
         (1, 0)
     """
@@ -137,7 +137,7 @@ def start_exchange(
 ) -> GatherExchange | Ring:
     """Start to bring all other ranks' columns here, in the ring of the session, or all at once.
 
-    Example:
+    Examples:
         >>> [x.tolist() for x in start_exchange(torch.ones(1, 2), Shards((1,)), World())]
         [[[1.0, 1.0]]]
     """

@@ -57,7 +57,7 @@ class Statistic(ABC):
 class Sum(Statistic):
     """A sum over the block's candidates, [c] or [c, k]; also a count.
 
-    Example:
+    Examples:
         >>> Sum(torch.tensor([2.0])).merge((torch.tensor([2.0]),), (torch.tensor([3.0]),))
         (tensor([5.]),)
     """
@@ -94,7 +94,7 @@ class AnyOf(Statistic):
 class LogSumExp(Statistic):
     """log Σ exp over the selected entries of each row, ``empty`` for a row without any.
 
-    Example:
+    Examples:
         >>> none = LogSumExp(torch.zeros(1, 2), torch.tensor([[False, False]]), empty=0.0)
         >>> none.partial(), none.value()
         (tensor([-inf]), tensor([0.]))
@@ -148,7 +148,7 @@ class _Extreme(Statistic):
 class Maximum(_Extreme):
     """The largest of the selected entries of each row, −inf for a row without any.
 
-    Example:
+    Examples:
         >>> one, other = (Maximum(x, x > 0) for x in (torch.tensor([[1.0, 3.0]]), torch.tensor([[3.0, 2.0]])))
         >>> one.merge(one.state(one.partial()), other.state(other.partial()))   # two entries are 3
         (tensor([3.]), tensor([2]))
@@ -176,7 +176,7 @@ Rows = Generator[Sequence[Statistic], tuple[Tensor, ...], tuple[Tensor, Tensor]]
 def complete(result: tuple[Tensor, Tensor] | Rows) -> tuple[Tensor, Tensor]:
     """Return losses and counts of a block that holds all candidates.
 
-    Example:
+    Examples:
         >>> def rows(similarity):
         ...     total, = yield (Sum(similarity.sum(1)),)
         ...     return total, total > 0

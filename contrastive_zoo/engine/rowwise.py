@@ -66,7 +66,7 @@ def sum_over_anchors(
         companions: pairs of [n, …] for the local anchors and [m, …] for the local candidates, without gradient.
         reduction: ``"mean"``, ``"sum"``, or ``"none"`` for the losses of the local anchors.
 
-    Example:
+    Examples:
         >>> class Nearest(nn.Module):
         ...     def on_block(self, block):
         ...         s = block.anchors @ block.candidates.T
@@ -102,7 +102,7 @@ def sum_over_anchors(
 def uses_ring(loss: nn.Module, world: World) -> bool:
     """Return whether candidates pass from rank to rank: the user asks for it, and the loss yields statistics that merge.
 
-    Example:
+    Examples:
         >>> uses_ring(nn.Module(), World())
         False
     """

@@ -25,7 +25,7 @@ LOW_BLOCK = 64
 def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
     """Yield slices of anchors whose similarities to so many candidates fit into the budget, with all that a loss makes.
 
-    Example:
+    Examples:
         >>> list(anchor_slices(torch.ones(3, 2), 5))
         [slice(0, 3, None)]
     """

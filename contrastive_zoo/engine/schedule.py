@@ -32,7 +32,7 @@ def schedule(rows: Shards, columns: Shards, *, half: bool) -> list[RankBlock]:
         columns: shard sizes of the columns.
         half: whether rows and columns are the same, so that one rank of a pair computes their block.
 
-    Example:
+    Examples:
         >>> [block.ahead for block in schedule(Shards((2,) * 5, rank=3), Shards((2,) * 5, rank=3), half=True)]
         [3, 4, 0]
         >>> opposite = schedule(Shards((2, 6), rank=1), Shards((2, 6), rank=1), half=True)[-1]

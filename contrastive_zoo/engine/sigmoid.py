@@ -60,7 +60,7 @@ def sum_over_sigmoid_pairs(
         shards: shard sizes of anchors and of candidates.
         world: the ranks that hold them.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> settings = {"scale": 1.0, "bias": 0.0, "shards": Shards((2,)), "world": ALONE}
         >>> sum_over_sigmoid_pairs(torch.eye(2), torch.eye(2), **settings)   # log(1 + e⁻¹) + log 2

@@ -28,7 +28,7 @@ def memory_budget(size: int) -> Iterator[None]:
     Raises:
         ValueError: a negative size.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import contrastive_zoo as cz
         >>> with memory_budget(2**30):
@@ -52,7 +52,7 @@ def budget() -> int:
 class CachedLogits:
     """Count the bytes of logits that one loss caches until its backward pass, within the budget of all losses.
 
-    Example:
+    Examples:
         >>> with memory_budget(100):
         ...     one, other = CachedLogits(), CachedLogits()
         ...     one.reserve(80), other.reserve(80), other.reserve(20)

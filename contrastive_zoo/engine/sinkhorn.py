@@ -19,7 +19,7 @@ def balanced_assignment(
     The result has no gradient. The iterations run on logarithms, so that a small epsilon does not overflow. One
     iteration gives each prototype an equal share of all N rows, by a reduction of K numbers, and then normalises rows.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> both = torch.tensor([[1.0, 0.0], [1.0, 0.0]])   # two rows whose best prototype is the same
         >>> balanced_assignment(both, epsilon=0.1, iterations=3, world=ALONE)

@@ -56,7 +56,7 @@ def small_batch_info_nce(
     Returns:
         Nats.
 
-    Example:
+    Examples:
         >>> settings = {"temperature": 1.0, "reduction": "sum"}
         >>> small_batch_info_nce(torch.eye(2), torch.eye(2), comparison="rows", **settings)   # 2 (log(e + 1) − 1)
         tensor(0.6265)

@@ -73,7 +73,7 @@ def self_log_sum_exp(
     Returns:
         R_i, −inf where no row is left; and ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> where = {"shards": Shards((3,)), "world": ALONE}
         >>> self_log_sum_exp(torch.eye(3), scale=1.0, partner_offsets=[2], **where)   # log e⁰, log(e⁰ + e⁰), log e⁰
@@ -136,7 +136,7 @@ def cross_log_sum_exp(
         R of the local rows; C of the local columns, or None; −inf where nothing is left; and for each offset o
         ``(scale * A @ B.T)[:, o::stride].diagonal()`` of the local rows and columns.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> a, b = torch.zeros(2, 3), torch.zeros(4, 3)
         >>> r, c, _ = cross_log_sum_exp(a, b, scale=1.0, row_shards=Shards((2,)), column_shards=Shards((4,)), world=ALONE)

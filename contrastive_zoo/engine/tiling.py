@@ -18,7 +18,7 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
 
     Tiles on the diagonal are then square.
 
-    Example:
+    Examples:
         >>> list(tiles(2, 3, torch.empty(0)))
         [(slice(0, 2, None), slice(0, 3, None))]
     """
@@ -42,7 +42,7 @@ def tile_shape(like: Tensor) -> tuple[int, int]:
 def tile_bytes(like: Tensor) -> int:
     """Return the largest size of a tile on this device.
 
-    Example:
+    Examples:
         >>> tile_bytes(torch.empty(0)) == TILE_BYTES
         True
     """
@@ -52,7 +52,7 @@ def tile_bytes(like: Tensor) -> int:
 def row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
     """Yield slices of rows whose similarities to all columns fit into :data:`BLOCK_BYTES`.
 
-    Example:
+    Examples:
         >>> list(row_blocks(3, BLOCK_BYTES, torch.float32))
         [slice(0, 1, None), slice(1, 2, None), slice(2, 3, None)]
     """
@@ -64,7 +64,7 @@ def row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
 class ScratchBuffer:
     """Hold memory for one tile at a time, with its views cached by shape.
 
-    Example:
+    Examples:
         >>> ScratchBuffer(torch.empty(6)).tile(slice(0, 2), slice(3, 6)).shape
         torch.Size([2, 3])
     """

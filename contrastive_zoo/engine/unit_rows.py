@@ -19,7 +19,7 @@ MIN_NORM = 1e-12
 def unit_rows(x: Tensor) -> Tensor:
     """Return ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero.
 
-    Example:
+    Examples:
         >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])

@@ -39,7 +39,7 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
     Each result is a function of its two rows alone. It differs from the true dot product by less than
     ``2^-40 d · max|x| · max|y|`` for d up to 4,096; typically by 1e-14 of the product of the norms.
 
-    Example:
+    Examples:
         >>> similarities(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.5, 0.0]]))
         tensor([[11.0000,  0.5000]], dtype=torch.float64)
     """
@@ -55,7 +55,7 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
 def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
     """Return the Euclidean norms in float64, each a function of its row alone.
 
-    Example:
+    Examples:
         >>> norms(torch.tensor([[3.0, 4.0]]))
         tensor([[5.]], dtype=torch.float64)
     """
@@ -78,7 +78,7 @@ def prepared(
         normalize: whether to divide by the norms.
         lengths: the norms of the rows, if they are known.
 
-    Example:
+    Examples:
         >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True)
         tensor([[0.6000, 0.8000]])
     """

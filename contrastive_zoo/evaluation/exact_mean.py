@@ -15,7 +15,7 @@ _HALF = 2**26
 class ExactMean:
     """Sums and counts of numbers from 0 to 1, by name. A number is rounded to a multiple of 2^-52, and integers are added.
 
-    Example:
+    Examples:
         >>> means = ExactMean(["recall", "map"])
         >>> means.add("recall", np.array([0.5, 1.0]))
         >>> means.over_ranks(World())

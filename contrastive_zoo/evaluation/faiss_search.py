@@ -22,7 +22,7 @@ class ApproximateIndex:
             (https://github.com/facebookresearch/faiss/wiki/The-index-factory).
         parameters: search parameters as faiss' ``ParameterSpace`` reads them, such as ``"nprobe=16"``.
 
-    Example:
+    Examples:
         >>> ApproximateIndex("IVF1024,Flat", "nprobe=16")
         ApproximateIndex(factory='IVF1024,Flat', parameters='nprobe=16')
     """
@@ -74,7 +74,7 @@ def threads_of_torch(faiss: Any) -> Iterator[None]:
 def flat_search(queries: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return scores and positions of the k rows of largest inner product, [n, k] each, best first, in float32.
 
-    Example:
+    Examples:
         >>> flat_search(torch.eye(2), torch.eye(2), 1)[1].tolist()
         [[0], [1]]
     """

@@ -163,7 +163,7 @@ class Gallery:
 def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best of each row, and of equal scores the first.
 
-    Example:
+    Examples:
         >>> first_best(torch.tensor([[1.0, 3.0, 3.0]]), torch.tensor([[4, 5, 6]]), 1)
         (tensor([[3.]]), tensor([[5]]))
     """
@@ -178,7 +178,7 @@ def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tenso
 def ordered(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best of each row by score, then by position; padded with −∞ and −1.
 
-    Example:
+    Examples:
         >>> ordered(torch.tensor([[2.0, 3.0, 3.0]]), torch.tensor([[0, 9, 4]]), 2)
         (tensor([[3., 3.]]), tensor([[4, 9]]))
     """

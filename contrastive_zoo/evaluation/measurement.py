@@ -92,7 +92,7 @@ def evaluate(
             gallery, judgements whose ids are unknown, or ranks that disagree on settings.
         ImportError: faiss is not installed.
 
-    Example:
+    Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
         >>> evaluate(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1", "map"])
         {'hit_rate@1': 0.75, 'map': 0.8333333333333333}

@@ -48,7 +48,7 @@ class Metric:
     def of(cls, name: str) -> Metric | None:
         """Return the metric of this name; None if there is none.
 
-        Example:
+        Examples:
             >>> Metric.of("map@r")
             Metric(name='map@r', kind='map', k=0)
         """
@@ -79,7 +79,7 @@ class Metric:
 def names_problem(names: Sequence[str]) -> str | None:
     """Return why these are not names of metrics, in words; None if they are.
 
-    Example:
+    Examples:
         >>> names_problem(["recall"])
         'there is no metric recall. Metrics: precision@k, ...
     """

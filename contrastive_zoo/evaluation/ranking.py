@@ -126,7 +126,7 @@ def _places_of(levels: Levels, query: Ints, score: Floats) -> Ints:
 def changes(*columns: NDArray[np.generic]) -> Ints:
     """Return where a new combination of values begins.
 
-    Example:
+    Examples:
         >>> changes(np.array([1, 1, 2]), np.array([5, 6, 6])).tolist()
         [0, 1, 2]
     """
@@ -139,7 +139,7 @@ def changes(*columns: NDArray[np.generic]) -> Ints:
 def sums_between(x: Ints, first: Ints) -> Ints:
     """Return the sums of the parts of x that begin at ``first``.
 
-    Example:
+    Examples:
         >>> sums_between(np.array([1, 2, 3]), np.array([0, 2])).tolist()
         [3, 3]
     """
@@ -149,7 +149,7 @@ def sums_between(x: Ints, first: Ints) -> Ints:
 def whole_sums(where: Ints, x: Ints, size: int) -> Ints:
     """Return the sums of x with equal ``where``.
 
-    Example:
+    Examples:
         >>> whole_sums(np.array([0, 2, 2]), np.array([1, 2, 3]), 3).tolist()
         [1, 0, 5]
     """
@@ -161,7 +161,7 @@ def whole_sums(where: Ints, x: Ints, size: int) -> Ints:
 def running_before(where: Ints, x: Ints) -> Ints:
     """Return for each element the sum of earlier elements with the same ``where``, which is in ascending order.
 
-    Example:
+    Examples:
         >>> running_before(np.array([0, 0, 1]), np.array([3, 4, 5])).tolist()
         [0, 3, 0]
     """

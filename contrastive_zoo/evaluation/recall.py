@@ -55,7 +55,7 @@ def recall_at_k(
             outside of 1 … rows to search in.
         ImportError: faiss is not installed.
 
-    Example:
+    Examples:
         >>> queries = torch.tensor([[1.0, 0.0], [0.8, 0.2]])
         >>> recall_at_k(queries, torch.eye(2))   # both are nearest to row 0: query 1 misses its partner, row 1
         0.5
@@ -102,7 +102,7 @@ def cross_modal_recall(
         ValueError: as :func:`evaluate`.
         ImportError: faiss is not installed.
 
-    Example:
+    Examples:
         >>> images, captions = torch.eye(2), torch.tensor([[1.0, 0.1], [0.2, 1.0], [1.0, 0.2]])
         >>> cross_modal_recall(images, captions, k=[1], labels=torch.arange(2), second_labels=torch.tensor([0, 1, 1]))
         {'first_to_second@1': 1.0, 'second_to_first@1': 0.6666666666666666}

@@ -158,7 +158,7 @@ class Judgements:
 def local_positions(indices: Tensor, start: int, size: int) -> Tensor:
     """Return positions in this rank's rows, given indices in the gallery of all ranks; −1 for rows of other ranks.
 
-    Example:
+    Examples:
         >>> local_positions(torch.tensor([3, 4, 9]), start=4, size=5).tolist()
         [-1, 0, -1]
     """
@@ -169,7 +169,7 @@ def local_positions(indices: Tensor, start: int, size: int) -> Tensor:
 def expanded(counts: Int[Tensor, " n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
     """Return for each of Σ counts places whose it is, and its number among them.
 
-    Example:
+    Examples:
         >>> expanded(torch.tensor([2, 0, 1]))
         (tensor([0, 0, 2]), tensor([0, 1, 0]))
     """
@@ -180,7 +180,7 @@ def expanded(counts: Int[Tensor, " n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, 
 def rectangle(query: Tensor, position: Tensor, queries: int) -> Int[Tensor, "g e"]:
     """Return the positions of each query as a row, padded with −1; ``query`` is in ascending order.
 
-    Example:
+    Examples:
         >>> rectangle(torch.tensor([0, 0, 2]), torch.tensor([5, 6, 7]), 3).tolist()
         [[5, 6], [-1, -1], [7, -1]]
     """

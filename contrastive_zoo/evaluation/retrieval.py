@@ -40,7 +40,7 @@ class RetrievalMetrics(nn.Module):
     Raises:
         ValueError: an unknown metric. ``compute`` raises what :func:`contrastive_zoo.evaluate` raises.
 
-    Example:
+    Examples:
         >>> metric = RetrievalMetrics("map@r")
         >>> metric.update(torch.eye(2), labels=torch.tensor([0, 1]))
         >>> metric.update(torch.eye(2), labels=torch.tensor([0, 1]))

@@ -64,7 +64,7 @@ class Round:
 def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
     """Send ``send[r]`` of these rows to rank r, and return ``receive[r]`` rows from each rank r, all on the CPU.
 
-    Example:
+    Examples:
         >>> exchanged(torch.tensor([1, 2]), [2], [2], World())
         tensor([1, 2])
     """
@@ -81,7 +81,7 @@ def _gathered(rows: Tensor, shards: Shards, world: World) -> Tensor:
 def rounds(queries: Shards, world: World, size: int = QUERIES_OF_A_ROUND) -> Iterator[Round]:
     """Yield the blocks of ``size`` queries of all ranks.
 
-    Example:
+    Examples:
         >>> [block.shards.sizes for block in rounds(Shards((3, 0, 2)), World(), size=4)]
         [(3, 0, 1), (0, 0, 1)]
     """

@@ -63,7 +63,7 @@ def top_k(
             k outside of 1 … number of rows to search in.
         ImportError: faiss is not installed.
 
-    Example:
+    Examples:
         >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)
         >>> found.indices
         tensor([[0, 1]])
@@ -106,7 +106,7 @@ def top_k(
 def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
     """Return why queries and gallery cannot be compared, in words; None if they can.
 
-    Example:
+    Examples:
         >>> rows_problem(torch.ones(3, 2), torch.ones(3, 4))
         'queries [n, d] and gallery [m, d] are rows of one width and dtype, got float32 [3, 2] and float32 [3, 4].'
     """

@@ -35,7 +35,7 @@ def index_recall(
         ValueError: as :func:`top_k`.
         ImportError: faiss is not installed.
 
-    Example:
+    Examples:
         >>> rows = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
         >>> index_recall(rows, rows, k=3, index=ApproximateIndex("HNSW32")) > 0.9
         True

@@ -57,7 +57,7 @@ def cached_step(
             tensors on the others; chunks that need a gradient; models that are not modules, or not as many as
             sequences of chunks.
 
-    Example:
+    Examples:
         >>> import contrastive_zoo as cz
         >>> model, x = nn.Linear(2, 2, bias=False), torch.eye(2)
         >>> _ = nn.init.eye_(model.weight)
@@ -115,7 +115,7 @@ class GradCache(nn.Module):
         ValueError: a chunk size below 1. At the call, on every rank alike: tensors that differ in their numbers of rows,
             no tensor at all, or inputs that need a gradient.
 
-    Example:
+    Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
         >>> z = encode(torch.ones(10, 2))        # 4 + 4 + 2 samples
         >>> z.square().sum().backward()          # and again, with a graph

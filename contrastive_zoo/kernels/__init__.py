@@ -12,7 +12,7 @@ from importlib.util import find_spec
 def available() -> bool:
     """Return whether kernels can run: Triton is installed, and there is a suitable GPU or Triton's interpreter is on.
 
-    Example:
+    Examples:
         >>> available() in (True, False)
         True
     """

@@ -29,7 +29,7 @@ class BlockLoss(nn.Module):
         settings: further arguments of the function. A tensor is learnable: it gets the gradient of all ranks' anchors,
             even if it is no leaf, such as the value of a :class:`LearnableTemperature`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> nearest = lambda block, t: ((block.anchors @ block.candidates.T).amax(1) / t, block.negative.any(1))
         >>> [name for name, _ in BlockLoss(nearest, t=torch.tensor(1.0)).named_parameters()]
@@ -68,7 +68,7 @@ class LabelledLoss(Loss):
     ``class NCA(LabelledLoss, function=nca, block_function=_neighbours)``, can also compare anchors with candidates that
     are no anchors, such as those of a memory.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from contrastive_zoo.losses.nca import NCA
         >>> NCA(temperature=torch.tensor(2.0)).block_loss().learnable
@@ -107,7 +107,7 @@ def sum_over_labelled_anchors(
 ) -> Float[Tensor, "..."]:
     """Check and prepare labelled embeddings, and return ``block_function(block, **settings)`` reduced over all anchors.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from contrastive_zoo.world import ALONE
         >>> nearest = lambda block, t: ((block.anchors @ block.candidates.T).amax(1) / t, block.negative.any(1))

@@ -16,7 +16,7 @@ from contrastive_zoo.masks import labels_problem
 def rows_problem(name: str, rows: Tensor) -> str | None:
     """Return what is wrong with embeddings, or None.
 
-    Example:
+    Examples:
         >>> rows_problem("queries", torch.ones(3))
         'queries are floating-point rows [n, d], got float32 [3].'
     """
@@ -28,7 +28,7 @@ def rows_problem(name: str, rows: Tensor) -> str | None:
 def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str | None:
     """Return what is wrong with the settings that losses share, or None.
 
-    Example:
+    Examples:
         >>> shared_problem(reduction="average")
         "reduction is one of mean, sum, none, got 'average'."
     """
@@ -42,7 +42,7 @@ def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str
 def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
     """Return what is wrong with a word that must be one of a Literal, or None.
 
-    Example:
+    Examples:
         >>> from typing import Literal
         >>> word_problem("variant", "both", Literal["out", "in"])
         "variant is 'out' or 'in', got 'both'."
@@ -75,7 +75,7 @@ def is_number(
         finite: whether infinities are refused.
         whole: whether the numbers must be integers.
 
-    Example:
+    Examples:
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
@@ -101,7 +101,7 @@ def number_problem(rule: str | None = None, fix: str = "", /, **settings: Any) -
         fix: a sentence that names the fix.
         settings: numbers by name, and the bounds of :func:`is_number` by name.
 
-    Example:
+    Examples:
         >>> number_problem(low=0, high=1, weight=2.0)
         'weight must be from 0 to 1, got 2.0.'
         >>> number_problem("margin is an angle in degrees", "The paper has 5.73.", low=0, margin=torch.nan)
@@ -140,7 +140,7 @@ def _expected(
 def positive_problem(**settings: object) -> str | None:
     """Return what is wrong with settings that must be positive numbers, or None.
 
-    Example:
+    Examples:
         >>> positive_problem(scale=-1.0)
         'scale must be positive and finite, got -1.0.'
     """
@@ -150,7 +150,7 @@ def positive_problem(**settings: object) -> str | None:
 def instance_problem(loss: object) -> str | None:
     """Return an error message for a loss class in place of its instance, or None.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.loss_base.temperature import LearnableTemperature
         >>> instance_problem(LearnableTemperature)
         'pass an instance, LearnableTemperature(...), not the class LearnableTemperature.'
@@ -163,7 +163,7 @@ def instance_problem(loss: object) -> str | None:
 def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
     """Return what is wrong with tensors whose rows form pairs, or None.
 
-    Example:
+    Examples:
         >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
         'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
     """
@@ -177,7 +177,7 @@ def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
 def views_problem(views: Sequence[Tensor]) -> str | None:
     """Return what is wrong with views of the same samples, or None.
 
-    Example:
+    Examples:
         >>> views_problem([torch.ones(2, 3)])
         'two or more views are compared, got 1. Call loss(view1, view2).'
     """
@@ -195,7 +195,7 @@ def views_problem(views: Sequence[Tensor]) -> str | None:
 def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
     """Return what is wrong with labelled embeddings, or None.
 
-    Example:
+    Examples:
         >>> labelled_problem(torch.ones(2, 3))
         'labels are missing: call loss(embeddings, labels) with one integer per row.'
     """

@@ -30,7 +30,7 @@ from contrastive_zoo.world import Shards, World
 class ConstructingLoss(Loss):
     """A loss whose constructor creates some of the function's settings, such as weights from their sizes.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.losses.cos_face import CosFace
         >>> CosFace(3, 2)
         CosFace(num_classes=3, embedding_size=2, sub_centers=1, margin=0.35, scale=64.0, reduction='mean')
@@ -67,7 +67,7 @@ class ClassLoss(ConstructingLoss):
         ValueError: fewer than one class, width or centre.
         TypeError: a setting that the function does not have.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.losses.cos_face import CosFace
         >>> CosFace(1_000, 8, sub_centers=3).weights.shape
         torch.Size([1000, 3, 8])
@@ -141,7 +141,7 @@ def softmax_over_classes(
         world: the ranks that hold rows, and classes.
         settings: passed to :func:`contrastive_zoo.loss_base.preparation.begin`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from contrastive_zoo.world import ALONE
         >>> eye = torch.eye(2)
@@ -193,7 +193,7 @@ def begin_with_classes(
     Raises:
         ValueError: what ``begin`` raises, weights of another width, or labels that are no classes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from contrastive_zoo.world import ALONE
         >>> begin_with_classes("Loss", torch.eye(2), torch.tensor([0, 7]), torch.eye(2), world=ALONE)

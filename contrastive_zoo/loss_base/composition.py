@@ -29,7 +29,7 @@ class Composition(Loss):
         ValueError: no losses, a third-party loss, a class in place of its instance, a wrong number of weights, or
             weights that are not finite.
 
-    Example:
+    Examples:
         >>> Composition([Loss()], 2, None).weights
         (1.0, 1.0)
     """

@@ -25,7 +25,7 @@ CountedTerms = Literal["nonzero", "all"]
 def squared_distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """Return ‖a − b‖² of every anchor and candidate; 0, without gradient, of points that rounding does not resolve.
 
-    Example:
+    Examples:
         >>> squared_distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
         tensor([[25.,  0.]])
     """
@@ -35,7 +35,7 @@ def squared_distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "
 def distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """Return ‖a − b‖ of every anchor and candidate; the gradient at 0 is 0.
 
-    Example:
+    Examples:
         >>> distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
         tensor([[5., 0.]])
     """
@@ -45,7 +45,7 @@ def distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -
 def dissimilarities(anchors: Tensor, candidates: Tensor, metric: Metric) -> Float[Tensor, "c N"]:
     """Return distances, or negative similarities: values that grow as embeddings move apart.
 
-    Example:
+    Examples:
         >>> dissimilarities(torch.eye(2), torch.eye(2), "similarity")
         tensor([[-1.,  0.],
                 [ 0., -1.]])
@@ -58,7 +58,7 @@ def dissimilarities(anchors: Tensor, candidates: Tensor, metric: Metric) -> Floa
 def row_sums(*terms: Shaped[Tensor, "c N"]) -> Shaped[Tensor, "c k"]:
     """Return the sums of the rows of k matrices, one column per matrix.
 
-    Example:
+    Examples:
         >>> row_sums(torch.ones(1, 3), torch.ones(1, 2))
         tensor([[3., 2.]])
     """
@@ -73,7 +73,7 @@ def sum_over_positives(
     ``term`` is called with the first positive of each anchor, then with the second of each, and so on. The backward
     pass recomputes each term.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[1.0, 2.0, 4.0]])
         >>> sum_over_positives(lambda p: x.gather(1, p)[:, 0], torch.tensor([[True, False, True]]))
         tensor([5.])
@@ -120,7 +120,7 @@ class MetricLoss(RowLoss):
 class DissimilarityLoss(MetricLoss):
     """A metric loss whose user chooses the metric.
 
-    Example:
+    Examples:
         >>> DissimilarityLoss(metric="similarity").sign
         -1
     """

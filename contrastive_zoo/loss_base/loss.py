@@ -38,7 +38,7 @@ class Loss(nn.Module):
             missing, not integers or not one per row; towers or views of different shape; NaN or infinite embeddings
             (unless ``check_finite=False``); widths, dtypes or settings that differ between ranks; no rows on any rank.
 
-    Example:
+    Examples:
         >>> import contrastive_zoo as cz
         >>> cz.NTXent(temperature=0.2)
         NTXent(temperature=0.2, normalize=True, reduction='mean')

@@ -13,7 +13,7 @@ def real(x: Any) -> Any:
     A parameter of shape [1] would change dtype and shape of the loss by promotion. A NumPy float32 number would reduce
     the precision of results that are computed from it.
 
-    Example:
+    Examples:
         >>> real(torch.ones(1)), real(torch.ones(2)), real(1), real("mean")
         (tensor(1.), tensor([1., 1.]), 1.0, 'mean')
     """

@@ -31,7 +31,7 @@ def concat_pairs(
 
     An anchor holds both of its rows, so that either of them can be compared.
 
-    Example:
+    Examples:
         >>> [x.tolist() for x in concat_pairs(torch.ones(1, 1), torch.zeros(1, 1), torch.full((1, 1), 7.0))]
         [[[1.0, 0.0]], [[1.0, 0.0], [7.0, 0.0]], [False, True]]
     """

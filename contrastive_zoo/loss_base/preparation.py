@@ -34,7 +34,7 @@ def begin(
         ValueError: on every rank: a temperature that is not positive, an unknown reduction, ``problem``, no rows on any
             rank, or a difference that :func:`contrastive_zoo.session.meet` finds.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> begin("NTXent", {"views": torch.ones(2, 3)}, temperature=0.0, world=ALONE)
         Traceback (most recent call last):
@@ -62,7 +62,7 @@ def begin_labelled(
 ) -> tuple[Tensor, Tensor, Shards]:
     """Begin with labelled embeddings; return them prepared by :func:`prepare_rows`, their labels, and shard sizes.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> begin_labelled("Loss", torch.eye(2), torch.tensor([0, 7]), world=ALONE)[1:]
         (tensor([0, 7]), Shards(sizes=(2,), rank=0))
@@ -80,7 +80,7 @@ def agree_on_views(
 ) -> Shards:
     """Begin with views of the same samples; return the shard sizes of the samples.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> agree_on_views("Loss", [torch.ones(2, 1), torch.ones(2, 1)], world=ALONE)
         Shards(sizes=(2,), rank=0)
@@ -94,7 +94,7 @@ def begin_views(
 ) -> tuple[list[Tensor], Shards]:
     """Begin with views of the same samples; return them prepared by :func:`prepare_rows`, and shard sizes.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> begin_views("Loss", [torch.ones(2, 1), 3 * torch.ones(2, 1)], world=ALONE)[0][1].tolist()
         [[1.0], [1.0]]
@@ -106,7 +106,7 @@ def begin_views(
 def prepare_rows(rows: Tensor, *, normalize: bool, world: World) -> Tensor:
     """Return rows in at least float32, normalised to unit length if asked; a zero row stays zero.
 
-    Example:
+    Examples:
         >>> prepare_rows(torch.tensor([[3.0, 4.0]]), normalize=True, world=World())
         tensor([[0.6000, 0.8000]])
     """
@@ -116,7 +116,7 @@ def prepare_rows(rows: Tensor, *, normalize: bool, world: World) -> Tensor:
 def labels_as_int64(labels: Tensor, world: World) -> Tensor:
     """Return labels as int64: bool cannot be sorted, and indexing treats uint8 as a mask.
 
-    Example:
+    Examples:
         >>> labels_as_int64(torch.tensor([True, False]), World())
         tensor([1, 0])
     """
@@ -126,7 +126,7 @@ def labels_as_int64(labels: Tensor, world: World) -> Tensor:
 def round_to_input_dtype(rows: Tensor, like: Tensor, world: World) -> Tensor:
     """Return prepared rows, rounded to the dtype of ``like`` if that has 16 bits: 16-bit matmuls then lose nothing.
 
-    Example:
+    Examples:
         >>> round_to_input_dtype(torch.tensor([[1.001]]), torch.tensor([[2.0]], dtype=torch.bfloat16), World())
         tensor([[1.]])
     """
@@ -136,7 +136,7 @@ def round_to_input_dtype(rows: Tensor, like: Tensor, world: World) -> Tensor:
 def concat_views(rows: Sequence[Tensor], world: World) -> Tensor:
     """Return views concatenated.
 
-    Example:
+    Examples:
         >>> concat_views([torch.zeros(1, 2), torch.ones(1, 2)], World())
         tensor([[0., 0.],
                 [1., 1.]])
@@ -147,7 +147,7 @@ def concat_views(rows: Sequence[Tensor], world: World) -> Tensor:
 def sample_indices(shards: Shards, like: Tensor, *, views: int = 1) -> Tensor:
     """Return the indices of local samples in the global batch, view after view.
 
-    Example:
+    Examples:
         >>> sample_indices(Shards((1, 2), rank=1), torch.ones(2, 3), views=2)
         tensor([1, 2, 1, 2])
     """

@@ -41,7 +41,7 @@ class RowLoss(Loss):
         ValueError: an unknown reduction; at the call: labels that are missing, not integers or not one per row, views
             of different shape, NaN or infinite embeddings, widths or dtypes that differ between ranks, or no rows.
 
-    Example:
+    Examples:
         >>> import torch
         >>> class Triplet(RowLoss):
         ...     '''Batch-hard: the farthest positive against the nearest negative.'''

@@ -27,7 +27,7 @@ class LearnableTemperature(nn.Module):
     Raises:
         ValueError: an initial temperature that is not positive and finite, or below 1 / max_scale.
 
-    Example:
+    Examples:
         >>> t = LearnableTemperature(0.5)
         >>> t()
         tensor(0.5000, grad_fn=<ExpBackward0>)
@@ -72,7 +72,7 @@ class LearnableTemperature(nn.Module):
 class LearnableScaleLoss(Loss):
     """A loss that learns its temperature; the setting is the initial value. ``logit_scale`` is log(1/t), as in open_clip.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.losses.clip import Clip
         >>> Clip(temperature=0.5).logit_scale
         Parameter containing:
@@ -98,7 +98,7 @@ class LearnableScaleLoss(Loss):
 def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:
     """Return 1 / temperature; a tensor gets the gradient of all ranks, each of which uses it for its local rows.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> logit_scale(0.5, ALONE)
         2.0

@@ -48,7 +48,7 @@ def align_uniform(
         ValueError: an alpha below 1, a t that is not positive, a uniformity that is not finite, or what any
             :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> align_uniform(torch.eye(2), torch.eye(2))   # log exp(−2 · 2)
         tensor(-4.)
 

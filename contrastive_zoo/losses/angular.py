@@ -30,7 +30,7 @@ class Angular(MetricLoss):
     Raises:
         ValueError: an angle that is not between 0 and 90 degrees; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> Angular(alpha=45)(z, torch.tensor([0, 0, 1]))   # log(1 + exp(0 − 4)); row 2 has no positive

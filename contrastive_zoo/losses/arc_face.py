@@ -48,7 +48,7 @@ def arc_face(
         ValueError: labels that are no classes, weights of another width, a scale that is not positive, a margin
             outside 0 … π, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> arc_face(eye, torch.arange(2), weights=eye, margin=torch.pi / 3, scale=2.0)   # log(e^(2 cos 60°) + 1) − 1
         tensor(0.3133)
@@ -85,7 +85,7 @@ class ArcFace(ClassLoss, function=arc_face, check=_settings_problem):
     """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
     ``sub_centers=3`` is sub-center ArcFace.
 
-    Example:
+    Examples:
         >>> loss = ArcFace(2, 2, margin=torch.pi / 3, scale=2.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
         >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e^(2 cos 60°) + 1) − 1

@@ -33,7 +33,7 @@ def barlow_twins(
     Raises:
         ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> a = torch.tensor([[1.0], [-1.0]])
         >>> barlow_twins(a, -a)   # (1 + 1)²
@@ -66,7 +66,7 @@ class BarlowTwins(Loss):
     Raises:
         ValueError: an eps that is not positive, a negative lambda_, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> a = torch.tensor([[1.0], [-1.0]])
         >>> BarlowTwins()(a, -a)   # (1 + 1)²

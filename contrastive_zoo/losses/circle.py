@@ -27,7 +27,7 @@ class Circle(MetricLoss):
     Raises:
         ValueError: a γ that is not positive, an m that is not finite, an unknown average; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> Circle(m=0.5, gamma=1.0)(z, torch.tensor([0, 0, 1]))   # log(1 + exp(−½·½) · exp(−½·½)); row 2 has no positive

@@ -42,7 +42,7 @@ def clip(
     Raises:
         ValueError: as :func:`info_nce`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> clip(torch.eye(2), torch.eye(2), temperature=1.0)   # log(e + 1) − 1
         tensor(0.3133)
@@ -59,7 +59,7 @@ class Clip(LearnableScaleLoss, function=clip):
     ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).
     For a constant temperature use ``InfoNCE(symmetric=True)``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2)).detach()   # log(e + 1) − 1
         tensor(0.3133)

@@ -35,7 +35,7 @@ def clip(
     Raises:
         ValueError: as :func:`info_nce`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> clip(torch.eye(2), torch.eye(2), temperature=1.0)   # log(e + 1) − 1
         tensor(0.3133)
@@ -72,7 +72,7 @@ class Clip(LearnableScaleLoss):
     Raises:
         ValueError: as :func:`info_nce`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2)).detach()   # log(e + 1) − 1
         tensor(0.3133)

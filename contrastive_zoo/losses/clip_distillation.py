@@ -59,7 +59,7 @@ def clip_distillation(
     Raises:
         ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
         >>> clip_distillation(eye, eye, uniform, uniform, temperature=1.0, weight=1.0)   # log(e + 1) − ½
         tensor(0.8133)

@@ -29,7 +29,7 @@ class Contrastive(DissimilarityLoss):
         ValueError: an unknown metric or average, a power below 1, a margin that is not finite; at the call as
             :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
         >>> Contrastive()(z, torch.tensor([0, 0, 1]))   # √0.4; √2 and √0.8, of which one is below 1

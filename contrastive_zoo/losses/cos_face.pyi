@@ -37,7 +37,7 @@ def cos_face(
         ValueError: labels that are no classes, weights of another width, a scale <= 0, a margin that is not finite, or
             what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> cos_face(torch.eye(2), torch.arange(2), weights=torch.eye(2), margin=0.5, scale=2.0)   # log(e + 1) − 1
         tensor(0.3133)
@@ -74,7 +74,7 @@ class CosFace(ClassLoss):
         ValueError: labels that are no classes, weights of another width, a scale <= 0, a margin that is not finite, or
             what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = CosFace(2, 2, margin=0.5, scale=2.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

@@ -53,7 +53,7 @@ def cosent(
     Raises:
         ValueError: scores that are not one number per pair, an unknown similarity, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> q, k = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> cosent(q, k, torch.tensor([0.2, 0.9]), temperature=1.0)   # log(1 + e^(1 − 0))
         tensor(1.3133)
@@ -82,7 +82,7 @@ class AnglE(CoSENT, function=cosent, check=_settings_problem):
 
     AnglE's paper adds this loss to CoSENT and to InfoNCE, each with a weight.
 
-    Example:
+    Examples:
         >>> q, k, y = torch.eye(2), torch.ones(2, 2), torch.tensor([0.2, 0.9])
         >>> AnglE()(q, k, y).equal(CoSENT(similarity="angle")(q, k, y))
         True

@@ -41,7 +41,7 @@ def cosent(
     Raises:
         ValueError: scores that are not one number per pair, an unknown similarity, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> q, k = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> cosent(q, k, torch.tensor([0.2, 0.9]), temperature=1.0)   # log(1 + e^(1 − 0))
         tensor(1.3133)
@@ -76,7 +76,7 @@ class CoSENT(Loss):
     Raises:
         ValueError: scores that are not one number per pair, an unknown similarity, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> q, k = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> CoSENT(temperature=1.0)(q, k, torch.tensor([0.2, 0.9]))   # log(1 + e^(1 − 0))
         tensor(1.3133)
@@ -135,7 +135,7 @@ class AnglE(CoSENT):
     Raises:
         ValueError: scores that are not one number per pair, an unknown similarity, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> q, k, y = torch.eye(2), torch.ones(2, 2), torch.tensor([0.2, 0.9])
         >>> AnglE()(q, k, y).equal(CoSENT(similarity="angle")(q, k, y))
         True

@@ -57,7 +57,7 @@ def dcl(
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> dcl(torch.eye(2), torch.eye(2), temperature=1.0)   # log 2 − 1
         tensor(-0.3069)
 
@@ -94,7 +94,7 @@ class DCL(Loss, function=dcl, check=_settings_problem):
 class DCLW(DCL, function=dcl, check=_settings_problem):
     """This class has von Mises–Fisher weights on the positives by default: it is :class:`DCL` with ``sigma=0.5``.
 
-    Example:
+    Examples:
         >>> DCLW()(torch.eye(2), torch.eye(2)).equal(DCL(sigma=0.5)(torch.eye(2), torch.eye(2)))
         True
     """

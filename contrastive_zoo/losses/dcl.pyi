@@ -46,7 +46,7 @@ def dcl(
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> dcl(torch.eye(2), torch.eye(2), temperature=1.0)   # log 2 − 1
         tensor(-0.3069)
 
@@ -82,7 +82,7 @@ class DCL(Loss):
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> DCL(temperature=1.0)(torch.eye(2), torch.eye(2))   # log 2 − 1
         tensor(-0.3069)
 
@@ -141,7 +141,7 @@ class DCLW(DCL):
     Raises:
         ValueError: a sigma that is not positive, unknown denominators, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> DCLW()(torch.eye(2), torch.eye(2)).equal(DCL(sigma=0.5)(torch.eye(2), torch.eye(2)))
         True
 

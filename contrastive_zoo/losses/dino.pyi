@@ -37,7 +37,7 @@ def dino(
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
             infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
-    Example:
+    Examples:
         >>> same = torch.zeros(3, 4)
         >>> dino(same, same, centre=torch.zeros(4))   # log 4
         tensor(1.3863)
@@ -76,7 +76,7 @@ class DINO(ConstructingLoss):
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
             infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
-    Example:
+    Examples:
         >>> same = torch.zeros(3, 4)
         >>> DINO(4)(same, same)   # log 4
         tensor(1.3863)

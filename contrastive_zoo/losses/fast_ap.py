@@ -26,7 +26,7 @@ class FastAP(MetricLoss):
     Raises:
         ValueError: num_bins below 1, ``normalize=False``; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
         >>> FastAP()(z, torch.tensor([0, 1, 0]))   # rows 0 and 2 find the positive last: 1 − 1/2 and, tied, 1 − 1/2

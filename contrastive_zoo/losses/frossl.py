@@ -34,7 +34,7 @@ def frossl(*views: Float[Tensor, "n d"], invariance: float = 1.0, world: World =
     Raises:
         ValueError: a weight that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> frossl(torch.eye(2), torch.eye(2))   # 2 log(½² + ½²)
         tensor(-1.3863)
 

@@ -28,7 +28,7 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
     Raises:
         ValueError: an unknown metric, a margin that is not finite; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
         >>> GeneralizedLiftedStructure(neg_margin=3.0)(z, torch.tensor([0, 0, 1]))   # 0 + (3 − 2); row 2 has no positive

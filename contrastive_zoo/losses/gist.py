@@ -72,7 +72,7 @@ def gist(
         ValueError: rows that do not pair or lack their guide's, an unknown strategy, a margin that is not finite,
             or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye, equal = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> gist(eye, eye, eye, eye, temperature=1.0)   # log(e + 3) − 1
         tensor(0.7437)

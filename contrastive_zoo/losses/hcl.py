@@ -53,7 +53,7 @@ def hcl(
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> hcl(torch.eye(2), torch.eye(2), temperature=1.0, tau_plus=0.0)   # log(1 + 2/e)
         tensor(0.5514)
 
@@ -86,7 +86,7 @@ def debiased(
     Raises:
         ValueError: as :func:`hcl`.
 
-    Example:
+    Examples:
         >>> debiased(torch.eye(2), torch.eye(2), temperature=1.0)   # log(1 + (2 − 0.2e) / 0.9e)
         tensor(0.4671)
 

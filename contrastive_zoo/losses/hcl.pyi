@@ -39,7 +39,7 @@ def hcl(
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> hcl(torch.eye(2), torch.eye(2), temperature=1.0, tau_plus=0.0)   # log(1 + 2/e)
         tensor(0.5514)
 
@@ -69,7 +69,7 @@ def debiased(
     Raises:
         ValueError: as :func:`hcl`.
 
-    Example:
+    Examples:
         >>> debiased(torch.eye(2), torch.eye(2), temperature=1.0)   # log(1 + (2 − 0.2e) / 0.9e)
         tensor(0.4671)
 
@@ -103,7 +103,7 @@ class HCL(Loss):
     Raises:
         ValueError: tau_plus or beta out of range, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> HCL(temperature=1.0, tau_plus=0.0)(torch.eye(2), torch.eye(2))   # log(1 + 2/e)
         tensor(0.5514)
 
@@ -147,7 +147,7 @@ class Debiased(Loss):
     Raises:
         ValueError: as :func:`hcl`.
 
-    Example:
+    Examples:
         >>> Debiased(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(1 + (2 − 0.2e) / 0.9e)
         tensor(0.4671)
 

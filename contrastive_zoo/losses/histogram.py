@@ -47,7 +47,7 @@ def histogram(
     Raises:
         ValueError: num_bins below 1, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> histogram(z, torch.tensor([0, 0, 1]), num_bins=2)   # positives at 0; negatives at 0 and 1
         tensor(1.)

@@ -60,7 +60,7 @@ def info_nce(
         ValueError: negatives of another width or number, no negatives without in-batch negatives, or what any
             :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> info_nce(eye, eye, temperature=1.0)   # log(e + 1) − 1
         tensor(0.3133)

@@ -45,7 +45,7 @@ def info_nce(
         ValueError: negatives of another width or number, no negatives without in-batch negatives, or what any
             :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> info_nce(eye, eye, temperature=1.0)   # log(e + 1) − 1
         tensor(0.3133)
@@ -86,7 +86,7 @@ class InfoNCE(Loss):
         ValueError: negatives of another width or number, no negatives without in-batch negatives, or what any
             :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> InfoNCE(temperature=1.0)(eye, eye)   # log(e + 1) − 1
         tensor(0.3133)

@@ -50,7 +50,7 @@ def intra_pair_variance(
     Raises:
         ValueError: an ε that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> intra_pair_variance(z, torch.tensor([0, 0, 0, 1]), pos_eps=0.0, neg_eps=0.0)   # (⅓)²·⅔ and (⅓)²·⅔
         tensor(0.1481)

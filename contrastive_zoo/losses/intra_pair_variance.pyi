@@ -37,7 +37,7 @@ def intra_pair_variance(
     Raises:
         ValueError: an ε that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> intra_pair_variance(z, torch.tensor([0, 0, 0, 1]), pos_eps=0.0, neg_eps=0.0)   # (⅓)²·⅔ and (⅓)²·⅔
         tensor(0.1481)
@@ -70,7 +70,7 @@ class IntraPairVariance(Loss):
     Raises:
         ValueError: an ε that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> IntraPairVariance(pos_eps=0.0, neg_eps=0.0)(z, torch.tensor([0, 0, 0, 1]))   # (⅓)²·⅔ and (⅓)²·⅔
         tensor(0.1481)

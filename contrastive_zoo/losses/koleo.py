@@ -44,7 +44,7 @@ def koleo(
     Raises:
         ValueError: an eps that is not positive, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> koleo(torch.eye(3))   # −log √2
         tensor(-0.3466)

@@ -56,7 +56,7 @@ def large_margin_softmax(
         ValueError: labels that are no classes, weights of another width, a margin that is no positive integer, a scale that
             is not positive, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> large_margin_softmax(eye, torch.tensor([1, 0]), weights=eye, margin=2)   # ψ(90°) = −1: log(1 + e^(1 + 1))
         tensor(2.1269)
@@ -87,7 +87,7 @@ def _settings_problem(margin: int, scale: float) -> str | None:
 class LargeMarginSoftmax(ClassLoss, function=large_margin_softmax, check=_settings_problem):
     """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn and shared. Here their norms count.
 
-    Example:
+    Examples:
         >>> loss = LargeMarginSoftmax(2, 2, margin=2)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
         >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()
@@ -100,7 +100,7 @@ class LargeMarginSoftmax(ClassLoss, function=large_margin_softmax, check=_settin
 class SphereFace(LargeMarginSoftmax, function=large_margin_softmax, check=_settings_problem):
     """This class normalises weights by default: it is :class:`LargeMarginSoftmax` with ``normalize_weights=True``.
 
-    Example:
+    Examples:
         >>> loss = SphereFace(2, 2, margin=2)
         >>> _ = loss.load_state_dict({"weights": 3 * torch.eye(2)})
         >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()

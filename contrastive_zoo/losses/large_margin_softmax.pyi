@@ -42,7 +42,7 @@ def large_margin_softmax(
         ValueError: labels that are no classes, weights of another width, a margin that is no positive integer, a scale that
             is not positive, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> large_margin_softmax(eye, torch.tensor([1, 0]), weights=eye, margin=2)   # ψ(90°) = −1: log(1 + e^(1 + 1))
         tensor(2.1269)
@@ -83,7 +83,7 @@ class LargeMarginSoftmax(ClassLoss):
         ValueError: labels that are no classes, weights of another width, a margin that is no positive integer, a scale that
             is not positive, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> loss = LargeMarginSoftmax(2, 2, margin=2)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
         >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()
@@ -148,7 +148,7 @@ class SphereFace(LargeMarginSoftmax):
         ValueError: labels that are no classes, weights of another width, a margin that is no positive integer, a scale that
             is not positive, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> loss = SphereFace(2, 2, margin=2)
         >>> _ = loss.load_state_dict({"weights": 3 * torch.eye(2)})
         >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()

@@ -36,7 +36,7 @@ def lifted_structure(
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
         >>> lifted_structure(z, torch.tensor([0, 0, 1]), neg_margin=3.0)   # (log(e + e))² / 2
         tensor(1.4334)
@@ -68,7 +68,7 @@ class LiftedStructure(Loss):
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
         >>> LiftedStructure(neg_margin=3.0)(z, torch.tensor([0, 0, 1]))   # (log(e + e))² / 2
         tensor(1.4334)

@@ -42,7 +42,7 @@ class Margin(MetricLoss):
         ValueError: a negative ν, num_classes below 1, a margin or β that is not finite; at the call labels
             outside of the classes, or as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
         >>> Margin()(z, torch.tensor([0, 0, 1]))   # √2 − 1.2 + 0.2, twice; √2 and 2 are 1.4 or more apart
         tensor(0.4142, grad_fn=<...>)

@@ -45,7 +45,7 @@ def margin_mse(
     Raises:
         ValueError: rows that do not belong together, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, p, n = torch.eye(2), torch.eye(2), torch.zeros(2, 1, 2)
         >>> margin_mse(q, p, n, torch.tensor([[1.0], [3.0]]))   # (1 − 1)² and (1 − 3)²

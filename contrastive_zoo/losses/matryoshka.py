@@ -30,7 +30,7 @@ class Matryoshka(Composition):
         ValueError: a third-party loss or a class in place of its instance, dims below 1, other than a finite weight for
             each; at the call narrower embeddings.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import contrastive_zoo as cz
         >>> Matryoshka(cz.InfoNCE(temperature=1.0), (1, 2))(torch.eye(2), torch.eye(2))   # ½ (0.3133 + log 2) + 0.3133

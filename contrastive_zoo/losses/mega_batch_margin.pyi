@@ -36,7 +36,7 @@ def mega_batch_margin(
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.8, 0.6]])
         >>> mega_batch_margin(q, k)   # 0.8 − 0.6 and 0.8 − 0.3, twice
@@ -69,7 +69,7 @@ class MegaBatchMargin(Loss):
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.8, 0.6]])
         >>> MegaBatchMargin()(q, k)   # 0.8 − 0.6 and 0.8 − 0.3, twice

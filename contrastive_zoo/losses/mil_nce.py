@@ -55,7 +55,7 @@ def mil_nce(
     Raises:
         ValueError: texts that are not k ≥ 1 per video, an unknown denominator, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> mil_nce(torch.eye(2), torch.eye(2)[:, None])   # log(e + 2) − 1
         tensor(0.5514)
 

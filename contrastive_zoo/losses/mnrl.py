@@ -81,7 +81,7 @@ def mnrl(
         ValueError: invalid owners, settings that are unknown or contradict each other, or what any :class:`Loss`
             refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> mnrl(eye, eye, -eye[:1], torch.tensor([0]), temperature=1.0)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
         tensor(0.4795)

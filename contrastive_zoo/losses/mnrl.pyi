@@ -61,7 +61,7 @@ def mnrl(
         ValueError: invalid owners, settings that are unknown or contradict each other, or what any :class:`Loss`
             refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> mnrl(eye, eye, -eye[:1], torch.tensor([0]), temperature=1.0)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
         tensor(0.4795)
@@ -109,7 +109,7 @@ class MNRL(Loss):
         ValueError: invalid owners, settings that are unknown or contradict each other, or what any :class:`Loss`
             refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> MNRL(temperature=1.0)(eye, eye, -eye[:1], torch.tensor([0]))   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
         tensor(0.4795)

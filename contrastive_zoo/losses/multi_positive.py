@@ -69,7 +69,7 @@ def multi_positive(
     Raises:
         ValueError: invalid ids or weights, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> multi_positive(eye, eye, torch.tensor([5, 5]), temperature=1.0)   # log(e + 1) − ½
         tensor(0.8133)

@@ -28,7 +28,7 @@ class MultiSimilarity(MetricLoss):
     Raises:
         ValueError: α or β that is not positive, a base or ε that is not finite; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> MultiSimilarity(base=1.0)(z, torch.tensor([0, 0]))   # log(1 + 1) / 2

@@ -51,7 +51,7 @@ def n_pairs(
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.eye(2).repeat(2, 1)
         >>> n_pairs(z, torch.tensor([0, 1, 0, 1]))   # log(e + 1) − 1
         tensor(0.3133)

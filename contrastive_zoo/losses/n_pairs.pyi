@@ -39,7 +39,7 @@ def n_pairs(
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.eye(2).repeat(2, 1)
         >>> n_pairs(z, torch.tensor([0, 1, 0, 1]))   # log(e + 1) − 1
         tensor(0.3133)
@@ -74,7 +74,7 @@ class NPairs(Loss):
     Raises:
         ValueError: a negative l2, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.eye(2).repeat(2, 1)
         >>> NPairs()(z, torch.tensor([0, 1, 0, 1]))   # log(e + 1) − 1
         tensor(0.3133)

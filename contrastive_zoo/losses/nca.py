@@ -42,7 +42,7 @@ def nca(
     Raises:
         ValueError: what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> nca(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻²); row 2 has no positive
         tensor(0.1269)

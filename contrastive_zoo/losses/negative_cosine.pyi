@@ -30,7 +30,7 @@ def negative_cosine(
     Raises:
         ValueError: predictions and targets of different shape, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> negative_cosine(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
         tensor(-0.6000)
@@ -60,7 +60,7 @@ class NegativeCosine(Loss):
     Raises:
         ValueError: predictions and targets of different shape, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> NegativeCosine()(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
         tensor(-0.6000)

@@ -42,7 +42,7 @@ def normalized_softmax(
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> normalized_softmax(torch.eye(2), torch.arange(2), weights=torch.eye(2), temperature=1.0)   # log(e + 1) − 1
         tensor(0.3133)
@@ -56,7 +56,7 @@ def normalized_softmax(
 class NormalizedSoftmax(ClassLoss, function=normalized_softmax):
     """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

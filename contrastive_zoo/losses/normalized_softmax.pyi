@@ -36,7 +36,7 @@ def normalized_softmax(
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> normalized_softmax(torch.eye(2), torch.arange(2), weights=torch.eye(2), temperature=1.0)   # log(e + 1) − 1
         tensor(0.3133)
@@ -73,7 +73,7 @@ class NormalizedSoftmax(ClassLoss):
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

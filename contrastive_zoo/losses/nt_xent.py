@@ -46,7 +46,7 @@ def nt_xent(
     Raises:
         ValueError: fewer than two views, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> nt_xent(torch.eye(2), torch.eye(2), temperature=1.0)   # log(e + 2) − 1
         tensor(0.5514)
 

@@ -36,7 +36,7 @@ def online_contrastive(
     Raises:
         ValueError: labels other than 0 and 1, a margin that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.6, 0.8]])
         >>> online_contrastive(q, k, torch.tensor([1, 0]))   # distances 0.4 and 0.2 overlap: 0.4² + 0.3²
         tensor(0.2500)
@@ -70,7 +70,7 @@ class OnlineContrastive(Loss):
     Raises:
         ValueError: labels other than 0 and 1, a margin that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.6, 0.8]])
         >>> OnlineContrastive()(q, k, torch.tensor([1, 0]))   # distances 0.4 and 0.2 overlap: 0.4² + 0.3²
         tensor(0.2500)

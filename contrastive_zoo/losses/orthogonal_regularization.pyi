@@ -31,7 +31,7 @@ def orthogonal_regularization(
     Raises:
         ValueError: a weight that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
         >>> orthogonal_regularization(z)   # M₁ = M₂ = ⅓ < ½
         tensor(0.1111)
@@ -62,7 +62,7 @@ class OrthogonalRegularization(Loss):
     Raises:
         ValueError: a weight that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
         >>> OrthogonalRegularization()(z)   # M₁ = M₂ = ⅓ < ½
         tensor(0.1111)

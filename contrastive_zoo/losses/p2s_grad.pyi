@@ -34,7 +34,7 @@ def p2s_grad(
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> p2s_grad(torch.eye(2), torch.tensor([0, 0]), weights=torch.eye(2))   # 0 and (1 + 1) / 2
         tensor(0.5000)
@@ -69,7 +69,7 @@ class P2SGrad(ClassLoss):
     Raises:
         ValueError: labels that are no classes, weights of another width, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = P2SGrad(2, 2)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

@@ -34,7 +34,7 @@ class PNP(MetricLoss):
     Raises:
         ValueError: an unknown variant, a τ, α or b that is not positive; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
         >>> PNP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1; row 1 sees a tie: ½
         tensor(0.7500)

@@ -40,7 +40,7 @@ def proxy_anchor(
     Raises:
         ValueError: labels that are no classes, proxies of another shape, an alpha <= 0, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> proxy_anchor(torch.eye(2), torch.arange(2), weights=torch.eye(2), margin=0.0, alpha=1.0)   # log(1 + 1/e) + log 2
         tensor(1.0064)
@@ -65,7 +65,7 @@ def _settings_problem(margin: float, alpha: float) -> str | None:
 class ProxyAnchor(ClassLoss, function=proxy_anchor, check=_settings_problem):
     """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = ProxyAnchor(2, 2, margin=0.0, alpha=1.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

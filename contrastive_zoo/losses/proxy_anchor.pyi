@@ -33,7 +33,7 @@ def proxy_anchor(
     Raises:
         ValueError: labels that are no classes, proxies of another shape, an alpha <= 0, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> proxy_anchor(torch.eye(2), torch.arange(2), weights=torch.eye(2), margin=0.0, alpha=1.0)   # log(1 + 1/e) + log 2
         tensor(1.0064)
@@ -67,7 +67,7 @@ class ProxyAnchor(ClassLoss):
     Raises:
         ValueError: labels that are no classes, proxies of another shape, an alpha <= 0, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = ProxyAnchor(2, 2, margin=0.0, alpha=1.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

@@ -43,7 +43,7 @@ def proxy_nca(
     Raises:
         ValueError: labels that are no classes, proxies of another width, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> proxy_nca(torch.eye(2), torch.arange(2), weights=torch.eye(2), temperature=2.0)   # −log(1 / (1 + e⁻¹))
         tensor(0.3133)
@@ -57,7 +57,7 @@ def proxy_nca(
 class ProxyNCA(ClassLoss, function=proxy_nca):
     """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = ProxyNCA(2, 2, temperature=2.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

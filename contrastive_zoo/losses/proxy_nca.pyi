@@ -37,7 +37,7 @@ def proxy_nca(
     Raises:
         ValueError: labels that are no classes, proxies of another width, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> proxy_nca(torch.eye(2), torch.arange(2), weights=torch.eye(2), temperature=2.0)   # −log(1 / (1 + e⁻¹))
         tensor(0.3133)
@@ -75,7 +75,7 @@ class ProxyNCA(ClassLoss):
     Raises:
         ValueError: labels that are no classes, proxies of another width, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = ProxyNCA(2, 2, temperature=2.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})

@@ -33,7 +33,7 @@ class RankedList(MetricLoss):
         ValueError: a λ outside of 0 … 1, a negative T or epsilon, a margin or α that is not finite; at the call
             as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
         >>> RankedList(t_n=0)(z, torch.tensor([0, 0, 1]))   # ½ of √2 − 0.8 twice, 1.2 − √0.4, 1.2 − √0.8, their mean; thirds

@@ -51,7 +51,7 @@ def score_distillation(
     Raises:
         ValueError: rows that do not belong together, a temperature that is not positive, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, c = torch.tensor([[1.0]]), torch.tensor([[[0.0], [0.0]]])
         >>> score_distillation(q, c, torch.tensor([[50.0, 0.0]]))   # log 2

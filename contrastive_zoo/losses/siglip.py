@@ -54,7 +54,7 @@ def siglip(
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> siglip(torch.eye(2), torch.eye(2), temperature=1.0, logit_bias=0.0)   # log(1 + e⁻¹) + log 2
         tensor(1.0064)
 
@@ -89,7 +89,7 @@ class SigLIP(LearnableScaleLoss, function=siglip, check=bias_problem):
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
 
-    Example:
+    Examples:
         >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2)).detach()   # log(1 + e⁻¹) + log 2
         tensor(1.0064)
     """

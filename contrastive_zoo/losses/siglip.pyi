@@ -39,7 +39,7 @@ def siglip(
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> siglip(torch.eye(2), torch.eye(2), temperature=1.0, logit_bias=0.0)   # log(1 + e⁻¹) + log 2
         tensor(1.0064)
 
@@ -78,7 +78,7 @@ class SigLIP(LearnableScaleLoss):
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2)).detach()   # log(1 + e⁻¹) + log 2
         tensor(1.0064)
 

@@ -28,7 +28,7 @@ class SignalToNoise(Contrastive):
     Raises:
         ValueError: an unknown average, a power below 1, a margin that is not finite; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-1.0, 1.0]])
         >>> SignalToNoise(normalize=False)(z, torch.tensor([0, 0, 1]))   # pairs 0, 1: 2/2 and 2/8; negatives: 4 and more
         tensor(0.6250)

@@ -49,7 +49,7 @@ def sigreg(
         ValueError: directions of another width, fewer than two points, a limit that is not positive, or what any
             :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> sigreg(torch.zeros(2, 1), directions=torch.ones(1, 1), num_points=2, limit=100.0)   # 2 · 100 · |0 − 1|² · 0
         tensor(0.)
 
@@ -87,7 +87,7 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
     Raises:
         ValueError: an embedding_size or num_slices below 1.
 
-    Example:
+    Examples:
         >>> loss = SIGReg(2, num_slices=64)
         >>> value = loss(torch.zeros(9, 2))
         >>> loss.step

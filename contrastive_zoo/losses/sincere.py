@@ -43,7 +43,7 @@ def sincere(
     Raises:
         ValueError: an unknown average, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> sincere(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]), temperature=1.0)   # log(1 + e⁻¹); row 2 has none
         tensor(0.3133)

@@ -28,7 +28,7 @@ class SmoothAP(MetricLoss):
     Raises:
         ValueError: a temperature that is not positive; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
         >>> SmoothAP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1 − 1/2; row 1 sees a tie: 1 − 1/1.5
         tensor(0.4167)

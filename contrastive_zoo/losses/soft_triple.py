@@ -51,7 +51,7 @@ def soft_triple(
         ValueError: labels that are no classes, centres of another width, a la or gamma that is not positive, a
             negative tau, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> soft_triple(eye, torch.arange(2), weights=eye, la=1.0, margin=0.0)   # log(e + 1) − 1
         tensor(0.3133)
@@ -80,7 +80,7 @@ class SoftTriple(ClassLoss, function=soft_triple, check=_settings_problem):
     """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
     ``sub_centers`` is 10 by default.
 
-    Example:
+    Examples:
         >>> loss = SoftTriple(2, 2, sub_centers=1, la=1.0, margin=0.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
         >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e + 1) − 1

@@ -36,7 +36,7 @@ def spectral_contrastive(
     Raises:
         ValueError: a mu that is not positive, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> a = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
         >>> spectral_contrastive(a, a)   # −2 · 1 + 0.6²
         tensor(-1.6400)

@@ -58,7 +58,7 @@ def sup_con(
         ValueError: an unknown variant or contrast mode, labels together with a mask, a mask that does not have a column for
             each sample of all ranks, a mask in a ring, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> sup_con(z, torch.tensor([0, 0, 1]), temperature=1.0)   # log(e + 1) − 1; row 2 has no positive
         tensor(0.3133)
@@ -106,7 +106,7 @@ class SupCon(LabelledLoss):
         ValueError: an unknown variant or contrast mode, labels together with a mask, a mask that does not have a column for
             each sample of all ranks, a mask in a ring, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> SupCon(temperature=1.0)(z, torch.tensor([0, 0, 1]))   # log(e + 1) − 1; row 2 has no positive
         tensor(0.3133)

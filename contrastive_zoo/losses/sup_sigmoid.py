@@ -46,7 +46,7 @@ def sup_sigmoid(
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
         >>> sup_sigmoid(z, torch.tensor([0, 0, 1]), temperature=1.0, logit_bias=0.0)
@@ -72,7 +72,7 @@ def sup_sigmoid(
 class SupSigmoid(SigLIP, LabelledLoss, function=sup_sigmoid, block_function=binary_cross_entropy, check=bias_problem):
     """Temperature and bias are learnable; the settings are their initial values.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
         >>> SupSigmoid(temperature=1.0, logit_bias=0.0)(z, torch.tensor([0, 0, 1])).detach()

@@ -35,7 +35,7 @@ def sup_sigmoid(
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
         >>> sup_sigmoid(z, torch.tensor([0, 0, 1]), temperature=1.0, logit_bias=0.0)
@@ -68,7 +68,7 @@ class SupSigmoid(SigLIP, LabelledLoss):
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
         >>> SupSigmoid(temperature=1.0, logit_bias=0.0)(z, torch.tensor([0, 0, 1])).detach()

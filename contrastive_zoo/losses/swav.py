@@ -55,7 +55,7 @@ def swav(
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
             NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> swav(eye, eye, prototypes=eye, temperature=1.0)   # codes are one-hot: log(e + 1) − 1
         tensor(0.3133)
@@ -98,7 +98,7 @@ class SwAV(ConstructingLoss, function=swav, check=_settings_problem):
         num_prototypes: K.
         embedding_size: d.
 
-    Example:
+    Examples:
         >>> loss = SwAV(2, 2, temperature=1.0)
         >>> _ = loss.load_state_dict({"prototypes": torch.eye(2)})
         >>> loss(torch.eye(2), torch.eye(2)).detach()   # codes are one-hot: log(e + 1) − 1

@@ -39,7 +39,7 @@ def swav(
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
             NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> swav(eye, eye, prototypes=eye, temperature=1.0)   # codes are one-hot: log(e + 1) − 1
         tensor(0.3133)
@@ -76,7 +76,7 @@ class SwAV(ConstructingLoss):
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
             NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 
-    Example:
+    Examples:
         >>> loss = SwAV(2, 2, temperature=1.0)
         >>> _ = loss.load_state_dict({"prototypes": torch.eye(2)})
         >>> loss(torch.eye(2), torch.eye(2)).detach()   # codes are one-hot: log(e + 1) − 1

@@ -27,7 +27,7 @@ class ThresholdConsistentMargin(MetricLoss):
     Raises:
         ValueError: a margin or weight that is not finite; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
         >>> ThresholdConsistentMargin()(z, torch.tensor([0, 0, 1]))   # 0.9 − 0.6 and 0.8 − 0.5

@@ -48,7 +48,7 @@ def tico(
         ValueError: a β outside 0 … 1, a ρ that is not finite, a covariance of another width, or what any :class:`Loss`
             refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> tico(eye, eye, covariance=torch.zeros(2, 2), beta=0.5, rho=1.0)   # 0 + ½ · ½
         tensor(0.2500)
@@ -78,7 +78,7 @@ class TiCo(ConstructingLoss, function=tico, check=_settings_problem):
     Args:
         embedding_size: d.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> TiCo(2, beta=0.5, rho=1.0)(eye, eye)   # 0 + ½ · ½
         tensor(0.2500)

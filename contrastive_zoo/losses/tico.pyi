@@ -35,7 +35,7 @@ def tico(
         ValueError: a β outside 0 … 1, a ρ that is not finite, a covariance of another width, or what any :class:`Loss`
             refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> tico(eye, eye, covariance=torch.zeros(2, 2), beta=0.5, rho=1.0)   # 0 + ½ · ½
         tensor(0.2500)
@@ -73,7 +73,7 @@ class TiCo(ConstructingLoss):
         ValueError: a β outside 0 … 1, a ρ that is not finite, a covariance of another width, or what any :class:`Loss`
             refuses.
 
-    Example:
+    Examples:
         >>> eye = torch.eye(2)
         >>> TiCo(2, beta=0.5, rho=1.0)(eye, eye)   # 0 + ½ · ½
         tensor(0.2500)

@@ -41,7 +41,7 @@ class Triplet(DissimilarityLoss):
     Raises:
         ValueError: an unknown mining, metric or average, a margin that is not finite; at the call as :class:`RowLoss`.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
         >>> Triplet(margin=0.5)(z, torch.tensor([0, 0, 1]))   # √0.4 − √0.8 + 0.5; √0.4 − √2 + 0.5 is below 0
         tensor(0.2380)

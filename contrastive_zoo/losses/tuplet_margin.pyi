@@ -38,7 +38,7 @@ def tuplet_margin(
     Raises:
         ValueError: a margin out of range, an unknown average, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # log(1 + exp(0 − cos 60°))
         >>> tuplet_margin(z, torch.tensor([0, 0, 1]), temperature=1.0, margin=60.0)
         tensor(0.4741)
@@ -73,7 +73,7 @@ class TupletMargin(LabelledLoss):
     Raises:
         ValueError: a margin out of range, an unknown average, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # log(1 + exp(0 − cos 60°))
         >>> TupletMargin(temperature=1.0, margin=60.0)(z, torch.tensor([0, 0, 1]))
         tensor(0.4741)

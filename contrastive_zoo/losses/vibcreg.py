@@ -47,7 +47,7 @@ def vibcreg(
     Raises:
         ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> a = torch.tensor([[0.0, 0.0], [0.6, 0.6]])   # variances 0.18; both correlations are 1
         >>> vibcreg(a, a, variance=1.0, covariance=2.0, eps=0.07)   # 2 · (½ + 1)

@@ -50,7 +50,7 @@ def vicreg(
     Raises:
         ValueError: an eps that is not positive, a number that is not finite, or what any :class:`Loss` refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> a = torch.tensor([[0.0], [0.6]])   # variance 0.18
         >>> vicreg(a, a, invariance=1.0, variance=1.0, gamma=1.0, eps=0.07)   # 1 − √0.25
@@ -76,7 +76,7 @@ def vicreg_over(
 ) -> Float[Tensor, ""]:
     """Compute :func:`vicreg` with covariances that are divided by ``degrees(N)``, for N rows.
 
-    Example:
+    Examples:
         >>> import torch
         >>> weights = {"invariance": 1.0, "variance": 1.0, "covariance": 1.0, "gamma": 1.0, "eps": 1e-4}
         >>> vicreg_over(torch.ones(1, 2), torch.ones(1, 2), degrees=lambda count: count - 1, **weights, world=ALONE)

@@ -26,7 +26,7 @@ class WeightedSum(Composition):
         ValueError: no losses, a third-party loss or a class in place of its instance, or not one finite weight per loss. At
             the call, on every rank: what any of the losses refuses.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import contrastive_zoo as cz
         >>> a = torch.eye(2)

@@ -57,7 +57,7 @@ class CrossBatchMemory(Loss):
             are not one per row, NaN or infinite embeddings, an empty global batch, or memories that differ in size,
             pointer or fill.
 
-    Example:
+    Examples:
         >>> import contrastive_zoo as cz
         >>> loss = CrossBatchMemory(cz.InfoNCE(temperature=1.0), size=8, embedding_size=2)
         >>> loss(torch.eye(2), torch.eye(2)), loss(torch.eye(2), torch.eye(2))   # log(e + 1) − 1; then log(2 (e + 1)) − 1

@@ -23,7 +23,7 @@ class MomentumEncoder(nn.Module):
     Raises:
         ValueError: a momentum outside [0, 1], unknown ``buffers``; at an update, an encoder with other parameters.
 
-    Example:
+    Examples:
         >>> encoder = nn.Linear(1, 1, bias=False)
         >>> keys = MomentumEncoder(encoder, momentum=0.9)
         >>> _ = nn.init.ones_(encoder.weight), nn.init.zeros_(keys.encoder.weight)

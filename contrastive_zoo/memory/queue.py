@@ -33,7 +33,7 @@ class MemoryQueue(nn.Module):
             ``state_dict`` of another shape or with impossible values (more embeddings than fit, a pointer outside of the
             ring, NaN or infinite values); the memory then does not change.
 
-    Example:
+    Examples:
         >>> memory = MemoryQueue(3, embedding_size=1)
         >>> memory.enqueue(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))   # row 3 overwrites row 0
         tensor([-1,  1,  2,  0])
@@ -122,7 +122,7 @@ class MemoryQueue(nn.Module):
     def shards(self, world: World) -> Shards:
         """Return a split of :attr:`rows` over the ranks, as even as possible.
 
-        Example:
+        Examples:
             >>> memory = MemoryQueue(5, embedding_size=1)
             >>> _ = memory.enqueue(torch.ones(5, 1))
             >>> memory.shards(World(rank=1, size=2)).local

@@ -21,7 +21,7 @@ def fetched(rows: Tensor, shards: Shards, wanted: Tensor, world: World) -> Tenso
     Returns:
         [*shape of wanted, *shape of a row], on the CPU.
 
-    Example:
+    Examples:
         >>> fetched(torch.tensor([[5], [6], [7]]), Shards((3,)), torch.tensor([2, 0, 2]), World()).tolist()
         [[7], [5], [7]]
     """

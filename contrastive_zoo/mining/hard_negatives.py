@@ -103,7 +103,7 @@ def mine_hard_negatives(
         Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808
         Moreira et al. 2024 (NV-Retriever), https://arxiv.org/abs/2407.15831
 
-    Example:
+    Examples:
         >>> corpus = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.5, 0.5], [0.0, 1.0]])
         >>> mined = mine_hard_negatives(corpus[:2], corpus, torch.tensor([1, 0]), num_negatives=1, range_min=1)
         >>> mined["query"], mined["positive"], mined["negative"]
@@ -142,7 +142,7 @@ def _columns(start: int, positives: Int[Tensor, "n p"], mined: Mined, output: st
 def as_tensor(rows: Any) -> Any:
     """Return an array as a tensor that shares its memory, also a read-only memory map; None stays None.
 
-    Example:
+    Examples:
         >>> as_tensor(np.ones(2))
         tensor([1., 1.], dtype=torch.float64)
     """

@@ -41,7 +41,7 @@ class DistributedMiner(nn.Module):
             that are not one per row, ranks that bring different widths or dtypes, no rows at all, or a miner that returns
             anything but a tuple.
 
-    Example:
+    Examples:
         >>> def hardest(z, labels):
         ...     alike = labels[:, None] == labels
         ...     similarity = z @ z.T

@@ -53,7 +53,7 @@ class RefreshedNegatives:
     References:
         Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808
 
-    Example:
+    Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
         >>> encode = lambda indices: rows[indices]
         >>> negatives = RefreshedNegatives(

@@ -46,7 +46,7 @@ class DistributedBatchSampler(Sampler[list[int]], ABC):
         ValueError: on every rank alike: a problem on any rank, a seed that is no integer ≥ 0, weights that are not one
             number ≥ 0 per rank, or ranks whose data or settings differ.
 
-    Example:
+    Examples:
         >>> class Halves(DistributedBatchSampler):
         ...     def __init__(self, n, **where):
         ...         super().__init__({"samples": n}, **where)

@@ -21,7 +21,7 @@ class CollateEmpty:
         example: any one sample, such as ``dataset[0]``.
         collate_fn: collates samples; its results have the batch dimension first.
 
-    Example:
+    Examples:
         >>> import torch
         >>> collate = CollateEmpty({"image": torch.ones(2, 3), "label": 5, "name": "x"})
         >>> collate([])

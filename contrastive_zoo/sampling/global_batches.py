@@ -26,7 +26,7 @@ class GlobalBatchSampler(DistributedBatchSampler):
     Raises:
         ValueError: sizes that are no integers of at least 1, or what the base class refuses.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo import World
         >>> for rank in range(2):
         ...     sampler = GlobalBatchSampler(9, batch_size=4, shuffle=False, process_group=World(rank, 2))

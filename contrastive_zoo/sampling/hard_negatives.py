@@ -38,7 +38,7 @@ class HardNegativeBatchSampler(DistributedBatchSampler):
         ValueError: neighbours that are not integers [n, k] between −1 and n − 1, sizes below 1, a group larger than a
             batch, or what the base class refuses.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo import World
         >>> neighbours = [[1, 2], [0, 2], [3, 1], [2, 1]]  # 0 and 1, 2 and 3
         >>> sampler = HardNegativeBatchSampler(neighbours, batch_size=2, group_size=2, process_group=World())
@@ -92,7 +92,7 @@ class HardNegativeBatchSampler(DistributedBatchSampler):
                 rows, or what the constructor refuses.
             ImportError: faiss is not installed.
 
-        Example:
+        Examples:
             >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9]])
             >>> sampler = HardNegativeBatchSampler.from_embeddings(
             ...     rows, num_neighbours=1, batch_size=2, group_size=2)

@@ -41,7 +41,7 @@ class MPerClassBatchSampler(DistributedBatchSampler):
         ValueError: m below 2, p below 1 or above the number of classes, no labels, singletons that are not to be there, or
             what the base class refuses.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo import World
         >>> labels = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2])
         >>> sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, process_group=World())

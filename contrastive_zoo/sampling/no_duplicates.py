@@ -34,7 +34,7 @@ class NoDuplicatesBatchSampler(DistributedBatchSampler):
         ValueError: no columns, columns of different lengths or without samples, a batch size below 1, or what the base
             class refuses.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo import World
         >>> queries = ["a", "a", "a", "b", "c"]
         >>> sampler = NoDuplicatesBatchSampler(queries, batch_size=4, process_group=World())

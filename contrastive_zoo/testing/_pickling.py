@@ -28,7 +28,7 @@ def dump_job(job: Any) -> bytes:
 def imported_by(job: bytes) -> list[str]:
     """Return the modules of installed packages that a pickled job imports, as far as this process has imported them.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.testing.worlds import Worlds
         >>> "hypothesis.core" in imported_by(dump_job(__import__("hypothesis").given))
         True

@@ -55,7 +55,7 @@ def report(message: Any) -> None:
     Raises:
         TypeError: the message cannot be pickled.
 
-    Example:
+    Examples:
         >>> report({"step": 1})   # outside a job
     """
     if _pipe is not None:

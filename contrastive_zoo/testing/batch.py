@@ -24,7 +24,7 @@ class GlobalBatch:
         kind: kind of samples: well-conditioned (``"gaussian"``), ``"clustered"``, or adversarial.
         seed: seed of the samples.
 
-    Example:
+    Examples:
         >>> batch = GlobalBatch((1, 2), d=1)
         >>> batch
         GlobalBatch((1, 2), d=1)

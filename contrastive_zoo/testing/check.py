@@ -62,7 +62,7 @@ def check_world_size_invariance(
         NotInvariant: an invariant is broken; the message names the smallest batch found, the diagnosis and the fix.
         ValueError: the loss fails on one process, or a setting is unknown.
 
-    Example:
+    Examples:
         >>> import contrastive_zoo as cz
         >>> report = check_world_size_invariance(
         ...     lambda: cz.DistributedLoss(cz.SupCon()), world_sizes=(1, 2), max_examples=3
@@ -108,7 +108,7 @@ def examine(
     Raises:
         ValueError: the loss fails on one process, or a setting is unknown.
 
-    Example:
+    Examples:
         >>> report = examine(lambda: (lambda embeddings, labels: embeddings.square().sum()), max_examples=5)
         >>> report.ok, report.diagnosis.mistake
         (False, 'local negatives')

@@ -11,7 +11,7 @@ from contrastive_zoo.testing.measurement import Call, call_form
 def constructed_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
     """Construct a loss or a training step on this rank; return its call form, or None and the problem.
 
-    Example:
+    Examples:
         >>> constructed_form(lambda: nn.SoftMarginLoss(), "loss")
         ('labels', '')
         >>> constructed_form(lambda: None, "loss")

@@ -31,7 +31,7 @@ def diagnose(
         width: width of the embeddings in the measurements.
         failing: a batch on which some rank failed.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.testing.gallery import GALLERY
         >>> with Worlds() as worlds:
         ...     diagnose(GALLERY["own slice"].case, ["same_encoder_gradient"], worlds).mistake

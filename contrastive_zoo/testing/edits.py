@@ -14,7 +14,7 @@ order of the samples of the last rank, or of every rank."""
 def edited(samples: Sequence[Tensor], shards: Sequence[int], edit: Edit) -> list[Tensor]:
     """Return the samples of all ranks (one tensor per view, or samples and labels) after an edit.
 
-    Example:
+    Examples:
         >>> edited([torch.tensor([1, 2, 3, 4])], (2, 2), "last shard reversed")
         [tensor([1, 2, 4, 3])]
     """

@@ -41,7 +41,7 @@ class LossRecorder:
     Args:
         count: a counter read when a loss returns, for example of the messages sent so far.
 
-    Example:
+    Examples:
         >>> linear, loss = nn.Linear(2, 2), nn.SoftMarginLoss()
         >>> with LossRecorder() as recorder:
         ...     value = loss(linear(torch.ones(3, 2)), torch.ones(3, 2))

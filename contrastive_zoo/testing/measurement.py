@@ -53,7 +53,7 @@ class Case:
 def call_form(loss: Any) -> Call:
     """Infer the call form of a loss from its parameters: labels if one has such a name, otherwise views.
 
-    Example:
+    Examples:
         >>> call_form(lambda z, labels: z.sum()), call_form(lambda view1, view2: view1.sum())
         ('labels', 'views')
     """

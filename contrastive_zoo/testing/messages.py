@@ -37,7 +37,7 @@ class Message(NamedTuple):
 class Messages(TorchDispatchMode):
     """Records all collectives called inside the context, by any function; it slows every operation down.
 
-    Example:
+    Examples:
         >>> import torch
         >>> with Messages() as messages:
         ...     torch.ones(2) + 1

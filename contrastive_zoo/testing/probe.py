@@ -133,7 +133,7 @@ def probe(case: Case, batch: GlobalBatch, worlds: Worlds) -> Probe:
 def compare(found: Gradients, expected: Gradients) -> Ratio:
     """Return the ratio of norms and the cosine of two gradients.
 
-    Example:
+    Examples:
         >>> tuple(compare({"w": torch.tensor([2.0, 0.0])}, {"w": torch.tensor([1.0, 0.0])}))
         (2.0, 1.0)
     """

@@ -100,7 +100,7 @@ class Report:
 def processes(world_sizes: Sequence[int]) -> str:
     """Return world sizes in words.
 
-    Example:
+    Examples:
         >>> processes((2,)), processes((1, 2, 4))
         ('2 processes', '1, 2 and 4 processes')
     """

@@ -26,7 +26,7 @@ def splits(
 ) -> tuple[int, ...]:
     """Draw shard sizes: even, uneven, and with empty ranks; ``min_samples`` to ``W · max_per_rank`` in total.
 
-    Example:
+    Examples:
         >>> from hypothesis import given
         >>> @given(splits((2, 3), max_per_rank=4))
         ... def some_rank_has_a_sample(shards):
@@ -61,7 +61,7 @@ def global_batches(
         labels: kinds of labels to draw from.
         width: width of the embeddings; None draws it.
 
-    Example:
+    Examples:
         >>> from hypothesis import given
         >>> @given(global_batches((2,), max_per_rank=3))
         ... def two_ranks_hold_two_to_six_samples(batch):
@@ -81,7 +81,7 @@ def global_batches(
 def temperatures() -> st.SearchStrategy[float]:
     """Draw temperatures from 1 to 0.01, where exponentials underflow unless their maximum is subtracted.
 
-    Example:
+    Examples:
         >>> from hypothesis import find
         >>> find(temperatures(), lambda t: t < 0.1)
         0.05
@@ -92,7 +92,7 @@ def temperatures() -> st.SearchStrategy[float]:
 def views(max_views: int = 4) -> st.SearchStrategy[int]:
     """Draw the number of views of a sample: 2 to ``max_views``.
 
-    Example:
+    Examples:
         >>> from hypothesis import find
         >>> find(views(), lambda number: True)
         2
@@ -103,7 +103,7 @@ def views(max_views: int = 4) -> st.SearchStrategy[int]:
 def dtypes() -> st.SearchStrategy[torch.dtype]:
     """Draw a dtype of embeddings, the widest first.
 
-    Example:
+    Examples:
         >>> from hypothesis import find
         >>> find(dtypes(), lambda dtype: dtype.itemsize == 2)
         torch.bfloat16

@@ -56,7 +56,7 @@ class Training:
     def of(cls, batch: GlobalBatch) -> "Training":
         """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again.
 
-        Example:
+        Examples:
             >>> [step.shards for step in Training.of(GlobalBatch((2, 2))).steps]
             [(2, 2), (1, 2), (1, 1), (4, 0), (2, 2)]
         """

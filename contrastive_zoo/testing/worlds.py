@@ -33,7 +33,7 @@ class Worlds:
         grace: seconds that the other ranks have to answer after one has failed.
         threads: torch threads of each rank.
 
-    Example:
+    Examples:
         >>> import torch
         >>> def total(start):
         ...     x = torch.tensor(start + torch.distributed.get_rank())
@@ -129,7 +129,7 @@ class Worlds:
             RankError: a rank raised or died.
             WorldTimeout: the job was not done in time.
 
-        Example:
+        Examples:
             >>> with Worlds() as worlds:
             ...     worlds.run(2, lambda base, offset: base + offset, 10, each=[(1,), (2,)])
             [11, 12]

@@ -91,7 +91,7 @@ BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 def written(text: str, table: str) -> str:
     """Return the page with the text between the markers replaced.
 
-    Example:
+    Examples:
         >>> written("<!-- matrix: begin -->old<!-- matrix: end -->", "new")
         '<!-- matrix: begin -->\\nnew\\n<!-- matrix: end -->'
     """

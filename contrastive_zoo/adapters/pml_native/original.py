@@ -30,7 +30,7 @@ class Original(NamedTuple):
         Args:
             arguments: of the original's ``forward``, by name.
 
-        Example:
+        Examples:
             >>> Original(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": None})
             (1, 2)
             >>> Original(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": 3})
@@ -51,7 +51,7 @@ def native_and_original(loss: nn.Module, miner: Callable[..., Any] | None = None
     Raises:
         ValueError: there is no exact translation.
 
-    Example:
+    Examples:
         >>> native_and_original(losses.NTXentLoss())[0].temperature
         0.07
     """

@@ -30,7 +30,7 @@ def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
         ValueError: there is no exact translation, with the reason: a formula that this library does not have, or a
             distance, reducer, regularizer or miner for which it has no option.
 
-    Example:
+    Examples:
         >>> native = to_native(losses.TripletMarginLoss(0.2), miners.BatchHardMiner())
         >>> native.margin, native.mining
         (0.2, 'hard')

@@ -35,7 +35,7 @@ def refusal(loss: nn.Module, miner: Callable[..., Indices] | None = None) -> str
         loss: a loss of pytorch-metric-learning.
         miner: the miner of that loss.
 
-    Example:
+    Examples:
         >>> refusal(losses.ContrastiveLoss())
         >>> refusal(losses.VICRegLoss())
         'its variances and covariances are of all rows.'

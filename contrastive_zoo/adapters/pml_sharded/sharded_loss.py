@@ -44,7 +44,7 @@ def sharded(
         ValueError: on every rank alike: what :func:`refusal` says, missing labels, reference embeddings or indices for a
             loss that takes none.
 
-    Example:
+    Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> z, labels, shard = torch.eye(2).repeat(2, 1), torch.tensor([0, 1, 0, 1]), Shards((4,))
         >>> rows = {"embeddings": z, "labels": labels}
