@@ -59,7 +59,19 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 # ------------------------------------------------------------------------------------------------------------ rounding
 
 NARROWED = {
-    *("NTXent", "NTXent, three views", "InfoNCE", "CLIP", "Clip", "SupCon", "MNRL", "MNRL, symmetric", "WeightedSum"),
+    *(
+        "NTXent",
+        "NTXent, three views",
+        "InfoNCE",
+        "CLIP",
+        "Clip",
+        "SupCon",
+        "MNRL",
+        "MNRL, symmetric",
+        "WeightedSum",
+        "SigLIP",
+        "SupSigmoid",
+    ),
 }
 """Losses that round unit rows that came in 16 bits to these, and multiply them as such."""
 
