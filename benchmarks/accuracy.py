@@ -226,9 +226,9 @@ and the common formula keeps digits.
 
 The relative error ‖g − g₆₄‖ / ‖g₆₄‖ of the gradient with respect to both views of {n} samples in {width} dimensions. The
 second view is the first plus noise times a normal vector. For SupCon each sample is a class. g₆₄ is computed in float64
-from the same inputs. The goal in float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of 16 bits,
-which moves a logit by up to 1 at the temperature 0.01; sums and weights are in float32. Plain torch computes everything in
-the dtype of the rows.
+from the same inputs. The goal in float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of 16
+bits, which moves a logit by up to 1 at the temperature 0.01; sums and weights are in float32. Plain torch computes
+everything in the dtype of the rows.
 The last rounding is that of the gradient to the dtype of its rows: in float16 numbers below 6e-8 are 0, which a GradScaler
 prevents and this table does not.
 
