@@ -213,21 +213,22 @@ contrastive_zoo computes the same functions without these differences:
 - The loss is softplus(log Σ_{{j≠p}} exp(s_j) − s_p). The log-sum-exp leaves the positive out.
 - The weight of the positive is minus the sum of the weights of the others.
 - With several positives the softmax runs over their log-sum-exp; MIL-NCE and the joint MNRL follow.
-- SupCon's log-sum-exp leaves the positive out of the sums of anchors with one positive.
+- SupCon leaves the positive out where an anchor has one. Where it has several, SupCon uses the common formula.
 
 This holds on every path: tiled, cached, small batches, over ranks and in a ring, and under `cz.dense()`. NTXent, InfoNCE,
 CLIP, MNRL, MILNCE, NPairs, GIST and SupCon use these formulas. SINCERE and TupletMargin are written so from the start. DCL
 has no positive in its denominator. Where an anchor has several positives that differ, their spread is most of the gradient,
-and the plain formula keeps digits; SupCon takes it there. Labels give the table's SupCon two rows of each class.
+and the common formula keeps digits.
 
 ![Relative error of the gradient over the temperature](figures/accuracy.svg)
 
 ## Errors
 
 The relative error ‖g − g₆₄‖ / ‖g₆₄‖ of the gradient with respect to both views of {n} samples in {width} dimensions. The
-second view is the first plus noise times a normal vector. g₆₄ is computed in float64 from the same inputs. The goal in
-float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of 16 bits, which moves a logit by up to
-1 at the temperature 0.01; sums and weights are in float32. Plain torch computes everything in the dtype of the rows.
+second view is the first plus noise times a normal vector. For SupCon each sample is a class. g₆₄ is computed in float64
+from the same inputs. The goal in float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of 16
+bits, which moves a logit by up to 1 at the temperature 0.01; sums and weights are in float32. Plain torch computes
+everything in the dtype of the rows.
 The last rounding is that of the gradient to the dtype of its rows: in float16 numbers below 6e-8 are 0, which a GradScaler
 prevents and this table does not.
 
