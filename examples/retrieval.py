@@ -1,28 +1,46 @@
 """Sample, train, mine, train on and evaluate a descriptor of patches, on any number of processes, with a stop in between.
 
-``python -m examples.retrieval`` trains on one process, on two, and on two and then three, and compares weights and metrics.
+``python -m examples.retrieval [FOLDER]`` trains on one process, on two, and on two and then three, and compares weights and
+metrics. Pictures are written to the folder.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from scipy.spatial import cKDTree
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from examples.stereo import normalized_patches, stereo_pairs
+from examples.stereo import SIZE, Pairs, Stereo, normalized, reoriented, stereo_pairs
 
-BATCH_SIZE, EPOCHS, NEGATIVES, WIDTH = 100, 6, 2, 32
+WIDTH, NEGATIVES = 128, 2
 APART = 8.0
 """Pixels between a point and its negatives: nearer patches show nearly the same."""
 
-MINE_FROM, MINE_EVERY = 30, 15
-"""Steps: two epochs without mined negatives, then new ones in every epoch."""
+
+class Settings(NamedTuple):
+    """How long a training is; the test's is shorter."""
+
+    points: int = 20_000
+    batch_size: int = 200
+    epochs: int = 4
+    mine_from: int = 200
+    """Steps without mined negatives: two epochs."""
+    mine_every: int = 100
+    learning_rate: float = 1e-3
+
+
+FULL = Settings()
 
 
 class Checkpoint(NamedTuple):
@@ -40,100 +58,178 @@ class Result(NamedTuple):
 
     weights: Tensor
     recall: float
+    recall_disturbed: float
     checkpoint: Checkpoint
+
+
+class Normalized(nn.Module):
+    """Patches as rows with mean 0 and variance 1."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return normalized(patches)
 
 
 def make_encoder() -> nn.Module:
     """Return the encoder with its initial parameters, the same on every process."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2), nn.GELU(), nn.Conv2d(16, 32, 3, stride=2), nn.GELU(), nn.Flatten(),
-        nn.Linear(128, WIDTH),
+        Normalized(), nn.Unflatten(1, (1, SIZE, SIZE)), nn.Conv2d(1, 16, 5, stride=2), nn.GELU(),
+        nn.Conv2d(16, 32, 3), nn.GELU(), nn.Flatten(), nn.Linear(512, WIDTH),
     ).double()  # fmt: skip
 
 
-def train(start: Checkpoint | None = None, stop: int | None = None) -> Result:
-    """Train this rank's part of every global batch, from a checkpoint and up to a step, and evaluate on all ranks."""
-    pairs, test = stereo_pairs()
-    encoder = make_encoder()
-    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.05, momentum=0.9)
-    loss_fn = cz.DistributedLoss(cz.InfoNCE(temperature=0.1))
-    data = TensorDataset(torch.arange(len(pairs.left)), pairs.left, pairs.right)
-    sampler = cz.GlobalBatchSampler(len(data), batch_size=BATCH_SIZE)
-    loader = DataLoader(data, batch_sampler=sampler, collate_fn=cz.CollateEmpty(data[0]))
+class Training:
+    """The objects of a training; every rank has its own."""
+
+    def __init__(self, pairs: Pairs, settings: Settings) -> None:
+        self.pairs, self.settings, self.step = pairs, settings, 0
+        self.encoder = make_encoder()
+        self.optimizer = torch.optim.AdamW(self.encoder.parameters(), weight_decay=1e-4)
+        self.loss_fn = cz.DistributedLoss(cz.InfoNCE(temperature=0.07))
+        self.sampler = neighbour_sampler(pairs, settings.batch_size)
+        self.negatives = make_negatives(self.encoder, pairs, settings.mine_every)
+        data = TensorDataset(torch.arange(len(pairs.left)), pairs.left, pairs.right)
+        self.loader = DataLoader(data, batch_sampler=self.sampler, collate_fn=cz.CollateEmpty(data[0]))
+        self.position = self.sampler.state_dict(step=0)
+
+    def run(self, stop: int | None) -> None:
+        """Train up to a step, or to the end."""
+        for epoch in range(self.sampler.epoch, self.settings.epochs):
+            self.sampler.set_epoch(epoch)
+            for batch, (index, left, right) in enumerate(self.loader, self.sampler.step):
+                if self.step == stop:
+                    return
+                self.train_batch(index, left, right)
+                self.position = self.sampler.state_dict(step=batch + 1)
+
+    def train_batch(self, index: Tensor, left: Tensor, right: Tensor) -> None:
+        """Train this rank's part of a global batch."""
+        inputs = [self.encode(left), self.encode(right)]
+        if self.step >= self.settings.mine_from:
+            self.negatives.update(self.step)
+            hard = self.pairs.right[self.negatives[index].flatten()]
+            inputs.append(self.encode(hard).view(len(index), NEGATIVES, WIDTH))
+        loss = self.loss_fn(*inputs)
+        steps = self.settings.epochs * len(self.loader)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * (1 + math.cos(math.pi * self.step / steps)) / 2
+        self.optimizer.zero_grad()
+        loss.backward()
+        cz.average_gradients(self.encoder)
+        self.optimizer.step()
+        self.step += 1
+
+    def encode(self, patches: Tensor) -> Tensor:
+        """Return embeddings of patches in the orientation of this step: one scene gives eight kinds of batches."""
+        return self.encoder(reoriented(patches, self.step))
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the state, the same on every rank."""
+        states = self.encoder.state_dict(), self.optimizer.state_dict(), self.position, self.negatives.state_dict()
+        return Checkpoint(*states, self.step)
+
+    def load(self, state: Checkpoint) -> None:
+        """Continue from a checkpoint of any number of processes."""
+        self.encoder.load_state_dict(state.encoder)
+        self.optimizer.load_state_dict(state.optimizer)
+        self.sampler.load_state_dict(state.sampler)
+        self.negatives.load_state_dict(state.negatives)
+        self.position, self.step = state.sampler, state.step
+
+
+def neighbour_sampler(pairs: Pairs, batch_size: int) -> cz.HardNegativeBatchSampler:
+    """Return a sampler that puts patches that look alike, but are of distant points, into one batch."""
+    coarse = F.avg_pool2d(pairs.left, 2)
+    return cz.HardNegativeBatchSampler.from_embeddings(
+        own_part(normalized(coarse)),
+        num_neighbours=4,
+        positives=own_part(nearby(pairs)),
+        batch_size=batch_size,
+        group_size=4,
+    )
+
+
+def nearby(pairs: Pairs) -> Tensor:
+    """Return for each point the indices of points within APART pixels, −1 where there are fewer: [n, most]."""
+    tree = cKDTree(pairs.points)
+    found = [torch.tensor(x) for x in tree.query_ball_point(pairs.points, APART)]
+    return nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-1)
+
+
+def make_negatives(encoder: nn.Module, pairs: Pairs, every: int) -> cz.RefreshedNegatives:
+    """Return negatives of distant points, mined with the current encoder."""
+    points = torch.from_numpy(pairs.points)
 
     def closeness(query: Tensor, candidate: Tensor) -> Tensor:
-        return -(place[query] - place[candidate]).double().norm(dim=1)
+        return -(points[query] - points[candidate]).norm(dim=1)
 
-    place = torch.from_numpy(pairs.place)
-    negatives = cz.RefreshedNegatives(
-        lambda i: encoder(pairs.left[i]), lambda i: encoder(pairs.right[i]), torch.arange(len(data)),
-        corpus_size=len(data), every=MINE_EVERY, num_negatives=NEGATIVES, range_max=20, sampling="random",
+    return cz.RefreshedNegatives(
+        lambda i: encoder(pairs.left[i]), lambda i: encoder(pairs.right[i]), torch.arange(len(points)),
+        corpus_size=len(points), every=every, num_negatives=NEGATIVES, range_max=50, sampling="random",
         guide=closeness, guide_margin=APART,
     )  # fmt: skip
-    step = 0
+
+
+def train(start: Checkpoint | None = None, stop: int | None = None, settings: Settings = FULL) -> Result:
+    """Train from a checkpoint and up to a step, and evaluate on all ranks; called on every rank."""
+    stereo = stereo_pairs(settings.points)
+    training = Training(stereo.train, settings)
     if start is not None:
-        encoder.load_state_dict(start.encoder)
-        optimizer.load_state_dict(start.optimizer)
-        sampler.load_state_dict(start.sampler)
-        negatives.load_state_dict(start.negatives)
-        step = start.step
-    position = sampler.state_dict(step=sampler.step)
-    for epoch in range(sampler.epoch, EPOCHS):
-        sampler.set_epoch(epoch)
-        for batch, (index, left, right) in enumerate(loader, sampler.step):
-            if step == stop:
-                break
-            queries, keys = encoder(left), encoder(right)
-            mined = step >= MINE_FROM
-            if mined:
-                negatives.update(step)
-                hard = encoder(pairs.right[negatives[index]].flatten(0, 1)).view(len(index), NEGATIVES, WIDTH)
-            loss = loss_fn(queries, keys, hard) if mined else loss_fn(queries, keys)
-            optimizer.zero_grad()
-            loss.backward()
-            cz.average_gradients(encoder)
-            optimizer.step()
-            step += 1
-            position = sampler.state_dict(step=batch + 1)
-    checkpoint = Checkpoint(encoder.state_dict(), optimizer.state_dict(), position, negatives.state_dict(), step)
-    weights = nn.utils.parameters_to_vector(encoder.parameters()).detach()
-    return Result(weights, evaluate(encoder, test.left, test.right), checkpoint)
+        training.load(start)
+    training.run(stop)
+    weights = nn.utils.parameters_to_vector(training.encoder.parameters()).detach()
+    recalls = [recall(training.encoder, x) for x in (stereo.test, stereo.disturbed)]
+    return Result(weights, recalls[0], recalls[1], training.checkpoint())
+
+
+def own_part(rows: Tensor) -> Tensor:
+    """Return this rank's part of rows that every rank holds."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return rows.tensor_split(size)[rank]
 
 
 @torch.no_grad()
-def evaluate(encoder: nn.Module, left: Tensor, right: Tensor) -> float:
+def recall(encoder: nn.Module, pairs: Pairs) -> float:
     """Return the share of left patches whose nearest right patch is the right one; each rank encodes a part."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return cz.recall_at_k(*(encoder(x.tensor_split(size)[rank]) for x in (left, right)))
+    return cz.recall_at_k(encoder(own_part(pairs.left)), encoder(own_part(pairs.right)))
 
 
-def baselines() -> dict[str, float]:
-    """Return the recall of patches without learning."""
-    _, test = stereo_pairs()
-    return {
-        "raw patches": cz.recall_at_k(test.left.flatten(1), test.right.flatten(1), process_group=cz.ALONE),
-        "normalised cross-correlation": cz.recall_at_k(
-            *map(normalized_patches, (test.left, test.right)), process_group=cz.ALONE
-        ),
-    }
+def print_table(stereo: Stereo, runs: dict[str, list[Result]]) -> None:
+    """Print the recall of patches without learning and of each run, and how far its weights are from the first run's."""
+    print(f"| | recall@1 of {len(stereo.test.left)} patches | the same, disturbed | largest difference of a weight |")
+    print("|---|---:|---:|---:|")
+    for name, encoder in {
+        "raw patches": nn.Flatten(),
+        "normalised cross-correlation": Normalized(),
+        "descriptor, initial weights": make_encoder(),
+    }.items():
+        print(f"| {name} | {recall(encoder, stereo.test):.4f} | {recall(encoder, stereo.disturbed):.4f} | |")
+    (expected,) = runs["W = 1"]
+    for name, results in runs.items():
+        deviation = max((x.weights - expected.weights).abs().max().item() for x in results)
+        recalls = f"{results[0].recall:.4f} | {results[0].recall_disturbed:.4f}"
+        print(f"| descriptor, {name} | {recalls} | {deviation:.0e} |")
 
 
-def main() -> None:
-    """Run all and print a table."""
+def main(folder: str | None = None) -> None:
+    """Run all, print a table and write the pictures."""
     begin = time.perf_counter()
-    with Worlds(timeout=170.0) as worlds:
-        (alone,) = worlds.run(1, train)
-        two = worlds.run(2, train)
-        stopped = worlds.run(2, train, None, 50)
-        resumed = worlds.run(3, train, stopped[0].checkpoint)
-    for name, recall in {**baselines(), "initial weights": evaluate(make_encoder(), *stereo_pairs()[1][:2])}.items():
-        print(f"{name:32s} recall@1 {recall:.3f}")
-    for name, found in {"W = 1": [alone], "W = 2": two, "W = 2, from step 50 on W = 3": resumed}.items():
-        deviation = max((x.weights - alone.weights).abs().max().item() for x in found)
-        print(f"{name:32s} recall@1 {found[0].recall:.3f}  weights differ from W = 1 by {deviation:.0e}")
+    with Worlds(timeout=600.0) as worlds:
+        runs = {"W = 1": worlds.run(1, train), "W = 2": worlds.run(2, train)}
+        stopped = worlds.run(2, train, None, 250)
+        runs["W = 2, from step 250 on W = 3"] = worlds.run(3, train, stopped[0].checkpoint)
+    stereo = stereo_pairs()
+    print_table(stereo, runs)
+    if folder is not None:
+        from examples.retrieval_pictures import pictures
+
+        encoder = make_encoder()
+        encoder.load_state_dict(runs["W = 1"][0].checkpoint.encoder)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, figure in pictures(encoder, stereo).items():
+            figure.savefig(Path(folder, f"{name}.png"))
     print(f"{time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
