@@ -24,6 +24,7 @@ from contrastive_zoo.audit.loaders import LoaderWatch
 from contrastive_zoo.audit.modules import Kinds, contains_encoder, core_name, reduction_option
 from contrastive_zoo.audit.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
 from contrastive_zoo.audit.terms import TermWatch
+from contrastive_zoo.testing.global_hooks import remove_hook
 
 LARGEST_WEIGHT = 64.0
 """A loss whose backward pass starts with a larger gradient is looked up in the GradScalers of the process."""
@@ -79,7 +80,7 @@ class Recorder:
     def stop(self) -> Record:
         """Remove the hooks, close the last step and return the record."""
         for handle in self._handles:
-            handle.remove()
+            remove_hook(handle)
         self._clips.stop()
         self._terms.stop()
         self.loaders.stop()
@@ -245,7 +246,7 @@ class Recorder:
         index = next(i for i, x in enumerate(self.optimizers) if x is optimizer)
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                self.step.optimizer_states[index] = _copied(optimizer.state_dict())
+                self.step.optimizer_states[index] = snapshot(optimizer.state_dict())
             except RuntimeError as error:  # ZeroRedundancyOptimizer, whose state is split over ranks
                 self.step.optimizer_problem = f"the state of {type(optimizer).__name__} cannot be read: {error}"
         names = {id(x): name for name, x in self.parameters()}
@@ -277,10 +278,6 @@ class Recorder:
 def is_sharded(x: Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which this rank holds a part."""
     return hasattr(x, "device_mesh")
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return snapshot(state)
 
 
 def _in_backward() -> bool:

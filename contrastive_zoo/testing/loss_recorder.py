@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from contrastive_zoo.testing.global_hooks import remove_hook
+
 
 @dataclass
 class LossCall:
@@ -62,7 +64,7 @@ class LossRecorder:
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
-            handle.remove()
+            remove_hook(handle)
 
     def _record(self, module: nn.Module, args: Any, *rest: Any) -> None:
         *kwargs, output = rest
