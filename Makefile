@@ -6,7 +6,7 @@ QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tes
 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: demo test test-gpu quick search lint types stubs examples docs bench bench-full bench-gpu clean
+.PHONY: demo test test-gpu quick search lint types stubs examples trainers-page docs bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -45,8 +45,12 @@ types: .venv/.installed
 	$(INSTALL) -e '.[examples]'
 	touch $@
 
-# all trainers on CPU, compared with one process; writes the tables of docs/pages/trainers.md
-examples: .venv/.examples-installed
+# the trainers of the development set on CPU, compared with one process
+examples: .venv/.installed
+	$(BIN)/python -W ignore -m examples
+
+# all trainers, also DeepSpeed, which compiles its messages; writes the tables of docs/pages/trainers.md
+trainers-page: .venv/.examples-installed
 	$(BIN)/python -W ignore -m tools.trainers_page
 
 stubs: .venv/.installed

@@ -11,6 +11,7 @@ import multiprocessing as mp
 import os
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -91,6 +92,8 @@ def recipe_of(example: str) -> str:
 def measure(examples: Sequence[str] = EXAMPLES) -> Iterator[Outcome]:
     """Run all set-ups of the examples, one after another; an example whose library is not installed is skipped."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    # DeepSpeed compiles an operator, and waits for ever for one that a killed process was compiling
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp())
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["examples.run", *(f"examples.{x}" for x in examples)])
     for example in examples:

@@ -56,7 +56,7 @@ def test_every_set_up_is_in_the_overview() -> None:
             available = setups(example)
         except ModuleNotFoundError:
             continue
-        assert [x.name for x in available if f"| {x.name} |" not in overview] == [], "run: make examples"
+        assert [x.name for x in available if f"| {x.name} |" not in overview] == [], "run: make trainers-page"
         assert len({x.name for x in available}) == len(available)
 
 
