@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.testing.worlds import Worlds
+
+EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+"""Whether tests run every combination of their cases, as ``make search`` does; otherwise a part of them."""
 
 EXACT = 1e-10
 """Largest difference of float64 results, relative to the larger of 1 and the largest expected element."""

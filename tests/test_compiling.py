@@ -17,6 +17,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
+from tests.helpers import EVERY_CASE
 from tests.test_contract import WHOLE_ZOO
 from tests.zoo import Entry
 
@@ -151,7 +152,9 @@ def samples(entry: Entry, shards: tuple[int, ...] = (7,)) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(
-    ("entry", "backend"), [(x, ("eager", "aot_eager")[index % 2]) for index, x in enumerate(WHOLE_ZOO[::3])], ids=str
+    ("entry", "backend"),
+    [(x, ("eager", "aot_eager")[i % 2]) for i, x in enumerate(WHOLE_ZOO[:: 1 if EVERY_CASE else 3])],
+    ids=str,
 )
 def test_a_compiled_step_with_its_backward_pass(entry: Entry, backend: str) -> None:
     rows, traced = samples(entry), set()

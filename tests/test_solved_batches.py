@@ -6,7 +6,6 @@ that float32 has.
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,10 +25,7 @@ from contrastive_zoo.session import Session
 from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import ALONE, Shards, World
-from tests.helpers import local_shard, numbers
-
-EVERY = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-"""Whether every loss takes every path; otherwise each takes half of them."""
+from tests.helpers import EVERY_CASE, local_shard, numbers
 
 GOAL = 2e-5
 """Relative error of a float32 gradient at t = 0.01: rounding a logit of 100 changes its exponential by 4e-6."""
@@ -240,13 +236,13 @@ def path(name: str) -> Iterator[None]:
         yield
 
 
-CONDITIONS = [(0.05, 0.3), (0.02, 0.1), (0.01, 0.3), (0.01, 0.1)] if EVERY else [(0.02, 0.1), (0.01, 0.3)]
+CONDITIONS = [(0.05, 0.3), (0.02, 0.1), (0.01, 0.3), (0.01, 0.1)] if EVERY_CASE else [(0.02, 0.1), (0.01, 0.3)]
 """Temperatures and noise."""
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [(name, where) for i, name in enumerate(LOSSES) for j, where in enumerate(PATHS) if EVERY or (i + j) % 2 == 0],
+    [(name, where) for i, name in enumerate(LOSSES) for j, where in enumerate(PATHS) if EVERY_CASE or (i + j) % 2 == 0],
 )
 def test_float32_keeps_digits_of_the_gradient(name: str, where: str) -> None:
     """At the temperature 0.01 plain torch is off by 1e-2 and more.

@@ -65,7 +65,7 @@ def mine_hard_negatives(
         corpus: [m, d], this rank's part of the corpus.
         positives: [n] or [n, p], global indices of each query's positives in the corpus; −1 for none.
         num_negatives: negatives per query.
-        range_min: the best candidates to skip: they may be positives that nobody has labelled.
+        range_min: the best candidates to skip: they may be positives without a label.
         range_max: end of the ranks to look at; None is ``range_min`` plus ``num_negatives``, or ten times as many where
             thresholds, a guide or random sampling need a choice.
         max_score: the highest score of a negative.

@@ -1,6 +1,5 @@
 """All of pytorch-metric-learning on several processes is what it is on one; a cheap form of the table in the docs."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 
+from tests.helpers import EVERY_CASE
 from tools.pml_matrix import measurement
 from tools.pml_matrix.cases import AROUND_ANOTHER, Case, all_splits, cases, some_splits
 from tools.pml_matrix.constructors import BASES, parts
@@ -30,7 +30,6 @@ MODULES = (losses, miners, reducers, distances, regularizers)
 
 
 WHOLE = {"TripletMarginLoss", "NTXentLoss", "ArcFaceLoss", *AROUND_ANOTHER}
-EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 
 
 def drawn(case: Case) -> bool:
