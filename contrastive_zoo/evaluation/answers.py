@@ -8,21 +8,30 @@ from torch import Tensor
 
 from contrastive_zoo.evaluation.local_search import Gallery
 from contrastive_zoo.evaluation.relevance import Judgements, Labels, Question, expanded
+from contrastive_zoo.evaluation.rounds import Round
 
 _QUERIES = 256
 """Queries that are compared with a block of rows at once where every score is needed."""
 
 
 def nearest_groups(
-    gallery: Gallery, relevance: Labels | Judgements, question: Question, queries: Float[Tensor, "g d"], k: int
+    round_: Round,
+    gallery: Gallery,
+    relevance: Labels | Judgements,
+    question: Question,
+    queries: Float[Tensor, "g d"],
+    k: int,
 ) -> tuple[Int[Tensor, " p"], Float[Tensor, " p"], Int[Tensor, " p"], Int[Tensor, " p"]]:
-    """Return the k nearest rows of each query and all that tie with the k-th: query, score, value, and count.
+    """Return this rank's rows among the k nearest of all ranks, and all that tie with the k-th: query, score, value, count.
 
-    Rows of one query with one score and value may be counted together. The result is ordered by query.
+    Other rows may be among them. Rows of one query with one score and value may be counted together.
+    The result is ordered by query.
     """
-    k = min(k, len(gallery))
-    scores, positions, complete = gallery.top(queries, k, question.excluded)
-    kth = scores[:, k - 1] if k else torch.empty(len(queries), dtype=torch.float64)
+    depth = min(k, len(gallery))
+    proposals = gallery.proposals(queries, depth, question.excluded)
+    floor = round_.floors(proposals.reached(k))
+    scores, positions, complete = gallery.top(queries, depth, question.excluded, proposals, floor)
+    kth = scores[:, depth - 1] if depth else torch.empty(len(queries), dtype=torch.float64)
     scanned = (~complete & (kth > -torch.inf)) if gallery.index is None else torch.zeros_like(complete)
     kept = (scores > kth[:, None]) | ((scores == kth[:, None]) & ~scanned[:, None])
     query, column = (kept & (scores > -torch.inf)).nonzero(as_tuple=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, import_faiss
+from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.evaluation.metrics import Ties
 from contrastive_zoo.evaluation.names import KNN, Metric, names_problem
 from contrastive_zoo.evaluation.search import rows_problem
@@ -113,11 +113,10 @@ def agreed(caller: str, given: Given, names: Sequence[str], settings: Settings, 
     """Agree with all ranks on the arguments; return how queries and gallery are split over ranks.
 
     Raises:
-        ValueError: on every rank alike, if the arguments of any rank do not belong together, or if ranks disagree.
-        ImportError: faiss is not installed.
+        ValueError: on every rank alike, if the arguments of any rank do not belong together, if faiss is not
+            installed, or if ranks disagree.
     """
-    import_faiss()
-    problem = names_problem(names) or given.problem()
+    problem = faiss_problem() or names_problem(names) or given.problem()
     if problem is None:
         wanted = [metric for name in names if (metric := Metric.of(name))]
         problem = settings.problem(wanted)

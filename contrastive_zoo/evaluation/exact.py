@@ -2,8 +2,8 @@
 
 A matmul adds products in an order that depends on the shapes and on the number of threads, so its last bits differ from
 split to split, and near-ties are ordered differently. Here each row is scaled by a power of two and cut into two slices of
-integers, x = 2^e (high + low / 2^b) with b bits each, so small that every sum of d products is an integer below 2^53. Such
-sums are exact in float64 in any order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1).
+b bits each, x = 2^e (high + low), so few that every sum of d products has at most 53 bits. Such sums are exact in float64 in
+any order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1).
 """
 
 from typing import NamedTuple
@@ -15,22 +15,31 @@ from torch import Tensor
 
 
 class Slices(NamedTuple):
-    """Rows as ``scale · (high + low / 2^bits)``; high and low hold integers as float64."""
+    """Rows as ``scale · (high + low)``: multiples of 2^−b and of 2^−2b, in float64."""
 
     high: Tensor
     low: Tensor
     scale: Tensor
-    bits: int
 
     @classmethod
     def of(cls, rows: Tensor) -> "Slices":
         """Cut rows [..., d] into slices."""
         bits = (53 - max(rows.shape[-1] - 1, 1).bit_length()) // 2
-        exponent = torch.frexp(rows.abs().amax(-1, keepdim=True).double()).exponent.clamp(min=-1000).numpy()
-        scaled = rows.double() * torch.from_numpy(np.ldexp(1.0, bits - exponent))
-        high = scaled.round()
-        low = scaled.sub_(high).mul_(2.0**bits).round_()
-        return cls(high, low, torch.from_numpy(np.ldexp(1.0, exponent - bits)), bits)
+        largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
+        exponent = torch.frexp(largest.double()).exponent.clamp(min=-1000).numpy()
+        scaled = rows * torch.from_numpy(np.ldexp(1.0, -exponent))
+        high = _rounded(scaled, bits)
+        low = _rounded(scaled.sub_(high), 2 * bits)
+        return cls(high, low, torch.from_numpy(np.ldexp(1.0, exponent)))
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+    """Return x, between −1 and 1, to the nearest multiple of 2^−bits.
+
+    Beside a number whose last bit is 2^−bits, nothing smaller remains of x. Twice as fast as ``torch.round`` of a scaled x.
+    """
+    ruler = 1.5 * 2.0 ** (52 - bits)
+    return (x + ruler).sub_(ruler)
 
 
 def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d"]) -> Float[Tensor, "... n m"]:
@@ -49,7 +58,7 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
     coarse = x.high @ y.high.mT
     fine = x.high @ y.low.mT
     fine += x.low @ y.high.mT
-    return coarse.add_(fine, alpha=2.0**-x.bits).mul_(x.scale).mul_(y.scale.mT)
+    return coarse.add_(fine).mul_(x.scale).mul_(y.scale.mT)
 
 
 def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
@@ -63,7 +72,7 @@ def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
         return torch.zeros(*rows.shape[:-1], 1, dtype=torch.float64)
     x = Slices.of(rows)
     coarse, fine = (x.high * x.high).sum(-1, keepdim=True), (x.high * x.low).sum(-1, keepdim=True)
-    return torch.sqrt(coarse.add_(fine, alpha=2.0 ** (1 - x.bits))).mul_(x.scale)
+    return torch.sqrt(coarse.add_(fine, alpha=2.0)).mul_(x.scale)
 
 
 def prepared(

@@ -32,7 +32,8 @@ class ApproximateIndex:
 
     def built(self, rows: Tensor) -> Any:
         """Return a trained faiss index of inner products that holds the rows; on all GPUs if faiss has some."""
-        faiss = import_faiss()
+        import faiss
+
         vectors = rows.float().numpy()
         index = faiss.index_factory(rows.shape[1], self.factory, faiss.METRIC_INNER_PRODUCT)
         if getattr(faiss, "get_num_gpus", int)():
@@ -41,23 +42,17 @@ class ApproximateIndex:
             index.train(vectors)
             index.add(vectors)
         if self.parameters:
-            faiss.ParameterSpace().set_index_parameters(index, self.parameters)
+            faiss.ParameterSpace().set_index_parameters(index, self.parameters)  # type: ignore[arg-type]  # wrong stub
         return index
 
 
-def import_faiss() -> Any:
-    """Return the module faiss.
-
-    Raises:
-        ImportError: faiss is not installed.
-    """
+def faiss_problem() -> str | None:
+    """Return what to do where faiss is not installed, in words; None if it is."""
     try:
-        import faiss
-    except ImportError as error:
-        raise ImportError(
-            "contrastive_zoo.evaluation searches with faiss. Install it: pip install contrastive_zoo[faiss]"
-        ) from error
-    return faiss
+        import faiss  # noqa: F401
+    except ImportError:
+        return "searches with faiss, which is not installed: pip install contrastive_zoo[faiss]."
+    return None
 
 
 @contextmanager
@@ -78,7 +73,8 @@ def flat_search(queries: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
         >>> flat_search(torch.eye(2), torch.eye(2), 1)[1].tolist()
         [[0], [1]]
     """
-    faiss = import_faiss()
+    import faiss
+
     with threads_of_torch(faiss):
         scores, positions = faiss.knn(queries.float().numpy(), rows.float().numpy(), k, faiss.METRIC_INNER_PRODUCT)
     return torch.from_numpy(scores), torch.from_numpy(positions)
@@ -86,6 +82,8 @@ def flat_search(queries: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def index_search(queries: Tensor, index: Any, k: int) -> Tensor:
     """Return the positions that an index finds, [n, k]; −1 where it finds fewer."""
-    with threads_of_torch(import_faiss()):
+    import faiss
+
+    with threads_of_torch(faiss):
         _, positions = index.search(np.ascontiguousarray(queries.float().numpy()), k)
     return torch.from_numpy(positions)

@@ -1,13 +1,14 @@
 """The exact nearest neighbours among the rows of one rank.
 
-faiss proposes candidates in float32. Their scores are computed again in float64. A query is certain if its k-th score is
-higher than anything that faiss may have missed, given the rounding of float32. The rest is compared with every row.
+faiss proposes candidates in float32. The scores of those that may be among the neighbours of all ranks are computed again
+in float64. A query is certain if its k-th score is higher than anything that faiss may have missed, given the rounding of
+float32. The rest is compared with every row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,6 +31,24 @@ _UNCERTAIN = 256
 
 _MARGIN = 8
 """Candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added."""
+
+
+class Proposals(NamedTuple):
+    """Candidates of n queries in the rows of one rank, best first, before their exact scores are known."""
+
+    positions: Int[Tensor, "n c"]
+    """−1 where there is none."""
+    scores: Float[Tensor, "n c"]
+    """Scores in float32, held in float64; −∞ where there is no candidate."""
+    error: Float[Tensor, "n 1"]
+    """How much they may differ from the exact scores; ∞ for an approximate index."""
+    missed: Float[Tensor, "n 1"]
+    """What no row exceeds that is not a candidate; −∞ if there is no such row."""
+
+    def reached(self, k: int) -> Float[Tensor, "n k"]:
+        """Return k scores that different rows reach at least; −∞ where there are fewer candidates."""
+        best = (self.scores - self.error).topk(min(k, self.scores.shape[1])).values
+        return torch.nn.functional.pad(best, (0, k - best.shape[1]), value=-torch.inf)
 
 
 class Gallery:
@@ -60,24 +79,59 @@ class Gallery:
         for start in range(0, len(self), step):
             yield start, self.take(slice(start, start + step))
 
+    def proposals(self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Proposals:
+        """Return the best k candidates of each query by faiss, and some more, as rounding may exchange neighbours in order.
+
+        Args:
+            queries: prepared rows.
+            k: number of neighbours.
+            excluded: positions that are left out; −1 for none.
+        """
+        depth = min(len(self), k + excluded.shape[1] + _MARGIN + k // 8)
+        if self.index is not None:
+            positions = index_search(queries, self.index, depth)
+            scores = torch.zeros(positions.shape, dtype=torch.float64)
+            error = missed = torch.full((len(queries), 1), torch.inf, dtype=torch.float64)
+        else:
+            scores, positions = self._found_by_faiss(queries, depth)
+            error = self._rounding(queries)
+            missed = scores[:, -1:] + error if depth < len(self) else torch.full_like(error, -torch.inf)
+            overflow = ~(scores.isfinite() & (positions >= 0)).all(1, keepdim=True)
+            scores, error, missed = (
+                x.masked_fill(overflow, value) for x, value in ((scores, 0.0), (error, torch.inf), (missed, torch.inf))
+            )
+        for column in excluded.T:
+            positions = positions.masked_fill(positions == column[:, None], -1)
+        return Proposals(positions, scores.masked_fill(positions < 0, -torch.inf), error, missed)
+
     def top(
-        self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]
+        self,
+        queries: Float[Tensor, "n d"],
+        k: int,
+        excluded: Int[Tensor, "n e"],
+        proposals: Proposals,
+        floor: Float[Tensor, "n 1"],
     ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]:
         """Return the k best rows of each query: scores and positions, and for which of them the search is complete.
 
-        Rows are ordered by score, then by position. With fewer than k rows the rest is −∞ and −1. If a query is complete,
-        rows beyond the k-th with the score of the k-th follow, all of them; otherwise there may be more.
+        Rows are ordered by score, then by position; −∞ and −1 where there is none. Rows below the floor may be missing. If a
+        query is complete, all rows follow that have the score of the k-th; otherwise there may be more.
 
         Args:
             queries: prepared rows.
             k: at most the number of rows.
             excluded: positions that are left out; −1 for none.
+            proposals: of these queries.
+            floor: a score that k rows of all ranks reach; −∞ if none is known.
         """
-        if len(self) == 0:
+        if k == 0:
             nothing = torch.empty(len(queries), 0)
             return nothing.double(), nothing.long(), torch.ones(len(queries), dtype=torch.bool)
-        scores, positions, complete = self._candidates(queries, k, excluded)
-        scores, positions = ordered(scores, positions, scores.shape[1])
+        needed = (proposals.positions >= 0) & (proposals.scores + proposals.error >= floor)
+        scores = self._scores(queries, proposals.positions, needed)
+        scores, positions = ordered(scores, proposals.positions, scores.shape[1])
+        complete = torch.maximum(scores[:, k - 1 : k], floor) > proposals.missed
+        complete = (complete | (proposals.missed == -torch.inf))[:, 0]
         if self.index is None:
             for some in (~complete).nonzero().flatten().split(_UNCERTAIN):
                 scores[some], positions[some] = self._compared_with_all(
@@ -85,47 +139,39 @@ class Gallery:
                 )
         return scores, positions, complete
 
-    def _candidates(
-        self, queries: Tensor, k: int, excluded: Tensor
-    ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]:
-        """Return candidates with their exact scores, and for which queries every row with the k-th score is among them."""
-        depth = min(len(self), k + excluded.shape[1] + _MARGIN + k // 8)
-        if self.index is not None:
-            positions = index_search(queries, self.index, depth)
-            last = None
-        else:
-            last, positions = self._found_by_faiss(queries, depth)
-        scores = self._scores(queries, positions)
-        for column in (torch.full((len(queries),), -1), *excluded.T):
-            scores.masked_fill_(positions == column[:, None], -torch.inf)
-        if last is None or depth == len(self):
-            return scores, positions, torch.full((len(queries),), last is not None)
-        kth = scores.kthvalue(depth - k + 1, dim=1).values
+    def _rounding(self, queries: Tensor) -> Float[Tensor, "n 1"]:
+        """Return how much the float32 scores of each query may differ from the exact ones."""
         width = queries.shape[1]
-        longest = 1.0 + 2.0**-20 if self.normalize else self.lengths.max().item()
-        rounding = (width + 8) * 2.0**-24 * longest * norms(queries)[:, 0] + width * 2.0**-126
-        return scores, positions, kth > last + rounding
+        longest = 1.0 + 2.0**-20 if self.normalize else self.lengths.amax().item() if len(self) else 0.0
+        return (width + 8) * 2.0**-24 * longest * norms(queries) + width * 2.0**-126
 
-    def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, " n"], Int[Tensor, "n depth"]]:
-        """Return the float32 score of the last of ``depth`` candidates, and their positions."""
+    def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, "n depth"], Int[Tensor, "n depth"]]:
+        """Return the float32 scores of ``depth`` candidates, best first, and their positions."""
         best, positions = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
         for start, rows in self.blocks():
             scores, found = flat_search(queries, rows, min(depth, len(rows)))
-            best, positions = torch.cat([best, scores], 1), torch.cat([positions, found + start], 1)
+            best, positions = (
+                torch.cat([best, scores], 1),
+                torch.cat([positions, (found + start).masked_fill(found < 0, -1)], 1),
+            )
             if best.shape[1] > depth:
                 best, order = best.topk(depth, dim=1)
                 positions = positions.gather(1, order)
-        return best.amin(1).double(), positions
+        return best.double(), positions
 
-    def _scores(self, queries: Tensor, positions: Tensor) -> Float[Tensor, "n c"]:
-        """Return the exact scores of a few rows for each query."""
-        scores = torch.empty(positions.shape, dtype=torch.float64)
+    def _scores(
+        self, queries: Tensor, positions: Int[Tensor, "n c"], needed: Bool[Tensor, "n c"]
+    ) -> Float[Tensor, "n c"]:
+        """Return the exact scores of the needed candidates; −∞ for the others."""
+        scores = torch.full(positions.shape, -torch.inf, dtype=torch.float64)
         step = max(1, _PAIR_ELEMENTS // max(1, positions.shape[1] * queries.shape[1]))
         for start in range(0, len(queries), step):
             some = slice(start, start + step)
-            rows = self.take(positions[some].clamp(min=0).flatten()).view(*positions[some].shape, -1)
-            scores[some] = similarities(queries[some, None], rows)[:, 0]
-        return scores
+            # candidates are ordered by their float32 scores, so those that are needed come first
+            width = needed.shape[1] - int(needed[some].any(0).flip(0).int().argmax())
+            rows = self.take(positions[some, :width].clamp(min=0).flatten()).view(-1, width, queries.shape[1])
+            scores[some, :width] = similarities(queries[some, None], rows)[:, 0]
+        return scores.masked_fill_(~needed, -torch.inf)
 
     def pair_scores(
         self, queries: Tensor, which: Int[Tensor, " p"], positions: Int[Tensor, " p"]

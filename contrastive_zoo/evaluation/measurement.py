@@ -89,8 +89,7 @@ def evaluate(
 
     Raises:
         ValueError: on every rank alike: arguments that do not belong together, rows that are not finite, a k beyond the
-            gallery, judgements whose ids are unknown, or ranks that disagree on settings.
-        ImportError: faiss is not installed.
+            gallery, judgements whose ids are unknown, ranks that disagree on settings, or faiss is not installed.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])

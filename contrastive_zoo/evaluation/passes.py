@@ -43,7 +43,7 @@ def nearest_ranking(
     Groups and levels are complete where fewer than k rows score higher.
     """
     question = relevance.question(block)
-    query, *answers = nearest_groups(gallery, relevance, question, block.gathered(queries), k)
+    query, *answers = nearest_groups(block, gallery, relevance, question, block.gathered(queries), k)
     received = [block.answered_unevenly(x, query) for x in answers]
     parts = zip(received[0][1], *(x for x, _ in received), strict=True)
     groups = Groups.joined([Groups(*(x.numpy() for x in part)) for part in parts])

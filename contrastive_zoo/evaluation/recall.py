@@ -52,8 +52,7 @@ def recall_at_k(
 
     Raises:
         ValueError: on every rank alike: shapes or labels that do not belong together, rows that are not finite, or k
-            outside of 1 … rows to search in.
-        ImportError: faiss is not installed.
+            outside of 1 … rows to search in; faiss is not installed.
 
     Examples:
         >>> queries = torch.tensor([[1.0, 0.0], [0.8, 0.2]])
@@ -100,7 +99,6 @@ def cross_modal_recall(
 
     Raises:
         ValueError: as :func:`evaluate`.
-        ImportError: faiss is not installed.
 
     Examples:
         >>> images, captions = torch.eye(2), torch.tensor([[1.0, 0.1], [0.2, 1.0], [1.0, 0.2]])

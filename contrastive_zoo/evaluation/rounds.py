@@ -46,6 +46,15 @@ class Round:
         received = exchanged(answers, self.shards.sizes, [self.shards.size] * self.world.size, self.world)
         return list(received.view(self.world.size, self.shards.size, *answers.shape[1:]))
 
+    def floors(self, reached: Tensor) -> Tensor:
+        """Return for each query of the round, [g, 1], a score that k rows of all ranks reach.
+
+        Args:
+            reached: [g, k], scores that different rows of this rank reach; −∞ where there are fewer.
+        """
+        own = torch.cat(self.answered(reached), 1).topk(reached.shape[1]).values[:, -1:]
+        return _gathered(own, self.shards, self.world)
+
     def answered_unevenly(self, answers: Tensor, query: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Send the owners any number of rows per query; return each rank's answers and the local queries they are for.
 

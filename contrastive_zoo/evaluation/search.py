@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.evaluation.exact import prepared
-from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, import_faiss
+from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.evaluation.local_search import Gallery, ordered
 from contrastive_zoo.evaluation.rounds import rounds
 from contrastive_zoo.handshake import kind
@@ -60,8 +60,7 @@ def top_k(
 
     Raises:
         ValueError: on every rank alike: shapes, dtypes or widths that do not belong together, rows that are not finite, or
-            k outside of 1 … number of rows to search in.
-        ImportError: faiss is not installed.
+            k outside of 1 … number of rows to search in; faiss is not installed.
 
     Examples:
         >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)
@@ -69,12 +68,11 @@ def top_k(
         tensor([[0, 1]])
     """
     world = World.of(process_group)
-    import_faiss()
     rows = queries if gallery is None else gallery
     given = {"queries": queries, "gallery": rows}
     if excluded is not None:
         given["excluded"] = excluded
-    problem = rows_problem(queries, rows) or _excluded_problem(excluded, queries)
+    problem = faiss_problem() or rows_problem(queries, rows) or _excluded_problem(excluded, queries)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
     detached = {name: x.detach() for name, x in given.items()}
     shards = meet("top_k", detached, world=world, problem=problem, settings=settings)
@@ -94,7 +92,10 @@ def top_k(
     for block in rounds(shards[0], world):
         outside = block.gathered(excluded) - start
         outside[(outside < 0) | (outside >= len(local))] = -1
-        scores, positions, _ = local.top(block.gathered(prepared_queries), depth, outside)
+        asked = block.gathered(prepared_queries)
+        proposals = local.proposals(asked, depth, outside)
+        floor = block.floors(proposals.reached(k))
+        scores, positions, _ = local.top(asked, depth, outside, proposals, floor)
         scores, positions = ordered(scores, positions, k)
         positions = positions + start * (positions >= 0)
         answers = zip(block.answered(scores), block.answered(positions), strict=True)

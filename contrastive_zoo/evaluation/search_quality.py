@@ -33,7 +33,6 @@ def index_recall(
 
     Raises:
         ValueError: as :func:`top_k`.
-        ImportError: faiss is not installed.
 
     Examples:
         >>> rows = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))

@@ -96,8 +96,7 @@ def mine_hard_negatives(
     Raises:
         ValueError: on every rank alike: shapes, widths or dtypes that do not belong together, rows that are not finite,
             positives that are not in the corpus, settings that select nothing or differ between ranks, or a guide that
-            raised or returned anything but one number per pair.
-        ImportError: faiss is not installed, or tqdm with ``progress``.
+            raised or returned anything but one number per pair; faiss is not installed, or tqdm with ``progress``.
 
     References:
         Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.evaluation.exact import prepared, similarities
-from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, import_faiss
+from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.mining.candidates import NO_LABEL, Corpus
 from contrastive_zoo.mining.fetch import fetched
 from contrastive_zoo.mining.guide import Guide, guided
-from contrastive_zoo.mining.progress import bar
+from contrastive_zoo.mining.progress import bar, progress_problem
 from contrastive_zoo.mining.selection import Selection
 from contrastive_zoo.session import Session, meet
 from contrastive_zoo.world import Processes, Shards, World
@@ -66,7 +66,9 @@ class Task:
 
     @property
     def problem(self) -> str | None:
-        """Why these do not belong together, in words; None if they do."""
+        """Why this cannot be searched, in words; None if it can."""
+        if missing := faiss_problem() or (progress_problem() if self.progress else None):
+            return missing
         if self.queries.ndim != 2 or self.corpus.ndim != 2 or self.queries.shape[1] != self.corpus.shape[1]:
             return (
                 f"queries [n, d] and corpus [m, d] are rows of one width, got {kind(self.queries)} and "
@@ -93,7 +95,6 @@ def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None
         ValueError: see :func:`mine_hard_negatives`.
     """
     world, name = World.of(task.process_group), "mine_hard_negatives"
-    import_faiss()
     session = Session.of(world, check_finite=False)  # the search checks rows
     given = {
         "selection": task.selection,

@@ -89,8 +89,7 @@ class HardNegativeBatchSampler(DistributedBatchSampler):
 
         Raises:
             ValueError: on every rank alike: embeddings that are no finite rows of one width, more neighbours than other
-                rows, or what the constructor refuses.
-            ImportError: faiss is not installed.
+                rows, what the constructor refuses, or faiss is not installed.
 
         Examples:
             >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9]])

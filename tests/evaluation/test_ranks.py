@@ -1,6 +1,8 @@
 """Metrics are the same bits for every split; the invariants catch the mistakes that they are made for."""
 
 import math
+import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 
 import contrastive_zoo as cz
 from contrastive_zoo.evaluation.duplicates import first_of_each
+from contrastive_zoo.evaluation.exact import prepared
+from contrastive_zoo.evaluation.local_search import Gallery
 from contrastive_zoo.testing import evaluation_invariants as invariants
 from contrastive_zoo.testing.invariant import Broken
 from contrastive_zoo.world import World
@@ -154,6 +158,37 @@ def test_a_certain_search_is_the_same_as_a_comparison_with_all_rows():
     assert found.indices.tolist() == [[i, i + 100] for i in range(20)]
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e25])  # at 1e25 the dot products exceed float32
+def test_only_candidates_that_may_be_neighbours_of_all_ranks_are_compared(scale, worlds):
+    draw = torch.Generator().manual_seed(0)
+    rows, queries = torch.randn(2000, 8, generator=draw) * scale, torch.randn(60, 8, generator=draw) * scale
+    rows[1000:1200] = rows[:200]  # ties on different ranks
+
+    def search(queries, gallery):
+        return tuple(cz.top_k(queries, gallery, k=30, normalize=False))
+
+    expected = search(queries, rows)
+    scores = queries.double() @ rows.double().T
+    assert torch.allclose(expected[0], scores.sort(descending=True).values[:, :30], rtol=1e-12, atol=0)
+    for split, of_gallery in (((20, 40), (900, 1100)), ((0, 57, 3), (5, 1995, 0)), ((15, 15, 15, 15), (500,) * 4)):
+        each = list(zip(queries.split(split), rows.split(of_gallery), strict=True))
+        found = worlds.run(len(split), search, each=each)
+        assert torch.equal(torch.cat([x for x, _ in found]), expected[0])
+        assert torch.equal(torch.cat([y for _, y in found]), expected[1])
+
+
+def test_a_rank_compares_its_share_of_the_candidates():
+    draw = torch.Generator().manual_seed(0)
+    rows, queries = torch.randn(2000, 8, generator=draw), torch.randn(60, 8, generator=draw)
+    halves = [Gallery(half, normalize=True) for half in rows.split(1000)]
+    unit, nothing = prepared(queries, normalize=True), torch.empty(60, 0, dtype=torch.int64)
+    proposals = [half.proposals(unit, 30, nothing) for half in halves]
+    floor = torch.cat([x.reached(30) for x in proposals], 1).topk(30).values[:, -1:]
+    found = [half.top(unit, 30, nothing, x, floor) for half, x in zip(halves, proposals, strict=True)]
+    compared = sum((scores > -math.inf).sum().item() for scores, _, _ in found)
+    assert 60 * 30 <= compared <= 60 * 30 + 6
+
+
 def test_a_memory_map_is_searched(tmp_path):
     rows = np.memmap(tmp_path / "rows", dtype=np.float32, mode="w+", shape=(50, 4))
     rows[:] = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).numpy()
@@ -194,11 +229,18 @@ def rank():
     return dist.get_rank()
 
 
+def without(module, function):
+    """Call a function on a rank 1 that cannot import a module."""
+    with patch.dict(sys.modules, {module: None} if rank() else {}):
+        return function()
+
+
 ONES = torch.ones(3, 2)
 IDS = torch.arange(3)
 MISTAKES = {
     "k beyond the gallery": (lambda: cz.evaluate(ONES, ONES, metrics=["recall@7"]), ("1 and the 6 rows", "got 7")),
     "k of a search": (lambda: cz.top_k(ONES, ONES, k=7), ("1 and the 6 rows", "got 7")),
+    "no faiss on one rank": (lambda: without("faiss", lambda: cz.top_k(ONES, ONES, k=1)), ("rank 1", "pip install")),
     "k is zero": (lambda: cz.recall_at_k(ONES, ONES, k=0), ("k is between 1", "got 0")),
     "k differs": (lambda: cz.evaluate(ONES, ONES, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
     "NaN on one rank": (lambda: cz.evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),

@@ -98,5 +98,5 @@ def test_mistakes_are_named(arguments, settings, says):
 
 def test_without_faiss_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"pip install contrastive_zoo\[faiss\]"):
+    with pytest.raises(ValueError, match=r"pip install contrastive_zoo\[faiss\]"):
         recall_at_k(torch.eye(2), torch.eye(2))
