@@ -28,6 +28,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests import audit_trainings
 from tests.audit_random import audit_random_training
 from tests.audit_runner import Runner, audit_here
+from tests.helpers import EVERY_CASE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
 
@@ -111,7 +112,7 @@ def run() -> Runner:
     return Runner([OWN, "examples.zero", *{module for module, _ in IN_NEW_PROCESSES}])
 
 
-@pytest.mark.parametrize(("module", "name"), IN_NEW_PROCESSES)
+@pytest.mark.parametrize(("module", "name"), [*IN_NEW_PROCESSES][:: 1 if EVERY_CASE else 2])
 def test_trainers_are_named_rightly(module: str, name: str, run: Runner) -> None:
     for trainer, package in PACKAGES.items():
         if trainer in (module + name).lower():

@@ -26,6 +26,7 @@ from contrastive_zoo.testing.invariants import (
 from contrastive_zoo.testing.strategies import dtypes, global_batches, temperatures, views
 from contrastive_zoo.testing.trial import Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import EVERY_CASE
 from tests.losses import zoo_compositions, zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_weights
 from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
 
@@ -122,14 +123,16 @@ def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, bat
     ("entry", "shards", "trainer"),
     [
         *zip(WHOLE_ZOO, itertools.cycle([(1, 4), (0, 3, 2), (3, 3)]), itertools.cycle(["mean", "sum"]), strict=False),
-        *((entry, (0, 3, 2), "sum") for entry in ZOO),
+        *((entry, (0, 3, 2), "sum") for entry in ZOO if EVERY_CASE),
     ],
     ids=str,
 )
 def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], trainer, worlds: Worlds) -> None:
+    """Every loss has half of the invariants, every invariant half of the losses; a search has all."""
     labels = "singletons" if shards == (1, 4) else "mixed"
     trial = Trial(entry.case(trainer, temperature=0.2), GlobalBatch(shards, d=3, labels=labels, seed=5), worlds)
-    for invariant in INVARIANTS:
+    half = slice(None) if EVERY_CASE else slice(WHOLE_ZOO.index(entry) // 3 % 2, None, 2)
+    for invariant in INVARIANTS[half]:
         invariant(trial)
 
 

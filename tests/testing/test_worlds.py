@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from contrastive_zoo.testing import _stack
 from contrastive_zoo.testing.worlds import RankError, Where, Worlds, WorldTimeout, report
+from tests.helpers import EVERY_CASE
 
 
 @pytest.fixture(scope="module")
@@ -455,7 +456,7 @@ def script(*args: str, code: str | None = None, **settings) -> "subprocess.Compl
     return subprocess.run(command, input=code, capture_output=True, text=True, timeout=120, check=False, **settings)
 
 
-@pytest.mark.parametrize("how", ["file", "-c", "stdin", "-m"])
+@pytest.mark.parametrize("how", ["file", "-c", "stdin", "-m"] if EVERY_CASE else ["file", "stdin"])
 def test_a_script_without_a_main_guard(how, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (tmp_path / "plain.py").write_text(SCRIPT)
