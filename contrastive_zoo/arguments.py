@@ -75,6 +75,7 @@ class Arguments:
     @property
     def _padded_dims(self) -> list[tuple[str, int]]:
         given = [(path, dim) for path, dims in self.ragged.items() for dim in dims if path in self.rows]
+        given = [(path, dim) for path, dim in given if dim < self.rows[path].ndim]  # others are a problem
         return given if self.padded else []
 
     @property

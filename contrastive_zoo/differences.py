@@ -137,7 +137,7 @@ def _padding_advice(name: str, first: str, second: str) -> str:
     """The option for rows of several dimensions, of which one differs; nothing for other rows."""
     sizes = [text.strip("[]").split(", ") for text in (first, second)]
     differ = [index + 1 for index, (a, b) in enumerate(zip(*sizes, strict=False)) if a != b]
-    if len(sizes[0]) != len(sizes[1]) or len(differ) != 1 or len(sizes[0]) < 2:
+    if len(sizes[0]) != len(sizes[1]) or len(differ) != 1 or differ[0] == len(sizes[0]):  # the last is the width
         return ""
     return f", or DistributedLoss(loss, pad_dims={{{name!r}: {differ[0]}}}) for a third-party loss that ignores padding"
 

@@ -99,7 +99,7 @@ _ENTRIES = (
           peers=f"{_PYLATE} Contrastive, {_COLPALI} ColbertLoss"),
     Entry("max-sim-pairwise", "MaxSimPairwise", "other", _TOKENS, _MAX_SIM,
           inputs="queries [n, a, d], documents [n, b, d], masks, negatives",
-          peers=f"{_COLPALI} ColbertPairwiseCELoss, ColbertPairwiseNegativeCELoss"),
+          peers=f"{_COLPALI} ColbertPairwiseCELoss"),
 
     Entry("normalized-softmax", "NormalizedSoftmax", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES,
           peers=f"{_PML} NormalizedSoftmaxLoss"),

@@ -46,8 +46,9 @@ def max_sim(
         loss = mean_i [ log Σ_{j∈D} exp(S_ij / t)  −  S_ii / t ]
 
     where D are all documents and all negatives. ``symmetric`` averages it with the direction from documents to queries,
-    ``cross_entropy(S[:, :n].T / t, arange(n))``. Equal to PyLate's ``Contrastive(temperature=t)`` on one process. Of tokens
-    with equal products the first one counts as the maximum, and gets its gradient.
+    ``cross_entropy(S[:, :n].T / t, arange(n))``. Equal to PyLate's ``Contrastive(temperature=t)`` on one process
+    where all tokens are valid; there padding counts as a similarity of 0. Of tokens with equal products the first one counts
+    as the maximum, and gets its gradient.
 
     Args:
         queries: [n, a, d] tokens; n and the number of tokens a may differ between ranks.

@@ -29,9 +29,9 @@ def max_sim_pairwise(
 
         loss = mean_i log(1 + exp( (max_{j∈D, j≠i} S_ij − S_ii) / t ))
 
-    Equal to colpali-engine's ``ColbertPairwiseCELoss`` on one process, which has ``temperature=0.02`` with
-    ``token_reduction="mean"`` for its normalised scores. A query without another document does not count. Documents of
-    equal score share the gradient of the maximum.
+    Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding; releases that
+    normalise scores have ``token_reduction="mean"``. A query without another document does not count. Documents of equal
+    score share the gradient of the maximum.
 
     Args:
         queries: [n, a, d] tokens; n and the number of tokens a may differ between ranks.
@@ -65,9 +65,9 @@ class MaxSimPairwise(LateInteractionLoss):
 
         loss = mean_i log(1 + exp( (max_{j∈D, j≠i} S_ij − S_ii) / t ))
 
-    Equal to colpali-engine's ``ColbertPairwiseCELoss`` on one process, which has ``temperature=0.02`` with
-    ``token_reduction="mean"`` for its normalised scores. A query without another document does not count. Documents of
-    equal score share the gradient of the maximum.
+    Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding; releases that
+    normalise scores have ``token_reduction="mean"``. A query without another document does not count. Documents of equal
+    score share the gradient of the maximum.
 
     Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``:
 

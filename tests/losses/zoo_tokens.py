@@ -58,11 +58,11 @@ def dense_pairwise(given: Given, temperature: Any = 1.0, token_reduction: str = 
 
 
 def tokens_of(*views: Tensor) -> Given:
-    """Tokens made of rows: three of a query, four of a document, one of a negative; some are not valid."""
+    """Tokens made of rows without rounding: 3 of a query, 4 of a document, 1 of a negative; some are not valid."""
     q, d, *more = views
     found: Given = {
-        "queries": torch.stack([q, q.flip(1), q.sin()], 1),
-        "documents": torch.stack([d, 2 * d.cos(), d.flip(1) + 1, d * d], 1),
+        "queries": torch.stack([q, q.flip(1), -q.roll(1, 1)], 1),
+        "documents": torch.stack([d, -d.flip(1), d.roll(1, 1), -d], 1),
         "query_mask": torch.stack([q[:, 0] > -torch.inf, q[:, 0] > 0, q[:, -1] > 0], 1),
         "document_mask": torch.stack([d[:, 0] > 0, d[:, -1] > 0, d[:, 0] > -torch.inf, d[:, 0] < 0], 1).long(),
     }
