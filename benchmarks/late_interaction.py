@@ -1,6 +1,6 @@
 """Memory and time of late interaction beside PyLate's formula and the dense one (Linux, gloo ranks on the CPU).
 
-python benchmarks/late_interaction.py [--docs] [--pairs 512] [--query-tokens 32] [--document-tokens 128] [--width 128]
+python benchmarks/late_interaction.py [case …] [--docs] [--pairs 512] [--query-tokens 32] [--document-tokens 128]
 
 PyLate's way is written here as PyLate 1.6 computes it: all products of tokens by einsum, times the mask, maximum, sum,
 cross-entropy; across ranks, local queries against documents that are gathered with gradient, and the loss times W.
@@ -27,7 +27,8 @@ from contrastive_zoo.testing.worlds import Worlds
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "late_interaction.md"
 BEGIN, END = "<!-- figures: benchmarks/late_interaction.py --docs -->\n", "<!-- end of figures -->\n"
-STEPS = 3
+STEPS = {"PyLate's formula": 1, "dense": 1}
+"""Measured steps of implementations that take most of a minute; others take 3."""
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -101,7 +102,7 @@ def measured(way: str, uneven: bool, sizes: tuple[int, int, int, int], threads: 
     run(8)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = resident("VmRSS")
-    found = [run(pairs // dist.get_world_size()) for _ in range(STEPS)]
+    found = [run(pairs // dist.get_world_size()) for _ in range(STEPS.get(way, 3))]
     return resident("VmHWM") - before, statistics.median(x for x, _ in found), found[-1][1]
 
 
@@ -132,11 +133,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("pairs", 512), ("query-tokens", 32), ("document-tokens", 128), ("width", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("cases", nargs="*", type=int, help="numbers of cases, from 0; all by default")
     parser.add_argument("--docs", action="store_true", help="write the figures into the page")
     given = parser.parse_args()
     sizes = given.pairs, given.query_tokens, given.document_tokens, given.width
     results = []
-    for ranks, way, uneven in CASES:
+    for ranks, way, uneven in [CASES[i] for i in given.cases] or CASES:
         megabytes, seconds, value = measure(ranks, way, uneven, sizes)
         results.append(
             {"ranks": ranks, "way": way, "uneven": uneven, "MB": megabytes, "seconds": seconds, "value": value}
