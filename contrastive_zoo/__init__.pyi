@@ -137,6 +137,10 @@ from contrastive_zoo.losses.large_margin_softmax import SphereFace as SphereFace
 from contrastive_zoo.losses.large_margin_softmax import large_margin_softmax as large_margin_softmax
 from contrastive_zoo.losses.margin_mse import MarginMSE as MarginMSE
 from contrastive_zoo.losses.margin_mse import margin_mse as margin_mse
+from contrastive_zoo.losses.max_sim import MaxSim as MaxSim
+from contrastive_zoo.losses.max_sim import max_sim as max_sim
+from contrastive_zoo.losses.max_sim_pairwise import MaxSimPairwise as MaxSimPairwise
+from contrastive_zoo.losses.max_sim_pairwise import max_sim_pairwise as max_sim_pairwise
 from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin as MegaBatchMargin
 from contrastive_zoo.losses.mega_batch_margin import mega_batch_margin as mega_batch_margin
 from contrastive_zoo.losses.negative_cosine import NegativeCosine as NegativeCosine

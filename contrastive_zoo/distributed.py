@@ -1,7 +1,7 @@
 """DistributedLoss makes any loss a function of the global batch."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -26,6 +26,7 @@ from contrastive_zoo.wrapper_options import (
     Mode,
     WrapperOptions,
     machines_of,
+    padded_dims,
     refuse_bad_combination,
     refuse_bad_loss,
     refuse_bad_options,
@@ -83,17 +84,22 @@ class DistributedLoss(nn.Module, Generic[R]):
             grow with the number of ranks, and most losses send candidates twice or more. A 2-d DeviceMesh, whose rows are
             the ranks of one machine each, is a ring of two levels: a shard is sent to each machine once, and then passed
             on inside it.
+        pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number of
+            tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over the
+            ranks. Gradients are those of the rows without padding. One process pads nothing, so the loss must not depend
+            on the padding, which its mask tells it.
 
     Raises:
         ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
             already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is
             a DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
-            that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh. At the call, between several
-            ranks, on every rank alike: ranks that differ in the loss's class, its settings, this wrapper's options,
-            arguments, widths, dtypes or parameters; a mesh of other ranks than the process group's; arguments that the
-            loss does not take; labels that are not one per row; NaN or infinite rows; no rows on any rank; equal rows on
-            all ranks; indices mined on one rank's rows, or passed although there is a miner; a previous value that differs
-            between ranks.
+            that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh; ``pad_dims`` that are no
+            dimensions, or for a loss that not every rank computes. At the call, between several ranks, on every rank alike:
+            ranks that differ in the loss's class, its settings, this wrapper's options, arguments, widths, dtypes or
+            parameters; a mesh of other ranks than the process group's; arguments that the loss does not take; labels that
+            are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices mined on one
+            rank's rows, or passed although there is a miner; a previous value that differs between ranks; ``pad_dims`` of
+            arguments that the call has not.
 
     Examples:
         >>> import torch, contrastive_zoo as cz
@@ -122,6 +128,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         broadcast_parameters: bool = False,
         static_shapes: bool = False,
         ring: "bool | DeviceMesh" = False,
+        pad_dims: Mapping[str, int | Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
         refuse_bad_options(grad_reduction, mode)
@@ -145,6 +152,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         self.broadcast_parameters = broadcast_parameters
         self.static_shapes = static_shapes
         self.ring = machines_of(ring)
+        self.pad_dims = padded_dims(loss, mode, pad_dims) or None
         self._history = CallHistory()
         self.loss = loss
 
@@ -172,7 +180,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         modules = LossModules(bare)
         if self.broadcast_parameters and not self._history.has_broadcast:
             self._broadcast_from_rank_0(modules, session)
-        arguments = Arguments.of(call.bound.arguments)
+        arguments = self._arguments(bare, call)
         if arguments.on_accelerator:  # their values are checked one call later
             session = replace(session, options=replace(session.options, check_finite=False))
         value = DistributedStep(call, arguments, modules, self._options(), self._history, session).compute()
@@ -196,6 +204,13 @@ class DistributedLoss(nn.Module, Generic[R]):
         bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
         return LossCall(self.loss, self.miner, bound, compared)
 
+    def _arguments(self, bare: Any, call: LossCall) -> Arguments:
+        """The call's arguments, with the dimensions whose sizes may differ between ranks."""
+        if self.pad_dims is not None:
+            return Arguments.of(call.bound.arguments, self.pad_dims, padded=True)
+        own = bare.ragged_dims() if isinstance(bare, Loss) else {}
+        return Arguments.of(call.bound.arguments, {name: (dim,) for name, dim in own.items()})
+
     def _session(self, bare: Any) -> tuple[Session, str | None]:
         """Return the step's session, and what is wrong with the ring of this rank."""
         world = World.of(self.process_group)
@@ -215,6 +230,7 @@ class DistributedLoss(nn.Module, Generic[R]):
             self.check_finite,
             self.check_equal,
             self.check_distinct,
+            self.pad_dims or {},
         )
 
     def _alone(self, call: LossCall, session: Session) -> Any:

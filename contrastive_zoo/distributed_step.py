@@ -82,7 +82,7 @@ class DistributedStep:
             self.name,
             {**self.modules.settings(third_party=self.options.check_equal), **self._options(), **call.compared}
             | arguments.compared,
-            arguments.sizes,
+            [*arguments.sizes, *arguments.padded_sizes],
             self._problem(),
             last_value=history.last_value(),
             same=arguments.same,
