@@ -30,7 +30,7 @@ LAYERS = [
     {"wrapper_options", "call_history"},
     {"distributed_step"},
     {"distributed"},
-    {"mining", "memory", "gradcache", "sampling"},
+    {"mining", "memory", "gradcache", "sampling", "monitor"},
 ]
 """Arrows point from later ones to earlier ones."""
 

@@ -8,7 +8,6 @@ sums are exact in float64 in any order (Ozaki et al. 2012, https://doi.org/10.10
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -26,11 +25,16 @@ class Slices(NamedTuple):
     def of(cls, rows: Tensor) -> "Slices":
         """Cut rows [..., d] into slices."""
         bits = (53 - max(rows.shape[-1] - 1, 1).bit_length()) // 2
-        exponent = torch.frexp(rows.abs().amax(-1, keepdim=True).double()).exponent.clamp(min=-1000).numpy()
-        scaled = rows.double() * torch.from_numpy(np.ldexp(1.0, bits - exponent))
+        exponent = torch.frexp(rows.abs().amax(-1, keepdim=True).double()).exponent.clamp(min=-990)
+        scaled = rows.double() * _power_of_two(bits - exponent)
         high = scaled.round()
         low = scaled.sub_(high).mul_(2.0**bits).round_()
-        return cls(high, low, torch.from_numpy(np.ldexp(1.0, exponent - bits)), bits)
+        return cls(high, low, _power_of_two(exponent - bits), bits)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return ``2.0 ** exponent`` in float64, exactly and on any device, for −1022 ≤ exponent ≤ 1023."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d"]) -> Float[Tensor, "... n m"]:
