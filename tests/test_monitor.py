@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.monitor import pairs
@@ -86,6 +88,30 @@ def test_the_path_of_large_batches_is_monitored_alike(worlds):
         one, two = (MonitorTrial(cz.Monitor, make, rows, s, worlds).watched() for s in ((700,), (300, 400)))
         for name, value in one[0].figures.items():
             assert all(math.isclose(x.figures[name], value, rel_tol=1e-9, abs_tol=1e-12) for x in two), name
+
+
+def test_no_tensor_grows_with_the_square_of_the_batch(monkeypatch):
+    monkeypatch.setattr(pairs, "CANDIDATES", 256)
+    monkeypatch.setattr(pairs, "_BLOCK", 2**14)
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            sizes = [
+                x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(found) if isinstance(x, torch.Tensor)
+            ]
+            self.elements = max(self.elements, *sizes, 0)
+            return found
+
+    n, d = 2000, 8
+    loss_fn = cz.DistributedLoss(of_pairs)
+    monitor = cz.Monitor(loss_fn)
+    with Largest() as largest:
+        loss_fn(numbers(n, d, seed=0), numbers(n, d, seed=1))
+        assert monitor.latest
+    assert largest.elements <= max(2**14, 2 * n * d)
 
 
 def measured(loss, *rows, **settings):
