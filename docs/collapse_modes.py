@@ -1,6 +1,7 @@
 """Draws docs/pages/figures/collapse_modes.png and writes the table of docs/pages/monitoring.md.
 
-``python docs/collapse_modes.py``. Small trainings on two processes with uneven shards, each in a known mode of failure, beside a healthy one.
+``python docs/collapse_modes.py``. Small trainings on two processes with uneven shards, each in a known mode of failure,
+beside a healthy one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SHOWN = {
 
 
 class Mode(NamedTuple):
-    """A training: its loss, the noise of each half of a view, distinct samples, and whether rank 1 shifts its second view."""
+    """A training: its loss, the noise of each half of a view, distinct samples, and whether rank 1 shifts one view."""
 
     loss: Callable[[], nn.Module] = lambda: cz.NTXent(temperature=0.2)
     noise: tuple[float, float] = (0.2, 0.2)
