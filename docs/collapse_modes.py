@@ -39,19 +39,20 @@ SHOWN = {
 
 
 class Mode(NamedTuple):
-    """A training: its loss, the noise of each half of a view, distinct samples, and whether rank 1 shifts one view."""
+    """A training: its loss, noise of each half of a view, distinct samples, their rank, and whether rank 1 shifts a view."""
 
     loss: Callable[[], nn.Module] = lambda: cz.NTXent(temperature=0.2)
     noise: tuple[float, float] = (0.2, 0.2)
     distinct: int = 100_000
+    rank: int = WIDTH
     shifted: bool = False
 
 
 MODES = {
     "healthy": Mode(),
-    "complete collapse": Mode(loss=lambda: cz.AlignUniform(uniformity=0.0)),
+    "complete collapse": Mode(loss=lambda: cz.AlignUniform(uniformity=0.0), noise=(1.0, 1.0)),
     "dimensional collapse": Mode(noise=(0.1, 5.0)),
-    "temperature at its bound": Mode(loss=lambda: cz.Clip(temperature=0.05), noise=(0.01, 0.01)),
+    "temperature at its bound": Mode(loss=lambda: cz.Clip(temperature=0.05), noise=(0.01, 0.01), rank=4),
     "false negatives": Mode(distinct=24),
     "unaligned shards": Mode(shifted=True),
 }
@@ -61,6 +62,7 @@ def batches(mode: Mode) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield two views of this rank's samples of each global batch."""
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(mode.distinct, WIDTH, generator=generator)
+    samples[:, mode.rank :] = 0
     noise = torch.tensor(mode.noise).repeat_interleave(WIDTH // 2)
     for _ in range(STEPS):
         chosen = samples[torch.randint(mode.distinct, (sum(SHARDS),), generator=generator)]
@@ -72,11 +74,11 @@ def batches(mode: Mode) -> Iterator[tuple[Tensor, Tensor]]:
 def train(mode: Mode) -> Measurement:
     """Train on this rank's part of every batch; return what the monitor finds at the last step."""
     torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     loss_fn = cz.DistributedLoss(mode.loss())
     monitor = cz.Monitor(loss_fn, every=STEPS - 1)
     parameters = [{"params": list(encoder.parameters())}, {"params": list(loss_fn.parameters()), "lr": 0.05}]
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
     for first, second in batches(mode):
         optimizer.zero_grad()
         loss_fn(encoder(first), encoder(second)).backward()
@@ -104,7 +106,8 @@ def main() -> None:
             rows.append(f"| {name} | {' | '.join(cells)} |")
             top, bottom = axes[:, column]
             draw_similarities(top, measurement)
-            top.set(title=name, yscale="symlog", ylabel="density" if column == 0 else "", yticks=[0, 1, 10])
+            top.set(title=name, yscale="symlog", ylabel="density" if column == 0 else "", ylim=(0, 70))
+            top.set_yticks([0, 1, 10], ["0", "1", "10"])
             if column:
                 top.get_legend().remove()
             spectrum = measurement.spectrum(measurement.encoders[0]).clamp(min=1e-9)

@@ -24,6 +24,7 @@ LAYERS = [
     {"collectives"},
     {"masks", "randomness", "averaging", "arguments", "loss_summary", "wrapped"},
     {"engine", "evaluation"},
+    {"plots"},
     {"loss_base"},
     {"losses"},
     {"loss_call"},

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_zoo.collectives import mean_over_ranks
-from contrastive_zoo.distributed import DistributedLoss
 from contrastive_zoo.monitor.monitor import Monitor
 from contrastive_zoo.testing.invariant import TOLERANCE, Broken, invariant
 from contrastive_zoo.testing.worlds import Worlds
@@ -36,14 +35,14 @@ class MonitorTrial:
     """A loss on one global batch, watched by the monitor under test.
 
     Args:
-        attach: returns the monitor of a loss.
-        make_loss: returns the loss to be wrapped.
+        attach: returns the monitor of a DistributedLoss.
+        make_loss: returns the DistributedLoss.
         rows: the arguments of the loss on all ranks; floating-point ones get a gradient.
         shards: how many rows of each argument a rank holds.
         worlds: the process groups to run on.
     """
 
-    attach: Callable[[DistributedLoss], Any]
+    attach: Callable[[Any], Any]
     make_loss: Callable[[], Any]
     rows: Sequence[Tensor]
     shards: Sequence[int]
@@ -56,10 +55,10 @@ class MonitorTrial:
         return self.worlds.run(len(shards), _watched, self.attach if attach else None, self.make_loss, each=each)
 
 
-def _watched(attach: Callable[[DistributedLoss], Any] | None, make_loss: Callable[[], Any], *rows: Tensor) -> Watched:
+def _watched(attach: Callable[[Any], Any] | None, make_loss: Callable[[], Any], *rows: Tensor) -> Watched:
     torch.manual_seed(0)
     torch.set_default_dtype(next(x.dtype for x in rows if x.is_floating_point()))
-    loss_fn = DistributedLoss(make_loss())
+    loss_fn = make_loss()
     monitor = None if attach is None else attach(loss_fn)
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in rows]
     value = loss_fn(*leaves)
@@ -193,7 +192,7 @@ class DrawsRandomNumbers(Monitor):
         torch.randint(0, 2, (64,))
 
 
-MISTAKES: dict[str, Callable[[DistributedLoss], Monitor]] = {
+MISTAKES: dict[str, Callable[[Any], Monitor]] = {
     "local batch": LocalBatch,
     "mean of ranks": MeanOfRanks,
     "draws random numbers": DrawsRandomNumbers,
