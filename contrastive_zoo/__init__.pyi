@@ -109,6 +109,7 @@ from contrastive_zoo.memory.queue import MemoryQueue as MemoryQueue
 from contrastive_zoo.mining.hard_negatives import mine_hard_negatives as mine_hard_negatives
 from contrastive_zoo.mining.miner import DistributedMiner as DistributedMiner
 from contrastive_zoo.mining.refreshed import RefreshedNegatives as RefreshedNegatives
+from contrastive_zoo.monitor.monitor import Monitor as Monitor
 from contrastive_zoo.sampling.base import DistributedBatchSampler as DistributedBatchSampler
 from contrastive_zoo.sampling.collate import CollateEmpty as CollateEmpty
 from contrastive_zoo.sampling.global_batches import GlobalBatchSampler as GlobalBatchSampler

@@ -13,13 +13,13 @@ from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.call_history import CallHistory
 from contrastive_zoo.collectives import broadcast, scale_gradient
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.distributed_step import DistributedStep
+from contrastive_zoo.distributed_step import DistributedStep, Observer
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import LossCall, loss_name, signature, without_ddp
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.session import Options, Session, meet, refuse
-from contrastive_zoo.world import Processes, World
+from contrastive_zoo.world import Processes, Shards, World
 from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 from contrastive_zoo.wrapper_options import (
     GradReduction,
@@ -154,6 +154,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         self.ring = machines_of(ring)
         self.pad_dims = padded_dims(loss, mode, pad_dims) or None
         self._history = CallHistory()
+        self._observer: Observer | None = None
         self.loss = loss
 
     @uncompiled
@@ -183,7 +184,8 @@ class DistributedLoss(nn.Module, Generic[R]):
         arguments = self._arguments(bare, call)
         if arguments.on_accelerator:  # their values are checked one call later
             session = replace(session, options=replace(session.options, check_finite=False))
-        value = DistributedStep(call, arguments, modules, self._options(), self._history, session).compute()
+        step = DistributedStep(call, arguments, modules, self._options(), self._history, session, self._observing)
+        value = step.compute()
         if self.grad_reduction == "sum":
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
@@ -196,7 +198,8 @@ class DistributedLoss(nn.Module, Generic[R]):
             native = self._replaced.native_arguments(given.arguments)
             # compared between ranks, so that all take the same of the two losses
             compared["arguments"] = ", ".join(name for name, x in given.arguments.items() if x is not None)
-            if native is None or (session.size == 1 and 0 in map(_count, native)):
+            empty = any(isinstance(x, Tensor) and x.ndim and not len(x) for x in native or ())
+            if native is None or (session.size == 1 and empty):
                 return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, given, compared)
             rows, named_rows = native, {}
         # a miner's indices come later, also where the loss requires them
@@ -233,13 +236,29 @@ class DistributedLoss(nn.Module, Generic[R]):
             self.pad_dims or {},
         )
 
+    @property
+    def _observing(self) -> Observer | None:
+        return self._observer if self.training else None
+
+    def observe_with(self, observer: Observer | None) -> None:
+        """Tell an observer, such as :class:`Monitor`, of every call in training mode; None: no longer. Do so on every rank.
+
+        Raises:
+            ValueError: there is another observer.
+        """
+        if observer is not None and self._observer is not None:
+            raise ValueError("DistributedLoss: this loss has a monitor already. Use it, or call its remove() first.")
+        self._observer = observer
+
     def _alone(self, call: LossCall, session: Session) -> Any:
         """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
-        if call.is_own:
-            return call.loss(*call.bound.args, **call.bound.kwargs, world=session)
-        if (problem := call.indices_problem(session)) is not None:
+        if not call.is_own and (problem := call.indices_problem(session)) is not None:
             refuse(loss_name(without_ddp(self.loss)), problem, world=session)
-        return call.mine_and_compute()
+        own, rows = call.is_own, Arguments.of(call.bound.arguments).rows if self._observing else {}
+        value = call.loss(*call.bound.args, **call.bound.kwargs, world=session) if own else call.mine_and_compute()
+        if (observer := self._observing) is not None:
+            observer.observe(without_ddp(self.loss), rows, [Shards((len(x),)) for x in rows.values()], session)
+        return value
 
     def _broadcast_from_rank_0(self, modules: LossModules, session: Session) -> None:
         """Set parameters and buffers to rank 0's: ranks that were seeded differently drew different ones."""
@@ -294,7 +313,3 @@ def _native(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
     except ValueError:  # no loss of this library is the same function
         return loss, miner, None
     return native, None, replaced
-
-
-def _count(rows: Any) -> int | None:
-    return len(rows) if isinstance(rows, Tensor) and rows.ndim else None
