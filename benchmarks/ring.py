@@ -208,8 +208,11 @@ graph, for each rank. {steps} steps; the median.
 A plain ring takes no notice of machines: most of a shard's W − 1 transfers cross the slow link. With a mesh of M machines of
 L ranks, a shard crosses it M − 1 times, once for each other machine, and gradients come back likewise. That divides the
 traffic between machines by L. A rank holds four shards in place of two. The rows of the mesh are the machines; it holds all
-ranks of the process group. [Scaling](scaling.md) has the predicted times. Losses that compare one set with itself by softmax
-(NTXent, SupCon) send each shard to half of the ranks in one level, also with a mesh.
+ranks of the process group. [Scaling](scaling.md) has the predicted times.
+
+Losses that compare one set with itself by softmax (NTXent, SupCon, AlignUniform) compute each pair of ranks once, on one of
+the two. So a shard visits half of the other ranks, inside its machine and between machines: of two machines, one sends its
+shards to the other, which returns gradients. With an even number of machines, opposite ones also exchange half of their shards.
 
 With 16-bit embeddings, the softmax losses and SigLIP round unit rows to 16 bits, send 16 bits, and add up in float32:
 half of the traffic. Gradients return in float32. A row of bfloat16 has a relative error of up to 2⁻⁹ = 0.002, a logit

@@ -18,10 +18,11 @@ from torch import Tensor
 from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction
 from contrastive_zoo.engine.derivatives import inner_graph
+from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.ring import Ring, machines
+from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.row_statistics import State, Statistic, run
 from contrastive_zoo.engine.rowwise_sweep import anchor_slices
 
@@ -75,10 +76,10 @@ class RingSweep:
         self.stages: list[Stage] | None = None
         """The merged statistics, a few numbers for each local anchor, once they are computed."""
 
-    def _exchange(self, rows: Tensor) -> Ring:
-        return Ring(rows, self.layout.candidate_shards, machines(self.layout.world), self.layout.world)
+    def _exchange(self, rows: Tensor) -> GatherExchange | Ring:
+        return start_exchange(rows, self.layout.candidate_shards, self.layout.world)
 
-    def _visits(self, exchange: Ring) -> Iterator[tuple[BatchLayout, Tensor]]:
+    def _visits(self, exchange: GatherExchange | Ring) -> Iterator[tuple[BatchLayout, Tensor]]:
         """Yield the candidates of each rank, the local ones first, and the layout of their blocks."""
         of_candidates = [of for _, of in self.layout.companions]
         others = [self._exchange(x) for x in (self.layout.candidate_ids, *of_candidates)]
@@ -184,7 +185,7 @@ class RingSweep:
 
     def _parts(
         self,
-        exchange: Ring,
+        exchange: GatherExchange | Ring,
         stages: Sequence[Stage],
         danchors: Tensor,
         dparameters: Sequence[Tensor],

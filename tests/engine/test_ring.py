@@ -30,7 +30,7 @@ class YieldingHard(cz.RowLoss):
         return (nearest - farthest + 0.5).relu(), farthest.isfinite() & nearest.isfinite()
 
 
-Call = Literal["views", "labels", "teachers", "ids", "whole numbers"]
+Call = Literal["views", "labels", "teachers", "ids", "texts", "negatives", "whole numbers"]
 CLASSES = 4
 
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
@@ -66,6 +66,14 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "Clip": (lambda: cz.Clip(temperature=0.5), "views"),
     "InfoNCE": (lambda: cz.InfoNCE(temperature=cz.LearnableTemperature(0.5)), "views"),
     "NTXent": (lambda: cz.NTXent(temperature=0.5), "views"),
+    "NTXent, learnt": (lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.5), normalize=False), "views"),
+    "SupCon": (lambda: cz.SupCon(temperature=0.5), "labels"),
+    "MILNCE": (lambda: cz.MILNCE(temperature=2.0, normalize=True), "texts"),
+    "MNRL": (lambda: cz.MNRL(temperature=0.5), "views"),
+    "MNRL, both": (
+        lambda: cz.MNRL(temperature=0.5, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"),
+        "negatives",
+    ),
     "AlignUniform": (cz.AlignUniform, "views"),
     "WeightedSum": (lambda: cz.WeightedSum([cz.SigLIP(), cz.NTXent()], weights=[1.0, 0.5]), "views"),
 }
@@ -80,12 +88,14 @@ LOW_TILES = {"contrastive_zoo.engine.tiling:BLOCK_BYTES": 700, "contrastive_zoo.
 def batch(call: Call, total: int, seed: int) -> list[Tensor]:
     """Return the arguments of one process; of whole numbers, whose dot products are exact, many are equal."""
     generator = torch.Generator().manual_seed(seed)
-    count = {"views": 2, "teachers": 4, "ids": 2}.get(call, 1)
+    count = {"views": 2, "teachers": 4, "ids": 2, "texts": 4, "negatives": 3}.get(call, 1)
     rows = [torch.randn(total, 5, dtype=torch.float64, generator=generator) for _ in range(count)]
     if call == "whole numbers":
         rows = [x[:, :2].round() for x in rows]
-    labels = [] if call in ("views", "teachers") else [torch.randint(CLASSES, (total,), generator=generator)]
-    return [*rows, *labels]
+    if call == "texts":  # three for each video
+        return [rows[0], torch.stack(rows[1:], 1)]
+    labelled = call in ("labels", "ids", "whole numbers")
+    return [*rows, *([torch.randint(CLASSES, (total,), generator=generator)] if labelled else [])]
 
 
 def error_of(name: str, shards: Sequence[int], option: Any, *, learning: bool = True) -> float:
@@ -225,6 +235,16 @@ def test_each_row_is_sent_once_to_each_machine(name: str, worlds: Worlds) -> Non
         # its own rows, and those that visit its machine, inside; its own rows once between the machines
         assert sent == {neighbour: shards[rank] + visiting, (rank + 2) % 4: shards[rank]}
         assert gathered == 0
+
+
+@pytest.mark.parametrize("name", ["NTXent", "SupCon"])
+def test_one_tower_sends_rows_from_machine_to_machine_and_not_back(name: str, worlds: Worlds) -> None:
+    shards = (3, 1, 2, 4, 1, 3)
+    factor = 2 if LOSSES[name][1] == "views" else 1  # both views of a sample are rows
+    for rank, (sent, _) in enumerate(worlds.run(6, rows_sent, name, shards, ((0, 1), (2, 3), (4, 5)))):
+        behind = (rank - 2) % 6
+        assert set(sent) == {rank ^ 1, behind}
+        assert sent[behind] == factor * shards[rank]  # once to one of the two other machines
 
 
 def wire_dtypes() -> tuple[set[torch.dtype], float]:
