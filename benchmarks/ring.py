@@ -22,33 +22,30 @@ from suite.report import number, table
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "ring.md"
 CLASSES = 512
 STEPS = 3
 
-LOSSES: dict[str, tuple[Callable[[], Any], bool]] = {
-    "SigLIP": (cz.SigLIP, False),
-    "Triplet, hard": (partial(cz.Triplet, mining="hard"), True),
-    "MultiSimilarity": (cz.MultiSimilarity, True),
-    "Circle": (cz.Circle, True),
-    "Contrastive": (cz.Contrastive, True),
-    "Clip": (cz.Clip, False),
-    "NT-Xent": (cz.NTXent, False),
-    "DCL": (cz.DCL, False),
-    "SupSigmoid": (cz.SupSigmoid, True),
-    "SupCon": (cz.SupCon, True),
-    "SINCERE": (cz.SINCERE, True),
-    "NCA": (cz.NCA, True),
-    "MultiSimilarity, mined": (partial(cz.MultiSimilarity, epsilon=0.1), True),
-    "GeneralizedLiftedStructure": (cz.GeneralizedLiftedStructure, True),
-    "LiftedStructure": (cz.LiftedStructure, True),
-    "Margin": (cz.Margin, True),
-    "RankedList": (cz.RankedList, True),
-    "FastAP": (cz.FastAP, True),
+VIEWS = ("SigLIP", "Clip", "InfoNCE", "NTXent", "MNRL", "DCL", "DCLW", "HCL", "Debiased", "AlignUniform")
+LABELLED = (
+    "SupSigmoid", "SupCon", "SINCERE", "NCA", "TupletMargin", "NPairs", "Contrastive", "SignalToNoise", "MultiSimilarity",
+    "Circle", "LiftedStructure", "GeneralizedLiftedStructure", "Margin", "RankedList", "FastAP",
+)  # fmt: skip
+LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
+    **{name: (getattr(cz, name), "views") for name in VIEWS},
+    **{name: (getattr(cz, name), "labels") for name in LABELLED},
+    "MILNCE": (cz.MILNCE, "texts"),
+    "MultiPositive": (cz.MultiPositive, "ids"),
+    "ClipDistillation": (cz.ClipDistillation, "teachers"),
+    "SupCon, in": (partial(cz.SupCon, variant="in"), "labels"),
+    "MultiSimilarity, mined": (partial(cz.MultiSimilarity, epsilon=0.1), "labels"),
+    "Triplet, hard": (partial(cz.Triplet, mining="hard"), "labels"),
 }
-"""By name: the loss, and whether it takes labels."""
+"""By name: the loss, and what it is called with."""
 SIGLIP = ("gathered", "ring", "open_clip")
 
 
@@ -72,18 +69,38 @@ def open_clip_loss(folders: Sequence[str]) -> Callable[[Tensor, Tensor], Tensor]
     return call
 
 
+def arguments(compares: str, count: int, width: int) -> list[Tensor]:
+    """Return what a loss is called with, on a rank."""
+    towers = {"labels": 1, "teachers": 4}.get(compares, 2)
+    rows = [torch.randn(count, width, requires_grad=True) for _ in range(towers)]
+    if compares == "texts":
+        return [rows[0], torch.randn(count, 2, width, requires_grad=True)]
+    return [*rows, *([torch.arange(count) % CLASSES] if compares in ("labels", "ids") else [])]
+
+
+def refusals() -> list[list[str]]:
+    """Return the losses of the catalogue that refuse a ring, by their reason."""
+    found: dict[str, list[str]] = {}
+    for entry in CATALOGUE.values():
+        loss = entry.make()
+        reason = loss.ring_problem() if isinstance(loss, Loss) else None
+        if reason:
+            settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings if isinstance(value, str))
+            found.setdefault(reason, []).append(f"{entry.cls}({settings})" if settings else entry.cls)
+    return [[", ".join(dict.fromkeys(names)), reason] for reason, names in found.items()]
+
+
 def measured(name: str, option: Any, steps: int, rows: int, width: int, folders: Sequence[str]) -> tuple[float, float]:
     """Return the extra MB of the largest step and the median seconds of so many steps, on a rank."""
-    make, labelled = LOSSES[name]
+    make, compares = LOSSES[name]
     loss = open_clip_loss(folders) if option == "open_clip" else cz.DistributedLoss(make(), ring=option == "ring")
 
     def step(count: int) -> float:
         torch.manual_seed(dist.get_rank())
-        z = [torch.randn(count, width, requires_grad=True) for _ in range(1 if labelled else 2)]
-        more = [torch.arange(count) % CLASSES] if labelled else []
+        rows = arguments(compares, count, width)
         dist.barrier()
         start = time.perf_counter()
-        loss(*z, *more).backward()
+        loss(*rows).backward()
         dist.barrier()
         return time.perf_counter() - start
 
@@ -163,16 +180,16 @@ How often are candidates sent?
 - **Forward and backward**: InfoNCE, Clip, NTXent, SupCon, MNRL, MILNCE and AlignUniform, whose backward pass needs complete
   log-sum-exps; Contrastive and SignalToNoise, whose two means are known after the forward pass.
 - **Twice in the forward pass**: MultiSimilarity, Circle, Triplet with `mining="hard"`, GeneralizedLiftedStructure, Margin,
-  NCA, FastAP, DCL, HCL, Debiased, NPairs, MultiPositive, SupCon with `variant="in"`. Their statistics of a row merge: sums,
-  counts, extremes, log-sum-exps. The second time is for the gradient.
+  NCA, FastAP, DCL, HCL, Debiased, NPairs, MultiPositive, SupCon with `variant="in"`, a mask, or `contrast_mode="one"`. Their
+  statistics of a row merge: sums, counts, extremes, log-sum-exps. The second time is for the gradient.
 - **Three times**: RankedList and MultiSimilarity with `epsilon`, whose thresholds come first.
 - **Four times**: SINCERE, TupletMargin and ClipDistillation, where a second statistic depends on the first one;
   LiftedStructure, which is two sums over anchors.
-- **Refused**: Triplet with all or semi-hard triplets, SmoothAP, Angular and GIST, where a term needs an anchor's whole row.
-  Losses with class weights, VICReg, BarlowTwins and SpectralContrastive gather no candidates; a ring would save nothing.
 
-The constructor refuses a loss that needs whole rows, and says why. Your own `RowLoss` can use the ring if its `rows` yields
-statistics that merge:
+The constructor refuses the other losses, and says why:
+
+{refusals}
+Your own `RowLoss` can use the ring if its `rows` yields statistics that merge:
 
 ```python
 import contrastive_zoo as cz
@@ -208,12 +225,20 @@ graph, for each rank. {steps} steps; the median.
 A plain ring takes no notice of machines: most of a shard's W − 1 transfers cross the slow link. With a mesh of M machines of
 L ranks, a shard crosses it M − 1 times, once for each other machine, and gradients come back likewise. That divides the
 traffic between machines by L. A rank holds four shards in place of two. The rows of the mesh are the machines; it holds all
-ranks of the process group. [Scaling](scaling.md) has the predicted times. Losses that compare one set with itself by softmax
-(NTXent, SupCon) send each shard to half of the ranks in one level, also with a mesh.
+ranks of the process group. [Scaling](scaling.md) has the predicted times.
 
-With 16-bit embeddings, the softmax losses and SigLIP round unit rows to 16 bits, send 16 bits, and add up in float32:
-half of the traffic. Gradients return in float32. A row of bfloat16 has a relative error of up to 2⁻⁹ = 0.002, a logit
-at temperature t one of up to 0.004 / t in absolute terms. Row losses send float32.
+Losses that compare one set with itself by softmax (NTXent, SupCon, AlignUniform) compute each pair of ranks once, on one of
+the two. So a shard visits half of the other ranks, inside its machine and between machines: of two machines, one sends its
+shards to the other, which returns gradients. With an even number of machines, opposite ones also send half of theirs back.
+
+Embeddings of 16 bits are sent in 16 bits, which is half of the traffic. Statistics and gradients are summed and sent in
+float32. In every loss the gradient is nearer to float64 than that of the plain formula in 16 bits.
+
+- **Row losses** (all that are computed from similarities of an anchor: triplet, Circle, NCA, …) send the embeddings as they
+  are, and normalise them where they arrive. This rounds nothing; only NPairs and the teachers of ClipDistillation are sent
+  in float32.
+- **Softmax losses and SigLIP** round unit rows to 16 bits, with and without a ring, because their matmuls take 16 bits. A
+  row of bfloat16 has a relative error of up to 2⁻⁹ = 0.002, a logit at temperature t an absolute error of up to 0.004 / t.
 
 Labels and ids are integers: SupSigmoid, NPairs and SupCon gather those, 8 bytes a sample.
 """
@@ -230,9 +255,14 @@ def write_page(results: dict[str, Any]) -> None:
     lines = [[name, *cells(x, SIGLIP[:2], 0), *cells(x, SIGLIP[:2], 1)] for name, x in results["losses"].items()]
     siglip_head = [f"{what} {x}" for what in ("MB,", "s,") for x in SIGLIP]
     siglip = [[ranks, *cells(x, SIGLIP, 0), *cells(x, SIGLIP, 1)] for ranks, x in results["siglip"].items()]
-    page = TEXT.replace("{losses}", table(["loss", *head], lines)).replace(
-        "{siglip}", table(["ranks W", *siglip_head], siglip)
-    )
+    tables = {
+        "{losses}": table(["loss", *head], lines),
+        "{siglip}": table(["ranks W", *siglip_head], siglip),
+        "{refusals}": table(["loss", "reason"], refusals()),
+    }
+    page = TEXT
+    for name, text in tables.items():
+        page = page.replace(name, text)
     for name, value in {"rows": f"{results['rows']:,}", "width": results["width"], "ranks": results["ranks"]}.items():
         page = page.replace(f"{{{name}}}", str(value)).replace(f"{{{name}:,}}", str(value))
     PAGE.write_text(page.replace("{classes}", str(CLASSES)).replace("{steps}", str(STEPS)), encoding="utf-8")

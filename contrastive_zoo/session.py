@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from contrastive_zoo.derivations import Derivations
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.row_checks import first_non_finite, in_one_line, row_kind, tolerance
@@ -96,6 +97,7 @@ class Session(World):
     options: Options = Options()
     cache: GatherCache | None = field(default=None, repr=False)
     """The rows gathered in this step; None where no rows are gathered twice."""
+    derivations: Derivations = field(default_factory=Derivations, repr=False)
     progress: _Progress = field(default_factory=_Progress, repr=False)
 
     @classmethod
@@ -109,7 +111,7 @@ class Session(World):
         """The same session with a cache: rows that several losses compare are gathered once."""
         if self.cache is not None or self.size == 1:
             return self
-        return Session(self.rank, self.size, self.group, self.options, GatherCache(), self.progress)
+        return replace(self, cache=GatherCache(self.derivations))
 
     @property
     def opened(self) -> bool:

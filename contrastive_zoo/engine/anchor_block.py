@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from contrastive_zoo.derivations import unchanged
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.world import Shards, World
 
@@ -53,6 +54,8 @@ class BatchLayout:
     """The candidate that is the first local anchor, where anchors are candidates too."""
     own_candidates: Tensor | None
     """The candidate that is a copy of each local anchor, −1 for none."""
+    restore: Callable[[Tensor], Tensor] = unchanged
+    """Computes candidates from the rows that a ring sends in their place."""
 
     @cached_property
     def _ids_as_floats(self) -> tuple[Tensor, Tensor]:

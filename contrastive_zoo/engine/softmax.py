@@ -235,12 +235,12 @@ class _LogSumExp(Function):
             column_statistics = row_statistics if sweep.one_tower else None
             if c is not None and h is not None:
                 column_statistics = torch.stack([c, h.to(c.dtype)], 1)
-            local = sweep.blocks[0]
+            exchange = sweep.exchange(columns, gathered)
+            local = exchange.blocks[0]
             drows = gradient_buffer(rows, local)
             dcolumns = drows if sweep.one_tower else None
             if ctx.needs_input_grad[2] and not sweep.one_tower:
                 dcolumns = gradient_buffer(columns, local)
-            exchange = sweep.exchange(columns, gathered)
             parts = sweep.gradients(
                 ctx.arithmetic, rows, exchange, ctx.scale, row_statistics, column_statistics, dpositives, drows,
                 dcolumns, tiles,

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 
@@ -12,14 +11,13 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.class_pairs import clear_excluded
-from contrastive_zoo.engine.exchange import GatherExchange, RingExchange, merge_at_owners
+from contrastive_zoo.engine.exchange import GatherExchange, merge_at_owners
 from contrastive_zoo.engine.partners import Partners
-from contrastive_zoo.engine.ring import Ring, machines, ring_blocks
-from contrastive_zoo.engine.schedule import RankBlock, schedule
+from contrastive_zoo.engine.ring import Ring, start_exchange
+from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.similarity_budget import CachedLogits
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, shift_window
 from contrastive_zoo.engine.tiling import ScratchBuffer, tile_shape, tiles
-from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
 
@@ -45,24 +43,12 @@ class SoftmaxSweep:
     learns: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too."""
 
-    @cached_property
-    def blocks(self) -> list[RankBlock]:
-        if self._two_levels:
-            return ring_blocks(self.column_shards, machines(self.world), self.row_shards.size)
-        return schedule(self.row_shards, self.column_shards, half=self.one_tower)
-
-    @property
-    def _two_levels(self) -> bool:
-        """Whether columns pass inside machines and between them; half a ring has one level."""
-        return not self.one_tower and self.world.size > 1 and len(machines(self.world)) > 1
-
-    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | RingExchange | Ring:
+    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         """Start to bring the other ranks' columns here."""
-        if self._two_levels:
-            return Ring(columns, self.column_shards, machines(self.world), self.world, self.dtype)
-        if isinstance(self.world, Session) and self.world.options.ring:
-            return RingExchange(columns, self.blocks, self.world, self.dtype)
-        return GatherExchange(columns, self.blocks, self.column_shards, self.world, self.dtype, gathered)
+        return start_exchange(
+            columns, self.column_shards, self.world, self.dtype, rows=self.row_shards, half=self.one_tower,
+            gathered=gathered,
+        )  # fmt: skip
 
     def max_dot_product(self, rows: Tensor, columns: Tensor) -> float:
         """Return an upper bound of the dot products of all ranks' rows and columns."""
@@ -100,10 +86,10 @@ class SoftmaxSweep:
         return ScratchBuffer(like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes))))
 
     def _tiles(
-        self, rows: Tensor, exchange: GatherExchange | RingExchange | Ring
+        self, rows: Tensor, exchange: GatherExchange | Ring
     ) -> Iterator[tuple[int, RankBlock, Tensor, Iterator[tuple[slice, slice, bool]]]]:
         """Yield each block, its columns, and its tiles: their rows and columns, and whether they are on the diagonal."""
-        for index, (block, columns) in enumerate(zip(self.blocks, exchange, strict=True)):
+        for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
             upper = self.one_tower and index == 0
             cut = tiles(block.rows.stop - block.rows.start, len(columns), rows, upper=upper)
             yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
@@ -112,7 +98,7 @@ class SoftmaxSweep:
         self,
         arithmetic: Arithmetic,
         rows: Tensor,
-        exchange: GatherExchange | RingExchange | Ring,
+        exchange: GatherExchange | Ring,
         scale: float,
         cached: CachedLogits | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
@@ -143,14 +129,14 @@ class SoftmaxSweep:
             parts.append(column_total)
         if not self.columnwise:
             return total, None, positives, stored
-        column_total = merge_at_owners(parts[0], parts[1:], self.blocks[1:], self.world, arithmetic.merge)
+        column_total = merge_at_owners(parts[0], parts[1:], exchange.blocks[1:], self.world, arithmetic.merge)
         return total, None if self.one_tower else column_total, positives, stored
 
     def gradients(
         self,
         arithmetic: Arithmetic,
         rows: Tensor,
-        exchange: GatherExchange | RingExchange | Ring,
+        exchange: GatherExchange | Ring,
         scale: float,
         row_statistics: Tensor,
         column_statistics: Tensor | None,

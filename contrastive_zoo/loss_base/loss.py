@@ -58,7 +58,7 @@ class Loss(nn.Module):
     """Arguments that only their own rank can interpret, such as indices of its local rows."""
     supports_ring: ClassVar[bool] = False
     """Whether candidates can be exchanged in a ring, one shard at a time."""
-    ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once"
+    ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once, or sends no candidates"
     """Why they cannot, where they cannot."""
 
     def __init_subclass__(

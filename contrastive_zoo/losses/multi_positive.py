@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -123,12 +124,18 @@ def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplica
         if duplicates == "ignore":
             candidates = block.positive | (targets == 0)
         targets = block.positive.to(logits.dtype)
-    of_candidates, positive, total = yield (
-        LogSumExp(logits, candidates),
+    matched = targets > 0
+    of_targets, of_others, weighted, total, count = yield (
+        LogSumExp(logits, matched, empty=0.0),
+        LogSumExp(logits, candidates & ~matched),
         Sum((targets * logits).sum(1)),
         Sum(targets.sum(1)),
+        Sum(matched.sum(1, dtype=logits.dtype)),
     )
-    return of_candidates - positive / total.where(total > 0, 1), total > 0
+    mean = weighted / total.where(total > 0, 1)
+    # a log-sum-exp of one target is that target up to rounding, which a solved batch would lose its digits to
+    several = cross_entropy(of_targets, of_others) + (of_targets - mean)
+    return cross_entropy(mean, of_others).where(count == 1, several), total > 0
 
 
 def _problem(
