@@ -12,18 +12,21 @@ from torch import Tensor
 
 
 def row_kind(tensor: Tensor) -> str:
-    """The dtype, the shape of a row and whether it carries a gradient, as text.
+    """The dtype, the shape of a row, whether it carries a gradient, and its accelerator if it is on one, as text.
 
     Examples:
         >>> row_kind(torch.ones(2, 3))
         'float32|[3]|'
     """
-    return _kind(tensor.dtype, tensor.shape[1:], tensor.requires_grad and torch.is_grad_enabled())
+    has_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    device = tensor.device.type if tensor.is_floating_point() else "cpu"
+    return _kind(tensor.dtype, tensor.shape[1:], has_gradient, device)
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind(dtype: torch.dtype, shape: torch.Size, has_gradient: bool) -> str:
-    return f"{str(dtype).removeprefix('torch.')}|{list(shape)}|{' with gradient' if has_gradient else ''}"
+def _kind(dtype: torch.dtype, shape: torch.Size, has_gradient: bool, device: str) -> str:
+    where = "" if device == "cpu" else f" on {device}"
+    return f"{str(dtype).removeprefix('torch.')}|{list(shape)}|{' with gradient' if has_gradient else ''}{where}"
 
 
 def in_one_line(value: object) -> str:

@@ -64,6 +64,18 @@ class Opening:
     agreed: Agreed | None = None
 
 
+def values_are_read(x: Tensor, world: World) -> bool:
+    """Return whether checks read the values of labels, weights and the like.
+
+    From an accelerator they are read unless ``check_finite=False`` is set: the host waits until the device has them.
+
+    Examples:
+        >>> values_are_read(torch.arange(2), World())
+        True
+    """
+    return x.device.type == "cpu" or not isinstance(world, Session) or world.options.check_finite
+
+
 class Replicate(BaseException):
     """Raised in a loss when all ranks have agreed to compute it from the gathered rows: it stops on this rank's rows."""
 
