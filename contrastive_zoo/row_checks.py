@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def row_kind(tensor: Tensor, ragged: Sequence[int] = ()) -> str:
+def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False) -> str:
     """The dtype, the shape of a row and whether it carries a gradient, as text.
 
     Args:
         tensor: dimension 0 counts rows.
         ragged: dimensions whose size is not part of it.
+        device: whether the accelerator is, if the tensor is on one.
 
     Examples:
         >>> row_kind(torch.ones(2, 3)), row_kind(torch.ones(2, 3, 4), ragged=[1])
@@ -25,7 +26,8 @@ def row_kind(tensor: Tensor, ragged: Sequence[int] = ()) -> str:
     shape = (
         tensor.shape[1:] if not ragged else tuple("*" if i in ragged else x for i, x in enumerate(tensor.shape) if i)
     )
-    return _kind(tensor.dtype, shape, tensor.requires_grad and torch.is_grad_enabled())
+    kind = _kind(tensor.dtype, shape, tensor.requires_grad and torch.is_grad_enabled())
+    return kind if not device or tensor.device.type == "cpu" else f"{kind} on {tensor.device.type}"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -64,6 +64,18 @@ class Opening:
     agreed: Agreed | None = None
 
 
+def values_are_read(x: Tensor, world: World) -> bool:
+    """Return whether checks read the values of labels, weights and the like.
+
+    From an accelerator they are read unless ``check_finite=False`` is set: the host waits until the device has them.
+
+    Examples:
+        >>> values_are_read(torch.arange(2), World())
+        True
+    """
+    return x.device.type == "cpu" or not isinstance(world, Session) or world.options.check_finite
+
+
 class Replicate(BaseException):
     """Raised in a loss when all ranks have agreed to compute it from the gathered rows: it stops on this rank's rows."""
 
@@ -133,7 +145,8 @@ class Session(World):
             if problem is not None:
                 raise ValueError(f"{caller}: {problem}")
             return [Shards((size,)) for size in sizes]
-        kinds = {name: row_kind(tensor) for name, tensor in rows.items()}
+        # losses of embeddings on an accelerator choose other sums than on a CPU
+        kinds = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
         words = {name: in_one_line(value) for name, value in settings.items()}
         declaration = Declaration(caller, kinds, sizes, words, problem, tolerance(rows.values()))
         if self.progress.declaring is not None:

@@ -50,12 +50,20 @@ class SoftmaxSweep:
             gathered=gathered,
         )  # fmt: skip
 
-    def max_dot_product(self, rows: Tensor, columns: Tensor) -> float:
-        """Return an upper bound of the dot products of all ranks' rows and columns."""
+    def largest_logit(self, rows: Tensor, columns: Tensor, scale: float | Tensor) -> float | None:
+        """Return an upper bound of all ranks' logits; None where it would have to be read from an accelerator.
+
+        All ranks return the same: the handshake compares whether their rows are on accelerators.
+        """
+        if isinstance(scale, Tensor):
+            return None
         if self.unit_norm:
-            return 1.0
+            # a bound too large for one shift would need the sums to be read
+            return scale if rows.device.type == "cpu" or scale <= shift_window(rows.dtype)[0] else None
+        if rows.device.type != "cpu":
+            return None
         norms = [torch.linalg.vector_norm(x, dim=1).max() if len(x) else x.new_zeros(()) for x in (rows, columns)]
-        return extreme_over_ranks(torch.stack(norms), "max", self.world).prod().item()
+        return scale * extreme_over_ranks(torch.stack(norms), "max", self.world).prod().item()
 
     def lost_precision(self, r: Tensor, c: Tensor | None, largest: float) -> bool:
         """Return whether a sum of shifted exponentials is so small that its terms may have underflowed, on any rank."""
@@ -99,7 +107,7 @@ class SoftmaxSweep:
         arithmetic: Arithmetic,
         rows: Tensor,
         exchange: GatherExchange | Ring,
-        scale: float,
+        scale: float | Tensor,
         cached: CachedLogits | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
         """Return sums of local rows over all columns, sums of local columns over all rows, partners' logits, and tiles.
@@ -137,7 +145,7 @@ class SoftmaxSweep:
         arithmetic: Arithmetic,
         rows: Tensor,
         exchange: GatherExchange | Ring,
-        scale: float,
+        scale: float | Tensor,
         row_statistics: Tensor,
         column_statistics: Tensor | None,
         dpositives: Sequence[Tensor],
@@ -148,8 +156,9 @@ class SoftmaxSweep:
         """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
 
         Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. ``dpositives`` are the
-        weights of partners.
+        weights of partners. The caller multiplies gradients by a scale that is a tensor.
         """
+        alpha = 1.0 if isinstance(scale, Tensor) else scale
         scratch, row_weights, column_weights = self._scratch_buffer(rows), arithmetic.coefficients(row_statistics), None
         if column_statistics is not None:
             column_statistics = gather_rows(column_statistics, self.column_shards, self.world)
@@ -173,9 +182,9 @@ class SoftmaxSweep:
                     if index == 0:
                         self.partners.put(weights, i, j, dpositives, mirrored=diagonal)
                     # the first matmul into a buffer overwrites its content
-                    da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=scale)
+                    da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=alpha)
                     if part is not None and not diagonal:
-                        part[j].addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=scale)
+                        part[j].addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=alpha)
             if index and part is not None:
                 yield part
 
@@ -191,13 +200,16 @@ def _in_tile(excluded: Tensor | None, i: slice, j: slice) -> Tensor | None:
 
 
 def _logits(
-    rows: Tensor, columns: Tensor, scale: float, out: Tensor, diagonal: bool, excluded: Tensor | None
+    rows: Tensor, columns: Tensor, scale: float | Tensor, out: Tensor, diagonal: bool, excluded: Tensor | None
 ) -> Tensor:
     """Write scaled dot products into ``out``, with −inf for a row and itself on a diagonal tile and for excluded columns.
 
     ``excluded`` are the columns of the tile that its rows exclude. Returns ``out``.
     """
-    torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
+    if isinstance(scale, Tensor):
+        torch.mm(rows, columns.T, out=out).mul_(scale)
+    else:
+        torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
     if excluded is not None:
         clear_excluded(out, excluded)
     return out.fill_diagonal_(-torch.inf) if diagonal else out

@@ -17,6 +17,7 @@ from contrastive_zoo.loss_base.checks import rows_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.session import values_are_read
 from contrastive_zoo.world import ALONE, World
 
 Duplicates = Literal["positive", "ignore", "negative"]
@@ -80,7 +81,10 @@ def multi_positive(
     Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748, with the targets of Yang et al. 2022
     (UniCL), https://arxiv.org/abs/2204.03610
     """
-    problem = _problem(queries, keys, ids, key_ids, weights, duplicates, symmetric) or _settings_problem(duplicates)
+    reads_weights = weights is None or values_are_read(weights, world)
+    problem = _problem(queries, keys, ids, key_ids, weights, reads_weights, duplicates, symmetric) or _settings_problem(
+        duplicates
+    )
     paired = key_ids is None
     named = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
     settings: dict[str, Any] = {"temperature": temperature, "duplicates": duplicates, "symmetric": symmetric}
@@ -144,6 +148,7 @@ def _problem(
     ids: Tensor,
     key_ids: Tensor | None,
     weights: Tensor | None,
+    reads_weights: bool,
     duplicates: str,
     symmetric: bool,
 ) -> str | None:
@@ -155,6 +160,6 @@ def _problem(
         return f"key_ids are missing: queries {kind(queries)} with ids {kind(ids)} do not pair with keys {kind(keys)}."
     if (key_ids is not None or weights is not None) and (symmetric or duplicates != "positive"):
         return "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
-    if weights is not None and (weights.shape != ids.shape or not bool((weights >= 0).all())):
+    if weights is not None and (weights.shape != ids.shape or (reads_weights and not bool((weights >= 0).all()))):
         return f"weights are non-negative, one per id, got {kind(weights)} for ids {kind(ids)}."
     return (None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))) or rows_problem("keys", keys)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.class_pairs import only_positives
+from contrastive_zoo.engine.class_pairs import class_numbers, only_positives
 from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
@@ -116,10 +116,10 @@ def sup_con(
     z = round_to_input_dtype(z, embeddings, world)
     # the sum of an anchor's positive logits is one dot product with the sum of its class
     all_ids = gather_rows(ids, shards, world)
-    classes, class_index, counts = torch.unique(all_ids, return_inverse=True, return_counts=True)
+    class_index, counts = class_numbers(all_ids)
     local_index = class_index[shards.local]
     class_sums = sum_over_ranks(
-        z.new_zeros(len(classes), z.shape[1]).index_add(0, local_index, z), gradient="partial", world=world
+        z.new_zeros(len(counts), z.shape[1]).index_add(0, local_index, z), gradient="partial", world=world
     )
     positives = counts[local_index] - 1
     scale = logit_scale(temperature, world)
