@@ -18,6 +18,7 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import LossCall, loss_name, signature, without_ddp
 from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.native_loss import native_and_replaced
 from contrastive_zoo.session import Options, Session, meet, refuse
 from contrastive_zoo.world import Processes, Shards, World
 from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
@@ -139,7 +140,7 @@ class DistributedLoss(nn.Module, Generic[R]):
             raise ValueError("DistributedLoss: this loss is distributed already; wrap the bare one, once.")
         self._replaced: Any = None  # the third-party loss and its miner that this library's loss replaces
         if prefer_native:
-            loss, miner, self._replaced = _native(loss, miner)
+            loss, miner, self._replaced = native_and_replaced(loss, miner)
         refuse_bad_combination(loss, miner, mode, machines_of(ring))
         self.miner = miner
         self.mode = mode
@@ -299,17 +300,3 @@ class DistributedLoss(nn.Module, Generic[R]):
         """The bare loss if this is one of its public attributes."""
         bare = without_ddp(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
         return None if name.startswith("_") or not hasattr(bare, name) else bare
-
-
-def _native(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
-    """This library's loss, no miner, and the third-party loss and miner that it replaces if it is the same function."""
-    if isinstance(without_ddp(loss), Loss):
-        return loss, miner, None
-    # imported here: pytorch-metric-learning is an optional dependency
-    from contrastive_zoo.adapters.pml_native import native_and_original
-
-    try:
-        native, replaced = native_and_original(loss, miner)
-    except ValueError:  # no loss of this library is the same function
-        return loss, miner, None
-    return native, None, replaced

@@ -29,14 +29,14 @@ LAYERS = [
     {"losses"},
     {"loss_call"},
     {"wrapper_options", "call_history"},
-    {"distributed_step"},
+    {"distributed_step", "native_loss"},
     {"distributed"},
     {"mining", "memory", "gradcache", "sampling", "monitor"},
 ]
 """Arrows point from later ones to earlier ones."""
 
 INSIDE_FUNCTIONS = {
-    "distributed": {"adapters.pml_native"},
+    "native_loss": {"adapters.pml_native"},
     "distributed_step": {"adapters.pml_sharded"},
     "wrapper_options": {"adapters.pml_sharded"},
 }

@@ -33,8 +33,7 @@ from contrastive_zoo.engine.derivatives import differentiable_once, saved_tensor
 from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
-from contrastive_zoo.engine.ring import Ring, machines
-from contrastive_zoo.engine.schedule import schedule
+from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.similarity_budget import CachedLogits
 from contrastive_zoo.engine.token_blocks import padded_blocks, set_of_token, sum_by_set, sum_selected
 from contrastive_zoo.world import Shards, World
@@ -117,10 +116,7 @@ class MaxSimSweep:
 
     def exchange(self, documents: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         """Start to bring the other ranks' document tokens here."""
-        if layout := machines(self.world) if self.world.size > 1 else ():
-            return Ring(documents, self.token_shards, layout, self.world, self.dtype)
-        blocks = schedule(self.token_shards, self.token_shards, half=False)
-        return GatherExchange(documents, blocks, self.token_shards, self.world, self.dtype, gathered)
+        return start_exchange(documents, self.token_shards, self.world, self.dtype, gathered=gathered)
 
     def _visits(
         self, exchange: GatherExchange | Ring, queries: Tensor
