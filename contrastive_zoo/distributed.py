@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import TypeVar
 
+from contrastive_zoo import devices
 from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.call_history import CallHistory
 from contrastive_zoo.collectives import broadcast, scale_gradient
@@ -74,7 +75,9 @@ class DistributedLoss(nn.Module, Generic[R]):
         grad_reduction: how the trainer reduces gradients over ranks. ``"mean"``: DDP, FSDP, Lightning, Accelerate, the
             Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
             that sums, a divide factor of 1.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether rows with NaN or infinite values are refused. On an accelerator they are looked for without
+            waiting, and refused at the next call. False leaves out all checks that read values from an accelerator, such
+            as that of labels, so that the host never waits for it.
         check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
             value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
         check_distinct: whether the first call refuses embeddings that are equal on every rank, as they are after a gather.
@@ -222,7 +225,8 @@ class DistributedLoss(nn.Module, Generic[R]):
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
         ring, problem = ring_in_group(machines_of(self.ring), world)
-        return Session(world.rank, world.size, world.group, Options(check_finite, ring, factor)), problem
+        options = Options(check_finite, ring, factor, reads_values=check_finite)
+        return Session(world.rank, world.size, world.group, options), problem
 
     def _options(self) -> WrapperOptions:
         return WrapperOptions(
@@ -255,11 +259,22 @@ class DistributedLoss(nn.Module, Generic[R]):
         """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
         if not call.is_own and (problem := call.indices_problem(session)) is not None:
             refuse(loss_name(without_ddp(self.loss)), problem, world=session)
+        session = self._looking_later(call, session)
         own, rows = call.is_own, Arguments.of(call.bound.arguments).rows if self._observing else {}
         value = call.loss(*call.bound.args, **call.bound.kwargs, world=session) if own else call.mine_and_compute()
         if (observer := self._observing) is not None:
             observer.observe(without_ddp(self.loss), rows, [Shards((len(x),)) for x in rows.values()], session)
         return value
+
+    def _looking_later(self, call: LossCall, session: Session) -> Session:
+        """Return the session that leaves the rows of this call on an accelerator to be looked at in the next call."""
+        given = (*call.bound.args, *call.bound.kwargs.values())
+        on_cpu = all(devices.on_cpu(x) for x in given if isinstance(x, Tensor))
+        if on_cpu or not (call.is_own and session.options.check_finite):
+            return session
+        if problem := self._history.finite_problem(Arguments.of(call.bound.arguments)):
+            raise ValueError(f"{loss_name(call.loss)}: {problem}")
+        return replace(session, options=replace(session.options, check_finite=False))
 
     def _broadcast_from_rank_0(self, modules: LossModules, session: Session) -> None:
         """Set parameters and buffers to rank 0's: ranks that were seeded differently drew different ones."""

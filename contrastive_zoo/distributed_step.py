@@ -190,7 +190,7 @@ class DistributedStep:
         draws = not self.is_own or self.modules.runs_third_party_code
         with one_stream(self.session, self.arguments.device) if draws else nullcontext():
             if self.is_own:
-                alone = Session.of(World(), check_finite=False)
+                alone = Session.of(World(), check_finite=False, reads_values=False)
                 value = call.loss(*call.bound.args, **call.bound.kwargs, world=alone)
             else:
                 value = call.mine_and_compute()

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.derivations import Derivations
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
@@ -25,11 +26,13 @@ class Options:
         ring: whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks
             of each machine, so that shards pass first inside a machine and then between machines.
         sharded_factor: the factor of the gradient of sharded parameters, of which each rank holds another part.
+        reads_values: whether checks wait for the values of labels, weights and the like that are on an accelerator.
     """
 
     check_finite: bool = True
     ring: bool | Machines = False
     sharded_factor: float = 1.0
+    reads_values: bool = True
 
 
 @dataclass
@@ -67,13 +70,13 @@ class Opening:
 def values_are_read(x: Tensor, world: World) -> bool:
     """Return whether checks read the values of labels, weights and the like.
 
-    From an accelerator they are read unless ``check_finite=False`` is set: the host waits until the device has them.
+    With ``DistributedLoss(check_finite=False)`` they are not read from an accelerator, which the host would wait for.
 
     Examples:
         >>> values_are_read(torch.arange(2), World())
         True
     """
-    return x.device.type == "cpu" or not isinstance(world, Session) or world.options.check_finite
+    return devices.on_cpu(x) or not isinstance(world, Session) or world.options.reads_values
 
 
 class Replicate(BaseException):
@@ -103,7 +106,7 @@ class Session(World):
 
     Examples:
         >>> Session.of(World(), check_finite=False).options
-        Options(check_finite=False, ring=False, sharded_factor=1.0)
+        Options(check_finite=False, ring=False, sharded_factor=1.0, reads_values=True)
     """
 
     options: Options = Options()

@@ -16,7 +16,17 @@ PACKAGE = Path(cz.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = [
-    {"_compat", "class_docstring", "compiling", "derivations", "later", "random_keys", "row_checks", "small_batch"},
+    {
+        "_compat",
+        "class_docstring",
+        "compiling",
+        "derivations",
+        "devices",
+        "later",
+        "random_keys",
+        "row_checks",
+        "small_batch",
+    },
     {"world"},
     {"differences", "gather_cache"},
     {"handshake"},

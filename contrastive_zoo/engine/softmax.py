@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.cross_entropy import log_sum_exp
@@ -216,7 +217,7 @@ class _LogSumExp(Function):
         keep_freed_memory(rows)
         ctx.sweep = sweep
         # a number is a factor of the matmul; reading it from an accelerator would wait for all that is queued there
-        ctx.scale = scale.item() if isinstance(scale, Tensor) and scale.device.type == "cpu" else scale
+        ctx.scale = scale.item() if isinstance(scale, Tensor) and devices.on_cpu(scale) else scale
         exchange = sweep.exchange(columns)
         largest = sweep.largest_logit(rows, columns, ctx.scale)
         shifted = [] if largest is None else [ShiftedSums.for_logits_up_to(largest, rows.dtype)]

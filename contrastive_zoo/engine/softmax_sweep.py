@@ -9,6 +9,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.class_pairs import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, merge_at_owners
@@ -59,8 +60,8 @@ class SoftmaxSweep:
             return None
         if self.unit_norm:
             # a bound too large for one shift would need the sums to be read
-            return scale if rows.device.type == "cpu" or scale <= shift_window(rows.dtype)[0] else None
-        if rows.device.type != "cpu":
+            return scale if devices.on_cpu(rows) or scale <= shift_window(rows.dtype)[0] else None
+        if not devices.on_cpu(rows):
             return None
         norms = [torch.linalg.vector_norm(x, dim=1).max() if len(x) else x.new_zeros(()) for x in (rows, columns)]
         return scale * extreme_over_ranks(torch.stack(norms), "max", self.world).prod().item()

@@ -8,6 +8,7 @@ import numpy as np
 import torch  # noqa: F401 - the examples use it
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.engine.reduction import REDUCTIONS
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.masks import labels_problem
@@ -80,7 +81,7 @@ def is_number(
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
-    values = [] if isinstance(x, Tensor) and x.device.type != "cpu" else _values(x)
+    values = [] if isinstance(x, Tensor) and not devices.on_cpu(x) else _values(x)
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     return all(
         isinstance(value, kinds)

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import all_gather, gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.anchor_block import BatchLayout
@@ -106,7 +107,7 @@ def _nodes(similarity: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
 
 
 def _sums_by_node(nodes: Tensor, weights: Tensor, mask: Tensor, num_bins: int) -> Tensor:
-    if mask.device.type == "cpu":
+    if devices.on_cpu(mask):
         nodes, weights = nodes[:, mask], weights[:, mask]
     else:  # the number of pairs would have to be read
         weights = weights.where(mask, 0)
