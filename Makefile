@@ -64,6 +64,7 @@ stubs: .venv/.installed
 
 docs: .venv/.docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/mkdocs.yml
+	$(BIN)/python tools/check_site.py docs/site
 
 .venv/.release-installed: | $(BIN)/python
 	$(INSTALL) build check-wheel-contents twine

@@ -65,8 +65,9 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("example", HERE, ids=lambda example: example.place)
 def test_example_of_one_process(example):
-    if "pytorch_metric_learning" in example.source:
-        pytest.importorskip("pytorch_metric_learning")
+    for package in ("jax", "pytorch_metric_learning"):
+        if f"import {package}\n" in example.source or f"from {package}" in example.source:
+            pytest.importorskip(package)
     assert printed(example.source, example.place) == (example.output or "")
 
 
@@ -106,6 +107,13 @@ def test_the_reference_lists_every_public_name():
     reference = (ROOT / "docs" / "pages" / "reference.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^::: contrastive_zoo\.(\w+)$", reference, re.MULTILINE))
     assert listed == set(contrastive_zoo.__all__) - {"__version__"}
+
+
+def test_every_message_of_the_source_is_on_the_page():
+    from tools.troubleshooting_page import PAGE, with_messages
+
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_messages(page), "python -m tools.troubleshooting_page"
 
 
 def test_an_example_that_lies_is_found():

@@ -55,3 +55,28 @@ def test_top_level_names_are_the_agreed_ones() -> None:
         "examples",
         "tools",
     }
+
+
+def test_a_dead_link_of_the_site_is_found(tmp_path: Path) -> None:
+    from tools.check_site import problems
+
+    (tmp_path / "b.html").write_text('<h2 id="here"></h2>')
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#here"></a><a href="b.html#gone"></a><a href="c.html"></a><a href="https://x.org/a b"></a>'
+        '<script src="https://x.org/a.js"></script><link rel="canonical" href="https://x.org/"/>'
+    )
+    assert problems(tmp_path) == [
+        "a.html: no anchor for b.html#gone",
+        "a.html: no file for c.html",
+        "a.html: bad address https://x.org/a b",
+        "a.html: loads https://x.org/a.js",
+    ]
+
+
+def test_the_addresses_of_sources_are_whole() -> None:
+    from contrastive_zoo.catalogue import CATALOGUE
+
+    for entry in CATALOGUE.values():
+        for url in re.findall(r"https?://\S+", entry.source):
+            assert not url.endswith(("/", "-")), (entry.name, url)
+            assert re.search(r"abs/\d{4}\.\d{4,5}[,;]?$|(?<!arxiv\.org)/\S+\w[,;]?$", url), (entry.name, url)
