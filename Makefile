@@ -6,7 +6,7 @@ QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tes
 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: demo test test-gpu quick search lint types stubs examples trainers-page docs dist bench bench-full bench-gpu clean
+.PHONY: demo test test-gpu quick search lint types stubs examples loss-examples trainers-page docs dist bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -50,6 +50,11 @@ types: .venv/.installed
 # the trainers of the development set on CPU, compared with one process
 examples: .venv/.installed
 	$(BIN)/python -W ignore -m examples
+
+# trainings with one loss each, with pictures; the notebook is executed
+loss-examples: .venv/.examples-installed
+	$(BIN)/python -W ignore -m examples.losses --out docs/pages/figures
+	$(BIN)/python -m tools.notebook
 
 # all trainers, also DeepSpeed, which compiles its messages; writes the tables of docs/pages/trainers.md
 trainers-page: .venv/.examples-installed

@@ -16,7 +16,7 @@ TITLES = {
     "sup_con": "SupCon",
     "two_towers": "two towers (Clip)",
     "moco": "MoCo (InfoNCE, queue)",
-    "pml_miner": "PML triplets, miner",
+    "pml_miner": "PML, with a miner",
 }
 """Modules of this package with a function ``train``, and the titles of their pictures."""
 

@@ -14,9 +14,9 @@ from examples.losses.result import Result
 def train(epochs: int = 60) -> Result:
     """Train on this process, one of several; every rank returns the same."""
     model, (pixels, _) = DistributedDataParallel(encoder()), images()
-    keys = MomentumEncoder(model, momentum=0.95)
-    loss_fn = cz.DistributedLoss(CrossBatchMemory(cz.InfoNCE(temperature=0.2), size=1024, embedding_size=32).double())
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    keys = MomentumEncoder(model, momentum=0.99)
+    loss_fn = cz.DistributedLoss(CrossBatchMemory(cz.InfoNCE(temperature=0.1), size=1024, embedding_size=32).double())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses, before = [], model.module(held_out())
     for indices, generator in batches(epochs):
         view1, view2 = (local(augmented(pixels[indices], generator)) for _ in range(2))

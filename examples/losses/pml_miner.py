@@ -10,13 +10,13 @@ from examples.losses.digits import augmented, batches, encoder, held_out, images
 from examples.losses.result import Result
 
 
-def train(epochs: int = 60) -> Result:
+def train(epochs: int = 30) -> Result:
     """Train on this process, one of several; every rank returns the same."""
     from pytorch_metric_learning import losses as pml_losses
     from pytorch_metric_learning import miners
 
     model, (pixels, labels) = DistributedDataParallel(encoder()), images()
-    loss_fn = cz.DistributedLoss(pml_losses.TripletMarginLoss(margin=0.2), miner=miners.BatchHardMiner())
+    loss_fn = cz.DistributedLoss(pml_losses.MultiSimilarityLoss(), miner=miners.MultiSimilarityMiner())
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     losses, before = [], model.module(held_out())
     for indices, generator in batches(epochs):
