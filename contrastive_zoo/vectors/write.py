@@ -50,7 +50,7 @@ class Summary:
 
 
 def write_vectors(folder: Path) -> Summary:
-    """Write a ``.npz`` file per case, ``vectors.json``, its JSON schema and the NumPy formulas, ``oracle.py``.
+    """Write a ``.npz`` file per case, ``vectors.json``, its JSON schema and the NumPy formulas, ``oracle``.
 
     Before a case is written, its value and gradients are compared with the NumPy formula, if the loss has one there.
 
@@ -87,8 +87,10 @@ def write_vectors(folder: Path) -> Summary:
         "cases": index,
     }
     (folder / "vectors.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    for name in ("schema.json", "oracle.py"):
-        shutil.copyfile(HERE / name, folder / name)
+    shutil.copyfile(HERE / "schema.json", folder / "schema.json")
+    shutil.copytree(
+        HERE / "oracle", folder / "oracle", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+    )
     return Summary(len(index), len(errors), errors[worst])
 
 

@@ -3,6 +3,8 @@
 import ast
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +80,25 @@ def test_files_and_names_are_those_of_the_index(written: tuple[Path, Summary], i
 
 def test_the_formulas_import_numpy_alone() -> None:
     imported = set()
-    for node in ast.walk(ast.parse(Path(oracle.__file__).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add((node.module or "").partition(".")[0])
+    for path in Path(oracle.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add((node.module or "").partition(".")[0])
     assert imported == {"numpy", "collections", "typing"}
 
 
 def test_the_same_vectors_are_written_again(written: tuple[Path, Summary], tmp_path: Path) -> None:
     write_vectors(tmp_path)
-    for path in written[0].iterdir():
-        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+    for path in (x for x in written[0].rglob("*") if x.is_file() and "__pycache__" not in x.parts):
+        assert path.read_bytes() == (tmp_path / path.relative_to(written[0])).read_bytes(), path.name
+
+
+def test_the_formulas_run_without_this_library(written: tuple[Path, Summary]) -> None:
+    script = "import oracle, sys; print(len(oracle.FORMULAS), 'torch' in sys.modules, 'contrastive_zoo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=written[0], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(oracle.FORMULAS)), "False", "False"]
 
 
 def errors_on_ranks(folder: Path, drawn: list[tuple[str, int]], planted: str = "") -> dict[str, float]:
