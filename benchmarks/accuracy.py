@@ -216,9 +216,9 @@ contrastive_zoo computes the same functions without these differences:
 - SupCon leaves the positive out where an anchor has one. Where it has several, SupCon uses the common formula.
 
 This holds on every path: tiled, cached, small batches, over ranks and in a ring, and under `cz.dense()`. NTXent, InfoNCE,
-CLIP, MNRL, MILNCE, NPairs, GIST and SupCon use these formulas. SINCERE and TupletMargin are written so from the start. DCL
-has no positive in its denominator. Where an anchor has several positives that differ, their spread is most of the gradient,
-and the common formula keeps digits.
+CLIP, MNRL, MILNCE, MultiPositive, NCA, NPairs, GIST and SupCon use these formulas. SINCERE and TupletMargin are written so
+from the start. DCL has no positive in its denominator. Where an anchor has several positives that differ, their spread is
+most of the gradient, and the common formula keeps digits.
 
 ![Relative error of the gradient over the temperature](figures/accuracy.svg)
 

@@ -1,6 +1,8 @@
 """Memory and time of a rank with and without a ring, beside open_clip's SigLIP (Linux, gloo ranks of one thread).
 
 python benchmarks/ring.py [--docs] [--ranks 4] [--rows 8192] [--width 512] [--peers FOLDER] [name …]
+
+Stores what it measures in benchmarks/results/ring.json, from which --docs writes the page.
 """
 
 import argparse
@@ -22,33 +24,31 @@ from suite.report import number, table
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "ring.md"
+RESULTS = Path(__file__).parent / "results" / "ring.json"
 CLASSES = 512
 STEPS = 3
 
-LOSSES: dict[str, tuple[Callable[[], Any], bool]] = {
-    "SigLIP": (cz.SigLIP, False),
-    "Triplet, hard": (partial(cz.Triplet, mining="hard"), True),
-    "MultiSimilarity": (cz.MultiSimilarity, True),
-    "Circle": (cz.Circle, True),
-    "Contrastive": (cz.Contrastive, True),
-    "Clip": (cz.Clip, False),
-    "NT-Xent": (cz.NTXent, False),
-    "DCL": (cz.DCL, False),
-    "SupSigmoid": (cz.SupSigmoid, True),
-    "SupCon": (cz.SupCon, True),
-    "SINCERE": (cz.SINCERE, True),
-    "NCA": (cz.NCA, True),
-    "MultiSimilarity, mined": (partial(cz.MultiSimilarity, epsilon=0.1), True),
-    "GeneralizedLiftedStructure": (cz.GeneralizedLiftedStructure, True),
-    "LiftedStructure": (cz.LiftedStructure, True),
-    "Margin": (cz.Margin, True),
-    "RankedList": (cz.RankedList, True),
-    "FastAP": (cz.FastAP, True),
+VIEWS = ("SigLIP", "Clip", "InfoNCE", "NTXent", "MNRL", "DCL", "DCLW", "HCL", "Debiased", "AlignUniform")
+LABELLED = (
+    "SupSigmoid", "SupCon", "SINCERE", "NCA", "TupletMargin", "NPairs", "Contrastive", "SignalToNoise", "MultiSimilarity",
+    "Circle", "LiftedStructure", "GeneralizedLiftedStructure", "Margin", "RankedList", "FastAP",
+)  # fmt: skip
+LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
+    **{name: (getattr(cz, name), "views") for name in VIEWS},
+    **{name: (getattr(cz, name), "labels") for name in LABELLED},
+    "MILNCE": (partial(cz.MILNCE, normalize=True, temperature=0.1), "texts"),
+    "MultiPositive": (cz.MultiPositive, "ids"),
+    "ClipDistillation": (cz.ClipDistillation, "teachers"),
+    "SupCon, in": (partial(cz.SupCon, variant="in"), "labels"),
+    "MultiSimilarity, mined": (partial(cz.MultiSimilarity, epsilon=0.1), "labels"),
+    "Triplet, hard": (partial(cz.Triplet, mining="hard"), "labels"),
 }
-"""By name: the loss, and whether it takes labels."""
+"""By name: the loss, and what it is called with."""
 SIGLIP = ("gathered", "ring", "open_clip")
 
 
@@ -72,18 +72,38 @@ def open_clip_loss(folders: Sequence[str]) -> Callable[[Tensor, Tensor], Tensor]
     return call
 
 
+def arguments(compares: str, count: int, width: int) -> list[Tensor]:
+    """Return what a loss is called with, on a rank."""
+    towers = {"labels": 1, "teachers": 4}.get(compares, 2)
+    rows = [torch.randn(count, width, requires_grad=True) for _ in range(towers)]
+    if compares == "texts":
+        return [rows[0], torch.randn(count, 2, width, requires_grad=True)]
+    return [*rows, *([torch.arange(count) % CLASSES] if compares in ("labels", "ids") else [])]
+
+
+def refusals() -> list[list[str]]:
+    """Return the losses of the catalogue that refuse a ring, by their reason."""
+    found: dict[str, list[str]] = {}
+    for entry in CATALOGUE.values():
+        loss = entry.make()
+        reason = loss.ring_problem() if isinstance(loss, Loss) else None
+        if reason:
+            settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings if isinstance(value, str))
+            found.setdefault(reason, []).append(f"{entry.cls}({settings})" if settings else entry.cls)
+    return [[", ".join(dict.fromkeys(names)), reason] for reason, names in found.items()]
+
+
 def measured(name: str, option: Any, steps: int, rows: int, width: int, folders: Sequence[str]) -> tuple[float, float]:
     """Return the extra MB of the largest step and the median seconds of so many steps, on a rank."""
-    make, labelled = LOSSES[name]
+    make, compares = LOSSES[name]
     loss = open_clip_loss(folders) if option == "open_clip" else cz.DistributedLoss(make(), ring=option == "ring")
 
     def step(count: int) -> float:
         torch.manual_seed(dist.get_rank())
-        z = [torch.randn(count, width, requires_grad=True) for _ in range(1 if labelled else 2)]
-        more = [torch.arange(count) % CLASSES] if labelled else []
+        rows = arguments(compares, count, width)
         dist.barrier()
         start = time.perf_counter()
-        loss(*z, *more).backward()
+        loss(*rows).backward()
         dist.barrier()
         return time.perf_counter() - start
 
@@ -106,20 +126,27 @@ def on_ranks(
 
 
 def measure_all(names: Sequence[str], given: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of the losses with and without the ring, and of SigLIP beside open_clip's."""
+    """Measure losses with and without the ring, and SigLIP beside open_clip's; return all figures that are stored.
+
+    Each loss is stored as soon as it is measured, beside those of earlier runs of the same size.
+    """
     run = partial(on_ranks, rows=given.rows, width=given.width, folders=given.peers)
-    peers: dict[str, dict[str, list[float]]] = {}
-    for ranks in (1, 2, 4):
-        peers[str(ranks)] = {}
+    size = {"rows": given.rows, "width": given.width, "ranks": given.ranks}
+    stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if {name: stored.get(name) for name in size} != size:
+        stored = {**size, "losses": {}, "siglip": {}}
+    for name in names:
+        stored["losses"][name] = {x: run(given.ranks, name, x, 1) for x in SIGLIP[:2]}
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    for ranks in (1, 2, 4) if "SigLIP" in names else ():
+        found = stored["siglip"].setdefault(str(ranks), {})
         for option in SIGLIP:
             try:
-                peers[str(ranks)][option] = run(ranks, "SigLIP", option, STEPS)
-            except Absent as error:
-                print(error, file=sys.stderr)
-            except RuntimeError as error:  # the same, on a rank
+                found[option] = run(ranks, "SigLIP", option, STEPS)
+            except (Absent, RuntimeError) as error:  # on a rank a RuntimeError
                 print(str(error).splitlines()[-1], file=sys.stderr)
-    losses = {name: {x: run(given.ranks, name, x, 1) for x in SIGLIP[:2]} for name in names}
-    return {"rows": given.rows, "width": given.width, "ranks": given.ranks, "losses": losses, "siglip": peers}
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    return stored
 
 
 TEXT = """# The ring
@@ -163,16 +190,16 @@ How often are candidates sent?
 - **Forward and backward**: InfoNCE, Clip, NTXent, SupCon, MNRL, MILNCE and AlignUniform, whose backward pass needs complete
   log-sum-exps; Contrastive and SignalToNoise, whose two means are known after the forward pass.
 - **Twice in the forward pass**: MultiSimilarity, Circle, Triplet with `mining="hard"`, GeneralizedLiftedStructure, Margin,
-  NCA, FastAP, DCL, HCL, Debiased, NPairs, MultiPositive, SupCon with `variant="in"`. Their statistics of a row merge: sums,
-  counts, extremes, log-sum-exps. The second time is for the gradient.
+  NCA, FastAP, DCL, HCL, Debiased, NPairs, MultiPositive, SupCon with `variant="in"`, a mask, or `contrast_mode="one"`. Their
+  statistics of a row merge: sums, counts, extremes, log-sum-exps. The second time is for the gradient.
 - **Three times**: RankedList and MultiSimilarity with `epsilon`, whose thresholds come first.
 - **Four times**: SINCERE, TupletMargin and ClipDistillation, where a second statistic depends on the first one;
   LiftedStructure, which is two sums over anchors.
-- **Refused**: Triplet with all or semi-hard triplets, SmoothAP, Angular and GIST, where a term needs an anchor's whole row.
-  Losses with class weights, VICReg, BarlowTwins and SpectralContrastive gather no candidates; a ring would save nothing.
 
-The constructor refuses a loss that needs whole rows, and says why. Your own `RowLoss` can use the ring if its `rows` yields
-statistics that merge:
+The constructor refuses the other losses, and says why:
+
+{refusals}
+Your own `RowLoss` can use the ring if its `rows` yields statistics that merge:
 
 ```python
 import contrastive_zoo as cz
@@ -208,12 +235,20 @@ graph, for each rank. {steps} steps; the median.
 A plain ring takes no notice of machines: most of a shard's W − 1 transfers cross the slow link. With a mesh of M machines of
 L ranks, a shard crosses it M − 1 times, once for each other machine, and gradients come back likewise. That divides the
 traffic between machines by L. A rank holds four shards in place of two. The rows of the mesh are the machines; it holds all
-ranks of the process group. [Scaling](scaling.md) has the predicted times. Losses that compare one set with itself by softmax
-(NTXent, SupCon) send each shard to half of the ranks in one level, also with a mesh.
+ranks of the process group. [Scaling](scaling.md) has the predicted times.
 
-With 16-bit embeddings, the softmax losses and SigLIP round unit rows to 16 bits, send 16 bits, and add up in float32:
-half of the traffic. Gradients return in float32. A row of bfloat16 has a relative error of up to 2⁻⁹ = 0.002, a logit
-at temperature t one of up to 0.004 / t in absolute terms. Row losses send float32.
+Losses that compare one set with itself by softmax (NTXent, SupCon, AlignUniform) compute each pair of ranks once, on one of
+the two. So a shard visits half of the other ranks, inside its machine and between machines: of two machines, one sends its
+shards to the other, which returns gradients. With an even number of machines, opposite ones also send half of theirs back.
+
+Embeddings of 16 bits are sent in 16 bits, which is half of the traffic. Statistics and gradients are summed and sent in
+float32. The gradients are nearer to float64 than those of the plain formula in 16 bits, in 17 losses of all engines.
+
+- **Row losses** (all that are computed from similarities of an anchor: triplet, Circle, NCA, …) send the embeddings as they
+  are, and normalise them where they arrive. This rounds nothing; only NPairs and the teachers of ClipDistillation are sent
+  in float32.
+- **Softmax losses and SigLIP** round unit rows to 16 bits, with and without a ring, because their matmuls take 16 bits. A
+  row of bfloat16 has a relative error of up to 2⁻⁹ = 0.002, a logit at temperature t an absolute error of up to 0.004 / t.
 
 Labels and ids are integers: SupSigmoid, NPairs and SupCon gather those, 8 bytes a sample.
 """
@@ -227,12 +262,18 @@ def cells(found: dict[str, list[float]], options: Sequence[str], index: int) -> 
 def write_page(results: dict[str, Any]) -> None:
     """Write the page."""
     head = [f"{what} {x}" for what in ("MB,", "s,") for x in SIGLIP[:2]]
-    lines = [[name, *cells(x, SIGLIP[:2], 0), *cells(x, SIGLIP[:2], 1)] for name, x in results["losses"].items()]
+    measured_losses = {name: results["losses"][name] for name in LOSSES if name in results["losses"]}
+    lines = [[name, *cells(x, SIGLIP[:2], 0), *cells(x, SIGLIP[:2], 1)] for name, x in measured_losses.items()]
     siglip_head = [f"{what} {x}" for what in ("MB,", "s,") for x in SIGLIP]
     siglip = [[ranks, *cells(x, SIGLIP, 0), *cells(x, SIGLIP, 1)] for ranks, x in results["siglip"].items()]
-    page = TEXT.replace("{losses}", table(["loss", *head], lines)).replace(
-        "{siglip}", table(["ranks W", *siglip_head], siglip)
-    )
+    tables = {
+        "{losses}": table(["loss", *head], lines),
+        "{siglip}": table(["ranks W", *siglip_head], siglip),
+        "{refusals}": table(["loss", "reason"], refusals()),
+    }
+    page = TEXT
+    for name, text in tables.items():
+        page = page.replace(name, text)
     for name, value in {"rows": f"{results['rows']:,}", "width": results["width"], "ranks": results["ranks"]}.items():
         page = page.replace(f"{{{name}}}", str(value)).replace(f"{{{name}:,}}", str(value))
     PAGE.write_text(page.replace("{classes}", str(CLASSES)).replace("{steps}", str(STEPS)), encoding="utf-8")
@@ -250,7 +291,6 @@ def main() -> None:
     given = parser.parse_args()
     assert math.gcd(given.rows, 4) == 4, "rows are a multiple of 4"
     results = measure_all(given.names or list(LOSSES), given)
-    print(json.dumps(results, indent=1))
     if given.docs:
         write_page(results)
 

@@ -195,10 +195,16 @@ def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
 def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Forecast] | None:
     """Return the fastest option that fits into half of the memory."""
     options = [Option(towers, kept, ring) for kept in (True, False) for ring in (False, True)]
-    if ranks > gpu.machine and towers == 2:
+    if ranks > gpu.machine:
         options += [Option(towers, kept, ring=True, mesh=True) for kept in (True, False)]
     able = [(x, forecast(x, rows, ranks, gpu)) for x in options]
     return min((x for x in able if x[1].held <= gpu.memory / 2), key=lambda x: x[1].seconds, default=None)
+
+
+def mesh_gain(towers: int, gpu: Gpu) -> float:
+    """Return the seconds of the plain ring, in those of the ring of two levels, in the example."""
+    plain, mesh = (forecast(Option(towers, ring=True, mesh=x), *MESH_EXAMPLE, gpu).seconds for x in (False, True))
+    return plain / mesh
 
 
 # --------------------------------------------------------------------------------------------------------------- page
@@ -226,7 +232,7 @@ The amounts for one rank of a softmax loss, with b local anchors, width d, W ran
 | dot products per similarity, 2 d FLOP each | 4 tiled, 3 kept | 4 tiled, 3 kept |
 | elements read or written per similarity, element-wise passes | 10 tiled, 8 kept | 10 tiled, 8 kept |
 | elements of candidates received, gathered | (N − b) d once | (N − b) d once |
-| elements of candidates received, ring | (N − b) d, forward and backward | half of that |
+| elements of candidates received, ring of one or two levels | (N − b) d, forward and backward | half of that |
 | elements of gradients sent to their ranks | (N − b) d | (N − b) d / 2 |
 | statistics | 3 (N − b) | 3 (N − b) |
 | messages, without 4 log₂ W small ones | 4 (W − 1), ring 5 (W − 1) | 4 (W − 1), ring 3.5 (W − 1) |
@@ -281,7 +287,8 @@ The limits:
   as much again, which overlaps with the matmuls if a rank has enough anchors.
 - **a ring of one level or of two**: `DistributedLoss(loss, ring=mesh)` with a 2-d mesh of machines and their ranks. It pays
   where ranks stand in several machines and hold fewer than F / B rows: with {mesh_rows:,} rows on {mesh_ranks:,} ranks the
-  model has {mesh_gain} times the speed of the plain ring. With more rows per rank the transfers are hidden either way.
+  model has {mesh_gain} times the speed of the plain ring, with one tower {mesh_gain_of_one} times. With more rows per rank
+  the transfers are hidden either way. With one tower the shards of two machines are sent from one to the other, not back.
 - **bf16** speeds up the matmuls and halves what candidates take on the wire. If passes over tiles are the limit, it saves
   little time.
 - **one tower or two**: a loss that compares one set of embeddings with itself (NT-Xent, SupCon) computes each similarity
@@ -318,10 +325,8 @@ def write_scaling(results: dict[str, Any]) -> None:
         mesh_balance=f"{round(gpu.flop / gpu.outside / gpu.machine, -2):,.0f}",
         mesh_rows=MESH_EXAMPLE[0],
         mesh_ranks=MESH_EXAMPLE[1],
-        mesh_gain=number(
-            forecast(Option(2, ring=True), *MESH_EXAMPLE, gpu).seconds
-            / forecast(Option(2, ring=True, mesh=True), *MESH_EXAMPLE, gpu).seconds
-        ),
+        mesh_gain=number(mesh_gain(2, gpu)),
+        mesh_gain_of_one=number(mesh_gain(1, gpu)),
         gather_gb=bytes_held(Option(towers=2), 2**14, WIDTH, 2**10) / 1e9,
         budget=f"{budget / 1e9:.0f}",
         kept=", ".join(f"{math.isqrt(int(budget / FLOAT * w)) // 1000:,},000 rows on {w:,} ranks" for w in RANKS),

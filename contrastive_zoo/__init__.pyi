@@ -109,6 +109,7 @@ from contrastive_zoo.memory.queue import MemoryQueue as MemoryQueue
 from contrastive_zoo.mining.hard_negatives import mine_hard_negatives as mine_hard_negatives
 from contrastive_zoo.mining.miner import DistributedMiner as DistributedMiner
 from contrastive_zoo.mining.refreshed import RefreshedNegatives as RefreshedNegatives
+from contrastive_zoo.monitor.monitor import Monitor as Monitor
 from contrastive_zoo.sampling.base import DistributedBatchSampler as DistributedBatchSampler
 from contrastive_zoo.sampling.collate import CollateEmpty as CollateEmpty
 from contrastive_zoo.sampling.global_batches import GlobalBatchSampler as GlobalBatchSampler
@@ -137,6 +138,10 @@ from contrastive_zoo.losses.large_margin_softmax import SphereFace as SphereFace
 from contrastive_zoo.losses.large_margin_softmax import large_margin_softmax as large_margin_softmax
 from contrastive_zoo.losses.margin_mse import MarginMSE as MarginMSE
 from contrastive_zoo.losses.margin_mse import margin_mse as margin_mse
+from contrastive_zoo.losses.max_sim import MaxSim as MaxSim
+from contrastive_zoo.losses.max_sim import max_sim as max_sim
+from contrastive_zoo.losses.max_sim_pairwise import MaxSimPairwise as MaxSimPairwise
+from contrastive_zoo.losses.max_sim_pairwise import max_sim_pairwise as max_sim_pairwise
 from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin as MegaBatchMargin
 from contrastive_zoo.losses.mega_batch_margin import mega_batch_margin as mega_batch_margin
 from contrastive_zoo.losses.negative_cosine import NegativeCosine as NegativeCosine

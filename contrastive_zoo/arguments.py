@@ -3,12 +3,13 @@
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
@@ -41,14 +42,20 @@ class Arguments:
     leaves: dict[str, Any]
     tree: TreeSpec | None = None
     """How the leaves are nested; None if no argument is a tuple, list or dict."""
+    ragged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Dimensions, by path, whose size may differ between ranks."""
+    padded: bool = False
+    """Whether gathered rows are padded to the largest size of these dimensions over the ranks."""
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> "Arguments":
+    def of(
+        cls, arguments: Mapping[str, Any], ragged: Mapping[str, tuple[int, ...]] | None = None, *, padded: bool = False
+    ) -> "Arguments":
         """The leaves of ``arguments``: tuples, lists and dicts are looked into."""
         if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in arguments.values()):
-            return cls(dict(arguments))
+            return cls(dict(arguments), None, ragged or {}, padded)
         found, tree = tree_flatten_with_path(dict(arguments))
-        return cls({_path(path): leaf for path, leaf in found}, tree)
+        return cls({_path(path): leaf for path, leaf in found}, tree, ragged or {}, padded)
 
     @cached_property
     def rows(self) -> dict[str, Tensor]:
@@ -61,12 +68,23 @@ class Arguments:
         return [len(x) for x in self.rows.values()]
 
     @property
+    def padded_sizes(self) -> list[int]:
+        """The size of each dimension that is padded; 0 where there are no rows, since none is needed there."""
+        return [self.rows[path].shape[dim] if len(self.rows[path]) else 0 for path, dim in self._padded_dims]
+
+    @property
+    def _padded_dims(self) -> list[tuple[str, int]]:
+        given = [(path, dim) for path, dims in self.ragged.items() for dim in dims if path in self.rows]
+        given = [(path, dim) for path, dim in given if dim < self.rows[path].ndim]  # others are a problem
+        return given if self.padded else []
+
+    @property
     def compared(self) -> dict[str, str]:
         """What must be the same on every rank: kinds of rows, values of plain arguments, and which are present."""
         settings = {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, (int, float, str, type(None)))}
         indices = {path for path, leaf in self.leaves.items() if isinstance(leaf, GlobalIndices)}
         return {
-            **{path: row_kind(x) for path, x in self.rows.items()},
+            **{path: row_kind(x, self.ragged.get(path, ())) for path, x in self.rows.items()},
             **{path: in_one_line(value) for path, value in settings.items()},
             **dict.fromkeys(indices, "global indices"),
             # a loss that declares a default for an argument would hide that the argument is missing on one rank
@@ -82,6 +100,16 @@ class Arguments:
                     f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
                     f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
                 )
+        return self._padding_problem() if self.padded else None
+
+    def _padding_problem(self) -> str | None:
+        for path, dims in self.ragged.items():
+            if path not in self.leaves:
+                return f"pad_dims names {path}, which this call has not. Its arguments are {', '.join(self.leaves)}."
+            x = self.leaves[path]
+            if x is not None and not (path in self.rows and max(dims) < self.rows[path].ndim):
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                return f"pad_dims[{path!r}] is {dims if len(dims) > 1 else dims[0]}, a dimension that {got} has not."
         return None
 
     @property
@@ -108,8 +136,10 @@ class Arguments:
         return 1 + int.from_bytes(digest.digest(), "big")
 
     def payload(self, world: World) -> list[Tensor] | None:
-        """The rows as bytes that may follow a handshake's header; None if two backends send header and rows."""
-        return None if self.on_accelerator or world.on_accelerators else packed(list(self.rows.values()))
+        """The rows as bytes that may follow a handshake's header; None if two backends send them, or if widths differ."""
+        if self.ragged or self.on_accelerator or world.on_accelerators:  # widths of other ranks are not known yet
+            return None
+        return packed(list(self.rows.values()))
 
     @cached_property
     def on_accelerator(self) -> bool:
@@ -134,8 +164,9 @@ class Arguments:
 
         A tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about.
         """
-        here = [_movable(x, world) for x in self.rows.values()]
-        found = gather_together(here, agreed.shards, world, agreed.payload, factor=world.size)
+        count = len(self.rows)
+        here = [_movable(x, world) for x in self._as_wide_as(agreed.shards[count:])]
+        found = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
         found = [x.to(own.device) for x, own in zip(found, self.rows.values(), strict=True)]
         for index, (i, j) in enumerate(itertools.combinations(range(min(len(found), _COMPARED)), 2)):
             if max(agreed.same - 1, 0) >> index & 1:
@@ -143,9 +174,22 @@ class Arguments:
         leaves = self.leaves | dict(zip(self.rows, found, strict=True))
         return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
 
+    def _as_wide_as(self, sizes: Sequence[Shards]) -> list[Tensor]:
+        """The rows, padded with zeros to the largest of each dimension's sizes; the padding gets no gradient."""
+        rows = dict(self.rows)
+        for (path, dim), of in zip(self._padded_dims, sizes, strict=True):
+            rows[path] = _resized(rows[path], dim, max(of.sizes))
+        return list(rows.values())
+
 
 _COMPARED = 11
 """Arguments that may be one tensor: their pairs are as many bits as an int64 has for them."""
+
+
+def _resized(rows: Tensor, dim: int, size: int) -> Tensor:
+    """The rows with zeros behind ``dim``; rows of a rank that holds none may be cut."""
+    behind = [0, 0] * (rows.ndim - 1 - dim) + [0, size - rows.shape[dim]]
+    return F.pad(rows, behind)
 
 
 def _movable(rows: Tensor, world: World) -> Tensor:

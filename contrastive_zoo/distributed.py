@@ -1,7 +1,7 @@
 """DistributedLoss makes any loss a function of the global batch."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -9,23 +9,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import TypeVar
 
+from contrastive_zoo import devices
 from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.call_history import CallHistory
 from contrastive_zoo.collectives import broadcast, scale_gradient
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.distributed_step import DistributedStep
+from contrastive_zoo.distributed_step import DistributedStep, Observer
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import LossCall, loss_name, signature, without_ddp
 from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.native_loss import native_and_replaced
 from contrastive_zoo.session import Options, Session, meet, refuse
-from contrastive_zoo.world import Processes, World
+from contrastive_zoo.world import Processes, Shards, World
 from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 from contrastive_zoo.wrapper_options import (
     GradReduction,
     Mode,
     WrapperOptions,
     machines_of,
+    padded_dims,
     refuse_bad_combination,
     refuse_bad_loss,
     refuse_bad_options,
@@ -72,7 +75,9 @@ class DistributedLoss(nn.Module, Generic[R]):
         grad_reduction: how the trainer reduces gradients over ranks. ``"mean"``: DDP, FSDP, Lightning, Accelerate, the
             Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
             that sums, a divide factor of 1.
-        check_finite: whether rows with NaN or infinite values are refused.
+        check_finite: whether rows with NaN or infinite values are refused. On an accelerator they are looked for without
+            waiting, and refused at the next call. False leaves out all checks that read values from an accelerator, such
+            as that of labels, so that the host never waits for it.
         check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
             value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
         check_distinct: whether the first call refuses embeddings that are equal on every rank, as they are after a gather.
@@ -83,17 +88,22 @@ class DistributedLoss(nn.Module, Generic[R]):
             grow with the number of ranks, and most losses send candidates twice or more. A 2-d DeviceMesh, whose rows are
             the ranks of one machine each, is a ring of two levels: a shard is sent to each machine once, and then passed
             on inside it.
+        pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number of
+            tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over the
+            ranks. Gradients are those of the rows without padding. One process pads nothing, so the loss must not depend
+            on the padding, which its mask tells it.
 
     Raises:
         ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
             already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is
             a DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
-            that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh. At the call, between several
-            ranks, on every rank alike: ranks that differ in the loss's class, its settings, this wrapper's options,
-            arguments, widths, dtypes or parameters; a mesh of other ranks than the process group's; arguments that the
-            loss does not take; labels that are not one per row; NaN or infinite rows; no rows on any rank; equal rows on
-            all ranks; indices mined on one rank's rows, or passed although there is a miner; a previous value that differs
-            between ranks.
+            that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh; ``pad_dims`` that are no
+            dimensions, or for a loss that not every rank computes. At the call, between several ranks, on every rank alike:
+            ranks that differ in the loss's class, its settings, this wrapper's options, arguments, widths, dtypes or
+            parameters; a mesh of other ranks than the process group's; arguments that the loss does not take; labels that
+            are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices mined on one
+            rank's rows, or passed although there is a miner; a previous value that differs between ranks; ``pad_dims`` of
+            arguments that the call has not.
 
     Examples:
         >>> import torch, contrastive_zoo as cz
@@ -122,6 +132,7 @@ class DistributedLoss(nn.Module, Generic[R]):
         broadcast_parameters: bool = False,
         static_shapes: bool = False,
         ring: "bool | DeviceMesh" = False,
+        pad_dims: Mapping[str, int | Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
         refuse_bad_options(grad_reduction, mode)
@@ -132,7 +143,7 @@ class DistributedLoss(nn.Module, Generic[R]):
             raise ValueError("DistributedLoss: this loss is distributed already; wrap the bare one, once.")
         self._replaced: Any = None  # the third-party loss and its miner that this library's loss replaces
         if prefer_native:
-            loss, miner, self._replaced = _native(loss, miner)
+            loss, miner, self._replaced = native_and_replaced(loss, miner)
         refuse_bad_combination(loss, miner, mode, machines_of(ring))
         self.miner = miner
         self.mode = mode
@@ -145,7 +156,9 @@ class DistributedLoss(nn.Module, Generic[R]):
         self.broadcast_parameters = broadcast_parameters
         self.static_shapes = static_shapes
         self.ring = machines_of(ring)
+        self.pad_dims = padded_dims(loss, mode, pad_dims) or None
         self._history = CallHistory()
+        self._observer: Observer | None = None
         self.loss = loss
 
     @uncompiled
@@ -172,10 +185,11 @@ class DistributedLoss(nn.Module, Generic[R]):
         modules = LossModules(bare)
         if self.broadcast_parameters and not self._history.has_broadcast:
             self._broadcast_from_rank_0(modules, session)
-        arguments = Arguments.of(call.bound.arguments)
+        arguments = self._arguments(bare, call)
         if arguments.on_accelerator:  # their values are checked one call later
             session = replace(session, options=replace(session.options, check_finite=False))
-        value = DistributedStep(call, arguments, modules, self._options(), self._history, session).compute()
+        step = DistributedStep(call, arguments, modules, self._options(), self._history, session, self._observing)
+        value = step.compute()
         if self.grad_reduction == "sum":
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
@@ -188,13 +202,21 @@ class DistributedLoss(nn.Module, Generic[R]):
             native = self._replaced.native_arguments(given.arguments)
             # compared between ranks, so that all take the same of the two losses
             compared["arguments"] = ", ".join(name for name, x in given.arguments.items() if x is not None)
-            if native is None or (session.size == 1 and 0 in map(_count, native)):
+            empty = any(isinstance(x, Tensor) and x.ndim and not len(x) for x in native or ())
+            if native is None or (session.size == 1 and empty):
                 return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, given, compared)
             rows, named_rows = native, {}
         # a miner's indices come later, also where the loss requires them
         takes = signature(bare)
         bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
         return LossCall(self.loss, self.miner, bound, compared)
+
+    def _arguments(self, bare: Any, call: LossCall) -> Arguments:
+        """The call's arguments, with the dimensions whose sizes may differ between ranks."""
+        if self.pad_dims is not None:
+            return Arguments.of(call.bound.arguments, self.pad_dims, padded=True)
+        own = bare.ragged_dims() if isinstance(bare, Loss) else {}
+        return Arguments.of(call.bound.arguments, {name: (dim,) for name, dim in own.items()})
 
     def _session(self, bare: Any) -> tuple[Session, str | None]:
         """Return the step's session, and what is wrong with the ring of this rank."""
@@ -203,7 +225,8 @@ class DistributedLoss(nn.Module, Generic[R]):
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
         ring, problem = ring_in_group(machines_of(self.ring), world)
-        return Session(world.rank, world.size, world.group, Options(check_finite, ring, factor)), problem
+        options = Options(check_finite, ring, factor, reads_values=check_finite)
+        return Session(world.rank, world.size, world.group, options), problem
 
     def _options(self) -> WrapperOptions:
         return WrapperOptions(
@@ -215,15 +238,43 @@ class DistributedLoss(nn.Module, Generic[R]):
             self.check_finite,
             self.check_equal,
             self.check_distinct,
+            self.pad_dims or {},
         )
+
+    @property
+    def _observing(self) -> Observer | None:
+        return self._observer if self.training else None
+
+    def observe_with(self, observer: Observer | None) -> None:
+        """Tell an observer, such as :class:`Monitor`, of every call in training mode; None: no longer. Do so on every rank.
+
+        Raises:
+            ValueError: there is another observer.
+        """
+        if observer is not None and self._observer is not None:
+            raise ValueError("DistributedLoss: this loss has a monitor already. Use it, or call its remove() first.")
+        self._observer = observer
 
     def _alone(self, call: LossCall, session: Session) -> Any:
         """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
-        if call.is_own:
-            return call.loss(*call.bound.args, **call.bound.kwargs, world=session)
-        if (problem := call.indices_problem(session)) is not None:
+        if not call.is_own and (problem := call.indices_problem(session)) is not None:
             refuse(loss_name(without_ddp(self.loss)), problem, world=session)
-        return call.mine_and_compute()
+        session = self._looking_later(call, session)
+        own, rows = call.is_own, Arguments.of(call.bound.arguments).rows if self._observing else {}
+        value = call.loss(*call.bound.args, **call.bound.kwargs, world=session) if own else call.mine_and_compute()
+        if (observer := self._observing) is not None:
+            observer.observe(without_ddp(self.loss), rows, [Shards((len(x),)) for x in rows.values()], session)
+        return value
+
+    def _looking_later(self, call: LossCall, session: Session) -> Session:
+        """Return the session that leaves the rows of this call on an accelerator to be looked at in the next call."""
+        given = (*call.bound.args, *call.bound.kwargs.values())
+        on_cpu = all(devices.on_cpu(x) for x in given if isinstance(x, Tensor))
+        if on_cpu or not (call.is_own and session.options.check_finite):
+            return session
+        if problem := self._history.finite_problem(Arguments.of(call.bound.arguments)):
+            raise ValueError(f"{loss_name(call.loss)}: {problem}")
+        return replace(session, options=replace(session.options, check_finite=False))
 
     def _broadcast_from_rank_0(self, modules: LossModules, session: Session) -> None:
         """Set parameters and buffers to rank 0's: ranks that were seeded differently drew different ones."""
@@ -264,21 +315,3 @@ class DistributedLoss(nn.Module, Generic[R]):
         """The bare loss if this is one of its public attributes."""
         bare = without_ddp(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
         return None if name.startswith("_") or not hasattr(bare, name) else bare
-
-
-def _native(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
-    """This library's loss, no miner, and the third-party loss and miner that it replaces if it is the same function."""
-    if isinstance(without_ddp(loss), Loss):
-        return loss, miner, None
-    # imported here: pytorch-metric-learning is an optional dependency
-    from contrastive_zoo.adapters.pml_native import native_and_original
-
-    try:
-        native, replaced = native_and_original(loss, miner)
-    except ValueError:  # no loss of this library is the same function
-        return loss, miner, None
-    return native, None, replaced
-
-
-def _count(rows: Any) -> int | None:
-    return len(rows) if isinstance(rows, Tensor) and rows.ndim else None

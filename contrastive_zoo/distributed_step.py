@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ from contrastive_zoo.world import Shards, World
 from contrastive_zoo.wrapper_options import WrapperOptions
 
 
+class Observer(Protocol):
+    """What is told of every call of a wrapper in training mode, after the loss; :class:`contrastive_zoo.Monitor` is one."""
+
+    def compared(self) -> str:
+        """Return what must be equal on every rank, so that all send the same messages in ``observe``."""
+
+    def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
+        """Look at the bare loss and this rank's tensors by name, given the split of each over the ranks."""
+
+
 class DistributedStep:
     """One call of a wrapper between several ranks.
 
@@ -40,6 +50,7 @@ class DistributedStep:
         options: of the wrapper.
         history: the wrapper's calls before this one.
         session: the ranks.
+        observer: is told of the call after the loss; None if nobody is.
     """
 
     def __init__(
@@ -50,9 +61,10 @@ class DistributedStep:
         options: WrapperOptions,
         history: CallHistory,
         session: Session,
+        observer: Observer | None = None,
     ) -> None:
         self.call, self.arguments, self.modules = call, arguments, modules
-        self.options, self.history, self.session = options, history, session
+        self.options, self.history, self.session, self.observer = options, history, session, observer
         self.name = loss_name(modules.loss)
         self.is_own = call.is_own
         self.args, self.kwargs = call.bound.args, call.bound.kwargs
@@ -69,6 +81,9 @@ class DistributedStep:
         value = self._own_part_or_all()
         self.history.keeps_state = self.modules.buffers_changed(before)
         self.history.calls += 1
+        if self.observer is not None:
+            assert self.opening.agreed is not None
+            self.observer.observe(self.modules.loss, self.arguments.rows, self.opening.agreed.shards, self.session)
         return value
 
     def _statement(self) -> Statement:
@@ -82,7 +97,7 @@ class DistributedStep:
             self.name,
             {**self.modules.settings(third_party=self.options.check_equal), **self._options(), **call.compared}
             | arguments.compared,
-            arguments.sizes,
+            [*arguments.sizes, *arguments.padded_sizes],
             self._problem(),
             last_value=history.last_value(),
             same=arguments.same,
@@ -120,6 +135,8 @@ class DistributedStep:
         compared = self.options.compared()
         compared["dense()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
+        if self.observer is not None:
+            compared["the monitor"] = self.observer.compared()
         if self.call.miner is not None:
             of_miner = LossModules(self.call.miner).settings(third_party=self.options.check_equal)
             compared |= {"the miner" if name == "the loss" else f"miner.{name}": x for name, x in of_miner.items()}
@@ -173,7 +190,7 @@ class DistributedStep:
         draws = not self.is_own or self.modules.runs_third_party_code
         with one_stream(self.session, self.arguments.device) if draws else nullcontext():
             if self.is_own:
-                alone = Session.of(World(), check_finite=False)
+                alone = Session.of(World(), check_finite=False, reads_values=False)
                 value = call.loss(*call.bound.args, **call.bound.kwargs, world=alone)
             else:
                 value = call.mine_and_compute()

@@ -81,7 +81,7 @@ def similarity_histogram(
     """
     positive, negative = _pair_counts(queries, gallery, labels, gallery_labels, bins, World.of(process_group))
     edges = torch.linspace(-1, 1, bins + 1).tolist()
-    with _figure(1, 1, figsize=(7.5, 4.2)) as (figure, axis):
+    with styled_figure(1, 1, figsize=(7.5, 4.2)) as (figure, axis):
         for counts, name, colour in ((negative, "negative", WRONG), (positive, "positive", RIGHT)):
             density = counts / max(1, int(counts.sum())) * bins / 2
             axis.stairs(density.tolist(), edges, fill=True, alpha=0.35, color=colour)
@@ -121,7 +121,7 @@ def retrieval_strips(
             f"{len(neighbors)} strips of {sorted(widths)} neighbours."
         )
     rows, columns = len(queries), 1 + widths.pop()
-    with _figure(rows, columns, figsize=(1.2 * columns, 1.3 * rows), squeeze=False) as (figure, axes):
+    with styled_figure(rows, columns, figsize=(1.2 * columns, 1.3 * rows), squeeze=False) as (figure, axes):
         for i, (query, of_query) in enumerate(zip(queries, neighbors, strict=True)):
             for j, image in enumerate([query, *of_query]):
                 axis = axes[i, j]
@@ -157,7 +157,7 @@ def embedding_map(
         raise ValueError(f"embedding_map: {problem}")
     plane = principal_plane(torch.nn.functional.normalize(rows.detach().cpu().float(), dim=1))
     labels = torch.zeros(len(rows), dtype=torch.int64) if labels is None else labels.cpu()
-    with _figure(1, 1, figsize=(6.0, 6.0)) as (figure, axis):
+    with styled_figure(1, 1, figsize=(6.0, 6.0)) as (figure, axis):
         for number, label in enumerate(labels.unique().tolist()):
             x, y = plane[labels == label].T.tolist()
             axis.scatter(x, y, s=14, color=TEN[number % len(TEN)], linewidth=0, label=str(label))
@@ -203,7 +203,7 @@ def matches(
             f"matches: points are [n, 2], as many on both sides, and correct is [n], got {sizes[0]} and {sizes[1]}{extra}."
         )
     colours = [DARK] * number if correct is None else [RIGHT if x else WRONG for x in correct.tolist()]
-    with _figure(1, 2, figsize=(12.0, 4.2)) as (figure, axes):
+    with styled_figure(1, 2, figsize=(12.0, 4.2)) as (figure, axes):
         for axis, image, points in zip(axes, (left, right), (left_points, right_points), strict=True):
             axis.imshow(torch.as_tensor(image).detach().cpu().numpy(), cmap="gray", alpha=0.8)
             axis.scatter(points[:, 1].tolist(), points[:, 0].tolist(), s=12, color=colours, zorder=3)
@@ -272,7 +272,9 @@ def _pair_counts(
 
 
 @contextmanager
-def _figure(rows: int, columns: int, figsize: tuple[float, float], **settings: Any) -> Iterator[tuple[Figure, Any]]:
+def styled_figure(
+    rows: int, columns: int, figsize: tuple[float, float], **settings: Any
+) -> Iterator[tuple[Figure, Any]]:
     """Yield a figure and its axes, in this module's style."""
     with rc_context(STYLE):
         figure = Figure(figsize=figsize, layout="constrained")

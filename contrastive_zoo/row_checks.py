@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -11,19 +11,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def row_kind(tensor: Tensor) -> str:
+def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False) -> str:
     """The dtype, the shape of a row and whether it carries a gradient, as text.
 
+    Args:
+        tensor: dimension 0 counts rows.
+        ragged: dimensions whose size is not part of it.
+        device: whether the accelerator is, if the tensor is on one.
+
     Examples:
-        >>> row_kind(torch.ones(2, 3))
-        'float32|[3]|'
+        >>> row_kind(torch.ones(2, 3)), row_kind(torch.ones(2, 3, 4), ragged=[1])
+        ('float32|[3]|', 'float32|[*, 4]|')
     """
-    return _kind(tensor.dtype, tensor.shape[1:], tensor.requires_grad and torch.is_grad_enabled())
+    shape = (
+        tensor.shape[1:] if not ragged else tuple("*" if i in ragged else x for i, x in enumerate(tensor.shape) if i)
+    )
+    kind = _kind(tensor.dtype, shape, tensor.requires_grad and torch.is_grad_enabled())
+    return kind if not device or tensor.device.type == "cpu" else f"{kind} on {tensor.device.type}"
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind(dtype: torch.dtype, shape: torch.Size, has_gradient: bool) -> str:
-    return f"{str(dtype).removeprefix('torch.')}|{list(shape)}|{' with gradient' if has_gradient else ''}"
+def _kind(dtype: torch.dtype, shape: tuple[int | str, ...], has_gradient: bool) -> str:
+    sizes = ", ".join(map(str, shape))
+    return f"{str(dtype).removeprefix('torch.')}|[{sizes}]|{' with gradient' if has_gradient else ''}"
 
 
 def in_one_line(value: object) -> str:

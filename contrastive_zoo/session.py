@@ -9,6 +9,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from contrastive_zoo import devices
+from contrastive_zoo.derivations import Derivations
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.row_checks import first_non_finite, in_one_line, row_kind, tolerance
@@ -24,11 +26,13 @@ class Options:
         ring: whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks
             of each machine, so that shards pass first inside a machine and then between machines.
         sharded_factor: the factor of the gradient of sharded parameters, of which each rank holds another part.
+        reads_values: whether checks wait for the values of labels, weights and the like that are on an accelerator.
     """
 
     check_finite: bool = True
     ring: bool | Machines = False
     sharded_factor: float = 1.0
+    reads_values: bool = True
 
 
 @dataclass
@@ -63,6 +67,18 @@ class Opening:
     agreed: Agreed | None = None
 
 
+def values_are_read(x: Tensor, world: World) -> bool:
+    """Return whether checks read the values of labels, weights and the like.
+
+    With ``DistributedLoss(check_finite=False)`` they are not read from an accelerator, which the host would wait for.
+
+    Examples:
+        >>> values_are_read(torch.arange(2), World())
+        True
+    """
+    return devices.on_cpu(x) or not isinstance(world, Session) or world.options.reads_values
+
+
 class Replicate(BaseException):
     """Raised in a loss when all ranks have agreed to compute it from the gathered rows: it stops on this rank's rows."""
 
@@ -90,12 +106,13 @@ class Session(World):
 
     Examples:
         >>> Session.of(World(), check_finite=False).options
-        Options(check_finite=False, ring=False, sharded_factor=1.0)
+        Options(check_finite=False, ring=False, sharded_factor=1.0, reads_values=True)
     """
 
     options: Options = Options()
     cache: GatherCache | None = field(default=None, repr=False)
     """The rows gathered in this step; None where no rows are gathered twice."""
+    derivations: Derivations = field(default_factory=Derivations, repr=False)
     progress: _Progress = field(default_factory=_Progress, repr=False)
 
     @classmethod
@@ -109,7 +126,7 @@ class Session(World):
         """The same session with a cache: rows that several losses compare are gathered once."""
         if self.cache is not None or self.size == 1:
             return self
-        return Session(self.rank, self.size, self.group, self.options, GatherCache(), self.progress)
+        return replace(self, cache=GatherCache(self.derivations))
 
     @property
     def opened(self) -> bool:
@@ -131,7 +148,8 @@ class Session(World):
             if problem is not None:
                 raise ValueError(f"{caller}: {problem}")
             return [Shards((size,)) for size in sizes]
-        kinds = {name: row_kind(tensor) for name, tensor in rows.items()}
+        # losses of embeddings on an accelerator choose other sums than on a CPU
+        kinds = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
         words = {name: in_one_line(value) for name, value in settings.items()}
         declaration = Declaration(caller, kinds, sizes, words, problem, tolerance(rows.values()))
         if self.progress.declaring is not None:

@@ -1,7 +1,7 @@
 """The options of DistributedLoss: which are refused at construction, and how they are printed."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -32,10 +32,18 @@ class WrapperOptions:
     check_finite: bool = True
     check_equal: bool = True
     check_distinct: bool = True
+    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def compared(self) -> dict[str, str]:
         """The options that must be equal on every rank."""
-        names = ("grad_reduction", "mode", "ring", "static_shapes", "training")
+        names = (
+            "grad_reduction",
+            "mode",
+            "ring",
+            "static_shapes",
+            "training",
+            *(["pad_dims"] if self.pad_dims else []),
+        )
         return {name: str(getattr(self, name)) for name in names}
 
 
@@ -55,6 +63,36 @@ def refuse_bad_options(grad_reduction: str, mode: str) -> None:
         )
     if mode not in ("replicated", "sharded"):
         raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
+
+
+def padded_dims(loss: Any, mode: str, pad_dims: Mapping[str, int | Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+    """Return the option ``pad_dims`` with the dimensions of each argument as a tuple.
+
+    Raises:
+        ValueError: something else than a mapping to dimensions from 1 on; a loss that needs no padding, or shards.
+
+    Examples:
+        >>> padded_dims(nn.MSELoss(), "replicated", {"input": 1})
+        {'input': (1,)}
+    """
+    given = {} if pad_dims is None else pad_dims
+    is_mapping = isinstance(given, Mapping)
+    dims = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in given.items()} if is_mapping else {}
+    if not is_mapping or any(not x or not all(isinstance(i, int) and i >= 1 for i in x) for x in dims.values()):
+        raise ValueError(
+            "DistributedLoss: pad_dims are the padded dimensions, 1 or more, by the name of the argument, such as "
+            f"{{'tokens': 1, 'mask': 1}}, got {pad_dims!r}. Dimension 0 counts samples and needs no padding."
+        )
+    bare = without_ddp(loss)
+    if dims and (isinstance(bare, Loss) or mode == "sharded"):
+        reason = (
+            "takes sizes that differ between ranks where it can" if isinstance(bare, Loss) else "is split over ranks"
+        )
+        raise ValueError(
+            f"DistributedLoss: pad_dims is for a third-party loss that every rank computes; {loss_name(bare)} {reason}. "
+            "Leave pad_dims out."
+        )
+    return dims
 
 
 def machines_of(ring: Any) -> bool | Machines:

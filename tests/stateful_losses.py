@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,8 +13,9 @@ import contrastive_zoo as cz
 from tests.zoo import BatchHard
 
 D, CLASSES = 4, 5
-Compares = Literal["views", "labels", "mined"]
-"""Two views; embeddings with labels; or queries, documents, hard negatives and the queries that these were mined for."""
+Compares = Literal["views", "labels", "teachers", "ids", "texts", "mined"]
+"""Two views; embeddings with labels; two towers with those of a teacher; two towers with ids; videos with two texts each; or
+queries, documents, hard negatives and the queries that these were mined for."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ def mnrl() -> nn.Module:
     return cz.MNRL(temperature=learnt(), directions=("query_to_doc", "doc_to_doc"))
 
 
+def mnrl_of_pairs() -> nn.Module:
+    return cz.MNRL(temperature=learnt(), directions=("query_to_doc", "doc_to_query"))
+
+
 def triplet() -> nn.Module:
     from pytorch_metric_learning import losses
 
@@ -83,7 +88,32 @@ def mined() -> dict[str, Any]:
     return {"miner": miners.TripletMarginMiner(margin=0.2, type_of_triplets="semihard")}
 
 
-MARGIN = ("margin", (0.2, 0.3))
+MARGIN, NORMALIZE = ("margin", (0.2, 0.3)), ("normalize", (True, False))
+IN_A_RING = {
+    "SupCon, in": Loss(lambda: cz.SupCon(temperature=0.5, variant="in"), "labels"),
+    "NCA": Loss(lambda: cz.NCA(temperature=learnt()), "labels", NORMALIZE),
+    "TupletMargin": Loss(lambda: cz.TupletMargin(temperature=0.5), "labels"),
+    "NPairs": Loss(lambda: cz.NPairs(temperature=0.5), "labels"),
+    "DCLW": Loss(lambda: cz.DCLW(temperature=0.5)),
+    "HCL": Loss(lambda: cz.HCL(temperature=0.5)),
+    "Debiased": Loss(lambda: cz.Debiased(temperature=0.5)),
+    "AlignUniform": Loss(cz.AlignUniform, setting=("t", (2.0, 1.0))),
+    "MNRL of pairs": Loss(mnrl_of_pairs, setting=("partition_mode", ("joint", "per_direction"))),
+    "MILNCE": Loss(lambda: cz.MILNCE(temperature=2.0), "texts", ("denominator", ("exact", "reference"))),
+    "MultiPositive": Loss(
+        lambda: cz.MultiPositive(temperature=0.5), "ids", ("duplicates", ("positive", "ignore", "negative"))
+    ),
+    "ClipDistillation": Loss(lambda: cz.ClipDistillation(temperature=0.5), "teachers"),
+    "SignalToNoise": Loss(cz.SignalToNoise, "labels", ("neg_margin", (1.0, 0.8))),
+    "Circle": Loss(lambda: cz.Circle(gamma=3.0), "labels", ("m", (0.4, 0.3))),
+    "LiftedStructure": Loss(cz.LiftedStructure, "labels", ("neg_margin", (1.0, 0.8))),
+    "GeneralizedLiftedStructure": Loss(cz.GeneralizedLiftedStructure, "labels", ("neg_margin", (1.0, 0.8))),
+    "Margin": Loss(lambda: cz.Margin(nu=0.3), "labels", MARGIN),
+    "RankedList": Loss(lambda: cz.RankedList(t_p=2.0, epsilon=1e-3), "labels", NORMALIZE),
+    "FastAP": Loss(cz.FastAP, "labels", ("num_bins", (10, 5))),
+}
+"""Further losses that may pass candidates in a ring; ``ring`` of all of them is set below."""
+
 LOSSES = {
     "NTXent": Loss(lambda: cz.NTXent(temperature=0.5), ring=True),
     "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=("normalize", (True, False)), ring=True),
@@ -103,12 +133,14 @@ LOSSES = {
     "DCL": Loss(lambda: cz.DCL(temperature=0.5), ring=True),
     "RowLoss": Loss(BatchHard, "labels", ("normalize", (True, False))),
     "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction"))),
-    "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3))),
+    "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3)), ring=True),
     "WeightedSum of MNRL": Loss(
         lambda: cz.WeightedSum([mnrl()]), "mined", ("losses.0.partition_mode", ("joint", "per_direction"))
     ),
     "Matryoshka": Loss(
-        lambda: cz.Matryoshka(cz.InfoNCE(temperature=learnt()), (2, D)), setting=("loss.symmetric", (False, True))
+        lambda: cz.Matryoshka(cz.InfoNCE(temperature=learnt()), (2, D)),
+        setting=("loss.symmetric", (False, True)),
+        ring=True,
     ),
     "CrossBatchMemory": Loss(
         lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.5), 7, D),
@@ -131,6 +163,9 @@ LOSSES = {
 }
 
 
+LOSSES |= {name: replace(loss, ring=True) for name, loss in IN_A_RING.items()}
+
+
 def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
     """What one process calls the loss with; every rank can make all of it."""
     generator = torch.Generator().manual_seed(seed)
@@ -138,10 +173,13 @@ def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -
     def embeddings() -> Tensor:
         return torch.randn(total, D, dtype=torch.float64, generator=generator).to(dtype)
 
-    if compares == "views":
-        return [embeddings(), embeddings()]
-    if compares == "labels":
-        return [embeddings(), torch.randint(CLASSES, (total,), generator=generator)]
+    if compares in ("views", "teachers"):
+        return [embeddings() for _ in range(2 if compares == "views" else 4)]
+    if compares == "texts":
+        return [embeddings(), torch.stack([embeddings(), embeddings()], 1)]
+    if compares in ("labels", "ids"):
+        towers = [embeddings() for _ in range(2 if compares == "ids" else 1)]
+        return [*towers, torch.randint(CLASSES, (total,), generator=generator)]
     owners = torch.arange(total).where(torch.rand(total, generator=generator) < 0.7, -1)
     return [embeddings(), embeddings(), embeddings(), owners]
 

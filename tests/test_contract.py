@@ -27,11 +27,11 @@ from contrastive_zoo.testing.strategies import dtypes, global_batches, temperatu
 from contrastive_zoo.testing.trial import Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
-from tests.losses import zoo_compositions, zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_weights
+from tests.losses import zoo_compositions, zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_tokens, zoo_weights
 from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
 
 LEARNABLE = [entry for entry in ZOO if not entry.name.startswith("RowLoss")]
-FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_compositions)
+FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_compositions, zoo_tokens)
 WHOLE_ZOO = ZOO + [entry for family in FAMILIES for entry in family.ENTRIES]
 
 

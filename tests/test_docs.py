@@ -110,8 +110,11 @@ def test_the_reference_lists_every_public_name():
 
 
 def test_every_message_of_the_source_is_on_the_page():
-    from tools.troubleshooting_page import PAGE, with_messages
+    from tools.troubleshooting_page import GROUPS, PAGE, WITHOUT, with_messages
 
+    modules = {path.stem for path in (ROOT / "contrastive_zoo").iterdir() if path.suffix in ("", ".py")}
+    listed = {name for names in GROUPS.values() for name in names} | WITHOUT
+    assert modules - {"__init__", "__main__", "__pycache__", "py"} == listed
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_messages(page), "python -m tools.troubleshooting_page"
 

@@ -71,6 +71,11 @@ NARROWED = {
         "WeightedSum",
         "SigLIP",
         "SupSigmoid",
+        "MaxSim",
+        "MaxSim, negatives",
+        "MaxSim, symmetric",
+        "MaxSimPairwise",
+        "MaxSimPairwise, negatives",
     ),
 }
 """Losses that round unit rows that came in 16 bits to these, and multiply them as such."""

@@ -14,17 +14,23 @@ BEGIN, END = "<!-- messages: begin -->", "<!-- messages: end -->"
 GROUPS = {
     "The wrapper, and what ranks disagree on": (
         "distributed", "distributed_step", "differences", "handshake", "session", "world", "wrapped", "wrapper_options",
-        "loss_call", "call_history", "arguments", "row_checks", "masks", "averaging",
+        "loss_call", "native_loss", "derivations", "devices", "call_history", "arguments", "row_checks", "masks", "averaging",
     ),
     "Losses": ("losses", "loss_base", "engine", "kernels"),
     "Collectives": ("collectives",),
     "Memory, and large batches": ("memory", "gradcache"),
     "Mining and sampling": ("mining", "sampling"),
-    "Evaluation": ("evaluation",),
+    "Evaluation and monitoring": ("evaluation", "monitor"),
     "Adapters": ("adapters",),
     "Command line": ("check_target",),
 }  # fmt: skip
 """Headings, and the modules or packages whose messages are below each."""
+
+WITHOUT = {
+    "_compat", "audit", "catalogue", "class_docstring", "cli", "compiling", "console", "demo", "gather_cache", "later",
+    "loss_summary", "plots", "random_keys", "randomness", "small_batch", "testing", "vectors",
+}  # fmt: skip
+"""Modules whose texts are no errors of a training: reports, commands, pictures."""
 
 FEWEST_SPACES = 4
 """A string with fewer is a name or a fragment."""

@@ -10,6 +10,7 @@ _STATISTICS = "feature statistics"
 _CLUSTERS = "clusters and teachers"
 _SCORES = "annotated pairs and scores"
 _SPREAD = "spread of embeddings"
+_TOKENS = "late interaction"
 
 _ROWS = "rows: 3 GEMM"
 _ROWS_4 = "rows: 4 GEMM"
@@ -22,7 +23,8 @@ _OWN_ROWS = "local rows, no pairs"
 
 _SIZES = (("num_classes", 64), ("embedding_size", 3))
 _PML, _ST, _LIGHTLY, _CLIP = "pytorch-metric-learning", "sentence-transformers", "lightly", "open_clip"
-_SOLO = "solo-learn"
+_SOLO, _PYLATE, _COLPALI = "solo-learn", "PyLate", "colpali-engine"
+_MAX_SIM = "tokens: 1 GEMM of all tokens, 2/L of it backward"
 
 # fmt: off
 _ENTRIES = (
@@ -91,6 +93,13 @@ _ENTRIES = (
           peers=f"{_ST} MarginMSELoss"),
     Entry("score-distillation", "ScoreDistillation", "other", _SCORES, _OWN_ROWS, inputs="queries, candidates, scores",
           peers=f"{_ST} DistillKLDivLoss"),
+
+    Entry("max-sim", "MaxSim", "other", _TOKENS, _MAX_SIM,
+          inputs="queries [n, a, d], documents [n, b, d], masks, negatives",
+          peers=f"{_PYLATE} Contrastive, {_COLPALI} ColbertLoss"),
+    Entry("max-sim-pairwise", "MaxSimPairwise", "other", _TOKENS, _MAX_SIM,
+          inputs="queries [n, a, d], documents [n, b, d], masks, negatives",
+          peers=f"{_COLPALI} ColbertPairwiseCELoss"),
 
     Entry("normalized-softmax", "NormalizedSoftmax", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES,
           peers=f"{_PML} NormalizedSoftmaxLoss"),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo._compat import reduce_scatter_single
+from contrastive_zoo.derivations import unchanged
 from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
@@ -76,17 +77,28 @@ def _start_uncached_gather(rows: Tensor, shards: Shards, world: World) -> Callab
 
 
 def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Tensor:
-    """Return ``function(*rows)`` such that a session with a cache need not gather it if it has gathered ``rows``.
+    """Return ``function(*rows)``, and record that in a session which may send ``rows`` in place of the result.
 
-    The cache applies the function to the other ranks' rows. All of ``rows`` have the same length, and the result is as
-    long as all of them together.
+    A cache that has gathered ``rows``, and a ring that sends ``rows`` of 16 bits, apply the function to the other ranks'
+    rows. All of ``rows`` have the same length, and the result is as long as all of them together.
 
     Examples:
         >>> derived(lambda x: x[:, :1], torch.tensor([[1, 2], [3, 4]]), world=World()).tolist()
         [[1], [3]]
     """
-    cache = world.cache if isinstance(world, Session) else None
-    return function(*rows) if cache is None else cache.derive(function, *rows)
+    if isinstance(world, Session) and (world.cache is not None or world.options.ring):
+        return world.derivations.derive(function, *rows)
+    return function(*rows)
+
+
+def narrowest(rows: Tensor, world: World) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return rows of 16 bits from which ``rows`` were :func:`derived`, and the function, or ``rows`` if there are none.
+
+    Examples:
+        >>> narrowest(torch.ones(1), World())[0]
+        tensor([1.])
+    """
+    return world.derivations.narrowest(rows) if isinstance(world, Session) else (rows, unchanged)
 
 
 def scatters_sums(shards: Shards, world: World) -> bool:

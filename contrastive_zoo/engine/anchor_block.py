@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from contrastive_zoo import devices
+from contrastive_zoo.derivations import unchanged
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.world import Shards, World
 
@@ -53,6 +55,8 @@ class BatchLayout:
     """The candidate that is the first local anchor, where anchors are candidates too."""
     own_candidates: Tensor | None
     """The candidate that is a copy of each local anchor, −1 for none."""
+    restore: Callable[[Tensor], Tensor] = unchanged
+    """Computes candidates from the rows that a ring sends in their place."""
 
     @cached_property
     def _ids_as_floats(self) -> tuple[Tensor, Tensor]:
@@ -64,7 +68,7 @@ class BatchLayout:
         return anchors, candidates
 
     def _same_id(self, rows: slice) -> Tensor:
-        if self.ids.device.type != "cpu":
+        if not devices.on_cpu(self.ids):
             return self.ids[rows, None] == self.candidate_ids
         # a CPU vectorises comparisons of floats into floats, and compares into booleans element by element
         anchors, candidates = self._ids_as_floats

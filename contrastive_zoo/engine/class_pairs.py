@@ -10,6 +10,26 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
+def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " c"]]:
+    """Return the class of each row, 0, 1, …, and the number of rows of each class.
+
+    On an accelerator there are as many counts as rows, 0 for classes that do not exist: to know the number of classes, the
+    host would have to wait for the device. All ranks have as many, because the handshake compares their devices.
+
+    Examples:
+        >>> class_numbers(torch.tensor([7, 3, 7]))
+        (tensor([1, 0, 1]), tensor([1, 2]))
+    """
+    if ids.device.type == "cpu":
+        _, classes, counts = ids.unique(return_inverse=True, return_counts=True)
+        return classes, counts
+    ordered, order = ids.sort()
+    begins = torch.zeros_like(ids)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    classes = torch.zeros_like(ids).scatter_(0, order, begins.cumsum(0))
+    return classes, torch.zeros_like(ids).index_add_(0, classes, torch.ones_like(ids))
+
+
 def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int[Tensor, " n"] | None:
     """Return for each row the index of the other row of its class, or its own index where others are none or several.
 
@@ -18,14 +38,14 @@ def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int
         counts: the number of rows of each class.
 
     Returns:
-        The indices, or None if no class has two rows.
+        The indices, or None if no class has two rows and that is known without waiting for an accelerator.
 
     Examples:
         >>> only_positives(torch.tensor([1, 0, 2, 1, 2, 2]), torch.tensor([1, 2, 3]))
         tensor([3, 1, 2, 0, 4, 5])
     """
     has_two = counts == 2
-    if not has_two.any():
+    if counts.device.type == "cpu" and not has_two.any():
         return None
     index = torch.arange(len(classes), device=classes.device)
     index_sums = counts.new_zeros(len(counts)).index_add_(0, classes, index)
@@ -43,5 +63,8 @@ def clear_excluded(tile: Float[Tensor, "h w"], excluded: Int[Tensor, " h"]) -> N
                 [0., 0.],
                 [0., 0.]])
     """
-    rows = ((excluded >= 0) & (excluded < tile.shape[1])).nonzero().squeeze(1)
-    tile[rows, excluded[rows]] = -torch.inf
+    if tile.shape[1] == 0:
+        return
+    column = excluded.clamp(0, tile.shape[1] - 1)
+    logits = tile.gather(1, column[:, None])
+    tile.scatter_(1, column[:, None], logits.masked_fill_((column == excluded)[:, None], -torch.inf))

@@ -82,7 +82,7 @@ def target_and_negatives(
         negatives = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
         return s.where(hit, 0).sum(1), negatives
 
-    factor = torch.as_tensor(scale, dtype=z.dtype, device=z.device)
+    factor = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
     if class_shards is None:
         return _over_blocks(_ByRow, on_block, z, labels, replicated(weights, process_group=world), factor)
     gathered = all_gather(z, shards=shards, process_group=world)
@@ -123,10 +123,11 @@ def log1p_sum_exp_by_class(
         positive = torch.logsumexp((-scale * (s - shift)).masked_fill(~hit, lowest), 0)
         return positive, torch.logsumexp((scale * (s + shift)).masked_fill(hit, lowest), 0)
 
-    factor = torch.as_tensor(scale, dtype=z.dtype, device=z.device)
+    factor = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
     local = _over_blocks(_ByClass, on_block, z, labels, replicated(weights, process_group=world), factor)
     positive, negative = (-F.logsigmoid(-log_sum_exp_over_ranks(x, gradient="complete", world=world)) for x in local)
-    counts = torch.bincount(labels, minlength=len(weights))
+    # torch.bincount would wait for an accelerator
+    counts = labels.new_zeros(len(weights)).index_add_(0, labels, torch.ones_like(labels))
     return positive, negative, sum_over_ranks(counts, gradient="complete", world=world)
 
 

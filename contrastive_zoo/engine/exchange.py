@@ -63,45 +63,6 @@ class GatherExchange:
         return len(self.blocks) == self.world.size and all(x.columns == x.sent == whole for x in self.blocks)
 
 
-class RingExchange:
-    """Receive one rank's columns at a time, during the block before: memory does not grow with the number of ranks.
-
-    The backward pass sends the columns again, and returns each block's gradient as soon as it is computed. Arguments
-    are those of :class:`GatherExchange`.
-    """
-
-    gathered = None
-
-    def __init__(
-        self, columns: Tensor, blocks: Sequence[RankBlock], world: World, dtype: torch.dtype | None = None
-    ) -> None:
-        self.columns, self.blocks, self.world = columns, blocks, world
-        self.message = wire_rows(columns, dtype, world)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        arriving = None
-        for index in range(len(self.blocks)):
-            columns = self.columns if arriving is None else arriving.wait().to(self.columns.dtype)
-            if index + 1 < len(self.blocks):
-                block = self.blocks[index + 1]
-                count = block.columns.stop - block.columns.start
-                arriving = SendReceive(self.message[block.sent], block.behind, count, block.ahead, self.world)
-            yield columns
-
-    def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
-        """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""
-        arriving: tuple[slice, SendReceive] | None = None
-        for block, part in zip(self.blocks[1:], parts, strict=True):
-            count = block.sent.stop - block.sent.start
-            transfer = SendReceive(part, block.ahead, count, block.behind, self.world)
-            if arriving:
-                total[arriving[0]] += arriving[1].wait()
-            arriving = block.sent, transfer
-        if arriving:
-            total[arriving[0]] += arriving[1].wait()
-        return total
-
-
 def wire_rows(columns: Tensor, dtype: torch.dtype | None, world: World) -> Tensor:
     """Return columns as they are sent: in 16 bits if the user passed 16 bits."""
     return derived(lambda x: x.to(dtype), columns, world=world) if is_16_bit(dtype) else columns

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from contrastive_zoo import devices
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.pairwise import takes_sparse_gradient
@@ -148,7 +149,7 @@ def _hit_positions(hit: Tensor, ties: Tensor, none: Tensor) -> list[Tensor]:
 
 def _fill_unselected(x: Tensor, mask: Tensor, value: float) -> Tensor:
     """Return x with its unselected entries at about ``value``, which no finite x comes near."""
-    if x.device.type != "cpu":
+    if not devices.on_cpu(x):
         return x.where(mask, value)
     unselected = torch.empty_like(x).copy_((~mask).view(torch.uint8))
     return torch.add(x, unselected, alpha=value, out=unselected)

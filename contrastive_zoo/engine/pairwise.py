@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from contrastive_zoo import devices
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.precision import without_autocast
@@ -49,7 +50,7 @@ def _allow_sparse_gradient(matrix: Tensor, candidates: Tensor) -> Tensor:
 
     Only a CPU gains from that. On a GPU a dense matmul is faster than finding the non-zero entries.
     """
-    if _is_shared(candidates) and matrix.device.type == "cpu":
+    if _is_shared(candidates) and devices.on_cpu(matrix):
         matrix.sparse_grad_fn = matrix.grad_fn  # type: ignore[attr-defined]  # why: see the module's docstring
     return matrix
 
@@ -173,6 +174,6 @@ def _row_sums(index: Tensor, rows: Tensor, like: Tensor, *, sparse: bool = False
 
 def _is_sparse_enough(weights: Tensor, width: int) -> bool:
     """Return whether the rows of the non-zero entries are smaller than the matrix; a sample of rows is counted first."""
-    return weights.device.type == "cpu" and all(
+    return devices.on_cpu(weights) and all(
         int(x.count_nonzero()) * width <= x.numel() for x in (weights[::16], weights)
     )

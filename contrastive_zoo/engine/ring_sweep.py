@@ -18,10 +18,11 @@ from torch import Tensor
 from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction
 from contrastive_zoo.engine.derivatives import inner_graph
+from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.ring import Ring, machines
+from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.row_statistics import State, Statistic, run
 from contrastive_zoo.engine.rowwise_sweep import anchor_slices
 
@@ -57,7 +58,7 @@ class RingSweep:
         terms: the number of means that it adds.
         layout: the ids of the local anchors and of the local candidates.
         anchors: the local anchors.
-        candidates: the local candidates.
+        candidates: the local candidates, or the rows that are sent in their place.
         parameters: the parameters of the function.
     """
 
@@ -71,14 +72,15 @@ class RingSweep:
         parameters: Sequence[Tensor],
     ) -> None:
         self.on_block, self.terms, self.layout, self.parameters = on_block, terms, layout, parameters
-        self.anchors, self.candidates = anchors.detach(), candidates.detach()
+        self.anchors, self.sent = anchors.detach(), candidates.detach()
+        self.candidates = layout.restore(self.sent)
         self.stages: list[Stage] | None = None
         """The merged statistics, a few numbers for each local anchor, once they are computed."""
 
-    def _exchange(self, rows: Tensor) -> Ring:
-        return Ring(rows, self.layout.candidate_shards, machines(self.layout.world), self.layout.world)
+    def _exchange(self, rows: Tensor) -> GatherExchange | Ring:
+        return start_exchange(rows, self.layout.candidate_shards, self.layout.world)
 
-    def _visits(self, exchange: Ring) -> Iterator[tuple[BatchLayout, Tensor]]:
+    def _visits(self, exchange: GatherExchange | Ring) -> Iterator[tuple[BatchLayout, Tensor]]:
         """Yield the candidates of each rank, the local ones first, and the layout of their blocks."""
         of_candidates = [of for _, of in self.layout.companions]
         others = [self._exchange(x) for x in (self.layout.candidate_ids, *of_candidates)]
@@ -95,7 +97,7 @@ class RingSweep:
                 first_own_candidate=0 if index == 0 and self.layout.first_own_candidate is not None else None,
                 own_candidates=None if copies is None else copies - first,
             )
-            yield layout, candidates
+            yield layout, self.candidates if index == 0 else layout.restore(candidates)
 
     def _step(self, block: AnchorBlock, values: Sequence[Any]) -> tuple[Sequence[Statistic] | None, Any]:
         """Return the statistics that follow the values of earlier stages, or losses and counts."""
@@ -137,7 +139,7 @@ class RingSweep:
 
     @torch.no_grad()
     def _merge(self, stage: Stage, values: Sequence[Values]) -> None:
-        for layout, candidates in self._visits(self._exchange(self.candidates)):
+        for layout, candidates in self._visits(self._exchange(self.sent)):
             for rows in anchor_slices(self.anchors, len(candidates)):
                 earlier = [tuple(x[rows] for x in of_stage) for of_stage in values]
                 found, _ = self._step(layout.block(rows, self.anchors[rows], candidates), earlier)
@@ -176,7 +178,7 @@ class RingSweep:
         dcandidates = torch.zeros_like(self.candidates)
         for index in reversed(range(len(stages))):
             if any(stages[index].learns):
-                exchange = self._exchange(self.candidates)
+                exchange = self._exchange(self.sent)
                 parts = self._parts(exchange, stages[: index + 1], danchors, dparameters, dcandidates)
                 exchange.return_gradients(dcandidates, parts)
         dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
@@ -184,7 +186,7 @@ class RingSweep:
 
     def _parts(
         self,
-        exchange: Ring,
+        exchange: GatherExchange | Ring,
         stages: Sequence[Stage],
         danchors: Tensor,
         dparameters: Sequence[Tensor],

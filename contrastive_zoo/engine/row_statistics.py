@@ -133,8 +133,13 @@ class _Extreme(Statistic):
     sign: ClassVar[int]
 
     def state(self, partial: Tensor) -> State:
-        """The extreme and how many entries attain it."""
-        return partial.detach(), ((self.entries.detach() == partial.detach()[:, None]) & self.mask).sum(1)
+        """The extreme and how many entries attain it, which are counted in floats: a CPU adds booleans one by one."""
+        entries, extreme = self.entries.detach(), partial.detach()
+        hits = torch.eq(entries, extreme[:, None], out=torch.empty_like(entries))
+        ties = hits.sum(1)
+        if len(ties) and int(ties.amax()) > 1:  # some of them may not be selected
+            ties = hits.mul_(self.mask).sum(1)
+        return extreme, ties.long()
 
     def derivative(self, partial: State, state: State) -> Tensor:
         ties, all_ties = (x[1].to(state[0].dtype) for x in (partial, state))

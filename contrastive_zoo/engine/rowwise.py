@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import all_gather, gather_rows, replicated, sum_over_ranks
+from contrastive_zoo.collectives import all_gather, gather_rows, narrowest, replicated, sum_over_ranks
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction
 from contrastive_zoo.engine.dense_mode import is_dense
@@ -76,6 +76,8 @@ def sum_over_anchors(
         tensor(0.)
     """
     where, ring = candidate_shards or shards, uses_ring(loss, world)
+    sent: Tensor | None
+    sent, restore = narrowest(anchors if candidates is None else candidates, world)
 
     def visible(rows: Tensor) -> Tensor:
         return rows if ring else gather_rows(rows, where, world)
@@ -88,6 +90,7 @@ def sum_over_anchors(
         world,
         shards.start if candidates is None else None,
         own_candidates,
+        restore,
     )
     parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
     if is_dense():
@@ -95,7 +98,16 @@ def sum_over_anchors(
     terms, learns = getattr(loss, "terms", 1), torch.is_grad_enabled()
     sweep = RingSweep if ring else RowwiseSweep
     return _SumOverAnchors.apply(
-        sweep, loss.on_block, terms, reduction, layout, learns, anchors, candidates, *parameters.values()
+        sweep,
+        loss.on_block,
+        terms,
+        reduction,
+        layout,
+        learns,
+        sent if ring else None,
+        anchors,
+        candidates,
+        *parameters.values(),
     )
 
 
@@ -150,17 +162,20 @@ class _SumOverAnchors(Function):
         reduction: Reduction,
         layout: BatchLayout,
         learns: bool,
+        sent: Tensor | None,
         anchors: Tensor,
         candidates: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
         """Compute the loss, and its gradients where the weight of every anchor is already known.
 
-        ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
+        ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too. ``sent`` are
+        the rows that a ring sends.
         """
-        visible = anchors if candidates is None else candidates
-        if kind is RowwiseSweep:
-            visible = gather_rows(visible, layout.candidate_shards, layout.world)
+        visible = sent
+        if visible is None:
+            columns = anchors if candidates is None else candidates
+            visible = gather_rows(columns, layout.candidate_shards, layout.world)
         sweep = kind(on_block, terms, layout, anchors, visible, parameters)
         ctx.sweep_settings, ctx.reduction, ctx.one_tower = (
             (kind, on_block, terms, layout),
@@ -212,7 +227,7 @@ class _SumOverAnchors(Function):
         danchors, dcandidates, *dparameters = gradients
         by_rows = [danchors + dcandidates, None] if ctx.one_tower else [danchors, dcandidates]
         by_input = (differentiable_once(gradient, *inputs) for gradient in [*by_rows, *dparameters])
-        return None, None, None, None, None, None, *by_input
+        return None, None, None, None, None, None, None, *by_input
 
 
 _STATEFUL_WITHOUT_REDUCTION = (

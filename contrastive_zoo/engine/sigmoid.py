@@ -20,6 +20,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import Function
+from contrastive_zoo.engine.class_pairs import class_numbers
 from contrastive_zoo.engine.derivatives import differentiable_once
 from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.malloc import keep_freed_memory
@@ -67,7 +68,7 @@ def sum_over_sigmoid_pairs(
         tensor(1.0064)
     """
     sweep = _Sweep(shards, world, dtype, ids)
-    numbers = (torch.as_tensor(x, dtype=anchors.dtype, device=anchors.device) for x in (scale, bias))
+    numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
     return _SigmoidPairs.apply(sweep, reduction, torch.is_grad_enabled(), anchors, candidates, *numbers)
 
 
@@ -90,7 +91,7 @@ class _SigmoidPairs(Function):
         """
         keep_freed_memory(anchors)
         learns &= any(ctx.needs_input_grad) and reduction != "none"
-        losses, gradients = sweep(anchors, candidates, scale.item(), bias.item(), learns=learns)
+        losses, gradients = sweep(anchors, candidates, scale, bias, learns=learns)
         ctx.sweep, ctx.reduction = sweep, reduction
         ctx.save_for_backward(anchors, candidates, scale, bias, *gradients)
         if reduction == "none":
@@ -105,9 +106,7 @@ class _SigmoidPairs(Function):
         anchors, candidates, scale, bias, *gradients = ctx.saved_tensors
         if ctx.reduction == "none":
             with torch.no_grad():
-                _, gradients = ctx.sweep(
-                    anchors, candidates, scale.item(), bias.item(), learns=True, weights=grad_output
-                )
+                _, gradients = ctx.sweep(anchors, candidates, scale, bias, learns=True, weights=grad_output)
         else:
             weight = (grad_output / ctx.count).to(anchors.dtype)
             gradients = [weight * x for x in gradients]
@@ -130,7 +129,7 @@ class _Sweep:
 
     def __post_init__(self) -> None:
         if self.ids is not None:
-            numbers = gather_rows(self.ids, self.shards, self.world).unique(return_inverse=True)[1]
+            numbers = class_numbers(gather_rows(self.ids, self.shards, self.world))[0]
             numbers = numbers.to(torch.float32 if len(numbers) < 2**24 else torch.float64)
             self.all_ids = list(numbers.split(self.shards.sizes))
 
@@ -138,8 +137,8 @@ class _Sweep:
         self,
         anchors: Tensor,
         candidates: Tensor | None,
-        scale: float,
-        bias: float,
+        scale: Tensor,
+        bias: Tensor,
         *,
         learns: bool,
         weights: Tensor | None = None,
@@ -177,8 +176,8 @@ class _Block:
     """Hold the local anchors and the totals of their pairs with candidates seen so far."""
 
     anchors: Tensor
-    scale: float
-    bias: float
+    scale: Tensor
+    bias: Tensor
     learns: bool
     """Whether gradients are computed."""
     weights: Tensor | None

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
 from contrastive_zoo.engine.derivatives import differentiable_once
@@ -32,6 +33,8 @@ def uses_small_batch_path(
     """Return whether :func:`small_batch_info_nce` computes a loss of unit rows, with as many rows as ``a`` on each side."""
     similarities = (len(a) * (2 if comparison == "views" else 1)) ** 2
     if world.size > 1 or is_dense() or not len(a) or not is_small_batch(similarities // 4) or reduction == "none":
+        return False
+    if not devices.on_cpu(a):  # it reads the temperature and the norms
         return False
     return (temperature.item() if isinstance(temperature, Tensor) else temperature) >= _MIN_TEMPERATURE
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.cross_entropy import log_sum_exp
@@ -95,7 +96,7 @@ def self_log_sum_exp(
         partners=Partners(partner_offsets),
         excluded=excluded,
     )
-    r, _, *positives = _LogSumExp.apply(sweep, z, z, torch.as_tensor(scale, dtype=z.dtype, device=z.device))
+    r, _, *positives = _LogSumExp.apply(sweep, z, z, _in_dtype_of(z, scale))
     return r, positives
 
 
@@ -165,8 +166,7 @@ def cross_log_sum_exp(
         dtype=dtype,
         partners=Partners(partner_offsets, stride),
     )
-    scale = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
-    r, c, *positives = _LogSumExp.apply(sweep, rows, columns, scale)
+    r, c, *positives = _LogSumExp.apply(sweep, rows, columns, _in_dtype_of(rows, scale))
     return r, c, positives
 
 
@@ -202,28 +202,37 @@ def _diagonals(s: Tensor, partner_offsets: Sequence[int], stride: int = 1) -> li
     return [s[:, offset::stride].diagonal() for offset in partner_offsets]
 
 
+def _in_dtype_of(rows: Tensor, scale: Scale) -> Scale:
+    return scale.to(rows) if isinstance(scale, Tensor) else scale
+
+
 class _LogSumExp(Function):
     """Compute R, C and P of a sweep, by the formulas of this module."""
 
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, sweep: SoftmaxSweep, rows: Tensor, columns: Tensor, scale: Tensor
+        ctx: Any, sweep: SoftmaxSweep, rows: Tensor, columns: Tensor, scale: Scale
     ) -> tuple[Tensor | None, ...]:
         keep_freed_memory(rows)
-        ctx.sweep, ctx.scale = sweep, scale.item()
+        ctx.sweep = sweep
+        # a number is a factor of the matmul; reading it from an accelerator would wait for all that is queued there
+        ctx.scale = scale.item() if isinstance(scale, Tensor) and devices.on_cpu(scale) else scale
         exchange = sweep.exchange(columns)
-        largest = ctx.scale * sweep.max_dot_product(rows, columns)
+        largest = sweep.largest_logit(rows, columns, ctx.scale)
+        shifted = [] if largest is None else [ShiftedSums.for_logits_up_to(largest, rows.dtype)]
         # a checkpoint recomputes the logits in any case, and must find as many saved tensors as the first time
         cache = sweep.learns and any(ctx.needs_input_grad) and not saved_tensors_are_hooked()
-        for ctx.arithmetic in (ShiftedSums.for_logits_up_to(largest, rows.dtype), ExactSums()):
+        for ctx.arithmetic in (*shifted, ExactSums()):
             tiles: list[Tensor | None] = []  # frees the tiles that lost precision before others are made
             ctx.cached = CachedLogits() if cache else None
             with matmul_rounding(sweep.dtype, rows.device.type):
                 r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, exchange, ctx.scale, ctx.cached)
-            if isinstance(ctx.arithmetic, ShiftedSums) and not sweep.lost_precision(r, c, largest):
+            if largest is not None and not sweep.lost_precision(r, c, largest):
                 break
-        ctx.save_for_backward(rows, columns, scale, r, c, exchange.gathered, *tiles)
+        ctx.save_for_backward(
+            rows, columns, scale if isinstance(scale, Tensor) else None, r, c, exchange.gathered, *tiles
+        )
         return ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c), *positives
 
     @staticmethod
@@ -235,12 +244,12 @@ class _LogSumExp(Function):
             column_statistics = row_statistics if sweep.one_tower else None
             if c is not None and h is not None:
                 column_statistics = torch.stack([c, h.to(c.dtype)], 1)
-            local = sweep.blocks[0]
+            exchange = sweep.exchange(columns, gathered)
+            local = exchange.blocks[0]
             drows = gradient_buffer(rows, local)
             dcolumns = drows if sweep.one_tower else None
             if ctx.needs_input_grad[2] and not sweep.one_tower:
                 dcolumns = gradient_buffer(columns, local)
-            exchange = sweep.exchange(columns, gathered)
             parts = sweep.gradients(
                 ctx.arithmetic, rows, exchange, ctx.scale, row_statistics, column_statistics, dpositives, drows,
                 dcolumns, tiles,
@@ -254,6 +263,13 @@ class _LogSumExp(Function):
                 ctx.cached.release()
             dscale = None
             if ctx.needs_input_grad[3]:  # with one tower each pair appears in two rows
-                dscale = torch.dot(rows.flatten(), drows.flatten()) / (2 * scale if sweep.one_tower else scale)
+                dscale = torch.dot(rows.flatten(), drows.flatten()) / (2 if sweep.one_tower else 1)
+            if not isinstance(ctx.scale, Tensor):
+                dscale = None if dscale is None else dscale / ctx.scale
+            else:  # which gradients lack so far
+                drows *= scale
+                if dcolumns is not None and dcolumns is not drows:
+                    dcolumns *= scale
         gradients = (drows, None if sweep.one_tower else dcolumns, dscale)
-        return None, *(differentiable_once(x, rows, columns, scale) for x in gradients)
+        inputs = [x for x in (rows, columns, scale) if x is not None]
+        return None, *(differentiable_once(x, *inputs) for x in gradients)

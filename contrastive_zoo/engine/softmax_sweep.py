@@ -3,23 +3,22 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.class_pairs import clear_excluded
-from contrastive_zoo.engine.exchange import GatherExchange, RingExchange, merge_at_owners
+from contrastive_zoo.engine.exchange import GatherExchange, merge_at_owners
 from contrastive_zoo.engine.partners import Partners
-from contrastive_zoo.engine.ring import Ring, machines, ring_blocks
-from contrastive_zoo.engine.schedule import RankBlock, schedule
+from contrastive_zoo.engine.ring import Ring, start_exchange
+from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.similarity_budget import CachedLogits
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, shift_window
 from contrastive_zoo.engine.tiling import ScratchBuffer, tile_shape, tiles
-from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
 
@@ -45,31 +44,27 @@ class SoftmaxSweep:
     learns: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too."""
 
-    @cached_property
-    def blocks(self) -> list[RankBlock]:
-        if self._two_levels:
-            return ring_blocks(self.column_shards, machines(self.world), self.row_shards.size)
-        return schedule(self.row_shards, self.column_shards, half=self.one_tower)
-
-    @property
-    def _two_levels(self) -> bool:
-        """Whether columns pass inside machines and between them; half a ring has one level."""
-        return not self.one_tower and self.world.size > 1 and len(machines(self.world)) > 1
-
-    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | RingExchange | Ring:
+    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         """Start to bring the other ranks' columns here."""
-        if self._two_levels:
-            return Ring(columns, self.column_shards, machines(self.world), self.world, self.dtype)
-        if isinstance(self.world, Session) and self.world.options.ring:
-            return RingExchange(columns, self.blocks, self.world, self.dtype)
-        return GatherExchange(columns, self.blocks, self.column_shards, self.world, self.dtype, gathered)
+        return start_exchange(
+            columns, self.column_shards, self.world, self.dtype, rows=self.row_shards, half=self.one_tower,
+            gathered=gathered,
+        )  # fmt: skip
 
-    def max_dot_product(self, rows: Tensor, columns: Tensor) -> float:
-        """Return an upper bound of the dot products of all ranks' rows and columns."""
+    def largest_logit(self, rows: Tensor, columns: Tensor, scale: float | Tensor) -> float | None:
+        """Return an upper bound of all ranks' logits; None where it would have to be read from an accelerator.
+
+        All ranks return the same: the handshake compares whether their rows are on accelerators.
+        """
+        if isinstance(scale, Tensor):
+            return None
         if self.unit_norm:
-            return 1.0
+            # a bound too large for one shift would need the sums to be read
+            return scale if devices.on_cpu(rows) or scale <= shift_window(rows.dtype)[0] else None
+        if not devices.on_cpu(rows):
+            return None
         norms = [torch.linalg.vector_norm(x, dim=1).max() if len(x) else x.new_zeros(()) for x in (rows, columns)]
-        return extreme_over_ranks(torch.stack(norms), "max", self.world).prod().item()
+        return scale * extreme_over_ranks(torch.stack(norms), "max", self.world).prod().item()
 
     def lost_precision(self, r: Tensor, c: Tensor | None, largest: float) -> bool:
         """Return whether a sum of shifted exponentials is so small that its terms may have underflowed, on any rank."""
@@ -100,10 +95,10 @@ class SoftmaxSweep:
         return ScratchBuffer(like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes))))
 
     def _tiles(
-        self, rows: Tensor, exchange: GatherExchange | RingExchange | Ring
+        self, rows: Tensor, exchange: GatherExchange | Ring
     ) -> Iterator[tuple[int, RankBlock, Tensor, Iterator[tuple[slice, slice, bool]]]]:
         """Yield each block, its columns, and its tiles: their rows and columns, and whether they are on the diagonal."""
-        for index, (block, columns) in enumerate(zip(self.blocks, exchange, strict=True)):
+        for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
             upper = self.one_tower and index == 0
             cut = tiles(block.rows.stop - block.rows.start, len(columns), rows, upper=upper)
             yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
@@ -112,8 +107,8 @@ class SoftmaxSweep:
         self,
         arithmetic: Arithmetic,
         rows: Tensor,
-        exchange: GatherExchange | RingExchange | Ring,
-        scale: float,
+        exchange: GatherExchange | Ring,
+        scale: float | Tensor,
         cached: CachedLogits | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
         """Return sums of local rows over all columns, sums of local columns over all rows, partners' logits, and tiles.
@@ -143,15 +138,15 @@ class SoftmaxSweep:
             parts.append(column_total)
         if not self.columnwise:
             return total, None, positives, stored
-        column_total = merge_at_owners(parts[0], parts[1:], self.blocks[1:], self.world, arithmetic.merge)
+        column_total = merge_at_owners(parts[0], parts[1:], exchange.blocks[1:], self.world, arithmetic.merge)
         return total, None if self.one_tower else column_total, positives, stored
 
     def gradients(
         self,
         arithmetic: Arithmetic,
         rows: Tensor,
-        exchange: GatherExchange | RingExchange | Ring,
-        scale: float,
+        exchange: GatherExchange | Ring,
+        scale: float | Tensor,
         row_statistics: Tensor,
         column_statistics: Tensor | None,
         dpositives: Sequence[Tensor],
@@ -162,8 +157,9 @@ class SoftmaxSweep:
         """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
 
         Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. ``dpositives`` are the
-        weights of partners.
+        weights of partners. The caller multiplies gradients by a scale that is a tensor.
         """
+        alpha = 1.0 if isinstance(scale, Tensor) else scale
         scratch, row_weights, column_weights = self._scratch_buffer(rows), arithmetic.coefficients(row_statistics), None
         if column_statistics is not None:
             column_statistics = gather_rows(column_statistics, self.column_shards, self.world)
@@ -187,9 +183,9 @@ class SoftmaxSweep:
                     if index == 0:
                         self.partners.put(weights, i, j, dpositives, mirrored=diagonal)
                     # the first matmul into a buffer overwrites its content
-                    da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=scale)
+                    da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=alpha)
                     if part is not None and not diagonal:
-                        part[j].addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=scale)
+                        part[j].addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=alpha)
             if index and part is not None:
                 yield part
 
@@ -205,13 +201,16 @@ def _in_tile(excluded: Tensor | None, i: slice, j: slice) -> Tensor | None:
 
 
 def _logits(
-    rows: Tensor, columns: Tensor, scale: float, out: Tensor, diagonal: bool, excluded: Tensor | None
+    rows: Tensor, columns: Tensor, scale: float | Tensor, out: Tensor, diagonal: bool, excluded: Tensor | None
 ) -> Tensor:
     """Write scaled dot products into ``out``, with −inf for a row and itself on a diagonal tile and for excluded columns.
 
     ``excluded`` are the columns of the tile that its rows exclude. Returns ``out``.
     """
-    torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
+    if isinstance(scale, Tensor):
+        torch.mm(rows, columns.T, out=out).mul_(scale)
+    else:
+        torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
     if excluded is not None:
         clear_excluded(out, excluded)
     return out.fill_diagonal_(-torch.inf) if diagonal else out

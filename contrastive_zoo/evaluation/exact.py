@@ -8,7 +8,6 @@ any order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1).
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -26,11 +25,11 @@ class Slices(NamedTuple):
         """Cut rows [..., d] into slices."""
         bits = (53 - max(rows.shape[-1] - 1, 1).bit_length()) // 2
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
-        exponent = torch.frexp(largest.double()).exponent.clamp(min=-1000).numpy()
-        scaled = rows * torch.from_numpy(np.ldexp(1.0, -exponent))
+        exponent = torch.frexp(largest.double()).exponent.clamp(-1000, 1022)
+        scaled = rows * _power_of_two(-exponent)
         high = _rounded(scaled, bits)
         low = _rounded(scaled.sub_(high), 2 * bits)
-        return cls(high, low, torch.from_numpy(np.ldexp(1.0, exponent)))
+        return cls(high, low, _power_of_two(exponent))
 
 
 def _rounded(x: Tensor, bits: int) -> Tensor:
@@ -40,6 +39,11 @@ def _rounded(x: Tensor, bits: int) -> Tensor:
     """
     ruler = 1.5 * 2.0 ** (52 - bits)
     return (x + ruler).sub_(ruler)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return ``2.0 ** exponent`` in float64, exactly and on any device, for −1022 ≤ exponent ≤ 1023."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d"]) -> Float[Tensor, "... n m"]:
@@ -53,7 +57,7 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
         tensor([[11.0000,  0.5000]], dtype=torch.float64)
     """
     if rows.shape[-2] == 0 or queries.shape[-2] == 0 or rows.shape[-1] == 0:
-        return torch.zeros(*queries.shape[:-1], rows.shape[-2], dtype=torch.float64)
+        return queries.new_zeros(*queries.shape[:-1], rows.shape[-2], dtype=torch.float64)
     x, y = Slices.of(queries), Slices.of(rows)
     coarse = x.high @ y.high.mT
     fine = x.high @ y.low.mT
@@ -69,15 +73,19 @@ def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
         tensor([[5.]], dtype=torch.float64)
     """
     if rows.numel() == 0:
-        return torch.zeros(*rows.shape[:-1], 1, dtype=torch.float64)
+        return rows.new_zeros(*rows.shape[:-1], 1, dtype=torch.float64)
     x = Slices.of(rows)
     coarse, fine = (x.high * x.high).sum(-1, keepdim=True), (x.high * x.low).sum(-1, keepdim=True)
     return torch.sqrt(coarse.add_(fine, alpha=2.0)).mul_(x.scale)
 
 
+_ELEMENTS = 2**18
+"""Elements that are divided at once in float64, 2 MiB: they stay in the cache."""
+
+
 def prepared(
-    rows: Float[Tensor, "... d"], *, normalize: bool, lengths: Float[Tensor, "... 1"] | None = None
-) -> Float[Tensor, "... d"]:
+    rows: Float[Tensor, "n d"], *, normalize: bool, lengths: Float[Tensor, "n 1"] | None = None
+) -> Float[Tensor, "n d"]:
     """Return rows on the CPU in float64 if they have it, otherwise in float32; of unit length if ``normalize``.
 
     A row of zeros stays as it is.
@@ -96,4 +104,9 @@ def prepared(
     if not normalize:
         return rows.to(dtype).contiguous()
     lengths = norms(rows) if lengths is None else lengths
-    return (rows / lengths.masked_fill(lengths == 0, 1.0)).to(dtype)
+    divisors = lengths.masked_fill(lengths == 0, 1.0)
+    unit = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+    step = max(1, _ELEMENTS // max(1, rows.shape[-1]))
+    for out, x, length in zip(unit.split(step), rows.split(step), divisors.split(step), strict=True):
+        out.copy_(x / length)
+    return unit

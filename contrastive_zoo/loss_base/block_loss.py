@@ -88,9 +88,10 @@ class LabelledLoss(Loss):
         return inspect.isgeneratorfunction(type(self).block_function)
 
     def block_loss(self) -> BlockLoss:
-        """Return ``block_function`` with the current settings."""
-        of_batch = ("normalize", "reduction")
-        return BlockLoss(type(self).block_function, **{k: x for k, x in self.settings().items() if k not in of_batch})
+        """Return ``block_function`` with those of the current settings that it takes."""
+        function = type(self).block_function
+        taken = inspect.signature(function).parameters
+        return BlockLoss(function, **{name: x for name, x in self.settings().items() if name in taken})
 
 
 def sum_over_labelled_anchors(

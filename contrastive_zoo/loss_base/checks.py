@@ -8,6 +8,7 @@ import numpy as np
 import torch  # noqa: F401 - the examples use it
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.engine.reduction import REDUCTIONS
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.masks import labels_problem
@@ -67,7 +68,8 @@ def is_number(
     """Return whether x is a number within bounds: Python's, NumPy's, or all numbers of a tensor. NaN never is.
 
     Args:
-        x: the object to check. A tensor on the meta device holds no numbers yet and passes.
+        x: the object to check. A tensor on the meta device holds no numbers yet and passes; so does one on
+            an accelerator, where reading it would wait for all that is queued there.
         above: exclusive lower bound.
         below: exclusive upper bound.
         low: inclusive lower bound.
@@ -79,7 +81,7 @@ def is_number(
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
-    values = [] if isinstance(x, Tensor) and x.is_meta else _values(x)
+    values = [] if isinstance(x, Tensor) and not devices.on_cpu(x) else _values(x)
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     return all(
         isinstance(value, kinds)

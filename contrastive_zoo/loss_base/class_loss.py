@@ -23,7 +23,7 @@ from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, labels_as_int64, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
-from contrastive_zoo.session import Session
+from contrastive_zoo.session import Session, values_are_read
 from contrastive_zoo.world import Shards, World
 
 
@@ -202,7 +202,8 @@ def begin_with_classes(
         ValueError: Loss: labels are classes 0 … 1, got 7. Number them from 0, or raise num_classes.
     """
     problem = labelled_problem(embeddings, labels) or _weights_problem(embeddings, weights) or problem
-    if problem is None and not sharded:
+    reads_labels = labels is not None and values_are_read(labels, world)
+    if problem is None and not sharded and reads_labels:
         problem = _classes_problem(labels, len(weights))
     named: dict[str, Tensor | None] = {"embeddings": embeddings, "labels": labels}
     if sharded:
@@ -213,7 +214,7 @@ def begin_with_classes(
     shards, class_shards = all_shards[0], all_shards[-1] if sharded else None
     assert labels is not None  # begin raises otherwise
     if class_shards is not None:
-        problem = _classes_problem(gather_rows(labels, shards, world), class_shards.total)
+        problem = _classes_problem(gather_rows(labels, shards, world), class_shards.total) if reads_labels else None
         if problem:  # every rank sees the same labels
             raise ValueError(f"{caller}: {problem}")
         if isinstance(world, Session):

@@ -73,6 +73,15 @@ class Composition(Loss):
     def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
         return all(loss.can_be_replicated(*rows, **named_rows) for loss in self.members())
 
+    def ragged_dims(self) -> Mapping[str, int]:
+        dims: dict[str, int] = {}
+        for loss in self.members():
+            if not isinstance(loss, Composition):
+                names = loss.tensor_arguments()
+                for name, dim in loss.ragged_dims().items():
+                    dims |= {f"rows[{names.index(name)}]": dim, f"named_rows['{name}']": dim}
+        return dims
+
     def can_ring(self) -> bool:
         return all(loss.can_ring() for loss in self.members())
 

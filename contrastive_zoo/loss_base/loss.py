@@ -58,7 +58,7 @@ class Loss(nn.Module):
     """Arguments that only their own rank can interpret, such as indices of its local rows."""
     supports_ring: ClassVar[bool] = False
     """Whether candidates can be exchanged in a ring, one shard at a time."""
-    ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once"
+    ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once, or sends no candidates"
     """Why they cannot, where they cannot."""
 
     def __init_subclass__(
@@ -169,9 +169,16 @@ class Loss(nn.Module):
         """
         if any(getattr(x, "reduction", None) == "none" or getattr(x, "sharded", False) for x in self.modules()):
             return False
-        names, _ = _tensor_arguments(getattr(type(self), "function", type(self).forward))
-        given = {**dict(zip(names, rows, strict=False)), **named_rows}
+        given = {**dict(zip(self.tensor_arguments(), rows, strict=False)), **named_rows}
         return not any(given.get(name) is not None for name in self.rank_local)
+
+    def tensor_arguments(self) -> list[str]:
+        """Return the names of the tensors of a call, in order."""
+        return _tensor_arguments(getattr(type(self), "function", type(self).forward))[0]
+
+    def ragged_dims(self) -> Mapping[str, int]:
+        """Return the dimension, by the name of the argument, whose size may differ between ranks."""
+        return {}
 
     def can_ring(self) -> bool:
         """Return whether candidates can be exchanged in a ring instead of being gathered."""

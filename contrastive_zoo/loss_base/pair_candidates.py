@@ -14,14 +14,11 @@ class PairBlock(NamedTuple):
     """The first rows of the anchors, [c, d]."""
     second: Tensor
     candidate_first: Tensor
-    """The first rows of the candidates that are pairs, [P, d]."""
-    candidate_second: Tensor
-    singles: Tensor
-    """The candidates that are single rows, [M, d]."""
-    own_pair: Tensor
-    """Whether a pair is the anchor itself, [c, P]."""
-    own_single: Tensor
-    """Whether a single row has the anchor's id, [c, M]."""
+    """The first rows of the candidates that are pairs, [K, d]; of others the single row."""
+    documents: Tensor
+    """The second rows of the candidates that are pairs, and single rows, [K, d]."""
+    is_pair: Tensor
+    """Which candidates are pairs, [K]."""
 
 
 def concat_pairs(
@@ -40,9 +37,11 @@ def concat_pairs(
     return pairs, torch.cat([pairs, torch.cat([singles, torch.zeros_like(singles)], 1)]), single
 
 
-def split_pairs(anchors: Tensor, candidates: Tensor, single: Tensor, positive: Tensor) -> PairBlock:
-    """Return the parts that :func:`concat_pairs` concatenated, of one block."""
-    pair, extra = single.logical_not().nonzero().flatten(), single.nonzero().flatten()
-    (first, second), (candidate_first, candidate_second) = anchors.chunk(2, 1), candidates[pair].chunk(2, 1)
-    singles = candidates[extra].chunk(2, 1)[0]
-    return PairBlock(first, second, candidate_first, candidate_second, singles, positive[:, pair], positive[:, extra])
+def split_pairs(anchors: Tensor, candidates: Tensor, single: Tensor) -> PairBlock:
+    """Return the parts that :func:`concat_pairs` concatenated, of one block.
+
+    Candidates keep their places: to select the pairs among them, an accelerator would have to report their number.
+    """
+    (first, second), (candidate_first, candidate_second) = anchors.chunk(2, 1), candidates.chunk(2, 1)
+    documents = candidate_first.where(single[:, None], candidate_second)
+    return PairBlock(first, second, candidate_first, documents, ~single)

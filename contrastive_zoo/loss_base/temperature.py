@@ -54,9 +54,8 @@ class LearnableTemperature(nn.Module):
     def forward(self) -> Tensor:
         """Return t, a positive number, []."""
         log_scale = real(self.log_scale)
-        if log_scale.item() > math.log(self.max_scale):
-            # through .data, so that two forward passes before a backward pass work: autograd saves results of exp only
-            log_scale.data.fill_(math.log(self.max_scale))
+        # through .data, so that two forward passes before a backward pass work: autograd saves results of exp only
+        log_scale.data.clamp_(max=math.log(self.max_scale))
         t = (-log_scale).exp()
         t.log_scale = log_scale  # lets the small-batch path skip exp's backward; settings pass t on as a plain tensor
         return t

@@ -1,5 +1,6 @@
 """DINO: a student predicts, from every crop of a sample, the centred and sharpened outputs of a teacher for large crops."""
 
+import math
 from typing import Any
 
 import torch
@@ -76,8 +77,12 @@ def dino(
     losses = -matmul(
         ((g - centre.to(g.dtype)) / teacher_temperature).softmax(2), predicted.mT
     )  # of teacher's view u, student's view v
-    same_view = torch.eye(*losses.shape[1:], dtype=torch.bool, device=losses.device) & (student.ndim == 3)
-    return reduce_anchors(losses[:, ~same_view].mean(1), reduction=reduction, world=world)
+    views = losses.shape[1:]
+    pairs = math.prod(views)
+    if student.ndim == 3:  # a view is not compared with itself
+        losses = losses * (1 - torch.eye(*views, dtype=losses.dtype, device=losses.device))
+        pairs -= min(views)
+    return reduce_anchors(losses.sum((1, 2)) / pairs, reduction=reduction, world=world)
 
 
 def _settings_problem(teacher_temperature: float) -> str | None:
@@ -130,7 +135,7 @@ class DINO(ConstructingLoss, function=dino, check=_settings_problem):
     def move_centre(self, teacher: Tensor, world: World) -> None:
         """Move the centre by one step towards the mean of the teacher's rows of all ranks."""
         rows = teacher.flatten(0, -2).to(self.centre.dtype)
-        total = torch.cat([rows.sum(0), rows.new_tensor([len(rows)])])
+        total = torch.cat([rows.sum(0), rows.new_full((1,), len(rows))])
         total = sum_over_ranks(total, gradient="complete", world=world)
         self.centre.lerp_(total[:-1] / total[-1], 1 - self.centre_momentum)
 

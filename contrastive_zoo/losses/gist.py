@@ -125,24 +125,25 @@ def _guided(
     contrast_positives: bool,
 ) -> tuple[Tensor, Tensor]:
     (_, single), (guide_rows, guide_columns) = block.companions
+    own = block.positive
     x, guide = (
-        split_pairs(rows, columns, single, block.positive)
+        split_pairs(rows, columns, single)
         for rows, columns in ((block.anchors, block.candidates), (guide_rows, guide_columns))
     )
     similarity = (guide.first * guide.second).sum(1, keepdim=True)
     threshold = similarity - margin * (similarity.abs() if relative else 1)
 
-    logits = x.first @ x.candidate_second.T / temperature
-    sums = [masked_log_sum_exp(logits, (guide.first @ guide.candidate_second.T <= threshold) & ~x.own_pair)]
-    blocks = [(x.first, x.singles, guide.first, guide.singles, x.own_single)]
+    logits = x.first @ x.documents.T / temperature
+    sums = [masked_log_sum_exp(logits, (guide.first @ guide.documents.T <= threshold) & ~own)]
+    blocks = []
     if contrast_anchors:
-        blocks.append((x.first, x.candidate_first, guide.first, guide.candidate_first, x.own_pair))
+        blocks.append((x.first, x.candidate_first, guide.first, guide.candidate_first))
     if contrast_positives:
-        blocks.append((x.second, x.candidate_second, guide.second, guide.candidate_second, x.own_pair))
-    for rows, columns, guide_of_rows, guide_of_columns, own in blocks:
-        mask = (guide_of_rows @ guide_of_columns.T <= threshold) & ~own
+        blocks.append((x.second, x.documents, guide.second, guide.documents))
+    for rows, columns, guide_of_rows, guide_of_columns in blocks:
+        mask = (guide_of_rows @ guide_of_columns.T <= threshold) & x.is_pair & ~own
         sums.append(masked_log_sum_exp(rows @ columns.T / temperature, mask))
-    positive = logits.where(x.own_pair, 0).sum(1)
+    positive = logits.where(own & x.is_pair, 0).sum(1)
     return cross_entropy(positive, log_sum_exp(torch.stack(sums), 0)), torch.ones_like(block.ids, dtype=torch.bool)
 
 

@@ -142,7 +142,7 @@ def _estimated_negatives_loss(
         AnyOf(block.negative.any(1)),
     )
     hard = hard - total + math.log(negatives)
-    lower_bound = math.log(negatives) - torch.as_tensor(1 / temperature, dtype=x.dtype, device=x.device)
+    lower_bound = x.new_full((), math.log(negatives)) - 1 / temperature
     estimate = hard
     if tau_plus > 0:
         share = math.log(tau_plus * negatives) + positive - hard

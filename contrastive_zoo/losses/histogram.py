@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import all_gather, gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.anchor_block import BatchLayout
@@ -90,8 +91,7 @@ def _densities(z: Tensor, ids: Tensor, num_bins: int, shards: Shards, world: Wor
         block = layout.block(rows, z[rows], candidates)
         lower, share = _nodes(matmul(block.anchors, candidates.T), num_bins)
         nodes, weights = torch.stack([lower, lower + 1]), torch.stack([1 - share, share])
-        masks = (block.positive, block.negative)
-        found = [_sums_by_node(nodes[:, mask], weights[:, mask], num_bins) for mask in masks]
+        found = [_sums_by_node(nodes, weights, mask, num_bins) for mask in (block.positive, block.negative)]
         total = total + torch.stack(found)
     total = sum_over_ranks(total, gradient="complete", world=world)
     pairs = total.detach().sum(1, keepdim=True)
@@ -106,7 +106,11 @@ def _nodes(similarity: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
     return lower, position - lower
 
 
-def _sums_by_node(nodes: Tensor, weights: Tensor, num_bins: int) -> Tensor:
+def _sums_by_node(nodes: Tensor, weights: Tensor, mask: Tensor, num_bins: int) -> Tensor:
+    if devices.on_cpu(mask):
+        nodes, weights = nodes[:, mask], weights[:, mask]
+    else:  # the number of pairs would have to be read
+        weights = weights.where(mask, 0)
     return weights.new_zeros(num_bins + 1).index_add(0, nodes.flatten(), weights.flatten())
 
 

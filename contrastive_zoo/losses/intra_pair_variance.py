@@ -6,6 +6,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.class_pairs import class_numbers
 from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -76,8 +77,8 @@ class IntraPairVariance(Loss, function=intra_pair_variance, check=_settings_prob
 
 def _mean_similarities(z: Tensor, ids: Tensor, shards: Shards, world: World) -> tuple[Tensor, Tensor]:
     """Return the mean similarities of positive and of negative pairs; each class's pairs are the square of its sum."""
-    classes, index, counts = torch.unique(gather_rows(ids, shards, world), return_inverse=True, return_counts=True)
-    sums = z.new_zeros(len(classes), z.shape[1]).index_add(0, index[shards.local], z)
+    index, counts = class_numbers(gather_rows(ids, shards, world))
+    sums = z.new_zeros(len(counts), z.shape[1]).index_add(0, index[shards.local], z)
     own = z.new_zeros(1, z.shape[1]) + z.square().sum() / z.shape[1]  # rides along as a row
     total = sum_over_ranks(torch.cat([sums, own]), gradient="complete", world=world)
     sums, squares = total[:-1], total[-1].sum()

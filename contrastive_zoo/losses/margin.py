@@ -11,7 +11,7 @@ from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, distances, row_sums
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.row_loss import RowSettings
-from contrastive_zoo.session import refuse
+from contrastive_zoo.session import refuse, values_are_read
 from contrastive_zoo.world import World
 
 _SIZE = "num_classes is 1 or more"
@@ -107,17 +107,19 @@ class Margin(MetricLoss):
         """
         world = self.local() if world is None else world
         labels = named_rows.get("labels", rows[-1] if len(rows) == 2 else None)
-        if self.num_classes is not None and (problem := _classes_problem(labels, self.num_classes)):
-            refuse(type(self).__name__, problem, world=world)
+        if self.num_classes is not None:
+            reads_labels = labels is None or values_are_read(labels, world)
+            if problem := _classes_problem(labels, self.num_classes, reads_labels):
+                refuse(type(self).__name__, problem, world=world)
         value = super().forward(*rows, world=world, **named_rows)
         if self.num_classes is not None or self.reduction == "none" or not self.learn_beta:
             return value
         return value + self.nu * real(self.beta).to(value.dtype)
 
 
-def _classes_problem(labels: Tensor | None, num_classes: int) -> str | None:
+def _classes_problem(labels: Tensor | None, num_classes: int, reads_labels: bool) -> str | None:
     if labels is None or labels.is_floating_point():
         return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+    if reads_labels and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         return f"labels are 0 … {num_classes - 1}, got {int(labels.min())} … {int(labels.max())}."
     return None

@@ -21,6 +21,7 @@ from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.session import values_are_read
 from contrastive_zoo.world import ALONE, Shards, World
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
@@ -91,7 +92,8 @@ def mnrl(
     """
     settings: dict[str, Any] = {"directions": tuple(directions), "partition_mode": partition_mode}
     settings |= {"hardness_mode": hardness_mode, "hardness_strength": hardness_strength}
-    problem = _problem(queries, documents, negatives, owners) or _settings_problem(**settings)
+    reads_owners = owners is None or values_are_read(owners, world)
+    problem = _problem(queries, documents, negatives, owners, reads_owners) or _settings_problem(**settings)
     if negatives is None:
         negatives = queries[:0]
     if owners is None:
@@ -171,11 +173,10 @@ def _ranked(
     hardness_mode: Hardness | None,
     hardness_strength: float,
 ) -> tuple[Tensor, Tensor]:
-    x = split_pairs(block.anchors, block.candidates, block.companions[0][1], block.positive)
-    documents, own = torch.cat([x.candidate_second, x.singles]), torch.cat([x.own_pair, x.own_single], 1)
-    mined = torch.arange(len(documents), device=own.device) >= len(x.candidate_second)
+    x, own = split_pairs(block.anchors, block.candidates, block.companions[0][1]), block.positive
+    mined = ~x.is_pair
 
-    cos = x.first @ documents.T
+    cos = x.first @ x.documents.T
     logits = cos / temperature
     positive = logits.where(own & ~mined, 0).sum(1)
     if hardness_mode is not None:
@@ -183,15 +184,17 @@ def _ranked(
         logits = logits + (hardness_strength * cos.detach()).where(hard, 0)
     others: dict[Direction, Tensor] = {"query_to_doc": masked_log_sum_exp(logits, ~own | mined)}
     if "query_to_query" in directions:
-        others["query_to_query"] = masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, ~x.own_pair)
+        others["query_to_query"] = masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, x.is_pair & ~own)
     if "doc_to_query" in directions:
-        others["doc_to_query"] = masked_log_sum_exp(x.second @ x.candidate_first.T / temperature, ~x.own_pair)
+        others["doc_to_query"] = masked_log_sum_exp(x.second @ x.candidate_first.T / temperature, x.is_pair & ~own)
     if "doc_to_doc" in directions:
-        others["doc_to_doc"] = masked_log_sum_exp(x.second @ documents.T / temperature, ~own)
+        others["doc_to_doc"] = masked_log_sum_exp(x.second @ x.documents.T / temperature, ~own)
     return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
 
 
-def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:
+def _problem(
+    queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None, reads_owners: bool
+) -> str | None:
     if negatives is not None and (negatives.shape[1:] != queries.shape[1:] or negatives.dtype != queries.dtype):
         return f"negatives are [m, d], got {kind(negatives)} for queries {kind(queries)}."
     if owners is not None:
@@ -199,7 +202,7 @@ def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owner
             return "owners say whose the negatives are, but there are no negatives."
         if wrong := labels_problem("owners", owners, len(negatives)):
             return wrong
-        if len(owners) and not -1 <= int(owners.min()) <= int(owners.max()) < len(queries):
+        if reads_owners and len(owners) and not -1 <= int(owners.min()) <= int(owners.max()) < len(queries):
             return f"owners are rows of this rank's {len(queries)} queries, or -1, got {owners.unique().tolist()}."
     rule, fix = "row i of queries belongs to row i of documents", "Pass further documents as negatives."
     return towers_problem(rule, fix, queries=queries, documents=documents)

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -16,6 +17,7 @@ from contrastive_zoo.loss_base.checks import rows_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.session import values_are_read
 from contrastive_zoo.world import ALONE, World
 
 Duplicates = Literal["positive", "ignore", "negative"]
@@ -79,7 +81,10 @@ def multi_positive(
     Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748, with the targets of Yang et al. 2022
     (UniCL), https://arxiv.org/abs/2204.03610
     """
-    problem = _problem(queries, keys, ids, key_ids, weights, duplicates, symmetric) or _settings_problem(duplicates)
+    reads_weights = weights is None or values_are_read(weights, world)
+    problem = _problem(queries, keys, ids, key_ids, weights, reads_weights, duplicates, symmetric) or _settings_problem(
+        duplicates
+    )
     paired = key_ids is None
     named = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
     settings: dict[str, Any] = {"temperature": temperature, "duplicates": duplicates, "symmetric": symmetric}
@@ -123,12 +128,18 @@ def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplica
         if duplicates == "ignore":
             candidates = block.positive | (targets == 0)
         targets = block.positive.to(logits.dtype)
-    of_candidates, positive, total = yield (
-        LogSumExp(logits, candidates),
+    matched = targets > 0
+    of_targets, of_others, weighted, total, count = yield (
+        LogSumExp(logits, matched, empty=0.0),
+        LogSumExp(logits, candidates & ~matched),
         Sum((targets * logits).sum(1)),
         Sum(targets.sum(1)),
+        Sum(matched.sum(1, dtype=logits.dtype)),
     )
-    return of_candidates - positive / total.where(total > 0, 1), total > 0
+    mean = weighted / total.where(total > 0, 1)
+    # a log-sum-exp of one target is that target up to rounding, which a solved batch would lose its digits to
+    several = cross_entropy(of_targets, of_others) + (of_targets - mean)
+    return cross_entropy(mean, of_others).where(count == 1, several), total > 0
 
 
 def _problem(
@@ -137,6 +148,7 @@ def _problem(
     ids: Tensor,
     key_ids: Tensor | None,
     weights: Tensor | None,
+    reads_weights: bool,
     duplicates: str,
     symmetric: bool,
 ) -> str | None:
@@ -148,6 +160,6 @@ def _problem(
         return f"key_ids are missing: queries {kind(queries)} with ids {kind(ids)} do not pair with keys {kind(keys)}."
     if (key_ids is not None or weights is not None) and (symmetric or duplicates != "positive"):
         return "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
-    if weights is not None and (weights.shape != ids.shape or not bool((weights >= 0).all())):
+    if weights is not None and (weights.shape != ids.shape or (reads_weights and not bool((weights >= 0).all()))):
         return f"weights are non-negative, one per id, got {kind(weights)} for ids {kind(ids)}."
     return (None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))) or rows_problem("keys", keys)

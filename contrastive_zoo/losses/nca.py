@@ -4,6 +4,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock
@@ -63,12 +64,12 @@ def nca(
 
 def _neighbours(block: AnchorBlock, temperature: Tensor) -> Rows:
     logits = (2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)) / temperature  # ‖z_i‖² cancels
-    total, of_positives, valid = yield (
-        LogSumExp(logits, block.positive | block.negative),
-        LogSumExp(logits, block.positive),
+    of_positives, of_negatives, valid = yield (
+        LogSumExp(logits, block.positive, empty=0.0),
+        LogSumExp(logits, block.negative),
         AnyOf(block.positive.any(1)),
     )
-    return total - of_positives, valid
+    return cross_entropy(of_positives, of_negatives), valid
 
 
 class NCA(LabelledLoss, function=nca, block_function=_neighbours): ...

@@ -12,6 +12,7 @@ from contrastive_zoo.loss_base.checks import number_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.session import values_are_read
 from contrastive_zoo.world import ALONE, World
 
 
@@ -54,7 +55,7 @@ def online_contrastive(
     Source: sentence-transformers, https://sbert.net/docs/package_reference/sentence_transformer/losses.html, after
     Hadsell et al. 2006, eq. 4, https://doi.org/10.1109/CVPR.2006.100
     """
-    problem = _problem(queries, keys, labels) or _settings_problem(margin)
+    problem = _problem(queries, keys, labels, values_are_read(labels, world)) or _settings_problem(margin)
     named = {"queries": queries, "keys": keys, "labels": labels}
     begin("OnlineContrastive", named, problem=problem, margin=margin, reduction=reduction, world=world)
     q, k = (prepare_rows(rows, normalize=True, world=world) for rows in (queries, keys))
@@ -78,16 +79,17 @@ def _thresholds(distance: Tensor, positive: Tensor, world: World) -> tuple[Tenso
     ends = [distance.where(positive, -torch.inf), (-distance).where(~positive, -torch.inf)]
     lowest = distance.new_full((1,), -torch.inf)
     local = torch.stack([torch.cat([x, lowest]).max() for x in ends])
-    farthest, nearest = extreme_over_ranks(local, "max", world).mul(local.new_tensor([1, -1])).unbind()
-    total = torch.stack([distance.sum(), distance.new_tensor(float(len(distance)))])
+    farthest, nearest = extreme_over_ranks(local, "max", world).unbind()
+    nearest = -nearest
+    total = torch.stack([distance.sum(), distance.new_full((), len(distance))])
     total, count = sum_over_ranks(total, gradient="complete", world=world)
     mean = total / count
     return farthest.where(farthest.isfinite(), mean), nearest.where(nearest.isfinite(), mean)
 
 
-def _problem(queries: Tensor, keys: Tensor, labels: Tensor) -> str | None:
+def _problem(queries: Tensor, keys: Tensor, labels: Tensor, reads_labels: bool) -> str | None:
     found = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
     found = found or labels_problem("labels", labels, len(queries))
-    if found is None and not bool(((labels == 0) | (labels == 1)).all()):
+    if found is None and reads_labels and not bool(((labels == 0) | (labels == 1)).all()):
         return f"labels are 1 for a positive pair and 0 for a negative one, got {kind(labels)} with other values."
     return found

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.engine.class_pairs import only_positives
+from contrastive_zoo.engine.class_pairs import class_numbers, only_positives
 from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
@@ -27,13 +27,7 @@ from contrastive_zoo.loss_base.preparation import (
 )
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.session import Session
 from contrastive_zoo.world import ALONE, Shards, World
-
-_MASK_IN_A_RING = (
-    "a mask has a column for each candidate, and with ring=True a rank sees one shard of them at a time. "
-    "Pass labels, or leave ring out."
-)
 
 Variant = Literal["out", "in"]
 ContrastMode = Literal["all", "one"]
@@ -85,7 +79,7 @@ def sup_con(
 
     Raises:
         ValueError: an unknown variant or contrast mode, labels together with a mask, a mask that does not have a column for
-            each sample of all ranks, a mask in a ring, or what any :class:`Loss` refuses.
+            each sample of all ranks, or what any :class:`Loss` refuses.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -100,8 +94,6 @@ def sup_con(
     views = embeddings.shape[1] if embeddings.ndim == 3 else 1
     named = {"embeddings": embeddings, "labels": labels, "mask": mask}
     problem = _problem(embeddings, labels, mask) or _settings_problem(variant, contrast_mode, base_temperature)
-    if mask is not None and isinstance(world, Session) and world.options.ring:
-        problem = problem or _MASK_IN_A_RING
     shards, *_ = begin(
         "SupCon", named, problem=problem, reduction=reduction, normalize=normalize, contrast_mode=contrast_mode,
         world=world, **settings,
@@ -110,22 +102,24 @@ def sup_con(
         rule = f"the mask has a column for each of the {shards.total} samples of all ranks"
         raise ValueError(f"SupCon: {rule}, got {kind(mask)}.")
     z = prepare_rows(embeddings, normalize=normalize, world=world)
-    ids = sample_indices(shards, z) if labels is None else labels_as_int64(labels, world)
+    samples = sample_indices(shards, z)
+    ids = samples if labels is None else labels_as_int64(labels, world)
     if embeddings.ndim == 3:
-        z, ids = z.flatten(0, 1), ids.repeat_interleave(views)
+        z, ids, samples = z.flatten(0, 1), ids.repeat_interleave(views), samples.repeat_interleave(views)
     shards = shards.times(views)
     if variant == "in" or mask is not None or contrast_mode == "one":
-        return _by_rows(
-            BlockLoss(_block_losses, **settings), z, ids, mask, views, contrast_mode, shards, reduction, world
-        )
+        companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), samples)]
+        of_first_views = views if contrast_mode == "one" else 1
+        loss = BlockLoss(_block_losses, **settings)
+        return _by_rows(loss, z, ids, companions, of_first_views, shards, reduction, world)
 
     z = round_to_input_dtype(z, embeddings, world)
     # the sum of an anchor's positive logits is one dot product with the sum of its class
     all_ids = gather_rows(ids, shards, world)
-    classes, class_index, counts = torch.unique(all_ids, return_inverse=True, return_counts=True)
+    class_index, counts = class_numbers(all_ids)
     local_index = class_index[shards.local]
     class_sums = sum_over_ranks(
-        z.new_zeros(len(classes), z.shape[1]).index_add(0, local_index, z), gradient="partial", world=world
+        z.new_zeros(len(counts), z.shape[1]).index_add(0, local_index, z), gradient="partial", world=world
     )
     positives = counts[local_index] - 1
     scale = logit_scale(temperature, world)
@@ -147,20 +141,18 @@ def _by_rows(
     loss: BlockLoss,
     z: Tensor,
     ids: Tensor,
-    mask: Tensor | None,
-    views: int,
-    contrast_mode: ContrastMode,
+    companions: list[tuple[Tensor, Tensor]],
+    step: int,
     shards: Shards,
     reduction: Reduction,
     world: World,
 ) -> Tensor:
-    """Return the loss from all similarities of an anchor: for positives that are no classes, and for fewer anchors."""
-    companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), ids)]
-    if contrast_mode == "all" or views == 1:
+    """Return the loss of every ``step``-th row from all of its similarities, for positives that are no classes too."""
+    if step == 1:
         return sum_over_anchors(loss, z, ids, companions=companions, shards=shards, reduction=reduction, world=world)
-    first = slice(None, None, views)
+    first = slice(None, None, step)
     own = torch.arange(shards.start, shards.start + len(z), device=z.device)[first]
-    sizes = Shards(tuple(size // views for size in shards.sizes), shards.rank)
+    sizes = Shards(tuple(size // step for size in shards.sizes), shards.rank)
     return sum_over_anchors(
         loss, z[first], ids[first], candidates=z, candidate_ids=ids, candidate_shards=shards, own_candidates=own,
         companions=[(of_anchors[first], x) for of_anchors, x in companions], shards=sizes, reduction=reduction,
@@ -172,14 +164,12 @@ def _block_losses(
     block: AnchorBlock,
     temperature: Tensor,
     variant: Variant,
-    contrast_mode: ContrastMode = "all",
     base_temperature: float | None = None,
 ) -> Rows:
     logits = block.anchors @ block.candidates.T / temperature
     positive, candidates = block.positive, block.positive | block.negative
-    for of_samples, _ in block.companions:  # a mask
-        of_views = of_samples.repeat_interleave(positive.shape[1] // of_samples.shape[1], 1)
-        positive = of_views & candidates
+    for mask, samples in block.companions:
+        positive = mask.index_select(1, samples) & candidates
     over_negatives, over_positives, sums, count = yield (
         LogSumExp(logits, candidates & ~positive),
         LogSumExp(logits, positive, empty=0.0),
@@ -224,8 +214,4 @@ def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> 
     return found
 
 
-class SupCon(LabelledLoss, function=sup_con, block_function=_block_losses, check=_settings_problem):
-    ring_refusal = "the first views as anchors are compared with all candidates at once"
-
-    def can_ring(self) -> bool:
-        return super().can_ring() and self.contrast_mode == "all"
+class SupCon(LabelledLoss, function=sup_con, block_function=_block_losses, check=_settings_problem): ...

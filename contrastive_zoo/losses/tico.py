@@ -113,5 +113,5 @@ class TiCo(ConstructingLoss, function=tico, check=_settings_problem):
     def move_covariance(self, view1: Tensor, world: World) -> None:
         """Move the covariance by one step towards the second moments of the first view of all ranks."""
         a = prepare_rows(view1, normalize=True, world=world)
-        count = sum_over_ranks(a.new_tensor(float(len(a))), gradient="complete", world=world)
+        count = sum_over_ranks(a.new_full((), len(a)), gradient="complete", world=world)
         self.covariance.lerp_((second_moments(a, a, world=world) / count).to(self.covariance), 1 - self.beta)

@@ -63,6 +63,9 @@ KINDS: dict[str, Callable[[np.random.Generator, Array], Array]] = {
     "binary": lambda *_: np.array([1, 0, 1, 1, 0, 0, 1, 0]),
     "several": lambda g, x: np.stack([_near(g, x) for _ in range(3)], 1),
     "negatives": lambda g, x: g.standard_normal((NEGATIVES, WIDTH)),
+    "token mask": lambda g, x: np.concatenate(
+        [np.ones((SAMPLES, 1), dtype=np.int64), g.integers(2, size=(SAMPLES, 2))], 1
+    ),
     "scores": lambda g, x: g.permutation(SAMPLES) / SAMPLES,
     "several scores": lambda g, x: g.standard_normal((SAMPLES, 3)),
 }
@@ -71,10 +74,18 @@ KINDS: dict[str, Callable[[np.random.Generator, Array], Array]] = {
 VIEWS = {"view1": "rows", "view2": "rows"}
 LABELLED = {"embeddings": "rows", "labels": "labels"}
 TOWERS = {"queries": "rows", "keys": "rows"}
-_TEACHER = {"teacher_x": "rows", "teacher_y": "rows"}
 _SCORED = {**TOWERS, "scores": "scores"}
 
+_TOKENS = {
+    "queries": "several",
+    "documents": "several",
+    "query_mask": "token mask",
+    "document_mask": "token mask",
+}
+
 _OTHER: dict[str, dict[str, str]] = {
+    "max-sim": _TOKENS,
+    "max-sim-pairwise": _TOKENS,
     "info-nce": TOWERS,
     "clip": {"images": "rows", "texts": "rows"},
     "siglip": {"images": "rows", "texts": "rows"},
@@ -117,6 +128,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, str], Iterable[dict[str, Any]]], ...] 
     ("sup-con", "SupCon", LABELLED, _SUP_CON_OPTIONS),
     ("sincere", "SINCERE", LABELLED, ({"reduction": "sum"},)),
     ("mil-nce", "MILNCE", _OTHER["mil-nce"], ({"denominator": "reference", "normalize": True},)),
+    ("max-sim", "MaxSim", _TOKENS, ({"symmetric": True, "token_reduction": "mean", "temperature": 0.02},)),
     ("siglip", "SigLIP", _OTHER["siglip"], ({"temperature": 1.0, "logit_bias": 0.0},)),
     ("triplet", "Triplet", LABELLED, _TRIPLET_OPTIONS),
     ("contrastive", "Contrastive", LABELLED, ({"power": 2.0, "average": "all"}, {"metric": "squared distance"})),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.collectives import scatters_sums, transport
-from contrastive_zoo.engine import exchange, schedule, similarity_budget, softmax, softmax_sweep, tiling
+from contrastive_zoo.engine import exchange, ring, schedule, similarity_budget, softmax, tiling
 from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
@@ -207,14 +207,22 @@ def test_where_the_backend_scatters_sums_itself(sizes: tuple[int, ...], worlds: 
     assert all(int(x) >= least and bool(x) == bool(least) for (x,) in calls)
 
 
+def layouts(size: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Return all divisions of ranks into machines of equally many, with ranks of a machine apart from each other."""
+    return [
+        tuple(tuple(range(m, size, count)) for m in range(count)) for count in range(1, size + 1) if not size % count
+    ]
+
+
 def test_each_pair_of_ranks_meets_once_and_the_load_is_even() -> None:
-    for size in range(1, 9):
+    for layout in itertools.chain.from_iterable(map(layouts, range(1, 9))):
+        size = sum(map(len, layout))
         sizes = tuple(8 + rank % 2 for rank in range(size))
         met, load = torch.zeros(sum(sizes), sum(sizes)), []
         for rank in range(size):
             shards = Shards(sizes, rank)
             cells = -(shards.size**2) / 2  # of my own block half is computed
-            for block in schedule.schedule(shards, shards, half=True):
+            for block in itertools.chain(*schedule.schedule_by_machine(shards, shards, layout, half=True)):
                 start = sum(sizes[: block.ahead])
                 met[shards.local][block.rows, start + block.columns.start : start + block.columns.stop] += 1
                 cells += (block.rows.stop - block.rows.start) * (block.columns.stop - block.columns.start)
@@ -228,13 +236,17 @@ def test_each_pair_of_ranks_meets_once_and_the_load_is_even() -> None:
 
 
 def test_a_rank_sends_the_columns_that_the_other_compares() -> None:
-    for size, half in itertools.product(range(1, 8), (True, False)):
+    for size, half in itertools.product(range(1, 9), (True, False)):
         sizes = tuple((5 * rank) % 4 for rank in range(size))
-        of = [schedule.schedule(Shards(sizes, rank), Shards(sizes, rank), half=half) for rank in range(size)]
-        for rank, mine_ in enumerate(of):
-            for step, block in enumerate(mine_):
-                receiver = of[block.behind][step]
-                assert (receiver.ahead, receiver.columns) == (rank, block.sent)
+        for layout in layouts(size):
+            of = [
+                list(itertools.chain(*schedule.schedule_by_machine(shards, shards, layout, half=half)))
+                for shards in (Shards(sizes, rank) for rank in range(size))
+            ]
+            for rank, mine_ in enumerate(of):
+                for step, block in enumerate(mine_):
+                    receiver = of[block.behind][step]
+                    assert (receiver.ahead, receiver.columns) == (rank, block.sent)
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
@@ -277,11 +289,11 @@ def test_mutants_of_the_schedule_are_caught(worlds: Worlds) -> None:
 
     def wrong() -> list[Tensor]:
         original = schedule.schedule
-        softmax_sweep.schedule = lambda rows, columns, half: original(rows, columns, half=False) if half else None
+        ring.schedule = lambda rows, columns, half: original(rows, columns, half=False) if half else None
         try:
             return job(Options(), "one tower", (5, 4), (3, 8))
         finally:
-            softmax_sweep.schedule = original
+            ring.schedule = original
 
     found, expected = together(worlds.run(2, wrong)), dense(Options(), "one tower", (5, 4), (3, 8))
     with pytest.raises(AssertionError):

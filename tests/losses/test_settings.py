@@ -104,6 +104,8 @@ SUBJECTS: dict[str, Subject] = {
         cz.Margin, LABELLED, {"margin": ANY, "nu": NOT_NEGATIVE, "beta": (math.inf, -math.inf)}, {"num_classes": 3}
     ),
     "MarginMSE": Subject(cz.MarginMSE, (z(1), z(2), z(3, k=2), z(4)[:, :2])),
+    "MaxSim": Subject(cz.MaxSim, (z(1, k=2), z(2, k=3)), T),
+    "MaxSimPairwise": Subject(cz.MaxSimPairwise, (z(1, k=2), z(2, k=3)), T),
     "MegaBatchMargin": Subject(cz.MegaBatchMargin, VIEWS, {"positive_margin": ANY, "negative_margin": ANY}),
     "MultiPositive": Subject(cz.MultiPositive, (*VIEWS, LABELS), T),
     "MultiSimilarity": Subject(

@@ -87,7 +87,7 @@ class MultiPositiveOfOne(Loss, function=multi_positive_of_one):
 
 def several_targets(z: Tensor, labels: Tensor, *, temperature=0.07, reduction="mean", world=ALONE) -> Tensor:
     """Keys of the row's class and, a third as much, of the next one."""
-    ids, weights = torch.stack([labels, labels + 1], 1), torch.tensor([[3.0, 1.0]]).repeat(len(z), 1).to(z.dtype)
+    ids, weights = torch.stack([labels, labels + 1], 1), torch.stack([z.new_full((len(z),), x) for x in (3.0, 1.0)], 1)
     keys = torch.cat([second_tower(z), z.sin()])
     return multi_positive(
         z, keys, ids, labels.repeat(2), weights, temperature=temperature, reduction=reduction, world=world

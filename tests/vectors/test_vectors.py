@@ -161,3 +161,12 @@ def test_the_command_writes_them(
     assert not end.value.code
     assert f"{len(CASES)} cases in" in capsys.readouterr().out
     assert (tmp_path / "vectors.json").exists()
+
+
+def test_the_page_has_the_numbers_of_the_command(index: dict[str, Any]) -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "pages" / "conformance-vectors.md").read_text(
+        encoding="utf-8"
+    )
+    losses = len({case["loss"] for case in index["cases"]})
+    assert f"{len(index['cases'])} cases of {losses} losses" in page
+    assert f"formulas of {len(oracle.FORMULAS)} losses" in page

@@ -26,6 +26,8 @@ FORMULAS: dict[str, Formula] = {
     "MILNCE": pairs.mil_nce,
     "SigLIP": pairs.siglip,
     "SupSigmoid": pairs.sup_sigmoid,
+    "MaxSim": pairs.max_sim,
+    "MaxSimPairwise": pairs.max_sim_pairwise,
     "Triplet": labels_and_statistics.triplet,
     "Contrastive": labels_and_statistics.contrastive,
     "MultiSimilarity": labels_and_statistics.multi_similarity,

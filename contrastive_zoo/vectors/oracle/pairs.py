@@ -109,3 +109,30 @@ def sup_sigmoid(s: Settings, embeddings: Array, labels: Array) -> Any:
     logits = z @ z.T * np.exp(s["temperature.log_scale"]) + s["logit_bias"]
     terms = softplus(np.where(positive, -logits, logits)) * (positive | negative)
     return mean_of_rows(terms.sum(1), s)
+
+
+# late interaction: tokens [n, a, d], and masks of the tokens that count
+
+
+def token_scores(s: Settings, queries: Array, documents: Array, query_mask: Array, document_mask: Array) -> Array:
+    """Return Σ_a max_b q_ia·d_jb of each query and document."""
+    products = np.einsum("iad,jbd->iajb", unit(queries, s), unit(documents, s))
+    nearest = np.where(document_mask == 0, -np.inf, products.real).argmax(-1)[..., None]
+    largest = np.take_along_axis(products, nearest, -1)[..., 0] * (query_mask != 0)[:, :, None]
+    scores: Array = largest.sum(1)
+    return scores / (query_mask != 0).sum(1)[:, None] if s["token_reduction"] == "mean" else scores
+
+
+def max_sim(s: Settings, *tokens_and_masks: Array) -> Any:
+    logits = token_scores(s, *tokens_and_masks) / s["temperature"]
+    losses = log_sum_exp(logits, every(logits, logits)) - np.diag(logits)
+    if s["symmetric"]:
+        losses = (losses + log_sum_exp(logits.T, every(logits, logits)) - np.diag(logits)) / 2
+    return mean_of_rows(losses, s)
+
+
+def max_sim_pairwise(s: Settings, *tokens_and_masks: Array) -> Any:
+    scores = token_scores(s, *tokens_and_masks)
+    hardest = np.where(others(scores), scores.real, -np.inf).argmax(1)
+    rows = np.arange(len(scores))
+    return mean_of_rows(softplus((scores[rows, hardest] - np.diag(scores)) / s["temperature"]), s)

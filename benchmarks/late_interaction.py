@@ -1,0 +1,154 @@
+"""Memory and time of late interaction beside PyLate's formula and the dense one (Linux, gloo ranks on the CPU).
+
+python benchmarks/late_interaction.py [case …] [--docs] [--pairs 512] [--query-tokens 32] [--document-tokens 128]
+
+PyLate's way is written here as PyLate 1.6 computes it: all products of tokens by einsum, times the mask, maximum, sum,
+cross-entropy; across ranks, local queries against documents that are gathered with gradient, and the loss times W.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from suite.report import number, table
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "late_interaction.md"
+BEGIN, END = "<!-- figures: benchmarks/late_interaction.py --docs -->\n", "<!-- end of figures -->\n"
+STEPS = {"PyLate's formula": 1, "dense": 1}
+"""Measured steps of implementations that take most of a minute; others take 3."""
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def pylate(queries: Tensor, documents: Tensor, mask: Tensor) -> Tensor:
+    """Return the contrastive loss of PyLate, of local queries and gathered documents."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    queries, documents = F.normalize(queries, dim=2), F.normalize(documents, dim=2)
+    if world > 1:
+        documents, mask = cz.all_gather(documents), cz.all_gather(mask)
+    products = torch.einsum("ash,bth->abst", queries, documents) * mask[None, :, None]
+    scores = products.max(3).values.sum(2)
+    return world * F.cross_entropy(scores, rank * len(queries) + torch.arange(len(queries)))
+
+
+def dense(queries: Tensor, documents: Tensor, mask: Tensor) -> Tensor:
+    """Return MaxSim by all products of tokens, of one process."""
+    queries, documents = F.normalize(queries, dim=2), F.normalize(documents, dim=2)
+    products = torch.einsum("iad,jbd->ijab", queries, documents).masked_fill(~mask[:, None], -torch.inf)
+    return F.cross_entropy(products.amax(3).sum(2), torch.arange(len(queries)))
+
+
+def ours(*, ring: bool = False) -> Step:
+    """Return MaxSim of this library."""
+    loss = cz.DistributedLoss(cz.MaxSim(), ring=ring)
+    return lambda queries, documents, mask: loss(queries, documents, None, mask)
+
+
+WAYS: dict[str, Callable[[], Step]] = {
+    "contrastive_zoo": ours,
+    "contrastive_zoo, ring": partial(ours, ring=True),
+    "PyLate's formula": lambda: pylate,
+    "dense": lambda: dense,
+}
+CASES: list[tuple[int, str, bool]] = [
+    (1, "contrastive_zoo", False),
+    (1, "PyLate's formula", False),
+    (1, "dense", False),
+    (2, "contrastive_zoo", False),
+    (2, "contrastive_zoo, ring", False),
+    (2, "PyLate's formula", False),
+    (2, "contrastive_zoo", True),
+    (2, "contrastive_zoo, ring", True),
+]
+"""Ranks, implementation, and whether rank 1 has half as many tokens."""
+
+
+def resident(what: str) -> float:
+    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
+
+
+def measured(way: str, uneven: bool, sizes: tuple[int, int, int, int], threads: int) -> tuple[float, float, float]:
+    """Return the extra MB of the largest step, the median seconds of a step, and the value, on a rank."""
+    torch.set_num_threads(threads)
+    rank, (pairs, query_tokens, document_tokens, width) = dist.get_rank(), sizes
+    step, share = WAYS[way](), 2 if uneven and rank == 1 else 1
+
+    def run(count: int) -> tuple[float, float]:
+        generator = torch.Generator().manual_seed(rank)
+        lengths = (query_tokens // share, document_tokens // share)
+        q, d = (torch.randn(count, x, width, generator=generator).requires_grad_() for x in lengths)
+        mask = torch.ones(d.shape[:2], dtype=torch.bool)
+        dist.barrier()
+        start = time.perf_counter()
+        value = step(q, d, mask)
+        value.backward()
+        dist.barrier()
+        return time.perf_counter() - start, value.item()
+
+    run(8)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = resident("VmRSS")
+    found = [run(pairs // dist.get_world_size()) for _ in range(STEPS.get(way, 3))]
+    return resident("VmHWM") - before, statistics.median(x for x, _ in found), found[-1][1]
+
+
+def measure(ranks: int, way: str, uneven: bool, sizes: tuple[int, int, int, int]) -> list[float]:
+    """Return MB and seconds of the worst rank, and the mean value, in new processes."""
+    with Worlds(threads=1, timeout=600) as worlds:
+        found = worlds.run(ranks, measured, way, uneven, sizes, 2 // ranks)
+    megabytes, seconds, values = zip(*found, strict=True)
+    result = [max(megabytes), max(seconds), statistics.mean(values)]
+    print(
+        f"W={ranks} {way:24s} uneven={uneven!s:5s} {result[0]:8.0f} MB {result[1]:7.2f} s {result[2]:.6f}",
+        file=sys.stderr,
+    )
+    return result
+
+
+def as_markdown(results: list[dict[str, Any]]) -> str:
+    """Return the table of the page."""
+    lines = [
+        [str(x["ranks"]), x["way"], "half on rank 1" if x["uneven"] else "equal", number(x["MB"]), number(x["seconds"])]
+        for x in results
+    ]
+    return table(["ranks", "", "tokens", "extra MB", "seconds"], lines)
+
+
+def main() -> None:
+    """Measure, print the figures, and write them into the page if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("pairs", 512), ("query-tokens", 32), ("document-tokens", 128), ("width", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("cases", nargs="*", type=int, help="numbers of cases, from 0; all by default")
+    parser.add_argument("--docs", action="store_true", help="write the figures into the page")
+    given = parser.parse_args()
+    sizes = given.pairs, given.query_tokens, given.document_tokens, given.width
+    results = []
+    for ranks, way, uneven in [CASES[i] for i in given.cases] or CASES:
+        megabytes, seconds, value = measure(ranks, way, uneven, sizes)
+        results.append(
+            {"ranks": ranks, "way": way, "uneven": uneven, "MB": megabytes, "seconds": seconds, "value": value}
+        )
+    print(json.dumps({"sizes": sizes, "results": results}, indent=1))
+    if given.docs:
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(before + BEGIN + "\n" + as_markdown(results) + "\n" + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What a monitor adds to a training step: two gloo ranks of one thread, n = 256 samples a rank, d = 256, float32.
+
+python -m benchmarks.monitor [--rounds 20]
+
+The step is a forward and a backward pass of a small convolutional encoder of 32 × 32 images under DDP, and Adam. Steps with
+a measurement, whose figures are read, run interleaved with steps without, in rotated order; a time is that of the slower
+rank. The share of every k-th call is the median of (measured − plain) / (k · plain) over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+
+RANKS, SAMPLES, WIDTH = 2, 256, 256
+EVERY = (10, 50)
+
+
+def make_encoder() -> nn.Module:
+    """Return a convolutional encoder of 0.1 million parameters, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, 1, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, WIDTH),
+    )  # fmt: skip
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "NTXent, two views": (cz.NTXent, False),
+    "Clip, two encoders": (cz.Clip, False),
+    "SupCon, labels": (cz.SupCon, True),
+}
+"""By name the loss, and whether it takes labels."""
+
+
+def measure(name: str, rounds: int) -> list[dict[str, float]]:
+    """Return the seconds of a plain and of a measured step in each round."""
+    make, labelled = LOSSES[name]
+    encoder = make_encoder()
+    model = DistributedDataParallel(encoder)
+    plain = cz.DistributedLoss(make())
+    watched = cz.DistributedLoss(plain.loss)
+    monitor = cz.Monitor(watched, every=1, encoder=encoder)
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=1e-4)
+    torch.manual_seed(dist.get_rank())
+    images = torch.randn(2, SAMPLES, 3, 32, 32)
+    labels = torch.randint(32, (SAMPLES,))
+
+    def step(loss_fn: Any) -> None:
+        optimizer.zero_grad()
+        first, *second = model(images[: 2 - labelled].flatten(0, 1)).split(SAMPLES)
+        loss_fn(first, *(second or [labels])).backward()
+        optimizer.step()
+        if loss_fn is watched:
+            assert monitor.take()
+
+    steps = {"plain": plain, "measured": watched}
+    for loss_fn in steps.values():
+        step(loss_fn)
+    found = []
+    for index in range(rounds):
+        seconds = {}
+        for kind in list(steps)[:: 1 if index % 2 else -1]:
+            dist.barrier()
+            start = time.perf_counter()
+            step(steps[kind])
+            seconds[kind] = _slowest(time.perf_counter() - start)
+        found.append(seconds)
+    return found
+
+
+def _slowest(seconds: float) -> float:
+    number = Tensor([seconds])
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number.item()
+
+
+def main() -> None:
+    """Print a row for each loss."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    rounds = parser.parse_args().rounds
+    headings = ("loss", "plain step, ms", "a measurement adds, ms", *(f"every {k} steps, %" for k in EVERY))
+    table = Table(*headings, box=None)
+    with Worlds(timeout=600.0) as worlds:
+        for name in LOSSES:
+            found = worlds.run(RANKS, measure, name, rounds)[0]
+            plain = statistics.median(x["plain"] for x in found)
+            added = statistics.median(x["measured"] - x["plain"] for x in found)
+            shares = [
+                100 * statistics.median((x["measured"] - x["plain"]) / (k * x["plain"]) for x in found) for k in EVERY
+            ]
+            table.add_row(name, f"{1e3 * plain:.0f}", f"{1e3 * added:.1f}", *(f"{share:.2f}" for share in shares))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Score sets of tokens by late interaction, in tiles: the sum over query tokens of the best document token.
+
+With q_ia the tokens of query i and d_jb those of document j,
+
+    S_ij = Σ_a max_b q_ia·d_jb        w(i, a, j) = argmax_b q_ia·d_jb
+
+and for an incoming gradient G of S the backward pass needs only the selected tokens,
+
+    dq_ia = Σ_j G_ij d_{j, w(i,a,j)}        dd_jb = Σ_{i, a: w(i,a,j) = b} G_ij q_ia
+
+which is 1 / L of the multiplications of the forward pass. Of equal products the first token is selected, and gets all of
+the gradient.
+
+Similarities of tokens exist one tile at a time. The selected tokens, one small integer for each query token and document,
+are cached for the backward pass as far as the memory budget allows; others are computed again. Only valid tokens are
+sent. Documents are gathered, or pass from rank to rank in a ring.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.collectives import all_gather, gather_rows
+from contrastive_zoo.compiling import Function
+from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.derivatives import differentiable_once, saved_tensors_are_hooked
+from contrastive_zoo.engine.exchange import GatherExchange
+from contrastive_zoo.engine.malloc import keep_freed_memory
+from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
+from contrastive_zoo.engine.ring import Ring, start_exchange
+from contrastive_zoo.engine.similarity_budget import CachedLogits
+from contrastive_zoo.engine.token_blocks import padded_blocks, set_of_token, sum_by_set, sum_selected
+from contrastive_zoo.world import Shards, World
+
+
+@dataclass(frozen=True)
+class TokenSets:
+    """Sets of tokens of all ranks: this rank's tokens, one set after the other, and the split of all.
+
+    Args:
+        tokens: the local tokens, [t, d].
+        lengths: the number of tokens of each local set, at least 1.
+        shards: the split of the sets over the ranks.
+        token_shards: the split of the tokens over the ranks.
+    """
+
+    tokens: Float[Tensor, "t d"]
+    lengths: Tensor
+    shards: Shards
+    token_shards: Shards
+
+
+@without_autocast
+def max_sim_scores(
+    queries: TokenSets, documents: TokenSets, *, dtype: torch.dtype | None = None, world: World
+) -> Float[Tensor, "n M"]:
+    """Return the scores of the local queries and the documents of all ranks, [n, M].
+
+    Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
+
+    Args:
+        queries: the queries.
+        documents: the documents.
+        dtype: the dtype of the input. If it has 16 bits, matmuls round their factors to it, and it is what ranks send.
+        world: the ranks that hold them.
+
+    Examples:
+        >>> from contrastive_zoo.world import ALONE
+        >>> q = TokenSets(torch.eye(2), torch.tensor([2]), Shards((1,)), Shards((2,)))
+        >>> d = TokenSets(torch.tensor([[3.0, 0.0], [1.0, 2.0]]), torch.tensor([1, 1]), Shards((2,)), Shards((2,)))
+        >>> max_sim_scores(q, d, world=ALONE)
+        tensor([[3., 3.]])
+    """
+    lengths = gather_rows(documents.lengths, documents.shards, world)
+    if is_dense():
+        return _dense_scores(queries, documents, lengths.tolist(), world)
+    sweep = MaxSimSweep(
+        queries.lengths,
+        lengths.tolist(),
+        documents.shards,
+        documents.token_shards,
+        world,
+        dtype,
+        torch.is_grad_enabled(),
+    )
+    scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
+    return scores
+
+
+def _dense_scores(queries: TokenSets, documents: TokenSets, lengths: Sequence[int], world: World) -> Tensor:
+    tokens = all_gather(documents.tokens, shards=documents.token_shards, process_group=world)
+    products = queries.tokens @ tokens.T
+    best = [x.max(1).values for x in products.split(list(lengths), 1)]
+    return sum_by_set(torch.stack(best, 1) if best else products, queries.lengths)
+
+
+@dataclass(frozen=True)
+class MaxSimSweep:
+    """Compute the tiles of the local queries, document block by document block, in the order in which they arrive."""
+
+    query_lengths: Tensor
+    document_lengths: Sequence[int]
+    """Of all ranks."""
+    document_shards: Shards
+    token_shards: Shards
+    world: World
+    dtype: torch.dtype | None
+    learns: bool
+    """Whether gradients are recorded."""
+
+    def exchange(self, documents: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
+        """Start to bring the other ranks' document tokens here."""
+        return start_exchange(documents, self.token_shards, self.world, self.dtype, gathered=gathered)
+
+    def _visits(
+        self, exchange: GatherExchange | Ring, queries: Tensor
+    ) -> Iterator[tuple[Tensor, list[tuple[Tensor, Tensor]]]]:
+        """Yield each rank's document tokens, and its blocks of documents: columns of the scores, and indices of tokens."""
+        elements = tiling.tile_bytes(queries) // queries.dtype.itemsize
+        sizes = tiling.tile_shape(queries)[1], max(1, elements // max(1, len(queries)))
+        for block, tokens in zip(exchange.blocks, exchange, strict=True):
+            columns = Shards(self.document_shards.sizes, block.ahead).local
+            blocks = padded_blocks(self.document_lengths[columns], *sizes, queries.device)
+            yield tokens, [(columns.start + sets, index) for sets, index in blocks]
+
+    def _best(self, queries: Tensor, tokens: Tensor, index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the largest similarity of each query token to the tokens of each document, [t, b], and its position."""
+        candidates = tokens[index.flatten()].T
+        best = queries.new_empty(len(queries), len(index))
+        position = torch.empty_like(best, dtype=_small_integer(index.shape[1])) if select else None
+        height = max(1, tiling.tile_bytes(queries) // (index.numel() * queries.dtype.itemsize))
+        for top in range(0, len(queries), height):
+            rows = slice(top, top + height)
+            similarity = (queries[rows] @ candidates).view(-1, *index.shape)
+            if position is None:
+                torch.amax(similarity, 2, out=best[rows])
+            else:
+                best[rows], position[rows] = similarity.max(2)
+        return best, position
+
+    def scores(
+        self, queries: Tensor, exchange: GatherExchange | Ring, cached: CachedLogits | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the scores, and the positions of the selected tokens of each block; None where they do not fit."""
+        scores = queries.new_empty(len(self.query_lengths), len(self.document_lengths))
+        positions: list[Tensor | None] = []
+        for tokens, blocks in self._visits(exchange, queries):
+            for columns, index in blocks:
+                small = _small_integer(index.shape[1])
+                keep = cached is not None and cached.reserve(len(queries) * len(index) * small.itemsize)
+                best, position = self._best(queries, tokens, index, select=keep)
+                scores[:, columns] = sum_by_set(best, self.query_lengths)
+                positions.append(position)
+        return scores, positions
+
+    def gradients(
+        self,
+        queries: Tensor,
+        exchange: GatherExchange | Ring,
+        dscores: Tensor,
+        positions: Sequence[Tensor | None],
+        dqueries: Tensor | None,
+        ddocuments: Tensor | None,
+    ) -> Iterator[Tensor]:
+        """Add the gradients of the queries and of the local documents to their totals; yield those of other documents."""
+        stored = iter(positions)
+        of_token = set_of_token(self.query_lengths, len(queries))
+        for visit, (tokens, blocks) in enumerate(self._visits(exchange, queries)):
+            total = ddocuments if visit == 0 or ddocuments is None else torch.zeros_like(tokens)
+            for columns, index in blocks:
+                position = next(stored)
+                if position is None:
+                    _, position = self._best(queries, tokens, index, select=True)
+                assert position is not None  # it was asked for
+                weights, position = dscores[:, columns][of_token], position.long()
+                if dqueries is not None and len(queries):
+                    selected = index[torch.arange(len(index), device=index.device), position]
+                    dqueries += F.embedding_bag(selected, tokens, mode="sum", per_sample_weights=weights)
+                if total is not None and len(queries):
+                    total.index_add_(0, index.flatten(), sum_selected(queries, weights, position, index.shape[1]))
+            if visit > 0 and total is not None:
+                yield total
+
+
+class _MaxSim(Function):
+    """Compute S of a sweep, by the formulas of this module."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, sweep: MaxSimSweep, queries: Tensor, documents: Tensor) -> Tensor:
+        keep_freed_memory(queries)
+        ctx.sweep, exchange = sweep, sweep.exchange(documents)
+        # a checkpoint computes the positions again in any case, and must find as many saved tensors as the first time
+        cache = sweep.learns and any(ctx.needs_input_grad) and not saved_tensors_are_hooked()
+        ctx.cached = CachedLogits() if cache else None
+        with matmul_rounding(sweep.dtype, queries.device.type):
+            scores, positions = sweep.scores(queries, exchange, ctx.cached)
+        ctx.save_for_backward(queries, documents, exchange.gathered, *positions)
+        return scores
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+        queries, documents, gathered, *positions = ctx.saved_tensors
+        sweep = ctx.sweep
+        with torch.no_grad(), matmul_rounding(sweep.dtype, queries.device.type):
+            dqueries, ddocuments = (
+                torch.zeros_like(x) if needed else None
+                for x, needed in zip((queries, documents), ctx.needs_input_grad[1:], strict=True)
+            )
+            exchange = sweep.exchange(documents, gathered)
+            parts = sweep.gradients(queries, exchange, dscores.contiguous(), positions, dqueries, ddocuments)
+            if ddocuments is None:
+                for _ in parts:  # it yields nothing, but fills dqueries
+                    pass
+            else:
+                exchange.return_gradients(ddocuments, parts)
+            if ctx.cached is not None:
+                ctx.cached.release()
+        return None, *(differentiable_once(x, queries, documents) for x in (dqueries, ddocuments))
+
+
+def _small_integer(positions: int) -> torch.dtype:
+    """Return the smallest dtype that represents so many positions."""
+    return torch.uint8 if positions <= 2**8 else torch.int16 if positions <= 2**15 else torch.int32

@@ -1,0 +1,370 @@
+"""MaxSim and pad_dims: sets of tokens of different size, against all products of tokens on one process."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import tiling
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import EXACT, close, common_error, distance, numbers
+from tests.losses.zoo_tokens import dense_max_sim, dense_pairwise
+from tests.stateful_rank import limits
+
+NAMES = ("queries", "documents", "negatives")
+MASKS = ("query_mask", "document_mask", "negative_mask")
+WIDTH = 4
+LOW_TILES = {"contrastive_zoo.engine.tiling:TILE_BYTES": 400}
+
+LOSSES: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], dict[str, Any]]] = {
+    "MaxSim": (cz.MaxSim, dense_max_sim, {}),
+    "MaxSim, symmetric": (cz.MaxSim, dense_max_sim, {"symmetric": True}),
+    "MaxSim, mean": (cz.MaxSim, dense_max_sim, {"token_reduction": "mean"}),
+    "MaxSimPairwise": (cz.MaxSimPairwise, dense_pairwise, {}),
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How many sets of tokens a rank holds, and how many tokens each of them has at most."""
+
+    pairs: int
+    negatives: int = 0
+    lengths: tuple[int, int, int] = (3, 5, 2)
+
+
+def rows_of(shard: Shard, seed: int) -> dict[str, Tensor]:
+    """Return the arguments of a rank. A mask leaves each set at least one token; tokens that are not valid are large."""
+    counts, found = (shard.pairs, shard.pairs, shard.negatives), {}
+    for index, (name, of, count, length) in enumerate(zip(NAMES, MASKS, counts, shard.lengths, strict=True)):
+        mask = numbers(count, length, seed=seed + 10 + index) > -0.3
+        if count:
+            mask[torch.arange(count), torch.arange(count) % length] = True
+        found[name] = numbers(count, length, WIDTH, seed=seed + index).masked_fill(~mask[..., None], 100.0)
+        found[of] = mask
+    return found
+
+
+def whole(by_rank: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the arguments of one process: the rows of all ranks, padded to the longest."""
+    found = {}
+    for name in (*NAMES, *MASKS):
+        longest = max(x[name].shape[1] for x in by_rank)
+        found[name] = torch.cat([resized(x[name], longest) for x in by_rank])
+    return found
+
+
+def resized(x: Tensor, length: int) -> Tensor:
+    return F.pad(x, [0, 0] * (x.ndim - 2) + [0, length - x.shape[1]])
+
+
+def learning(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in rows.items()}
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("tiles", [{}, LOW_TILES], ids=["one tile", "many"])
+@pytest.mark.parametrize("budget", [0, 60, 2**20], ids="budget {}".format)
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_is_the_definition(name: str, budget: int, tiles: dict[str, int]) -> None:
+    make, dense, settings = LOSSES[name]
+    rows = learning(rows_of(Shard(6, 3), seed=7))
+    t, u = (torch.tensor(0.7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    with limits(tiles), cz.memory_budget(budget):
+        found = make(temperature=t, **settings)(**rows)
+        ours = torch.autograd.grad(found, [*(rows[x] for x in NAMES), t])
+    expected = dense(rows, temperature=u, **settings)
+    close(found, expected)
+    for x, y in zip(ours, torch.autograd.grad(expected, [*(rows[x] for x in NAMES), u]), strict=True):
+        close(x, y)
+
+
+def test_masks_may_be_left_out() -> None:
+    rows = rows_of(Shard(4), seed=1)
+    tokens = {name: rows[name] for name in NAMES[:2]}
+    every = {of: torch.ones(rows[of].shape, dtype=torch.int64) for of in MASKS[:2]}
+    close(cz.MaxSim()(**tokens), cz.MaxSim()(**tokens, **every))
+
+
+def test_the_first_of_equal_tokens_gets_the_gradient() -> None:
+    queries = torch.eye(2)[:, None]
+    documents = torch.eye(2)[:, None].repeat(1, 3, 1).requires_grad_()
+    cz.MaxSim(normalize=False)(queries, documents, None, torch.tensor([[0, 1, 1], [1, 1, 1]])).backward()
+    assert documents.grad is not None
+    assert documents.grad.abs().amax(2).gt(0).tolist() == [[False, True, False], [True, False, False]]
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["recomputed", "cached"])
+def test_similarities_of_all_tokens_are_never_held(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "TILE_BYTES", 2**14)
+    queries, documents = (numbers(24, 16, WIDTH, seed=seed, dtype=torch.float32).requires_grad_() for seed in (1, 2))
+    with cz.memory_budget(2**20 if cached else 0), Largest() as largest:
+        cz.MaxSim()(queries, documents).backward()
+    selected = 24 * 16 * 24
+    assert largest.elements <= selected < (24 * 16) ** 2 / 4
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation within it returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else [found]:
+            self.elements = max(self.elements, x.numel() if isinstance(x, Tensor) else 0)
+        return found
+
+
+def test_a_second_derivative_is_refused() -> None:
+    rows = learning(rows_of(Shard(3), seed=1))
+    (first,) = torch.autograd.grad(cz.MaxSim()(**rows), rows["queries"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivative of a contrastive_zoo loss.*contrastive_zoo\.dense"):
+        first.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+def largest_error(name: str, steps: Sequence[Sequence[Shard]], option: Any, budget: int, mutant: str = "") -> float:
+    """Return the largest error of a rank over a training: values, gradients of its tokens and of the temperature."""
+    make, dense, settings = LOSSES[name]
+    rank, world, errors = dist.get_rank(), dist.get_world_size(), []
+    loss = cz.DistributedLoss(make(temperature=cz.LearnableTemperature(0.7), **settings).double(), ring=option)
+    alone = cz.LearnableTemperature(0.7).double()
+    for index, shards in enumerate(steps):
+        by_rank = [rows_of(shard, seed=100 * index + 20 * r) for r, shard in enumerate(shards)]
+        every = learning(whole(by_rank))
+        mine = learning(by_rank[rank])
+        given = dict(mine)
+        if mutant == "padding counts":
+            given |= {of: torch.ones_like(mine[of]) for of in MASKS}
+        with cz.memory_budget(budget):
+            value = (loss.loss if mutant == "local negatives" else loss)(**given)
+        expected = dense(every, temperature=alone(), **settings)
+        errors.append(distance(value.detach(), expected.detach()))
+        loss.zero_grad()
+        alone.zero_grad()
+        value.backward()
+        expected.backward()
+        for name_of in NAMES:
+            counts = [len(x[name_of]) for x in by_rank]
+            length = mine[name_of].shape[1]
+            wanted, found = every[name_of].grad, mine[name_of].grad
+            assert wanted is not None
+            assert found is not None
+            errors.append(distance(found, world * wanted.split(counts)[rank][:, :length]))
+        (ours,), (theirs,) = loss.parameters(), alone.parameters()
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        errors.append(distance(ours.grad, theirs.grad))
+    return max(errors)
+
+
+shard_of_a_rank = st.builds(
+    Shard, st.integers(0, 4), st.integers(0, 2), st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
+)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(data=st.data(), option=st.sampled_from([False, True]), budget=st.sampled_from([0, 2**20]))
+def test_ranks_of_any_number_of_tokens_are_one_process(name: str, data, option, budget, worlds: Worlds) -> None:
+    world = data.draw(st.sampled_from([2, 3]))
+    steps = data.draw(st.lists(st.tuples(*[shard_of_a_rank] * world), min_size=1, max_size=3))
+    steps = [step for step in steps if any(shard.pairs for shard in step)] or [(Shard(1),) * world]
+    for error in worlds.run(world, largest_error, name, steps, option, budget):
+        assert error <= EXACT
+
+
+MACHINES = ((0, 2), (1, 3))
+
+
+def test_a_ring_of_two_levels_is_one_process(worlds: Worlds) -> None:
+    steps = [(Shard(3, 1), Shard(0, 0, (2, 7, 1)), Shard(2, 2, (1, 1, 4)), Shard(1))] * 2
+    for error in worlds.run(4, largest_error, "MaxSim, symmetric", steps, MACHINES, 0):
+        assert error <= EXACT
+
+
+@pytest.mark.parametrize("mutant", ["padding counts", "local negatives"])
+def test_a_mutant_is_caught(mutant: str, worlds: Worlds) -> None:
+    steps = [(Shard(3), Shard(2, 0, (4, 3, 1)))]
+    assert max(worlds.run(2, quiet_error, steps, mutant)) > 1e-3
+
+
+def quiet_error(steps: Sequence[Sequence[Shard]], mutant: str) -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it sees its own tokens only
+        return largest_error("MaxSim", steps, False, 0, mutant)
+
+
+def test_the_loss_is_part_of_a_composition(worlds: Worlds) -> None:
+    """Also with arguments by position, and prefixes of tokens."""
+    shards = (Shard(2, 1), Shard(3, 0, (4, 2, 1)))
+    order = [*NAMES[:2], *MASKS[:2], NAMES[2], MASKS[2]]
+
+    def job() -> tuple[float, float]:
+        rows = rows_of(shards[dist.get_rank()], seed=20 * dist.get_rank())
+        total = cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()], weights=[1.0, 0.5])
+        prefixes = cz.Matryoshka(cz.MaxSim(), (2, WIDTH))
+        positional = [rows[name] for name in order]
+        return cz.DistributedLoss(total)(*positional).item(), cz.DistributedLoss(prefixes)(**rows).item()
+
+    every = whole([rows_of(shard, seed=20 * rank) for rank, shard in enumerate(shards)])
+    short = {name: x[..., :2] if x.is_floating_point() else x for name, x in every.items()}
+    sums = dense_max_sim(every) + 0.5 * dense_pairwise(every), dense_max_sim(every) + dense_max_sim(short)
+    for found in worlds.run(2, job):
+        assert found == pytest.approx([x.item() for x in sums], abs=EXACT)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+TOKENS = torch.eye(3)[:, None].repeat(1, 2, 1)
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "rows": (lambda: cz.MaxSim()(torch.eye(3), TOKENS), r"queries are floating-point tokens \[n, L, d\], got float32"),
+    "width": (lambda: cz.MaxSim()(TOKENS, TOKENS[..., :2]), "documents are of the queries' width and dtype, got"),
+    "dtype": (lambda: cz.MaxSim()(TOKENS, TOKENS, None, None, TOKENS.half()), "negatives are of the queries' width"),
+    "more documents": (lambda: cz.MaxSim()(TOKENS[:2], TOKENS), "Pass further documents as negatives"),
+    "mask's shape": (lambda: cz.MaxSim()(TOKENS, TOKENS, torch.ones(3, 3).bool()), "query_mask holds a bool or an"),
+    "mask's dtype": (lambda: cz.MaxSim()(TOKENS, TOKENS, torch.ones(3, 2)), "query_mask holds a bool or an integer"),
+    "mask without tokens": (
+        lambda: cz.MaxSim()(TOKENS, TOKENS, None, None, None, torch.ones(3, 2).bool()),
+        "negative_mask came without negatives",
+    ),
+    "empty set": (
+        lambda: cz.MaxSim()(TOKENS, TOKENS, None, torch.tensor([[1, 1], [0, 0], [1, 0]])),
+        "documents have one valid token or more each, got none in row 1",
+    ),
+    "no tokens": (lambda: cz.MaxSim()(TOKENS, TOKENS[:, :0]), "documents have one valid token or more each"),
+    "word": (lambda: cz.MaxSim(token_reduction="max"), "token_reduction is 'sum' or 'mean', got 'max'"),
+    "NaN": (lambda: cz.MaxSimPairwise()(TOKENS / 0, TOKENS), "tokens of queries hold NaN or infinite values in 6"),
+    "no queries": (lambda: cz.MaxSim()(TOKENS[:0], TOKENS[:0]), "the global batch is empty"),
+    "padding of an own loss": (
+        lambda: cz.DistributedLoss(cz.MaxSim(), pad_dims={"queries": 1}),
+        "pad_dims is for a third-party loss that every rank computes; MaxSim takes sizes that differ",
+    ),
+    "padding of samples": (
+        lambda: cz.DistributedLoss(nn.MSELoss(), pad_dims={"input": 0}),
+        "pad_dims are the padded dimensions, 1 or more, by the name of the argument",
+    ),
+    "padding by a list": (lambda: cz.DistributedLoss(nn.MSELoss(), pad_dims=["input"]), r"got \['input'\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused(name: str) -> None:
+    call, said = BAD[name]
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
+    def call(length: int, mask: Tensor | None = None, width: int = 3) -> float:
+        tokens = torch.eye(3)[:, None].repeat(1, length, 1)[..., :width]
+        return cz.DistributedLoss(cz.MaxSim(), check_distinct=False)(tokens, tokens, None, mask).item()
+
+    def spoilt(**of_rank_1: Any) -> Callable[[], Any]:
+        return lambda: call(2, **(of_rank_1 if dist.get_rank() == 1 else {}))
+
+    cases = [
+        (spoilt(width=2), "ranks disagree on the width of queries: rank 0 brought [*, 3], rank 1 brought [*, 2]"),
+        (spoilt(mask=torch.tensor([[1, 0], [0, 0], [1, 1]])), "got none in row 1"),
+        (spoilt(mask=torch.ones(3, 2)), "document_mask holds a bool or an integer"),
+    ]
+    for bad, said in cases:
+        text, after = common_error(worlds, 2, bad, lambda: call(1 + dist.get_rank()))
+        assert said in text
+        assert len(set(after)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- pad_dims
+
+
+class Pooled(nn.Module):
+    """A third-party loss of masked tokens, with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor, mask: Tensor, other: dict[str, Tensor]) -> Tensor:
+        assert mask.dtype == torch.bool
+        products = torch.einsum("iad,jbd->ijab", tokens, other["tokens"])
+        pairs = mask[:, None, :, None] & other["mask"][None, :, None]
+        return F.cross_entropy(self.scale * products.where(pairs, 0).tanh().sum((2, 3)), torch.arange(len(tokens)))
+
+
+def arguments(shard: Shard, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    rows = rows_of(shard, seed)
+    tokens = [rows[name].masked_fill(rows[name] == 100, 7.0).requires_grad_() for name in NAMES[:2]]
+    return tokens[0], rows["query_mask"], {"tokens": tokens[1], "mask": rows["document_mask"]}
+
+
+PADDED = {"tokens": 1, "mask": [1], "other['tokens']": 1, "other['mask']": (1,)}
+
+
+def padded_error(steps: Sequence[Sequence[Shard]], trainer: Any) -> float:
+    """Return the largest error of a third-party loss of padded tokens over a training."""
+    rank, world, errors = dist.get_rank(), dist.get_world_size(), []
+    loss, alone = cz.DistributedLoss(Pooled(), pad_dims=PADDED, grad_reduction=trainer), Pooled()
+    factor = world if trainer == "mean" else 1
+    for index, shards in enumerate(steps):
+        by_rank = [arguments(shard, 100 * index + 20 * r) for r, shard in enumerate(shards)]
+        tokens, mask, other = zip(*by_rank, strict=True)
+        parts = [tokens, mask, [x["tokens"] for x in other], [x["mask"] for x in other]]
+        q, q_mask, d, d_mask = (torch.cat([resized(x, max(y.shape[1] for y in part)) for x in part]) for part in parts)
+        expected = alone(q, q_mask, {"tokens": d, "mask": d_mask})
+        leaves = (by_rank[rank][0], by_rank[rank][2]["tokens"])
+        wanted = torch.autograd.grad(expected, [*leaves, alone.scale])
+        value = loss(*by_rank[rank])
+        found = torch.autograd.grad(value, [*leaves, loss.loss.scale])
+        errors.append(distance(value.detach(), expected.detach()))
+        factors = (factor, factor, factor / world)
+        errors += [distance(x, k * y) for x, y, k in zip(found, wanted, factors, strict=True)]
+    return max(errors)
+
+
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+@given(data=st.data())
+def test_a_third_party_loss_of_padded_tokens_is_one_process(trainer: str, data, worlds: Worlds) -> None:
+    world = data.draw(st.sampled_from([2, 3]))
+    steps = data.draw(st.lists(st.tuples(*[shard_of_a_rank] * world), min_size=1, max_size=3))
+    steps = [step for step in steps if any(shard.pairs for shard in step)] or [(Shard(1),) * world]
+    for error in worlds.run(world, padded_error, steps, trainer):
+        assert error <= EXACT
+
+
+def test_without_padding_the_error_names_it(worlds: Worlds) -> None:
+    def tokens() -> Tensor:
+        return torch.ones(2, 2 + dist.get_rank(), 3) * dist.get_rank()
+
+    def called(**options: Any) -> Callable[[], Any]:
+        return lambda: cz.DistributedLoss(lambda tokens: tokens.sum(), **options)(tokens())
+
+    def disagreeing() -> Any:
+        return called(pad_dims={"tokens": 1} if dist.get_rank() else None)()
+
+    for bad, said in [
+        (called(), "pad_dims={'tokens': 1}"),
+        (called(pad_dims={"words": 1}), "pad_dims names words, which this call has not. Its arguments are tokens."),
+        (called(pad_dims={"tokens": 3}), "pad_dims['tokens'] is 3, a dimension that"),
+        (disagreeing, "ranks"),
+    ]:
+        text, after = common_error(worlds, 2, bad, lambda: called(pad_dims={"tokens": 1})().item())
+        assert said in text
+        assert after == [18.0, 18.0]
+
+
+def test_padding_is_shown() -> None:
+    assert "pad_dims={'tokens': (1,)}" in repr(cz.DistributedLoss(nn.MSELoss(), pad_dims={"tokens": 1}))

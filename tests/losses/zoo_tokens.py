@@ -1,0 +1,109 @@
+"""Late interaction, with its scores written out token by token."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.losses.max_sim import max_sim
+from contrastive_zoo.losses.max_sim_pairwise import max_sim_pairwise
+from contrastive_zoo.world import ALONE
+from tests.losses.zoo_softmax import row
+from tests.zoo import Entry
+
+Given = dict[str, Tensor | None]
+
+
+def dense_scores(q: Tensor, d: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, token_reduction: str) -> Tensor:
+    """The scores of all queries and all documents, by way of all products of tokens."""
+    q, d = F.normalize(q, dim=2), F.normalize(d, dim=2)
+    products = torch.einsum("iad,jbd->ijab", q, d)
+    if d_mask is not None:
+        products = products.masked_fill(d_mask[:, None] == 0, -torch.inf)
+    best = products.max(3).values
+    valid = torch.ones(q.shape[:2], dtype=q.dtype) if q_mask is None else (q_mask != 0).to(q.dtype)
+    scores = torch.einsum("ija,ia->ij", best, valid)
+    return scores / valid.sum(1, keepdim=True) if token_reduction == "mean" else scores
+
+
+def all_scores(given: Given, token_reduction: str) -> Tensor:
+    q, d, x = given["queries"], given["documents"], given.get("negatives")
+    assert q is not None
+    assert d is not None
+    scores = [dense_scores(q, d, given.get("query_mask"), given.get("document_mask"), token_reduction)]
+    if x is not None:
+        scores.append(dense_scores(q, x, given.get("query_mask"), given.get("negative_mask"), token_reduction))
+    return torch.cat(scores, 1)
+
+
+def dense_max_sim(
+    given: Given, temperature: Any = 1.0, symmetric: bool = False, token_reduction: str = "sum"
+) -> Tensor:
+    logits = all_scores(given, token_reduction) / temperature
+    n = len(logits)
+    loss = F.cross_entropy(logits, torch.arange(n))
+    return (loss + F.cross_entropy(logits[:, :n].T, torch.arange(n))) / 2 if symmetric else loss
+
+
+def dense_pairwise(given: Given, temperature: Any = 1.0, token_reduction: str = "sum") -> Tensor:
+    scores = all_scores(given, token_reduction)
+    losses = []
+    for i, of_query in enumerate(scores):
+        others = [s for j, s in enumerate(of_query) if j != i]
+        if others:
+            losses.append(F.softplus((torch.stack(others).amax() - of_query[i]) / temperature, threshold=40))
+    return torch.stack(losses).mean() if losses else 0 * scores.sum()
+
+
+def tokens_of(*views: Tensor) -> Given:
+    """Tokens made of rows without rounding: 3 of a query, 4 of a document, 1 of a negative; some are not valid."""
+    q, d, *more = views
+    found: Given = {
+        "queries": torch.stack([q, q.flip(1), -q.roll(1, 1)], 1),
+        "documents": torch.stack([d, -d.flip(1), d.roll(1, 1), -d], 1),
+        "query_mask": torch.stack([q[:, 0] > -torch.inf, q[:, 0] > 0, q[:, -1] > 0], 1),
+        "document_mask": torch.stack([d[:, 0] > 0, d[:, -1] > 0, d[:, 0] > -torch.inf, d[:, 0] < 0], 1).long(),
+    }
+    return found | ({"negatives": more[0][more[0][:, 0] > 0][:, None]} if more else {})
+
+
+def max_sim_of_views(
+    *views: Tensor, temperature=1.0, symmetric=False, token_reduction="sum", reduction="mean", world=ALONE
+) -> Tensor:
+    return max_sim(
+        **tokens_of(*views), temperature=temperature, symmetric=symmetric, token_reduction=token_reduction,
+        reduction=reduction, world=world,
+    )  # fmt: skip
+
+
+class MaxSimOfViews(Loss, function=max_sim_of_views):
+    """The function as a module."""
+
+    supports_ring = True
+
+
+def pairwise_of_views(*views: Tensor, temperature=1.0, token_reduction="sum", reduction="mean", world=ALONE) -> Tensor:
+    return max_sim_pairwise(
+        **tokens_of(*views), temperature=temperature, token_reduction=token_reduction, reduction=reduction, world=world
+    )
+
+
+class MaxSimPairwiseOfViews(Loss, function=pairwise_of_views):
+    """The function as a module."""
+
+    supports_ring = True
+
+
+def of_views(dense: Any) -> Any:
+    return lambda *views, **settings: dense(tokens_of(*views), **settings)
+
+
+ENTRIES: list[Entry] = [
+    row("MaxSim", MaxSimOfViews, of_views(dense_max_sim), "views"),
+    row("MaxSim, negatives", MaxSimOfViews, of_views(dense_max_sim), "views", 3, token_reduction="mean"),
+    row("MaxSim, symmetric", MaxSimOfViews, of_views(dense_max_sim), "views", 3, symmetric=True),
+    row("MaxSimPairwise", MaxSimPairwiseOfViews, of_views(dense_pairwise), "views"),
+    row("MaxSimPairwise, negatives", MaxSimPairwiseOfViews, of_views(dense_pairwise), "views", 3),
+]

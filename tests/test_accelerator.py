@@ -1,0 +1,113 @@
+"""Losses on an accelerator: they read none of its values, and their own ways of computing there are right."""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import contrastive_zoo as cz
+from contrastive_zoo import devices
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.invariants import CONTRACT, TOLERANCE
+from contrastive_zoo.testing.trial import Trial, whole_batch
+from contrastive_zoo.testing.worlds import Worlds
+from tests.accelerator import FAMILIES
+from tests.helpers import EVERY_CASE
+from tests.zoo import ZOO, Entry
+
+READS = {
+    "Triplet": "the number of positives of an anchor",
+    "SmoothAP": "the number of positives of an anchor",
+    "Angular": "the number of positives of an anchor",
+    "PNP": "the number of positives of an anchor",
+    "SIGReg": "its step, from which the CPU draws the directions",
+    "MaxSim": "the numbers of tokens",
+}
+"""What some losses need to know before they compute; :func:`reading` calls the other losses of a family by their names."""
+
+CLASS_LOSSES = {"ArcFace", "ArcFace, sub-centers", "CosFace", "LargeMarginSoftmax", "NormalizedSoftmax", "P2SGrad",
+                "ProxyAnchor", "ProxyNCA++", "SoftTriple", "SphereFace"}  # fmt: skip
+"""Their labels are indices, and are checked unless ``check_finite=False``."""
+
+HARD = {"Triplet, hard", "Triplet, hard and soft"}
+"""They need no list of positives."""
+
+
+@functools.cache
+def reading(*options: str) -> set[str]:
+    """Return the losses that read values of an accelerator."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.accelerator", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    return {name for name, read in json.loads(done.stdout).items() if read is not None}
+
+
+def may_read(name: str) -> bool:
+    return name.split(",")[0].removesuffix("Pairwise") in READS and name not in HARD
+
+
+def test_no_loss_waits_for_an_accelerator() -> None:
+    found = reading()
+    assert all(may_read(name) for name in found), found
+
+
+def test_checks_of_values_wait_for_labels_only() -> None:
+    found = {name for name in reading("--check-finite") if not may_read(name)}
+    assert found == CLASS_LOSSES | {"Margin, by class", "MultiPositive, several targets", "OnlineContrastive", "MNRL"}
+
+
+def test_what_a_cpu_does_would_be_noticed() -> None:
+    """The mutant: all losses take an accelerator for a CPU."""
+    assert {"SupCon", "Clip", "Histogram", "Contrastive"} <= reading("--as-cpu")
+
+
+@pytest.fixture(scope="module")
+def accelerated() -> Iterator[Worlds]:
+    def pretend() -> None:
+        devices.on_cpu = lambda x: False
+
+    with Worlds() as pool:
+        pool.run(3, pretend)
+        yield pool
+
+
+ENTRIES = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES)]
+
+
+@pytest.mark.parametrize("entry", ENTRIES[:: 1 if EVERY_CASE else 3], ids=str)
+def test_the_contract_holds_for_what_is_computed_on_accelerators(entry: Entry, accelerated: Worlds) -> None:
+    index = ENTRIES.index(entry)
+    shards, trainer = [(1, 4), (0, 3, 2), (3, 3)][index // 3 % 3], ("mean", "sum")[index % 2]
+    trial = Trial(entry.case(trainer, temperature=0.2), GlobalBatch(shards, d=3, labels="mixed", seed=5), accelerated)
+    for invariant in CONTRACT:
+        invariant(trial)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_what_is_computed_on_accelerators_is_the_formula(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "on_cpu", lambda x: False)
+    rows = whole_batch(entry.case(), GlobalBatch((7,), d=3, labels="mixed", seed=1))
+    leaves = [x.requires_grad_() for x in rows if x.is_floating_point()]
+    value = entry.make(temperature=0.3).double()(*rows)
+    expected = entry.dense(*rows, temperature=0.3)
+    torch.testing.assert_close(value, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    gradients = (torch.autograd.grad(x, leaves) for x in (value, expected))
+    torch.testing.assert_close(*gradients, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [cz.Clip, lambda **settings: cz.NTXent(**settings), cz.SigLIP, cz.InfoNCE])
+def test_a_scale_that_stays_a_tensor_gets_its_gradient(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [x.requires_grad_() for x in GlobalBatch((7,), d=3, seed=1).samples(2)]
+
+    def gradients() -> list[torch.Tensor]:
+        scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        loss = make(temperature=scale) if make not in (cz.Clip, cz.SigLIP) else make().double()
+        learnt = [scale] if make not in (cz.Clip, cz.SigLIP) else [*loss.parameters()]
+        return list(torch.autograd.grad(loss(*rows), [*rows, *learnt]))
+
+    expected = gradients()
+    monkeypatch.setattr(devices, "on_cpu", lambda x: False)
+    torch.testing.assert_close(gradients(), expected, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,291 @@
+"""Monitor: its figures, its invariants with the mistakes that they catch, and what ranks must agree on."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import contrastive_zoo as cz
+from contrastive_zoo.monitor import pairs
+from contrastive_zoo.monitor.drift import sketch
+from contrastive_zoo.monitor.figures import effective_rank
+from contrastive_zoo.testing.invariant import Broken
+from contrastive_zoo.testing.monitor import MISTAKES, MONITOR_INVARIANTS, MonitorTrial
+from tests.helpers import common_error, numbers
+
+N, D = 13, 5
+X, Y = numbers(N, D, seed=0), numbers(N, D, seed=1)
+PAIRED = X, X + 0.7 * Y
+NARROW = numbers(N, 40, seed=2), numbers(N, 40, seed=3)  # N < d
+LABELLED = X, torch.tensor([0, 1, 0, 2, 1, 2, 0, 2**60, 2**60 + 1, 3, 3, 0, 1])
+REPEATED = X[torch.arange(N) // 2], LABELLED[1]  # ties
+
+
+def third_party(embeddings, labels):
+    return (embeddings @ embeddings.T)[labels[:, None] == labels].square().mean()
+
+
+def of_pairs(queries, keys):
+    return (queries - keys).square().mean()
+
+
+def no_pairs(queries, documents):
+    return (queries @ documents.T).square().mean()
+
+
+def ntxent():
+    return cz.DistributedLoss(cz.NTXent())
+
+
+CASES = {
+    "views": (cz.NTXent, PAIRED, (4, 9)),
+    "two encoders": (cz.Clip, PAIRED, (0, 7, 6)),
+    "fewer rows than dimensions": (lambda: cz.InfoNCE(temperature=0.2), NARROW, (12, 1)),
+    "labels": (cz.SupCon, LABELLED, (6, 0, 7)),
+    "ties": (cz.Triplet, REPEATED, (5, 8)),
+    "a third-party loss": (lambda: third_party, LABELLED, (13, 0)),
+    "a third-party loss of pairs": (lambda: of_pairs, PAIRED, (1, 12)),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+def test_the_invariants_hold(case, worlds):
+    make, rows, shards = case
+    trial = MonitorTrial(cz.Monitor, lambda: cz.DistributedLoss(make()), rows, shards, worlds)
+    for invariant in MONITOR_INVARIANTS:
+        assert invariant(trial)
+
+
+@pytest.mark.parametrize("invariant", MONITOR_INVARIANTS, ids=str)
+def test_each_invariant_catches_its_mistake(invariant, worlds):
+    with pytest.raises(Broken):
+        invariant(MonitorTrial(MISTAKES[invariant.catches], ntxent, PAIRED, (4, 9), worlds))
+
+
+def test_blocks_and_rounds_change_no_bit(monkeypatch):
+    found = []
+    for candidates, block in ((pairs.CANDIDATES, pairs._BLOCK), (4, 6)):
+        monkeypatch.setattr(pairs, "CANDIDATES", candidates)
+        monkeypatch.setattr(pairs, "_BLOCK", block)
+        for make, rows in ((cz.SupCon, LABELLED), (cz.Clip, PAIRED)):
+            found.append(measured(make(), *rows))
+    for name, value in found[0].items():
+        assert math.isclose(found[2][name], value, rel_tol=1e-12), name
+    for name, value in found[1].items():
+        assert math.isclose(found[3][name], value, rel_tol=1e-12), name
+
+
+def test_the_path_of_large_batches_is_monitored_alike(worlds):
+    rows = numbers(700, 16, seed=4), numbers(700, 16, seed=5)
+    for make in (ntxent, lambda: cz.DistributedLoss(cz.Clip(temperature=0.1), ring=True)):
+        one, two = (MonitorTrial(cz.Monitor, make, rows, s, worlds).watched() for s in ((700,), (300, 400)))
+        for name, value in one[0].figures.items():
+            assert all(math.isclose(x.figures[name], value, rel_tol=1e-9, abs_tol=1e-12) for x in two), name
+
+
+def test_no_tensor_grows_with_the_square_of_the_batch(monkeypatch):
+    monkeypatch.setattr(pairs, "CANDIDATES", 128)
+    monkeypatch.setattr(pairs, "_BLOCK", 2**13)
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            sizes = [
+                x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(found) if isinstance(x, torch.Tensor)
+            ]
+            self.elements = max(self.elements, *sizes, 0)
+            return found
+
+    n, d = 600, 8
+    loss_fn = cz.DistributedLoss(of_pairs)
+    monitor = cz.Monitor(loss_fn)
+    with Largest() as largest:
+        loss_fn(numbers(n, d, seed=0), numbers(n, d, seed=1))
+        assert monitor.latest
+    assert largest.elements <= max(2**13, 2 * n * d)
+
+
+def measured(loss, *rows, **settings):
+    loss_fn = cz.DistributedLoss(loss)
+    monitor = cz.Monitor(loss_fn, **settings)
+    loss_fn(*rows)
+    return monitor.latest
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def test_uniformity_and_alignment_are_those_of_the_loss():
+    found = measured(cz.AlignUniform(), *PAIRED)
+    assert math.isclose(found["alignment"], cz.align_uniform(*PAIRED, uniformity=0.0).item(), rel_tol=1e-12)
+    uniformity = cz.align_uniform(X, X).item()
+    assert math.isclose(measured(cz.KoLeo(), X)["uniformity"], uniformity, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [X, NARROW[0]], ids=["N > d", "N < d"])
+def test_spectrum_and_variance_are_those_of_the_embeddings(rows):
+    found = measured(cz.KoLeo(), rows)
+    unit = nn.functional.normalize(rows, dim=1)
+    p = torch.linalg.svdvals(unit) ** 2 / len(rows)
+    assert math.isclose(found["effective_rank"], (-(p * p.log())).sum().exp().item(), rel_tol=1e-10)
+    assert found["effective_rank"] <= min(rows.shape)
+    variance = unit.var(0, correction=0)
+    assert math.isclose(found["variance_min"], variance.min().item(), rel_tol=1e-10)
+    assert math.isclose(found["variance_max"], variance.max().item(), rel_tol=1e-10)
+
+
+def test_collapse_is_seen():
+    constant = torch.ones(6, 4).double() + 1e-9 * numbers(6, 4, seed=6)
+    found = measured(cz.NTXent(), constant, constant)
+    assert found["effective_rank"] < 1 + 1e-6
+    assert found["variance_max"] < 1e-15
+    assert found["likely_false_negatives"] == 1.0
+    assert effective_rank(torch.zeros(2)) != effective_rank(torch.zeros(2))  # NaN
+
+
+def test_ties_are_misses_and_copies_are_likely_false_negatives():
+    same = torch.ones(4, 3)
+    assert measured(cz.NTXent(), same, same)["top1_forward"] == 0.0
+    copies = torch.eye(4)[[0, 0, 1, 2]]
+    found = measured(cz.NTXent(), copies, copies)
+    assert (found["top1_forward"], found["top1_backward"]) == (0.5, 0.5)
+    assert found["likely_false_negatives"] == 2 / 12
+    assert measured(cz.SupCon(), torch.eye(3), torch.tensor([0, 0, 1]))["anchors_without_positive"] == 1 / 3
+
+
+def test_views_of_all_forms():
+    views = [numbers(6, 4, seed=seed) for seed in range(3)]
+    of_views = measured(cz.SupCon(), torch.stack(views, 1), torch.arange(6) // 2)
+    rows, labels = torch.cat(views), (torch.arange(6) // 2).repeat(3)
+    assert of_views == measured(cz.SupCon(), rows, labels)
+    three = measured(cz.NTXent(), *views)
+    pairs_of_two = [measured(cz.NTXent(), views[i], views[j]) for i, j in ((0, 1), (0, 2), (1, 2))]
+    for name in ("positive_similarity", "top1_forward", "top1_backward", "alignment"):
+        assert math.isclose(three[name], sum(x[name] for x in pairs_of_two) / 3, rel_tol=1e-12)
+    assert "positive_similarity" in measured(cz.MNRL(), *views)
+    assert "positive_similarity" not in measured(no_pairs, views[0], views[1][:5])
+
+
+def test_half_precision_and_values_that_are_not_finite():
+    found = measured(cz.NTXent(), X.bfloat16(), X.bfloat16())
+    assert found["top1_forward"] == 1.0
+    broken = X.clone()
+    broken[0] = math.nan
+    assert math.isnan(measured(cz.NTXent(check_finite=False), broken, X)["effective_rank"])
+
+
+def test_temperature_and_drift(worlds):
+    assert measured(cz.Clip(temperature=0.25), *PAIRED)["temperature"] == 0.25
+    assert "temperature" not in measured(third_party, *LABELLED)
+
+    def job(same):
+        torch.manual_seed(0)
+        encoder = nn.Linear(D, 200)
+        start, step = sketch(encoder).norm(), torch.randn_like(encoder.weight)
+        if dist.get_rank() == 1 and not same:
+            encoder.weight.data += 1e-3 * step
+        loss_fn = cz.DistributedLoss(cz.Clip())
+        monitor = cz.Monitor(loss_fn, encoder=encoder)
+        torch.manual_seed(dist.get_rank())
+        loss_fn(torch.randn(3, D), torch.randn(3, D))
+        return monitor.latest, (1e-3 * step).norm() / start
+
+    for found, _ in worlds.run(2, job, True):
+        assert found["encoder_drift"] == found["loss_drift"] == 0.0
+    (first, expected), (second, _) = worlds.run(2, job, False)
+    assert first == second
+    assert 0.4 < first["encoder_drift"] / expected < 1.6
+    assert first["loss_drift"] == 0.0
+
+
+# -------------------------------------------------------------------------------------------------- the monitor itself
+
+
+def test_every_kth_call_in_training_mode_is_measured():
+    loss_fn = cz.DistributedLoss(cz.NTXent())
+    monitor = cz.Monitor(loss_fn, every=2)
+    assert (monitor.latest, monitor.take(), str(monitor)) == ({}, {}, repr(monitor))
+    with pytest.raises(ValueError, match="no call has been measured"):
+        monitor.plot()
+    taken = []
+    for step in range(5):
+        loss_fn.eval()(X, X)
+        loss_fn.train()(X, Y)
+        if monitor.take():
+            taken.append(step)
+    assert taken == [0, 2, 4]
+    assert monitor.measurement.call == 4
+    resumed = cz.Monitor(copy.deepcopy(cz.DistributedLoss(cz.NTXent())), every=2)
+    resumed.load_state_dict(monitor.state_dict())
+    resumed._loss_fn(X, X)
+    assert resumed.latest == {}
+    monitor.remove()
+    loss_fn(X, X)
+    assert monitor.state_dict() == {"calls": 5}
+    cz.Monitor(loss_fn)
+
+
+def test_bad_settings_are_refused():
+    loss_fn = cz.DistributedLoss(cz.NTXent())
+    for wrong, settings, words in (
+        (cz.NTXent(), {}, "a DistributedLoss is monitored, got NTXent"),
+        (loss_fn, {"every": 0}, "at least 1, got 0"),
+        (loss_fn, {"quantiles": (5,)}, "got 5. For 5 % pass 0.05"),
+        (loss_fn, {"false_negative_quantile": 0.0}, "got 0.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cz.Monitor(wrong, **settings)
+    cz.Monitor(loss_fn)
+    with pytest.raises(ValueError, match="has a monitor already"):
+        cz.Monitor(loss_fn)
+    with pytest.raises(ValueError, match="holds embeddings"):
+        measured(lambda scores: scores.sum(), torch.ones(3))
+
+
+def test_ranks_that_disagree_on_the_monitor_raise_alike(worlds):
+    def embeddings(seed):
+        return numbers(3, D, seed=seed + dist.get_rank())
+
+    def on_one_rank():
+        loss_fn = cz.DistributedLoss(cz.NTXent())
+        if dist.get_rank() == 1:
+            cz.Monitor(loss_fn)
+        loss_fn(embeddings(0), embeddings(2))
+
+    def other_counts():
+        loss_fn = cz.DistributedLoss(cz.NTXent())
+        cz.Monitor(loss_fn).load_state_dict({"calls": dist.get_rank()})
+        loss_fn(embeddings(0), embeddings(2))
+
+    def good():
+        loss_fn = cz.DistributedLoss(cz.NTXent())
+        monitor = cz.Monitor(loss_fn)
+        loss_fn(embeddings(0), embeddings(2))
+        return monitor.latest
+
+    message, found = common_error(worlds, 2, on_one_rank, good)
+    assert "rank 1 brought the monitor, rank 0 brought none" in message
+    assert found[0] == found[1] != {}
+    message, _ = common_error(worlds, 2, other_counts, good)
+    assert "ranks disagree on the monitor: rank 0 has Monitor(every=50" in message
+
+
+def test_the_picture_has_a_line_for_each_encoder():
+    loss_fn = cz.DistributedLoss(cz.Clip())
+    monitor = cz.Monitor(loss_fn)
+    loss_fn(*PAIRED)
+    figure = monitor.plot()
+    assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["images", "texts"]
