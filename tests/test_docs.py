@@ -104,9 +104,12 @@ def test_links_lead_somewhere(page):
 def test_the_reference_lists_every_public_name():
     import contrastive_zoo
 
-    reference = (ROOT / "docs" / "pages" / "reference.md").read_text(encoding="utf-8")
+    pages = ROOT / "docs" / "pages"
+    reference = "".join(page.read_text(encoding="utf-8") for page in sorted((pages / "reference").glob("*.md")))
     listed = set(re.findall(r"^::: contrastive_zoo\.(\w+)$", reference, re.MULTILINE))
     assert listed == set(contrastive_zoo.__all__) - {"__version__"}
+    overview = (pages / "reference.md").read_text(encoding="utf-8")
+    assert {name for name in listed if f"`{name}`" not in overview} == set()
 
 
 def test_every_message_of_the_source_is_on_the_page():
