@@ -73,6 +73,7 @@ KINDS: dict[str, Callable[[np.random.Generator, Array], Array]] = {
 
 VIEWS = {"view1": "rows", "view2": "rows"}
 LABELLED = {"embeddings": "rows", "labels": "labels"}
+_BY_CALL = {"views": VIEWS, "labels": LABELLED}  # a loss that is called otherwise has a row in the table below
 TOWERS = {"queries": "rows", "keys": "rows"}
 _SCORED = {**TOWERS, "scores": "scores"}
 
