@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from . import labels_and_statistics, pairs
-from .arithmetic import Array, Formula, Settings
+from contrastive_zoo.vectors.oracle import labels_and_statistics, pairs
+from contrastive_zoo.vectors.oracle.arithmetic import Array, Formula, Settings
 
 STEP = 1e-30
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .arithmetic import (
+from contrastive_zoo.vectors.oracle.arithmetic import (
     Array,
     Settings,
     every,
