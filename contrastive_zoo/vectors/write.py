@@ -88,9 +88,10 @@ def write_vectors(folder: Path) -> Summary:
     }
     (folder / "vectors.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     shutil.copyfile(HERE / "schema.json", folder / "schema.json")
-    shutil.copytree(
-        HERE / "oracle", folder / "oracle", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
-    )
+    (folder / "oracle").mkdir(exist_ok=True)
+    for path in (HERE / "oracle").glob("*.py"):  # written out it is a package by itself
+        text = path.read_text(encoding="utf-8").replace("contrastive_zoo.vectors.oracle", "oracle")
+        (folder / "oracle" / path.name).write_text(text, encoding="utf-8")
     return Summary(len(index), len(errors), errors[worst])
 
 
