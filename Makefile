@@ -6,7 +6,7 @@ QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tes
 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: demo test test-gpu quick search lint types stubs examples trainers-page docs bench bench-full bench-gpu clean
+.PHONY: demo test test-gpu quick search lint types stubs examples loss-examples trainers-page docs dist bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -51,6 +51,11 @@ types: .venv/.installed
 examples: .venv/.installed
 	$(BIN)/python -W ignore -m examples
 
+# trainings with one loss each, with pictures; the notebook is executed
+loss-examples: .venv/.examples-installed
+	$(BIN)/python -W ignore -m examples.losses --docs
+	$(BIN)/python -m tools.notebook
+
 # all trainers, also DeepSpeed, which compiles its messages; writes the tables of docs/pages/trainers.md
 trainers-page: .venv/.examples-installed
 	$(BIN)/python -W ignore -m tools.trainers_page
@@ -64,6 +69,19 @@ stubs: .venv/.installed
 
 docs: .venv/.docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/mkdocs.yml
+	$(BIN)/python tools/check_site.py docs/site
+
+.venv/.release-installed: | $(BIN)/python
+	$(INSTALL) build check-wheel-contents twine
+	touch $@
+
+# wheel and sdist, checked, and the wheel tried in an empty environment outside of the checkout
+dist: .venv/.release-installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python tools/try_release.py dist
 
 .venv/.peers-installed: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/peers lightly open_clip_torch
@@ -83,5 +101,5 @@ bench-gpu: .venv/.installed
 	$(BIN)/python benchmarks/gpu.py --out gpu-times.md
 
 clean:
-	rm -rf .venv site docs/site demo-output dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv site docs/site demo-output vectors dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

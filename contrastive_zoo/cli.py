@@ -1,4 +1,4 @@
-"""The command line: ``contrastive-zoo check``, ``audit``, ``list`` and ``demo``."""
+"""The command line: ``contrastive-zoo check``, ``audit``, ``list``, ``vectors`` and ``demo``."""
 
 import json
 import os
@@ -178,6 +178,20 @@ def list_losses() -> None:
     from contrastive_zoo.catalogue import CATALOGUE
 
     console.show_catalogue(CATALOGUE.values())
+
+
+@app.command()
+def vectors(
+    out: Annotated[Path, typer.Option(help="Folder for the vectors.", file_okay=False)] = Path("vectors"),
+) -> None:
+    """Write conformance vectors: inputs, splits, values and gradients for implementations in any framework."""
+    from contrastive_zoo.vectors import write_vectors
+
+    summary = write_vectors(out)
+    typer.echo(
+        f"{summary.cases} cases in {out}. NumPy formulas repeat {summary.repeated} of them; "
+        f"largest error {summary.largest_error:.0e}."
+    )
 
 
 def _require_writable(file: Path | None) -> None:

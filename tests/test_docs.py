@@ -65,8 +65,9 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("example", HERE, ids=lambda example: example.place)
 def test_example_of_one_process(example):
-    if "pytorch_metric_learning" in example.source:
-        pytest.importorskip("pytorch_metric_learning")
+    for package in ("jax", "pytorch_metric_learning"):
+        if f"import {package}\n" in example.source or f"from {package}" in example.source:
+            pytest.importorskip(package)
     assert printed(example.source, example.place) == (example.output or "")
 
 
@@ -103,9 +104,22 @@ def test_links_lead_somewhere(page):
 def test_the_reference_lists_every_public_name():
     import contrastive_zoo
 
-    reference = (ROOT / "docs" / "pages" / "reference.md").read_text(encoding="utf-8")
+    pages = ROOT / "docs" / "pages"
+    reference = "".join(page.read_text(encoding="utf-8") for page in sorted((pages / "reference").glob("*.md")))
     listed = set(re.findall(r"^::: contrastive_zoo\.(\w+)$", reference, re.MULTILINE))
     assert listed == set(contrastive_zoo.__all__) - {"__version__"}
+    overview = (pages / "reference.md").read_text(encoding="utf-8")
+    assert {name for name in listed if f"`{name}`" not in overview} == set()
+
+
+def test_every_message_of_the_source_is_on_the_page():
+    from tools.troubleshooting_page import GROUPS, PAGE, WITHOUT, with_messages
+
+    modules = {path.stem for path in (ROOT / "contrastive_zoo").iterdir() if path.suffix in ("", ".py")}
+    listed = {name for names in GROUPS.values() for name in names} | WITHOUT
+    assert modules - {"__init__", "__main__", "__pycache__", "py"} == listed
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_messages(page), "python -m tools.troubleshooting_page"
 
 
 def test_an_example_that_lies_is_found():

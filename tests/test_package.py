@@ -52,7 +52,7 @@ INSIDE_FUNCTIONS = {
 }
 """Modules that a module of the core imports inside a function only, because they need an optional library."""
 
-ENTRY_POINTS = {"__main__", "check_target", "cli", "console", "demo"}
+ENTRY_POINTS = {"__main__", "check_target", "cli", "console", "demo", "vectors"}
 """What users start; no other module imports them."""
 
 GALLERY = "testing.gallery"

@@ -1,6 +1,8 @@
 """Print the page of the catalogue: ``python -m tools.zoo_page > docs/pages/zoo.md``."""
 
-from contrastive_zoo.catalogue import CATALOGUE
+import re
+
+from contrastive_zoo.catalogue import CATALOGUE, Entry
 
 _HEAD = """# The zoo
 
@@ -10,35 +12,129 @@ For people who choose a loss. `python -m tools.zoo_page` generates this page fro
 Under `DistributedLoss` every loss is the same function on any number of processes, and none holds the N × N matrix. GEMM
 counts are forward + backward, in units of one N × d × N matmul; *cached* means with cached logits. [Coming from another
 library](coming-from.md) lists the changes line by line.
+
+## Which loss should I use? { #which }
+
 """
+
+ADVICE = (
+    (
+        "two augmented views of each sample, no labels",
+        ("NTXent", "DCL", "VICReg"),
+        "Start with NTXent at temperature 0.1 to 0.5 and a large global batch. With small batches try DCL, which "
+        "needs fewer negatives. VICReg and BarlowTwins need no negatives at all, but wide embeddings.",
+    ),
+    (
+        "two towers: images and texts, queries and documents",
+        ("Clip", "SigLIP", "MNRL"),
+        "Clip learns its temperature; log it. SigLIP has a bias and does not depend on the batch through a softmax. "
+        "Use MNRL for queries with hard negatives, and MultiPositive if a key has several queries.",
+    ),
+    (
+        "class labels, few classes, many samples of each",
+        ("SupCon", "NormalizedSoftmax", "ArcFace"),
+        "SupCon needs two samples of each class in the batch: use `MPerClassBatchSampler`. A classifier such as "
+        "NormalizedSoftmax does not. ArcFace adds a margin; begin with a small one.",
+    ),
+    (
+        "class labels, many classes, few samples of each",
+        ("ProxyAnchor", "MultiSimilarity", "Triplet"),
+        "ProxyAnchor needs no pairs in the batch. MultiSimilarity and Triplet(mining='semi-hard') need m samples per "
+        "class in each batch. With millions of classes split the weights over ranks: `shard_over=`.",
+    ),
+    (
+        "pairs with scores, such as sentence similarity",
+        ("CoSENT", "AnglE", "MarginMSE"),
+        "CoSENT uses the order of the scores only, AnglE adds angles. With a teacher's scores of a positive and of "
+        "negatives take MarginMSE or ScoreDistillation. For pairs labelled 0 or 1 take OnlineContrastive.",
+    ),
+    (
+        "retrieval measured by average precision",
+        ("SmoothAP", "FastAP", "RankedList"),
+        "They optimise a smooth form of the metric, and profit from a large global batch. Normalise embeddings. Begin"
+        " from a model that another loss has trained.",
+    ),
+    (
+        "a teacher network or a momentum encoder",
+        ("InfoNCE", "DINO", "NegativeCosine"),
+        "InfoNCE with a `MemoryQueue` is MoCo. DINO and NegativeCosine need no negatives; the teacher has no "
+        "gradient. ClipDistillation has a teacher of two towers.",
+    ),
+    (
+        "a small batch that memory limits",
+        ("NTXent", "SupCon"),
+        "`GradCache` computes the loss of a batch whose activations do not fit. A `CrossBatchMemory` adds samples of "
+        "earlier batches. Both are exact on any number of processes.",
+    ),
+)
+"""What one has, losses to try, and three lines of advice."""
+
+
+def anchor(cls: str) -> str:
+    """Return the anchor of a loss's heading."""
+    return cls.lower()
+
+
+def linked(text: str) -> str:
+    """Return a text whose addresses are links, named by what they are.
+
+    Examples:
+        >>> linked("Chen 2020, https://arxiv.org/abs/2002.05709; more")
+        'Chen 2020, [arXiv:2002.05709](https://arxiv.org/abs/2002.05709); more'
+    """
+
+    def link(match: re.Match[str]) -> str:
+        url = match[0].rstrip(",;.")
+        name = re.sub(r"^https?://(www\.)?", "", url)
+        for prefix, short in (("arxiv.org/abs/", "arXiv:"), ("doi.org/", "doi:")):
+            name = short + name[len(prefix) :] if name.startswith(prefix) else name
+        name = name if name.startswith(("arXiv:", "doi:")) else name.partition("/")[0]
+        return f"[{name}]({url}){match[0][len(url) :]}"
+
+    return re.sub(r"https?://\S+", link, text)
+
+
+def _advice() -> list[str]:
+    lines = ["| you have | try | advice |", "|---|---|---|"]
+    for have, losses, advice in ADVICE:
+        lines.append(f"| {have} | {', '.join(f'[{x}](#{anchor(x)})' for x in losses)} | {advice} |")
+    return [*lines, ""]
+
+
+def _section(entries: list[Entry]) -> list[str]:
+    """Return the section of one class, which several entries may have."""
+    first = entries[0]
+    lines = [f"### {first.cls} {{ #{anchor(first.cls)} }}\n", f"{first.summary}\n"]
+    if first.formula:
+        lines.append(f"```text\n{first.formula}\n```\n")
+    for entry in entries:
+        settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings)
+        lines.append(
+            f"- `{entry.cls}({settings})(…)` of `{entry.called_with}`: `{entry.name}` on the command line; {entry.engine}"
+        )
+        if entry.peers:
+            lines.append(f"    - elsewhere: {entry.peers}")
+    return [*lines, f"- parameters: `{first.parameters}`", f"- source: {linked(first.source)}\n"]
 
 
 def as_markdown() -> str:
-    """Return the documentation page of the catalogue, with a section per family.
+    """Return the documentation page of the catalogue, with a section per family and per loss.
 
     Examples:
         >>> as_markdown().splitlines()[0]
         '# The zoo'
     """
-    lines = [_HEAD]
-    for family in dict.fromkeys(entry.family for entry in CATALOGUE.values()):
-        lines += [
-            f"## {family.capitalize()}\n",
-            "| name | loss | called with | engine | in other libraries |",
-            "|---|---|---|---|---|",
-        ]
-        members = [entry for entry in CATALOGUE.values() if entry.family == family]
-        for entry in members:
-            call = f"`{entry.cls}({', '.join(f'{name}={value!r}' for name, value in entry.settings)})`"
-            row = (f"`{entry.name}`", call, f"`{entry.called_with}`", entry.engine, entry.peers or "–")
-            lines.append(f"| {' | '.join(row)} |")
-        lines.append("")
-        for cls in dict.fromkeys(entry.cls for entry in members):
-            entry = next(x for x in members if x.cls == cls)
-            lines.append(f"**{cls}.** {entry.summary} {entry.source}\n")
-            lines.append(f"Parameters: `{entry.parameters}`\n")
-            if entry.formula:
-                lines.append(f"```text\n{entry.formula}\n```\n")
+    families = list(dict.fromkeys(entry.family for entry in CATALOGUE.values()))
+    members = {family: [entry for entry in CATALOGUE.values() if entry.family == family] for family in families}
+    lines = [_HEAD.rstrip() + "\n", *_advice(), "## All losses\n", "| family | losses |", "|---|---|"]
+    for family, entries in members.items():
+        classes = dict.fromkeys(entry.cls for entry in entries)
+        lines.append(f"| {family} | {', '.join(f'[{cls}](#{anchor(cls)})' for cls in classes)} |")
+    lines.append("")
+    for family, entries in members.items():
+        lines.append(f"## {family.capitalize()}\n")
+        for cls in dict.fromkeys(entry.cls for entry in entries):
+            lines += _section([entry for entry in entries if entry.cls == cls])
     return "\n".join(lines).rstrip() + "\n"
 
 

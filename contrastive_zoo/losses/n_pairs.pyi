@@ -44,7 +44,7 @@ def n_pairs(
         >>> n_pairs(z, torch.tensor([0, 1, 0, 1]))   # log(e + 1) − 1
         tensor(0.3133)
 
-    Source: Sohn 2016, §3.2, https://papers.nips.cc/paper/6200-improved-deep-metric-learning-with-multi-class
+    Source: Sohn 2016, §3.2, https://papers.nips.cc/paper/6200-improved-deep-metric-learning-with-multi-class-n-pair-loss-objective
     """
 
 class NPairs(Loss):
@@ -79,7 +79,7 @@ class NPairs(Loss):
         >>> NPairs()(z, torch.tensor([0, 1, 0, 1]))   # log(e + 1) − 1
         tensor(0.3133)
 
-    Source: Sohn 2016, §3.2, https://papers.nips.cc/paper/6200-improved-deep-metric-learning-with-multi-class
+    Source: Sohn 2016, §3.2, https://papers.nips.cc/paper/6200-improved-deep-metric-learning-with-multi-class-n-pair-loss-objective
     """
 
     temperature: float | Tensor | nn.Module

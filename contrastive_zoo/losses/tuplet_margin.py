@@ -54,8 +54,7 @@ def tuplet_margin(
         >>> tuplet_margin(z, torch.tensor([0, 0, 1]), temperature=1.0, margin=60.0)
         tensor(0.4741)
 
-    Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/
-    Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
+    Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
     """
     problem = _settings_problem(margin, average)
     settings: Any = {"temperature": temperature, "margin": margin, "average": average, "reduction": reduction}

@@ -43,8 +43,7 @@ def tuplet_margin(
         >>> tuplet_margin(z, torch.tensor([0, 0, 1]), temperature=1.0, margin=60.0)
         tensor(0.4741)
 
-    Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/
-    Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
+    Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
     """
 
 class TupletMargin(LabelledLoss):
@@ -78,8 +77,7 @@ class TupletMargin(LabelledLoss):
         >>> TupletMargin(temperature=1.0, margin=60.0)(z, torch.tensor([0, 0, 1]))
         tensor(0.4741)
 
-    Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/
-    Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
+    Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
     """
 
     temperature: float | Tensor | nn.Module

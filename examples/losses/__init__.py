@@ -1,0 +1,1 @@
+"""Small trainings with one loss each, on scikit-learn's digits: ``python -m examples.losses``."""

@@ -1,0 +1,61 @@
+"""Digits for the examples of losses: two halves of an image, augmented views, this rank's part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from examples.losses.result import Result
+
+BATCH_SIZE, TRAINED = 256, 1280
+"""Samples of a global batch; samples to train on. The other 517 images are held out."""
+
+
+def encoder(inputs: int = 64) -> nn.Module:
+    """Return an encoder of rows in float64, equal on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 32)).double()
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """Return images [1797, 8, 8] between 0 and 1, and labels [1797]."""
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.from_numpy(pixels / 16).view(-1, 8, 8), torch.from_numpy(labels)
+
+
+def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Return images shifted by up to two pixels, with noise, as rows. All ranks draw for the whole batch."""
+    shifts = torch.randint(-2, 3, (len(pixels), 2), generator=generator)
+    moved = [torch.roll(x, shift.tolist(), (0, 1)) for x, shift in zip(pixels, shifts, strict=True)]
+    noise = torch.randn(pixels.shape, generator=generator, dtype=pixels.dtype)
+    return (torch.stack(moved) + 0.1 * noise).flatten(1)
+
+
+def batches(epochs: int) -> Iterator[tuple[Tensor, torch.Generator]]:
+    """Yield the indices of each global batch, and a generator that is in the same state on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(epochs):
+        for indices in torch.randperm(TRAINED, generator=generator).split(BATCH_SIZE):
+            yield indices, generator
+
+
+def local(rows: Tensor) -> Tensor:
+    """Return this rank's part of a global batch."""
+    return rows.tensor_split(dist.get_world_size())[dist.get_rank()]
+
+
+def held_out() -> Tensor:
+    """Return the images that are not trained on, shifted, as rows: a pixel by itself says little."""
+    return augmented(images()[0][TRAINED:], torch.Generator().manual_seed(1))
+
+
+def result(losses: list[float], before: Tensor, after: Tensor) -> Result:
+    """Return the losses of a training, and the held-out embeddings before and after it."""
+    labels = images()[1][TRAINED:]
+    before_, after_ = (cz.recall_at_k(x, labels=labels, process_group=cz.ALONE) for x in (before, after))
+    return Result(losses, before.detach(), after.detach(), labels, before_, after_)

@@ -1,0 +1,28 @@
+"""A loss and a miner of pytorch-metric-learning, on the embeddings of all processes."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import contrastive_zoo as cz
+from examples.losses.digits import augmented, batches, encoder, held_out, images, local, result
+from examples.losses.result import Result
+
+
+def train(epochs: int = 30) -> Result:
+    """Train on this process, one of several; every rank returns the same."""
+    from pytorch_metric_learning import losses as pml_losses
+    from pytorch_metric_learning import miners
+
+    model, (pixels, labels) = DistributedDataParallel(encoder()), images()
+    loss_fn = cz.DistributedLoss(pml_losses.MultiSimilarityLoss(), miner=miners.MultiSimilarityMiner())
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    losses, before = [], model.module(held_out())
+    for indices, generator in batches(epochs):
+        loss = loss_fn(model(local(augmented(pixels[indices], generator))), local(labels[indices]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return result(losses, before, model.module(held_out()))

@@ -1,0 +1,65 @@
+"""Find dead links and anchors, and files from elsewhere, in the built site: ``python tools/check_site.py docs/site``."""
+
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src"}
+"""Tags, and the attribute that names a file that the browser loads with the page."""
+
+
+class Page(HTMLParser):
+    """The anchors, links and loaded files of one page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        """Collect what a tag defines or names."""
+        named = {name: value or "" for name, value in attributes}
+        self.anchors |= {named[name] for name in ("id", "name") if name in named}
+        if tag == "a" and "href" in named:
+            self.links.append(named["href"])
+        if LOADED.get(tag, "") in named and named.get("rel") not in ("canonical", "next", "prev"):
+            self.loaded.append(named[LOADED[tag]])
+
+
+def problems(site: Path) -> list[str]:
+    """Return a line for each dead link, dead anchor, badly formed address, and file that is loaded from elsewhere."""
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    found = []
+    for path, page in pages.items():
+        if path.name == "404.html":  # its links are absolute, for a server
+            continue
+        here = path.relative_to(site)
+        for link in [*page.links, *page.loaded]:
+            target = urlsplit(link)
+            if target.scheme or target.netloc:
+                elsewhere = link in page.loaded
+                if (
+                    elsewhere
+                    or any(x in link for x in " …")
+                    or (target.scheme in ("http", "https") and "." not in target.netloc)
+                ):
+                    found.append(f"{here}: {'loads' if elsewhere else 'bad address'} {link}")
+                continue
+            file = (path.parent / unquote(target.path)).resolve() if target.path else path.resolve()
+            file = file / "index.html" if file.is_dir() else file
+            if not file.exists():
+                found.append(f"{here}: no file for {link}")
+            elif target.fragment and file.suffix == ".html":
+                of_target = next((x for other, x in pages.items() if other.resolve() == file), None)
+                if of_target is not None and unquote(target.fragment) not in of_target.anchors | {"__top"}:
+                    found.append(f"{here}: no anchor for {link}")
+    return found
+
+
+if __name__ == "__main__":
+    lines = problems(Path(sys.argv[1]))
+    print(*lines, f"{len(lines)} dead links", sep="\n")
+    sys.exit(bool(lines))

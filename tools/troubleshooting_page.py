@@ -1,0 +1,94 @@
+"""Write the list of error messages into the page: ``python -m tools.troubleshooting_page``.
+
+Messages are read from the source: every sentence that the package holds as a string and that is no docstring.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "pages" / "troubleshooting.md"
+BEGIN, END = "<!-- messages: begin -->", "<!-- messages: end -->"
+
+GROUPS = {
+    "The wrapper, and what ranks disagree on": (
+        "distributed", "distributed_step", "differences", "handshake", "session", "world", "wrapped", "wrapper_options",
+        "loss_call", "native_loss", "derivations", "devices", "call_history", "arguments", "row_checks", "masks",
+        "averaging",
+    ),
+    "Losses": ("losses", "loss_base", "engine", "kernels"),
+    "Collectives": ("collectives",),
+    "Memory, and large batches": ("memory", "gradcache"),
+    "Mining and sampling": ("mining", "sampling"),
+    "Evaluation and monitoring": ("evaluation", "monitor"),
+    "Adapters": ("adapters",),
+    "Command line": ("check_target",),
+}  # fmt: skip
+"""Headings, and the modules or packages whose messages are below each."""
+
+WITHOUT = {
+    "_compat", "audit", "catalogue", "class_docstring", "cli", "compiling", "console", "demo", "gather_cache", "later",
+    "loss_summary", "plots", "random_keys", "randomness", "small_batch", "testing", "vectors",
+}  # fmt: skip
+"""Modules whose texts are no errors of a training: reports, commands, pictures."""
+
+FEWEST_SPACES = 4
+"""A string with fewer is a name or a fragment."""
+
+
+def template(node: ast.AST) -> str | None:
+    """Return the text of a string expression, with … for each value; None for other expressions.
+
+    Examples:
+        >>> template(ast.parse('f"rank {r} holds " + "none"', mode="eval").body)
+        'rank … holds none'
+    """
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = template(node.left), template(node.right)
+        return None if left is None and right is None else (left or "…") + (right or "…")
+    return None
+
+
+def _outermost_strings(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return  # a docstring, or the documentation of an attribute
+    found = template(node)
+    if found is not None:
+        yield found
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _outermost_strings(child)
+
+
+def messages(module: Path) -> list[str]:
+    """Return the messages in a module, each once, in order of the source."""
+    found = (" ".join(x.split()) for x in _outermost_strings(ast.parse(module.read_text(encoding="utf-8"))))
+    return list(dict.fromkeys(x for x in found if x.count(" ") >= FEWEST_SPACES and any(c.islower() for c in x)))
+
+
+def as_markdown() -> str:
+    """Return the list of all messages, a heading per group and a line per message."""
+    lines: list[str] = []
+    for heading, names in GROUPS.items():
+        lines += ["", f"### {heading}", ""]
+        for name in names:
+            path = ROOT / "contrastive_zoo" / name
+            for module in sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
+                where = ".".join(module.relative_to(path.parent).with_suffix("").parts).removesuffix(".__init__")
+                lines += [f"- ``{message}`` – {where}" for message in messages(module)]
+    return "\n".join(lines).strip() + "\n"
+
+
+def with_messages(page: str) -> str:
+    """Return the page with the list of today's messages."""
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n{as_markdown()}{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_messages(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

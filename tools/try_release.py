@@ -1,0 +1,92 @@
+"""Install the wheel into an empty environment and try it outside of the checkout: ``python tools/try_release.py dist``.
+
+It also compares the files of the sdist with those of the repository.
+"""
+
+import argparse
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import venv
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+VALUE = """
+import torch, contrastive_zoo as cz
+loss = cz.DistributedLoss(cz.NTXent(temperature=1.0))(torch.eye(2), torch.eye(2))
+assert f"{loss.item():.4f}" == "0.5514", loss
+print("contrastive_zoo", cz.__version__, "NTXent", f"{loss.item():.4f}")
+"""
+
+COMMANDS = {
+    "": [["python", "-c", VALUE]],
+    "cli": [
+        ["contrastive-zoo", "--version"],
+        ["contrastive-zoo", "list"],
+        ["contrastive-zoo", "vectors", "--out", "v"],
+    ],
+    "testing": [["contrastive-zoo", "check", "nt-xent", "--world-size", "1", "2", "--examples", "3"]],
+    "pml": [
+        ["contrastive-zoo", "check", "pytorch_metric_learning.losses:ContrastiveLoss", "--wrap", "--examples", "3"]
+    ],
+    "mining": [["python", "-c", "import contrastive_zoo.mining, faiss, tqdm"]],
+    "plot": [["python", "-c", "import contrastive_zoo.plots"]],
+}
+"""What is run after each extra is installed, in this order; the first is the package without extras."""
+
+
+def missing_files(sdist: Path) -> list[str]:
+    """Return the files of the repository that a source distribution lacks."""
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sorted(set(listed.splitlines()) - inside)
+
+
+def size(folder: Path) -> float:
+    """Return the size of a folder in MB."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+def try_wheel(wheel: Path, folder: Path, extras: Iterable[str]) -> None:
+    """Install the wheel with each extra into one empty environment, and run its commands there.
+
+    Raises:
+        subprocess.CalledProcessError: an installation or a command failed.
+    """
+    venv.create(folder / "env", with_pip=True)
+    bin_folder = folder / "env" / ("Scripts" if sys.platform == "win32" else "bin")
+    for extra in extras:
+        start = time.perf_counter()
+        target = f"{wheel}[{extra}]" if extra else str(wheel)
+        pip = [str(bin_folder / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-c", str(ROOT / ".ci" / "constraints.txt"), target], check=True)
+        print(f"[{extra or 'no extra'}] installed in {time.perf_counter() - start:.0f} s, "
+              f"environment {size(folder / 'env'):,.0f} MB", flush=True)  # fmt: skip
+        for name, *arguments in COMMANDS[extra]:
+            done = subprocess.run([str(bin_folder / name), *arguments], cwd=folder, capture_output=True, text=True)
+            if done.returncode:
+                print(done.stdout, done.stderr, sep="\n")
+            done.check_returncode()
+            print(f"  {name} {' '.join(arguments).strip().splitlines()[0]}: {(done.stdout.splitlines() or [''])[-1]}")
+
+
+def main() -> None:
+    """Run the comparison and the trial."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dist", type=Path, help="folder with one wheel and one sdist")
+    parser.add_argument("--extras", nargs="*", default=list(COMMANDS), choices=list(COMMANDS))
+    options = parser.parse_args()
+    (wheel,), (sdist,) = options.dist.glob("*.whl"), options.dist.glob("*.tar.gz")
+    if missing := missing_files(sdist):
+        sys.exit(f"{sdist.name} lacks {len(missing)} files: {', '.join(missing[:10])}")
+    with tempfile.TemporaryDirectory() as folder:
+        try_wheel(wheel.resolve(), Path(folder), options.extras)
+
+
+if __name__ == "__main__":
+    main()
