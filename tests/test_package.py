@@ -16,7 +16,8 @@ PACKAGE = Path(cz.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = [
-    {"_compat", "class_docstring", "compiling", "later", "random_keys", "row_checks", "small_batch"},
+    {"_compat", "class_docstring", "later", "messages", "random_keys", "row_checks", "small_batch"},
+    {"compiling"},
     {"world"},
     {"differences", "gather_cache"},
     {"handshake"},

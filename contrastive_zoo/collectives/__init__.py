@@ -38,6 +38,7 @@ from contrastive_zoo.collectives.functions import (
 )
 from contrastive_zoo.collectives.transport import (
     Reduction,
+    broadcast_in_place,
     derived,
     exchange_rows,
     extreme_over_ranks,
@@ -54,6 +55,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "broadcast_in_place",
     "derived",
     "exchange_rows",
     "extreme_over_ranks",

@@ -6,6 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from contrastive_zoo.row_checks import described
+
 
 class MomentumEncoder(nn.Module):
     """A moving average of an encoder's parameters, whose keys change little over many steps.
@@ -36,7 +38,10 @@ class MomentumEncoder(nn.Module):
 
     def __init__(self, encoder: nn.Module, *, momentum: float = 0.999, buffers: Literal["own", "copy"] = "own") -> None:
         super().__init__()
-        if not 0 <= momentum <= 1 or buffers not in ("own", "copy"):
+        if not isinstance(encoder, nn.Module):
+            raise ValueError(f"MomentumEncoder: the encoder is a torch.nn.Module, got {described(encoder)}.")
+        is_share = isinstance(momentum, (int, float)) and 0 <= momentum <= 1
+        if not is_share or not isinstance(buffers, str) or buffers not in ("own", "copy"):
             raise ValueError(
                 "MomentumEncoder: momentum is in [0, 1] and buffers 'own' or 'copy', got "
                 f"momentum={momentum}, buffers={buffers!r}. MoCo's momentum is 0.999."
@@ -57,6 +62,8 @@ class MomentumEncoder(nn.Module):
         Args:
             encoder: the encoder that was copied.
         """
+        if not isinstance(encoder, nn.Module):
+            raise ValueError(f"MomentumEncoder: update takes the encoder that was copied, got {described(encoder)}.")
         source, target = _without_ddp(encoder), self.encoder
         new, old = dict(source.named_parameters()), dict(target.named_parameters())
         if {k: x.shape for k, x in new.items()} != {k: x.shape for k, x in old.items()}:

@@ -11,7 +11,8 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import is_number, rows_problem
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.session import meet
+from contrastive_zoo.row_checks import tensor_problem
+from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, Shards, World
 
 
@@ -48,15 +49,15 @@ class MemoryQueue(nn.Module):
 
     def __init__(self, size: int, embedding_size: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        dtype = dtype or torch.get_default_dtype()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         sizes_fit = is_number(size, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)
-        if not sizes_fit or not dtype.is_floating_point:
+        if not sizes_fit or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(
                 "MemoryQueue: size and embedding_size are at least 1 and dtype is a floating one, got "
                 f"size={size}, embedding_size={embedding_size}, dtype={dtype}."
             )
-        self.register_buffer("embeddings", torch.zeros(size, embedding_size, dtype=dtype))
-        self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("embeddings", torch.zeros(int(size), int(embedding_size), dtype=dtype))
+        self.register_buffer("ids", torch.zeros(int(size), dtype=torch.int64))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
@@ -154,7 +155,9 @@ class MemoryQueue(nn.Module):
             ValueError: on every rank alike: rows of another width, labels or a mask that are not one per row, NaN or
                 infinite rows, or ranks that differ in dtype or arguments.
         """
-        world = World.of(process_group)
+        world = World.of(process_group, "MemoryQueue")
+        if problem := tensor_problem("rows", rows):
+            refuse("MemoryQueue", problem, world=world)
         rows = rows.detach()
         named = {"rows": rows} | present(labels=labels, enqueue_mask=enqueue_mask)
         problem = self.problem(rows, labels, enqueue_mask)
@@ -196,6 +199,8 @@ class MemoryQueue(nn.Module):
             return (
                 f"the memory holds rows of width {width}, got {name} {kind(rows)}. Pass embedding_size={rows.shape[1]}."
             )
+        if enqueue_mask is not None and (found := tensor_problem("enqueue_mask", enqueue_mask)):
+            return found
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != rows.shape[:1]):
             return f"enqueue_mask is one bool per row, got {kind(enqueue_mask)} for {len(rows)} rows."
         return None if labels is None else labels_problem("labels", labels, len(rows))

@@ -106,7 +106,7 @@ class RefreshedNegatives:
         """
         if self.mined_at is not None and step // self.every == self.mined_at // self.every:
             return False
-        world = World.of(self.process_group)
+        world = World.of(self.process_group, "RefreshedNegatives")
         agreed = {"step": step, "positives": array_in_one_line(self.positives.cpu().numpy())}
         meet("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0

@@ -68,7 +68,7 @@ class DistributedBatchSampler(Sampler[list[int]], ABC):
     ) -> None:
         self.seed, self.rank_weights, self.process_group = seed, rank_weights, process_group
         self.epoch = self.step = 0
-        world = World.of(process_group)
+        world = World.of(process_group, type(self).__name__)
         if problem is None and not is_integer(seed, at_least=0):
             problem = f"seed is an integer of at least 0, got {seed!r}."
         problem = problem or weights_problem(rank_weights, world.size)
