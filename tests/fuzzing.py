@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import types
@@ -365,13 +366,13 @@ def _names() -> dict[str, Callable[[], Target]]:
     for name in cz.__all__:
         x = getattr(cz, name)
         if name in hand:
-            found[name] = lambda target=hand[name]: target
+            found[name] = functools.partial(hand.__getitem__, name)
         elif name in left_out:
             continue
         elif isinstance(x, type) and issubclass(x, Loss):
-            found[name] = lambda cls=x: of_loss(cls)
+            found[name] = functools.partial(of_loss, x)
         else:
-            found[name] = lambda function=x: of_function(function)
+            found[name] = functools.partial(of_function, x)
     return found
 
 

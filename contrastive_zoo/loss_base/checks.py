@@ -98,7 +98,7 @@ def is_number(
     return all(
         isinstance(value, kinds)
         and not math.isnan(value)
-        and (isinstance(value, float) or abs(value) < 2**63)
+        and _fits_into_64_bits(value)
         and (math.isfinite(value) or not finite)
         and (above is None or value > above)
         and (below is None or value < below)
@@ -127,6 +127,10 @@ def number_problem(rule: str | None = None, fix: str = "", /, **settings: Any) -
         if not is_number(value, **bounds):
             return f"{rule or f'{name} must be {_expected(**bounds)}'}, got {_shown(value)}. {fix}".rstrip()
     return None
+
+
+def _fits_into_64_bits(x: Any) -> bool:
+    return not isinstance(x, int) or -(2**63) <= x < 2**63
 
 
 def _values(x: object) -> list[object]:
