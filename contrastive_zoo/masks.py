@@ -1,6 +1,6 @@
 """Masks of positives and negatives between this rank's rows and all rows, from ids that are global."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,7 +97,7 @@ def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) 
     return PairMasks(own, alike & ~own, ~alike)
 
 
-def labels_problem(name: str, labels: Tensor, rows: int | None = None) -> str | None:
+def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | None:
     """The problem of these labels, in words; None if there is none.
 
     Examples:

@@ -22,7 +22,7 @@ def test_every_loss_is_called() -> None:
 @pytest.mark.parametrize("name", sorted(fuzzing.TARGETS))
 def test_the_arguments_before_nonsense_are_valid(name: str) -> None:
     target = fuzzing.TARGETS[name]()
-    target.run(**{key: x for key, x in target.arguments.items() if key not in target.optional or x is not None})
+    target.run(**fuzzing.base(target))
 
 
 @pytest.mark.parametrize("name", sorted(fuzzing.TARGETS))

@@ -47,7 +47,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if (problem := _problem(_expected(run), args, kwargs)) is not None:
             world: Any = kwargs.get("world", ALONE)
-            refuse(getattr(run, "loss_name", function.__name__), problem, world=world)
+            refuse(getattr(function, "loss_name", function.__name__), problem, world=world)
         return function(*args, **kwargs)
 
     return uncompiled(run)
@@ -56,8 +56,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 def settings_problem(function: Callable[..., Any], settings: Mapping[str, Any]) -> str | None:
     """Return which of the settings of a :func:`checked` function is of a wrong type, in words; None if none is."""
     expected = _expected(function)
-    found = (_argument_problem(name, x, expected[name]) for name, x in settings.items() if name in expected)
-    return next(filter(None, found), None)
+    # tensors among the settings, such as class weights, are made by the constructor
+    plain = {name: x for name, x in settings.items() if name in expected and expected[name].kind != "tensor"}
+    return next(filter(None, (_argument_problem(name, x, expected[name]) for name, x in plain.items())), None)
 
 
 @functools.cache

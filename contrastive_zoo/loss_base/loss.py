@@ -73,7 +73,7 @@ class Loss(nn.Module):
         super().__init_subclass__(**kwargs)
         if function is not None:
             cls.function, cls.check = staticmethod(function), staticmethod(check)
-            vars(function).setdefault("loss_name", cls.__name__)  # the first word of its errors
+            vars(inspect.unwrap(function)).setdefault("loss_name", cls.__name__)  # the first word of its errors
             parameters = inspect.signature(function).parameters.values()
             keep = [x for x in parameters if x.kind is x.KEYWORD_ONLY and x.name != "world"]
             cls._defaults = {x.name: x.default for x in keep}
@@ -169,6 +169,7 @@ class Loss(nn.Module):
             named_rows: the same arguments by name.
         """
         world = self.local() if world is None else world
+        self.refuse_other_than_tensors(rows, named_rows, world)
         return type(self).function(*rows, **named_rows, **self.settings(), world=world)
 
     def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
