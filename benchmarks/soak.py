@@ -29,7 +29,7 @@ def reading(step: int) -> dict[str, float]:
     """What this process holds."""
     gc.collect()
     process = psutil.Process()
-    tensors = sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
     return {
         "step": step,
         "RSS MiB": process.memory_info().rss / 2**20,

@@ -22,7 +22,7 @@ from contrastive_zoo.loss_base.loss import Loss
 
 PACKAGE = str(Path(cz.__file__).parent)
 
-SIZES = {"n": 4, "N": 4, "d": 3, "m": 5, "C": 4, "k": 2, "v": 2, "g": 2, "e": 3, "K": 5, "p": 1}
+SIZES = {"n": 4, "N": 4, "d": 3, "m": 4, "C": 4, "k": 2, "v": 2, "g": 2, "e": 3, "K": 5, "p": 1}
 """Sizes of valid arguments by the names of their dimensions."""
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -59,6 +59,12 @@ OTHERS: list[Any] = [
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, layout: str, seed: int) -> Any:
     """Return a tensor, of such a layout where the dtype and the shape have one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layouts that are still in beta
+        return _tensor(shape, dtype, values, layout, seed)
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, layout: str, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     big = {torch.float16: 6e4, torch.bfloat16: 3e38, torch.float32: 3e38}.get(

@@ -17,7 +17,7 @@ NAME = PACKAGE.name
 
 LAYERS = [
     {"_compat", "class_docstring", "later", "messages", "random_keys", "row_checks", "small_batch"},
-    {"compiling"},
+    {"compiling", "loaded_state"},
     {"world"},
     {"differences", "gather_cache"},
     {"handshake"},

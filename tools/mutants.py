@@ -82,13 +82,13 @@ class Mutant(NamedTuple):
 
     Args:
         path: the module, relative to the package.
-        index: the number of the change in this module.
+        number: of the change in this module.
         line: of the original.
         change: what was changed, in words.
     """
 
     path: str
-    index: int
+    number: int
     line: int
     change: str
 
@@ -167,25 +167,25 @@ def mutants() -> list[Mutant]:
     found = []
     for path in modules():
         tree = ast.parse((ROOT / PACKAGE / path).read_text())
-        for index, (node, change) in enumerate(changes(tree)):
-            found.append(Mutant(path, index, getattr(node, "lineno", 0), change))
+        for number, (node, change) in enumerate(changes(tree)):
+            found.append(Mutant(path, number, getattr(node, "lineno", 0), change))
     return found
 
 
-def mutated(path: str, index: int) -> str:
+def mutated(path: str, wanted: int) -> str:
     """The source of a module with one change."""
     tree = ast.parse((ROOT / PACKAGE / path).read_text())
     for number, _ in enumerate(changes(tree)):
-        if number == index:
+        if number == wanted:
             return ast.unparse(ast.fix_missing_locations(copy.deepcopy(tree)))
-    raise IndexError(f"{path} has no mutant {index}")
+    raise IndexError(f"{path} has no mutant {wanted}")
 
 
 def verdict(mutant: Mutant, copied: Path) -> str:
     """``caught``, ``survived`` or ``timed out``, from the tests of the module in a copy of the repository."""
     file = copied / PACKAGE / mutant.path
     original = file.read_text()
-    file.write_text(mutated(mutant.path, mutant.index))
+    file.write_text(mutated(mutant.path, mutant.number))
     try:
         return _run([f"{PACKAGE}/{mutant.path}", *tests_of(mutant.path)], copied)
     finally:
@@ -271,7 +271,7 @@ def main() -> None:
     results = json.loads(options.out.read_text()) if options.out.exists() else []
     if options.again:
         results = [x for x in results if x["verdict"] != "survived"]
-    done = {(x["path"], x["index"]) for x in results}
+    done = {(x["path"], x["number"]) for x in results}
     _imported()
     end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as directory:
@@ -282,10 +282,10 @@ def main() -> None:
         for name in filter(None, files):
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copied / name)
-        for tests in {tuple(tests_of(x.path)) for x in sampled if (x.path, x.index) not in done}:
+        for tests in {tuple(tests_of(x.path)) for x in sampled if (x.path, x.number) not in done}:
             assert _run(list(tests), copied) == "survived", f"without a mutant these tests fail: {tests}"
         for mutant in sampled:
-            if (mutant.path, mutant.index) in done or time.monotonic() > end:
+            if (mutant.path, mutant.number) in done or time.monotonic() > end:
                 continue
             results.append({**mutant._asdict(), "verdict": verdict(mutant, copied)})
             options.out.write_text(json.dumps(results, indent=1))

@@ -16,10 +16,11 @@ from contrastive_zoo.collectives.adjoints import (
     Replicated,
     Scatter,
 )
-from contrastive_zoo.collectives.transport import OPS, Reduction, reduced_everywhere
+from contrastive_zoo.collectives.checks import NO_ROWS, agree, agree_on_rows, sent_problem
+from contrastive_zoo.collectives.transport import Reduction, reduced_everywhere
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.row_checks import described, tensor_problem
-from contrastive_zoo.session import Session, meet, refuse
+from contrastive_zoo.row_checks import described
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import Processes, Shards, World
 
 
@@ -64,7 +65,7 @@ def all_reduce(
         tensor([1., 2.])
     """
     world = World.of(process_group, "all_reduce")
-    _agree("all_reduce", x, world, op=op, gradient=gradient)
+    agree("all_reduce", x, world, op=op, gradient=gradient)
     x = _averageable(x, op)
     return x if world.size == 1 else AllReduce.apply(x, op, gradient, world)
 
@@ -90,7 +91,7 @@ def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Pro
         tensor([1., 2.])
     """
     world = World.of(process_group, "reduce")
-    _agree("reduce", x, world, op=op, dst=dst)
+    agree("reduce", x, world, op=op, dst=dst)
     x = _averageable(x, op)
     return x if world.size == 1 else Reduce.apply(x, dst, op, world)
 
@@ -117,7 +118,7 @@ def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Te
         tensor(7)
     """
     world = World.of(process_group, "broadcast")
-    _agree("broadcast", x, world, src=src)
+    agree("broadcast", x, world, src=src)
     return x if world.size == 1 else Broadcast.apply(x, src, world)
 
 
@@ -148,7 +149,7 @@ def all_gather(
     """
     world = World.of(process_group, "all_gather")
     if shards is None:
-        shards = _agree_on_rows("all_gather", rows, world, gradient=gradient)
+        shards = agree_on_rows("all_gather", rows, world, gradient=gradient)
     return rows if world.size == 1 else AllGather.apply(rows, shards, gradient, world)
 
 
@@ -175,7 +176,7 @@ def reduce_scatter(
         [[1.0], [1.0]]
     """
     world = World.of(process_group, "reduce_scatter")
-    if wrong := _tensor_problem(rows):
+    if wrong := sent_problem(rows):
         refuse("reduce_scatter", wrong, world=world)
     total = len(rows) if rows.ndim else 0
     if shards is None:
@@ -186,8 +187,8 @@ def reduce_scatter(
     elif shards.total != total:
         problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
     if rows.ndim == 0:
-        problem = _NO_ROWS
-    _agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
+        problem = NO_ROWS
+    agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
     rows = _averageable(rows, op)
     return rows if world.size == 1 else ReduceScatter.apply(rows, shards, world, world.size if op == "mean" else 1)
 
@@ -211,7 +212,7 @@ def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Te
         tensor([1, 2])
     """
     world = World.of(process_group, "gather")
-    shards = _agree_on_rows("gather", rows, world, dst=dst)
+    shards = agree_on_rows("gather", rows, world, dst=dst)
     return rows if world.size == 1 else Gather.apply(rows, dst, shards, world)
 
 
@@ -238,7 +239,7 @@ def scatter(
         [1, 2, 3]
     """
     world = World.of(process_group, "scatter")
-    if wrong := _tensor_problem(rows):
+    if wrong := sent_problem(rows):
         refuse("scatter", wrong, world=world)
     total = len(rows) if rows.ndim else 0
     if not (sizes is None or (isinstance(sizes, (list, tuple)) and all(isinstance(x, int) for x in sizes))):
@@ -251,7 +252,7 @@ def scatter(
         and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0)
     ):
         problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {wanted}."
-    _agree_on_rows("scatter", rows, world, problem=problem, src=src)
+    agree_on_rows("scatter", rows, world, problem=problem, src=src)
     padded = (wanted + [0] * world.size)[: world.size]
     shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
     return rows if world.size == 1 else Scatter.apply(rows, src, shards, world)
@@ -274,39 +275,6 @@ def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
     """
     world = World.of(process_group, "replicated")
     return x if world.size == 1 else Replicated.apply(x, world)
-
-
-def _tensor_problem(x: object) -> str | None:
-    """What is wrong with a tensor that is sent as its bytes, in words; 8-bit floats can be."""
-    is_short_float = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize == 1 and not x.is_meta
-    return None if is_short_float else tensor_problem("x", x)
-
-
-_NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
-
-
-def _agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
-    """Check that shape, dtype and settings are valid and the same on every rank."""
-    if wrong := _tensor_problem(x):
-        refuse(name, wrong, world=world)
-    _agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
-
-
-def _agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None = None, **settings: object) -> Shards:
-    """Check that trailing shape, dtype and settings are valid and the same on every rank; return the shard sizes."""
-    if wrong := _tensor_problem(rows):
-        refuse(name, wrong, world=world)
-    for setting, words in (("op", tuple(OPS)), ("gradient", ("partial", "complete"))):
-        given = settings.get(setting, words[0])
-        if not (isinstance(given, str) and given in words):
-            problem = f"{setting} is one of {', '.join(words)}, got {described(given)}."
-    root = settings.get("src", settings.get("dst", 0))
-    if not (isinstance(root, int) and 0 <= root < world.size):
-        problem = f"rank {described(root)} is not one of the group's ranks 0 … {world.size - 1}."
-    if rows.ndim == 0:
-        problem = _NO_ROWS
-    unchecked = Session.of(world, check_finite=False)
-    return meet(name, {"x": rows}, world=unchecked, problem=problem, settings=settings)[0]
 
 
 def _even(total: int, parts: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.row_checks import described, tensor_problem
@@ -110,7 +110,9 @@ def _argument_problem(name: str, x: Any, expected: _Expected) -> str | None:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether x is a real number, or a tensor that holds one."""
+    """Whether x is a real number, or a tensor that holds one; a parameter on the meta device will."""
+    if isinstance(x, nn.Parameter) and x.is_meta:
+        return x.numel() == 1
     if isinstance(x, Tensor):
         return x.numel() == 1 and tensor_problem("", x) is None and not x.is_complex() and x.dtype.itemsize > 1
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)

@@ -91,7 +91,7 @@ def is_number(
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
-    if isinstance(x, Tensor) and x.numel() != 1 and not several:
+    if isinstance(x, Tensor) and x.numel() != 1 and not several and not x.is_meta:
         return False
     values = [] if isinstance(x, Tensor) and x.is_meta else _values(x)
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)

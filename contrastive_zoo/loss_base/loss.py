@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.class_docstring import class_docstring
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base import argument_types
 from contrastive_zoo.loss_base.checks import shared_problem
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
@@ -155,9 +156,16 @@ class Loss(nn.Module):
         if problem := self.settings_problem():
             raise ValueError(f"{type(self).__name__}: {problem}")
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
+    ) -> None:
+        """Load all parameters and buffers or none: a centre without its prototypes would be another loss's."""
         widen_numbers(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        if problem := loading_problem(own_tensors(self), state_dict, prefix):
+            *_, error_messages = lists
+            error_messages.append(f"{type(self).__name__}: {problem} It stays as it was.")
+        else:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:

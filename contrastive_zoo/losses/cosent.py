@@ -67,7 +67,8 @@ def cosent(
     s = logit_scale(temperature, world) * _pair_similarities(q, k, similarity)
     # every rank computes the same loss from the gathered similarities
     s = all_gather(s, shards=shards, gradient="complete", process_group=world)
-    return _log_sum_of_inversions(s, gather_rows(scores, shards, world))
+    ordered = gather_rows(scores, shards, world)  # torch cannot search among bools
+    return _log_sum_of_inversions(s, ordered.to(torch.uint8) if ordered.dtype == torch.bool else ordered)
 
 
 def _settings_problem(similarity: str) -> str | None:

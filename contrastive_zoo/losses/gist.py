@@ -17,6 +17,7 @@ from contrastive_zoo.loss_base.checks import number_problem, rows_problem, tower
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, Shards, World
 
 Strategy = Literal["absolute", "relative"]
@@ -83,15 +84,15 @@ def gist(
     """
     problem = _problem(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)
     problem = problem or _settings_problem(margin_strategy, margin)
+    if problem is not None:
+        refuse("GIST", problem, world=world)
     x = anchors[:0] if negatives is None else negatives
     guide_x = guide_anchors[:0] if guide_negatives is None else guide_negatives
     named = {"anchors": anchors, "positives": positives, "negatives": x}
     named |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_x}
     settings: dict[str, Any] = {"relative": margin_strategy == "relative", "margin": margin}
     settings |= {"contrast_anchors": contrast_anchors, "contrast_positives": contrast_positives}
-    shards, _, mined, *_ = begin(
-        "GIST", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
-    )
+    shards, _, mined, *_ = begin("GIST", named, temperature=temperature, reduction=reduction, world=world, **settings)
     pairs, columns, single = concat_pairs(
         *(prepare_rows(rows, normalize=True, world=world) for rows in (anchors, positives, x))
     )

@@ -21,6 +21,7 @@ from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, Shards, World
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
@@ -93,6 +94,8 @@ def mnrl(
     settings: dict[str, Any] = {"directions": directions, "partition_mode": partition_mode}
     settings |= {"hardness_mode": hardness_mode, "hardness_strength": hardness_strength}
     problem = _problem(queries, documents, negatives, owners) or _settings_problem(**settings)
+    if problem is not None:
+        refuse("MNRL", problem, world=world)
     if negatives is None:
         negatives = queries[:0]
     if owners is None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.row_checks import described
 
 
@@ -24,6 +25,7 @@ class MomentumEncoder(nn.Module):
 
     Raises:
         ValueError: a momentum outside [0, 1], unknown ``buffers``; at an update, an encoder with other parameters.
+        RuntimeError: a ``state_dict`` of other shapes, or with NaN or infinite values; nothing is loaded then.
 
     Examples:
         >>> encoder = nn.Linear(1, 1, bias=False)
@@ -49,6 +51,17 @@ class MomentumEncoder(nn.Module):
         self.encoder = copy.deepcopy(_without_ddp(encoder)).requires_grad_(False)
         self.momentum = momentum
         self.buffers_from = buffers
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Check the whole encoder before any part of it is loaded.
+
+        Raises:
+            RuntimeError: saved tensors of other shapes, or with NaN or infinite values; the encoder stays as it was.
+        """
+        for path, module in self.encoder.named_modules(prefix="encoder"):
+            if problem := loading_problem(own_tensors(module), state_dict, f"{prefix}{path}."):
+                raise RuntimeError(f"MomentumEncoder: {path}: {problem} It stays as it was.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

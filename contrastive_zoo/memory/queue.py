@@ -11,7 +11,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import is_number, rows_problem
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.row_checks import tensor_problem
+from contrastive_zoo.row_checks import array_in_one_line, tensor_problem
 from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, Shards, World
 
@@ -185,8 +185,16 @@ class MemoryQueue(nn.Module):
         return slots
 
     def compared_state(self) -> dict[str, Any]:
-        """Return the state that must be the same on every rank before rows enter."""
-        return {"the memory's size": self.size, "the memory's pointer": int(self.pointer), "its fill": len(self)}
+        """Return the state that must be the same on every rank before rows enter; now and then with a digest of the rows.
+
+        Equal pointers choose equal times: once each time that the ring begins again, and at about every 64th call.
+        """
+        pointer = int(self.pointer)
+        state: dict[str, Any] = {"the memory's size": self.size, "the memory's pointer": pointer, "its fill": len(self)}
+        if pointer * _MIXER % 2**32 < 2**26:
+            rows = (x.contiguous().view(torch.uint8).cpu().numpy() for x in (self.rows, self.labels))
+            state["its content"] = " and ".join(map(array_in_one_line, rows))
+        return state
 
     def problem(
         self, rows: Tensor, labels: Tensor | None = None, enqueue_mask: Tensor | None = None, name: str = "rows"
@@ -207,6 +215,10 @@ class MemoryQueue(nn.Module):
 
     def extra_repr(self) -> str:
         return f"size={self.size}, embedding_size={self.embeddings.shape[1]}, dtype={self.embeddings.dtype}"
+
+
+_MIXER = 2654435761
+"""Knuth's multiplier, which spreads pointers that are multiples of the batch size evenly over 2³²."""
 
 
 def present(**tensors: Tensor | None) -> dict[str, Tensor]:
