@@ -47,10 +47,9 @@ class Composition(Loss):
                 f"{name}: losses are this library's, got {third_party[0]}. Give a loss from elsewhere its own "
                 "DistributedLoss and add the values."
             )
-        listed = weights is None or (
-            isinstance(weights, (list, tuple)) and all(isinstance(x, (int, float)) for x in weights)
-        )
-        if not listed or not len(losses) or (weights is not None and len(weights) != count):
+        given = [1.0] * count if weights is None else weights
+        listed = isinstance(given, (list, tuple)) and all(isinstance(x, (int, float)) for x in given)
+        if not listed or not len(losses) or len(given) != count:
             raise ValueError(f"{name}: one number as weight for each of {count} terms, got {described(weights)}.")
         super().__init__(check_finite=all(loss.check_finite for loss in losses))
         self.weights = tuple(map(float, given))
