@@ -48,10 +48,11 @@ def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None 
     """
     if wrong := sent_problem(rows):
         refuse(name, wrong, world=world)
-    for setting, words in (("op", tuple(OPS)), ("gradient", ("partial", "complete"))):
-        given = settings.get(setting, words[0])
-        if not (isinstance(given, str) and given in words):
-            problem = f"{setting} is one of {', '.join(words)}, got {described(given)}."
+    op, gradient = settings.get("op", "sum"), settings.get("gradient", "partial")
+    if not (isinstance(op, str) and op in OPS):
+        problem = f"op is one of {', '.join(OPS)}, got {described(op)}."
+    if not (isinstance(gradient, str) and gradient in ("partial", "complete")):
+        problem = f"gradient is 'partial' or 'complete', got {described(gradient)}."
     root = settings.get("src", settings.get("dst", 0))
     if not (isinstance(root, int) and 0 <= root < world.size):
         problem = f"rank {described(root)} is not one of the group's ranks 0 … {world.size - 1}."

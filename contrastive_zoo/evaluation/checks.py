@@ -71,6 +71,8 @@ class Given(NamedTuple):
             return "labels and gallery_labels come together; without them, partners have the same index."
         if self.ignore_label is not None and self.labels is None:
             return "ignore_label needs labels."
+        if not (self.ignore_label is None or isinstance(self.ignore_label, int)):
+            return f"ignore_label is an integer or None, got {described(self.ignore_label)}."
         return self._judgements_problem()
 
     def _judgements_problem(self) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import REDUCTIONS
 from contrastive_zoo.handshake import kind
@@ -78,7 +78,7 @@ def is_number(
     """Return whether x is a number within bounds: Python's, NumPy's, or that of a tensor. NaN never is.
 
     Args:
-        x: the object to check. A tensor on the meta device holds no numbers yet and passes.
+        x: the object to check. A parameter on the meta device holds no numbers yet and passes.
         above: exclusive lower bound.
         below: exclusive upper bound.
         low: inclusive lower bound.
@@ -91,9 +91,11 @@ def is_number(
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
-    if isinstance(x, Tensor) and x.numel() != 1 and not several and not x.is_meta:
+    if isinstance(x, nn.Parameter) and x.is_meta:
+        return True
+    if isinstance(x, Tensor) and x.numel() != 1 and not several:
         return False
-    values = [] if isinstance(x, Tensor) and x.is_meta else _values(x)
+    values = _values(x)
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     return all(
         isinstance(value, kinds)

@@ -50,7 +50,7 @@ class Composition(Loss):
         given = [1.0] * count if weights is None else weights
         listed = isinstance(given, (list, tuple)) and all(isinstance(x, (int, float)) for x in given)
         if not listed or not len(losses) or len(given) != count:
-            raise ValueError(f"{name}: one number as weight for each of {count} terms, got {described(weights)}.")
+            raise ValueError(f"{name}: one weight for each of {count} terms, got {described(weights)}.")
         super().__init__(check_finite=all(loss.check_finite for loss in losses))
         self.weights = tuple(map(float, given))
         self.refuse_bad_settings()
