@@ -224,8 +224,9 @@ def _in_store(function: Callable[[Any], Any]) -> Any:
             found.append(function(dist.distributed_c10d._get_default_store()))
 
     thread = threading.Thread(target=run, daemon=True, name="contrastive_zoo note")
-    thread.start()
-    thread.join(STORE_TIMEOUT)
+    with suppress(RuntimeError):  # no thread starts while the interpreter ends
+        thread.start()
+        thread.join(STORE_TIMEOUT)
     return found[0] if found else None
 
 
