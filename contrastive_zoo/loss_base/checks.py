@@ -78,7 +78,7 @@ def is_number(
     """Return whether x is a number within bounds: Python's, NumPy's, or that of a tensor. NaN never is.
 
     Args:
-        x: the object to check. A parameter on the meta device holds no numbers yet and passes.
+        x: the object to check. A parameter on the meta device holds no numbers yet and passes; so does one number.
         above: exclusive lower bound.
         below: exclusive upper bound.
         low: inclusive lower bound.
@@ -91,8 +91,8 @@ def is_number(
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
-    if isinstance(x, nn.Parameter) and x.is_meta:
-        return True
+    if isinstance(x, Tensor) and x.is_meta:
+        return not whole and (x.numel() == 1 or several or isinstance(x, nn.Parameter))
     if isinstance(x, Tensor) and x.numel() != 1 and not several:
         return False
     values = _values(x)
