@@ -113,8 +113,9 @@ def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
         if isinstance(node, ast.Name) and node.id in SWAPPED_NAMES and isinstance(node.ctx, ast.Load):
             yield from _swap(node, "id", node.id, SWAPPED_NAMES[node.id])
         for name in ("body", "orelse"):
-            statements = getattr(node, name, None)
-            for i, statement in enumerate(statements if isinstance(statements, list) else []):
+            found: Any = getattr(node, name, [])
+            statements: list[ast.stmt] = found if isinstance(found, list) else []
+            for i, statement in enumerate(statements):
                 if isinstance(statement, (ast.Expr, ast.AugAssign)) and not _is_text(statement):
                     removed = [*statements[:i], ast.Pass(), *statements[i + 1 :]]
                     yield from _swap(node, name, statements, removed, statement, "left out: ")
