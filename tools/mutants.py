@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -222,8 +223,16 @@ def _pytest(tests: list[str], copied: Path) -> None:
         os.dup2(null, 2)
         import pytest
 
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]))
+        code = int(
+            pytest.main(
+                ["-x", "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider", *tests]
+            )
+        )
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
