@@ -34,7 +34,8 @@ search: .venv/.installed
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_stateful_training.py
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 tests/test_contract.py tests/testing/test_check.py tests/testing/test_diagnosis.py \
 		tests/testing/test_worlds.py tests/adapters/test_pml_matrix.py tests/test_audit.py tests/test_compiling.py \
-		tests/test_precision.py tests/test_solved_batches.py
+		tests/test_precision.py tests/test_solved_batches.py tests/test_faults.py
+	HYPOTHESIS_PROFILE=long HYPOTHESIS_EXAMPLES=200 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -106,6 +106,7 @@ from contrastive_zoo.masks import sample_ids as sample_ids
 from contrastive_zoo.memory.cross_batch import CrossBatchMemory as CrossBatchMemory
 from contrastive_zoo.memory.momentum import MomentumEncoder as MomentumEncoder
 from contrastive_zoo.memory.queue import MemoryQueue as MemoryQueue
+from contrastive_zoo.messages import CommunicationError as CommunicationError
 from contrastive_zoo.mining.hard_negatives import mine_hard_negatives as mine_hard_negatives
 from contrastive_zoo.mining.miner import DistributedMiner as DistributedMiner
 from contrastive_zoo.mining.refreshed import RefreshedNegatives as RefreshedNegatives

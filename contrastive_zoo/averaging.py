@@ -39,7 +39,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         >>> model.weight.grad
         tensor([[1., 1.]])
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "average_gradients")
     if (problem := _module_problem(module)) is not None:
         refuse("average_gradients", problem, world=world)
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

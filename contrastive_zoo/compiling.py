@@ -6,6 +6,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from contrastive_zoo.messages import report
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -53,4 +55,19 @@ class Function(torch.autograd.Function):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "backward" in vars(cls):
-            cls.backward = staticmethod(uncompiled(cls.backward))  # type: ignore[method-assign]
+            cls.backward = staticmethod(uncompiled(_reporting(cls.backward)))  # type: ignore[method-assign]
+
+
+def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, which tells waiting ranks if it raises; a context with messages holds their world."""
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        try:
+            return backward(ctx, *gradients)
+        except BaseException as error:
+            world = getattr(getattr(ctx, "sweep", ctx), "world", None)
+            if world is not None:
+                report(error, world)
+            raise
+
+    return run

@@ -104,6 +104,7 @@ class DistributedLoss(nn.Module, Generic[R]):
             are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices mined on one
             rank's rows, or passed although there is a miner; a previous value that differs between ranks; ``pad_dims`` of
             arguments that the call has not.
+        CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:
         >>> import torch, contrastive_zoo as cz
@@ -135,7 +136,9 @@ class DistributedLoss(nn.Module, Generic[R]):
         pad_dims: Mapping[str, int | Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
-        refuse_bad_options(grad_reduction, mode)
+        flags = {"prefer_native": prefer_native, "check_finite": check_finite, "check_equal": check_equal}
+        flags |= {"check_distinct": check_distinct, "broadcast_parameters": broadcast_parameters}
+        refuse_bad_options(grad_reduction, mode, **flags, static_shapes=static_shapes)
         loss = unwrapped_loss("DistributedLoss", loss)
         miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
         refuse_bad_loss(loss)
@@ -226,7 +229,8 @@ class DistributedLoss(nn.Module, Generic[R]):
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
         ring, problem = ring_in_group(machines_of(self.ring), world)
         options = Options(check_finite, ring, factor, reads_values=check_finite)
-        return Session(world.rank, world.size, world.group, options), problem
+        caller = f"{loss_name(bare)}, call {self._history.calls + 1}"
+        return Session(world.rank, world.size, world.group, options, caller=caller), problem
 
     def _options(self) -> WrapperOptions:
         return WrapperOptions(

@@ -19,6 +19,7 @@ from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.handshake import Statement, refuse_empty
 from contrastive_zoo.loss_call import LossCall, loss_name, paired_problem, unequal_problem, without_ddp
 from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.messages import reported
 from contrastive_zoo.randomness import StateWatch, one_stream
 from contrastive_zoo.row_checks import first_non_finite, tolerance
 from contrastive_zoo.session import Opening, Replicate, Session, refuse
@@ -75,10 +76,12 @@ class DistributedStep:
 
         Raises:
             ValueError: on every rank alike, as ``DistributedLoss`` documents.
+            CommunicationError: another rank failed, died or is late.
         """
         self.session.progress.opening = self.opening
         before = self.modules.buffer_versions()
-        value = self._own_part_or_all()
+        with reported(self.session):
+            value = self._own_part_or_all()
         self.history.keeps_state = self.modules.buffers_changed(before)
         self.history.calls += 1
         if self.observer is not None:

@@ -12,7 +12,7 @@ A difference where ranks must be equal, and a problem that any rank states, rais
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,8 @@ from contrastive_zoo.differences import (
     to_bits,
     values_difference,
 )
+from contrastive_zoo.messages import completed_handshake
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.world import Shards, World
 
 PAYLOAD_LIMIT = 2**20
@@ -127,6 +129,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     Raises:
         ValueError: on every rank alike, if any rank states a problem; if what they compare differs; if a value or the
             parameters differ by more than half the digits of their dtype; or if all ranks hold the same rows.
+        CommunicationError: another rank failed, died or is late.
 
     Examples:
         >>> shake_hands(Statement("Loss", sizes=[3]), World())
@@ -136,9 +139,11 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         if statement.problem is not None:
             raise ValueError(f"{statement.caller}: {statement.problem}")
         return Agreed([Shards((size,)) for size in statement.sizes])
+    world = world if world.caller else replace(world, caller=statement.caller)
     text = "\n".join(f"{name}|{value}" for name, value in statement.compared.items())
     reserved = _reserved.setdefault(world.process_group, _Reserved())
     headers, payload = _exchange(_header(statement, text), statement.payload or (), reserved.size, world)
+    completed_handshake(world)
     received = dict(zip(_FIELDS, zip(*headers, strict=True), strict=False))
     _refuse_problems(statement, received, text, world)
     by_rank = [header[len(_FIELDS) :][: len(statement.sizes)] for header in headers]
@@ -205,7 +210,7 @@ def _exchange(
     parts = [header, *payload] if length <= size else [header]
     if (unused := size - (length if length <= size else 0)) > 0:
         parts.append(header.new_zeros(unused))
-    received = world.start_host_gather(torch.cat(parts) if len(parts) > 1 else header)()
+    received = world.start_host_gather(torch.cat(parts) if len(parts) > 1 else header, "the handshake")()
     headers = received[:, : form.size].cpu().numpy()
     return [list(form.unpack_from(x)) for x in headers], received[:, form.size :]
 
@@ -223,7 +228,7 @@ def kind(tensor: Tensor) -> str:
         >>> kind(torch.ones(2, 3))
         'float32 [2, 3]'
     """
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return described(tensor)
 
 
 def refuse_empty(caller: str, shards: Shards) -> None:

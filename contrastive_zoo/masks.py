@@ -1,14 +1,16 @@
 """Masks of positives and negatives between this rank's rows and all rows, from ids that are global."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.session import meet
+from contrastive_zoo.row_checks import described, tensor_problem
+from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, World
 
 
@@ -43,9 +45,12 @@ def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> In
         >>> sample_ids(3, views=2)
         tensor([0, 1, 2, 0, 1, 2])
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "sample_ids")
+    numbers = (described(x) for x in (n, views) if not isinstance(x, (int, np.integer)) or isinstance(x, bool))
+    if (other := next(numbers, None)) is not None:
+        refuse("sample_ids", f"n and views are integers, got {other}.", world=world)
     if n < 0 or views < 1:
-        meet("sample_ids", {}, world=world, problem=f"n >= 0 and views >= 1, got n={n}, views={views}.")
+        refuse("sample_ids", f"n >= 0 and views >= 1, got n={n}, views={views}.", world=world)
     (shards,) = meet(
         "sample_ids", {"samples": torch.empty(n, dtype=torch.int8)}, world=world, settings={"views": views}
     )
@@ -74,7 +79,7 @@ def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> Pa
                 [0, 0, 0],
                 [1, 0, 0]], dtype=torch.int32)
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "pair_masks")
     (shards,) = meet("pair_masks", {"ids": ids}, world=world, problem=labels_problem("ids", ids))
     return block_masks(ids, all_gather(ids, shards=shards, process_group=world), start=shards.start)
 
@@ -92,13 +97,15 @@ def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) 
     return PairMasks(own, alike & ~own, ~alike)
 
 
-def labels_problem(name: str, labels: Tensor, rows: int | None = None) -> str | None:
+def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | None:
     """The problem of these labels, in words; None if there is none.
 
     Examples:
         >>> labels_problem("labels", torch.tensor([0.5]))
         'labels are one integer per row, got float32 [1]. Use labels.long().'
     """
+    if problem := tensor_problem(name, labels):
+        return problem
     if labels.is_floating_point() or labels.is_complex() or labels.ndim != 1:
         fix = "Use labels.argmax(1) if they are one-hot." if labels.ndim > 1 else "Use labels.long()."
         return f"{name} are one integer per row, got {kind(labels)}. {fix}"

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from contrastive_zoo.collectives import broadcast_in_place
 from contrastive_zoo.world import World
 
 
@@ -80,7 +80,7 @@ def broadcast_states(states: list[torch.Tensor], world: World) -> list[torch.Ten
     """
     packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)
     if world.size > 1:
-        dist.broadcast(packed, group=world.group, group_src=0)
+        broadcast_in_place(packed, 0, world)
     parts = packed.cpu().split([state.nbytes for state in states])
     return [part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)]
 

@@ -30,6 +30,43 @@ def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False
     return kind if not device or tensor.device.type == "cpu" else f"{kind} on {tensor.device.type}"
 
 
+def described(x: object) -> str:
+    """What came in place of something else, in words.
+
+    Examples:
+        >>> described(torch.ones(2, 3)), described([1]), described(len)
+        ('float32 [2, 3]', '[1]', 'a builtin_function_or_method')
+    """
+    if isinstance(x, Tensor):
+        layout = "" if x.layout is torch.strided else f"{str(x.layout).removeprefix('torch.')} "
+        return f"{layout}{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    if isinstance(x, (type(None), bool, int, float, complex, str, bytes, list, tuple, dict)) and len(repr(x)) < 60:
+        return repr(x)
+    return f"a {type(x).__name__}"
+
+
+def tensor_problem(name: str, x: object) -> str | None:
+    """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is.
+
+    Examples:
+        >>> tensor_problem("labels", [0, 1])
+        'labels must be a tensor, got list.'
+        >>> tensor_problem("keys", torch.eye(2).to_sparse())
+        'keys must be a dense tensor, got sparse_coo float32 [2, 2]. Pass keys.to_dense().'
+    """
+    if not isinstance(x, Tensor):
+        return f"{name} must be a tensor, got {type(x).__name__}."
+    if x.layout is not torch.strided:
+        return f"{name} must be a dense tensor, got {described(x)}. Pass {name}.to_dense()."
+    if x.is_quantized:
+        return f"{name} must hold plain numbers, got quantized {described(x)}. Pass {name}.dequantize()."
+    if x.is_meta:
+        return f"{name} must hold values, got {described(x)} on the meta device, which has none."
+    if x.is_floating_point() and x.dtype.itemsize == 1:
+        return f"{name} must have 16 bits or more, got {described(x)}. Pass {name}.bfloat16()."
+    return None
+
+
 @functools.lru_cache(maxsize=1024)
 def _kind(dtype: torch.dtype, shape: tuple[int | str, ...], has_gradient: bool) -> str:
     sizes = ", ".join(map(str, shape))

@@ -13,7 +13,7 @@ from contrastive_zoo import devices
 from contrastive_zoo.derivations import Derivations
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
-from contrastive_zoo.row_checks import first_non_finite, in_one_line, row_kind, tolerance
+from contrastive_zoo.row_checks import first_non_finite, in_one_line, row_kind, tensor_problem, tolerance
 from contrastive_zoo.world import Machines, Shards, World
 
 
@@ -120,7 +120,8 @@ class Session(World):
         """``world`` if it is a session, otherwise a new one of its ranks with these options."""
         if isinstance(world, Session):
             return world
-        return cls(world.rank, world.size, world.group, Options(**options))  # type: ignore[arg-type]
+        agreed = Options(**options)  # type: ignore[arg-type]
+        return cls(world.rank, world.size, world.group, agreed, caller=world.caller)
 
     def with_cache(self) -> Session:
         """The same session with a cache: rows that several losses compare are gathered once."""
@@ -137,6 +138,8 @@ class Session(World):
         self, caller: str, rows: Mapping[str, Tensor], problem: str | None, settings: Mapping[str, object]
     ) -> list[Shards]:
         """:func:`meet` within this session."""
+        if problem is not None:  # what is no tensor has no size
+            rows = {name: x for name, x in rows.items() if tensor_problem(name, x) is None}
         sizes = [len(tensor) if tensor.ndim else 1 for tensor in rows.values()]
         if self.progress.declaring is None and self.progress.agreed:
             agreed = self.progress.agreed.pop(0)

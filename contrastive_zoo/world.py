@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo._compat import all_gather_single
+from contrastive_zoo.messages import started
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,6 +74,7 @@ class World:
         rank: this process within the group, 0 … size − 1.
         size: number of processes W.
         group: what torch.distributed calls take as ``group``; None is the default group.
+        caller: the loss and the call that send messages, as the errors of messages name them.
 
     Examples:
         >>> World.of()
@@ -82,13 +84,15 @@ class World:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    caller: str = field(default="", repr=False, compare=False, kw_only=True)
 
     @classmethod
-    def of(cls, process_group: Processes = None) -> World:
+    def of(cls, process_group: Processes = None, caller: str = "") -> World:
         """The world of ``process_group`` at the time of the call; a World is returned unchanged.
 
         Args:
             process_group: a process group, a 1-d DeviceMesh, or None for the default group if there is one.
+            caller: the function that sends messages, for their errors.
 
         Raises:
             ValueError: this process is not in the group, the mesh has more than one dimension, or it is something else.
@@ -102,7 +106,7 @@ class World:
         group = process_group
         if group is not None and not isinstance(group, dist.ProcessGroup):
             group = group.get_group()
-        return World(dist.get_rank(group), dist.get_world_size(group), group)
+        return World(dist.get_rank(group), dist.get_world_size(group), group, caller=caller)
 
     @cached_property
     def process_group(self) -> dist.ProcessGroup:
@@ -136,16 +140,15 @@ class World:
             _host_groups[own] = made or None
         return _host_groups[own]
 
-    def start_host_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_host_gather(self, x: Tensor, message: str = "an exchange of numbers") -> Callable[[], Tensor]:
         """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for.
 
         Examples:
             >>> ALONE.start_host_gather(torch.tensor([3, 4]))()
             tensor([[3, 4]])
         """
-        if self.size == 1 or not self.on_accelerators or self._host_group is None:
-            return self.start_gather(x)
-        return World(self.rank, self.size, self._host_group).start_gather(x)
+        group = self._host_group if self.size > 1 and self.on_accelerators else None
+        return self.start_gather(x, message, group or self.group)
 
     def sends_directly(self, x: Tensor) -> bool:
         """Whether each rank sends x to each other rank directly: a small tensor arrives sooner than through gloo's ring.
@@ -157,8 +160,15 @@ class World:
         small = x.nbytes * self.size <= _SMALL
         return small and self.size > 1 and x.device.type == "cpu" and not self.on_accelerators
 
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_gather(
+        self, x: Tensor, message: str = "a gather of rows", group: dist.ProcessGroup | None = None
+    ) -> Callable[[], Tensor]:
         """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x].
+
+        Args:
+            x: this rank's.
+            message: its name in an error.
+            group: another group of the same ranks.
 
         Examples:
             >>> ALONE.start_gather(torch.tensor([3, 4]))()
@@ -166,17 +176,39 @@ class World:
         """
         if self.size == 1:
             return lambda: x[None]
-        gathered = x.new_empty(self.size, *x.shape)
-        if self.sends_directly(x):
-            work = dist.all_to_all_single(gathered, x.expand_as(gathered).contiguous(), group=self.group, async_op=True)
+        gathered, group = x.new_empty(self.size, *x.shape), group or self.group
+        if x.device.type == "cpu" and x.nbytes * self.size <= _SMALL:
+            copies = x.expand_as(gathered).contiguous()
+            wait = self.start(message, lambda: dist.all_to_all_single(gathered, copies, group=group, async_op=True), x)
         else:
-            work = all_gather_single(gathered.view(-1), x.reshape(-1), group=self.group, async_op=True)
+            flat = x.reshape(-1)
+            wait = self.start(
+                message, lambda: all_gather_single(gathered.view(-1), flat, group=group, async_op=True), x
+            )
 
         def arrived() -> Tensor:
-            work.wait()
+            wait()
             return gathered
 
         return arrived
+
+    def start(self, message: str, begin: Callable[[], Any], x: Tensor) -> Callable[[], None]:
+        """Start a message of all ranks; the returned function waits for it.
+
+        Args:
+            message: its name in an error.
+            begin: starts it, and returns the work to wait for; None if there is none.
+            x: the tensor that is sent.
+
+        Raises:
+            CommunicationError: another rank failed, died or is late; the returned function raises it, too.
+        """
+
+        def works() -> Sequence[Any]:
+            work = begin()
+            return () if work is None else (work,)
+
+        return started(message, works, self, polled=x.device.type == "cpu")
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The ``numbers`` of all ranks, by rank; every rank passes equally many.

@@ -9,6 +9,7 @@ from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import accepts, loss_name, signature, without_ddp
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.world import Machines, World
 
 GradReduction = Literal["mean", "sum"]
@@ -47,21 +48,24 @@ class WrapperOptions:
         return {name: str(getattr(self, name)) for name in names}
 
 
-def refuse_bad_options(grad_reduction: str, mode: str) -> None:
-    """Refuse options that name nothing.
+def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
+    """Refuse options that name nothing, and flags that are neither True nor False.
 
     Raises:
-        ValueError: an unknown ``grad_reduction`` or ``mode``.
+        ValueError: an unknown ``grad_reduction`` or ``mode``, or a flag of another type.
 
     Examples:
         >>> refuse_bad_options("mean", "replicated")
     """
-    if grad_reduction not in ("mean", "sum"):
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"DistributedLoss: {name} is True or False, got {described(flag)}.")
+    if not (isinstance(grad_reduction, str) and grad_reduction in ("mean", "sum")):
         raise ValueError(
             f"DistributedLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
             f"{grad_reduction!r}. DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
         )
-    if mode not in ("replicated", "sharded"):
+    if not (isinstance(mode, str) and mode in ("replicated", "sharded")):
         raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
 
 

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map
 
 from contrastive_zoo.collectives import all_gather, broadcast, scale_gradient
 from contrastive_zoo.handshake import refuse_empty
+from contrastive_zoo.messages import reported
 from contrastive_zoo.randomness import one_stream
-from contrastive_zoo.session import Options, Session, meet
+from contrastive_zoo.session import Session, meet
 from contrastive_zoo.world import Processes, Shards, World
 from contrastive_zoo.wrapper_options import GradReduction
 
@@ -96,13 +97,14 @@ class DistributedSentenceLoss(nn.Module):
             sentence_features: for each column the encoder's inputs for the local rows.
             labels: [n, …], one per row, if the loss takes any.
         """
-        world = World.of(self.process_group)
-        session = Session(world.rank, world.size, world.group, Options(self.check_finite))
+        world = World.of(self.process_group, type(self.loss).__name__)
+        session = Session.of(world, check_finite=self.check_finite)
         for module, attribute in self._holders:  # a trainer replaces ``model`` by DDP, and no other attribute
             setattr(module, attribute, self.model)
         if session.size == 1:
             return self.loss(sentence_features, labels)
-        value = self._of_all_ranks(list(sentence_features), labels, session)
+        with reported(session):
+            value = self._of_all_ranks(list(sentence_features), labels, session)
         if self.grad_reduction == "sum":
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -64,7 +66,7 @@ def _audit(command: Sequence[str], world_size: int, steps: int, losses: Sequence
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="contrastive-zoo-audit-") as name:
         folder = Path(name)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = local_store()
         arguments = [str(folder), str(steps), ",".join(losses), *command]
         processes = []
         for rank in range(world_size):
@@ -89,6 +91,37 @@ def _audit(command: Sequence[str], world_size: int, steps: int, losses: Sequence
     return report
 
 
+def local_store() -> dist.TCPStore:
+    """Return a store that listens on this machine only: by itself it would on all addresses.
+
+    Examples:
+        >>> store = local_store()
+        >>> store.set("key", "value")
+        >>> store.get("key")
+        b'value'
+    """
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def own_folder(path: Path) -> Path:
+    """Create a folder that only this user can read, or take the one that another rank has created.
+
+    Its files are unpickled, so a folder of somebody else is refused.
+
+    Raises:
+        PermissionError: the folder belongs to another user, or others can write to it.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"{path} exists and others can write to it. Remove it, and start the audit again.")
+    return path
+
+
 def is_under_torchrun() -> bool:
     """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
@@ -107,8 +140,7 @@ def audit_under_torchrun(
     """
     _require_valid(command, [1], steps)
     run = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}"  # the parent of all ranks of a machine
-    folder = Path(tempfile.gettempdir()) / f"contrastive-zoo-audit-{run}"
-    folder.mkdir(exist_ok=True)
+    folder = own_folder(Path(tempfile.gettempdir()) / f"contrastive-zoo-audit-{run}")
 
     def finish(report: WorldReport) -> int:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,7 +20,8 @@ its adjoint is the transposed matrix: if the forward pass copies, the backward p
 ``gradient="complete"`` is for results from which every rank computes the same L: each rank then holds the complete
 derivative, and a sum of W equal copies would be W times too large.
 
-Every rank must run the backward pass through its result, in the same order, as it must run the forward pass.
+Every rank must run the backward pass through its result, in the same order, as it must run the forward pass. A message of
+either pass raises a ``CommunicationError`` if another rank failed, died or is late.
 """
 
 from contrastive_zoo.collectives.adjoints import Gradient, gather_together, scale_gradient
@@ -38,6 +39,7 @@ from contrastive_zoo.collectives.functions import (
 )
 from contrastive_zoo.collectives.transport import (
     Reduction,
+    broadcast_in_place,
     derived,
     exchange_rows,
     extreme_over_ranks,
@@ -55,6 +57,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "broadcast_in_place",
     "derived",
     "exchange_rows",
     "extreme_over_ranks",

@@ -12,6 +12,7 @@ from contrastive_zoo.collectives.transport import (
     OPS,
     Reduction,
     as_bytes,
+    broadcast_in_place,
     exchange_rows,
     from_bytes,
     gather_rows,
@@ -52,7 +53,13 @@ class Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dst: int, op: Reduction, world: World) -> Tensor:
         ctx.dst, ctx.op, ctx.world = dst, op, world
-        y = reduced(x, op, world, lambda wide: dist.reduce(wide, op=OPS[op], group=world.group, group_dst=dst))
+
+        def run(wide: Tensor) -> None:
+            background = wide.device.type == "cpu"
+            where: dict[str, Any] = {"group": world.group, "group_dst": dst, "async_op": background}
+            world.start("a reduction to one rank", lambda: dist.reduce(wide, op=OPS[op], **where), wide)()
+
+        y = reduced(x, op, world, run)
         if world.rank != dst:
             y = torch.zeros_like(y)  # torch leaves a partial sum in it
         if op in ("max", "min"):
@@ -72,7 +79,7 @@ class Broadcast(Function):
     def forward(ctx: Any, x: Tensor, src: int, world: World) -> Tensor:
         ctx.src, ctx.world = src, world
         y = as_bytes(x.detach().reshape(1, *x.shape)).clone()
-        dist.broadcast(y, group=world.group, group_src=src)
+        broadcast_in_place(y, src, world)
         return from_bytes(y, x.reshape(1, *x.shape)).reshape(x.shape)
 
     @staticmethod

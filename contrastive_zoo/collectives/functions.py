@@ -16,9 +16,11 @@ from contrastive_zoo.collectives.adjoints import (
     Replicated,
     Scatter,
 )
-from contrastive_zoo.collectives.transport import OPS, Reduction, reduced_everywhere
+from contrastive_zoo.collectives.checks import NO_ROWS, agree, agree_on_rows, sent_problem
+from contrastive_zoo.collectives.transport import Reduction, reduced_everywhere
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.session import Session, meet
+from contrastive_zoo.row_checks import described
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import Processes, Shards, World
 
 
@@ -62,8 +64,8 @@ def all_reduce(
         >>> all_reduce(torch.tensor([1.0, 2.0]))   # one process: nothing to add
         tensor([1., 2.])
     """
-    world = World.of(process_group)
-    _agree("all_reduce", x, world, op=op, gradient=gradient)
+    world = World.of(process_group, "all_reduce")
+    agree("all_reduce", x, world, op=op, gradient=gradient)
     x = _averageable(x, op)
     return x if world.size == 1 else AllReduce.apply(x, op, gradient, world)
 
@@ -88,8 +90,8 @@ def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Pro
         >>> reduce(torch.tensor([1.0, 2.0]), op="mean")
         tensor([1., 2.])
     """
-    world = World.of(process_group)
-    _agree("reduce", x, world, op=op, dst=dst)
+    world = World.of(process_group, "reduce")
+    agree("reduce", x, world, op=op, dst=dst)
     x = _averageable(x, op)
     return x if world.size == 1 else Reduce.apply(x, dst, op, world)
 
@@ -115,8 +117,8 @@ def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Te
         >>> broadcast(torch.tensor(7))
         tensor(7)
     """
-    world = World.of(process_group)
-    _agree("broadcast", x, world, src=src)
+    world = World.of(process_group, "broadcast")
+    agree("broadcast", x, world, src=src)
     return x if world.size == 1 else Broadcast.apply(x, src, world)
 
 
@@ -145,9 +147,9 @@ def all_gather(
         >>> all_gather(torch.tensor([[True], [False]])).tolist()
         [[True], [False]]
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "all_gather")
     if shards is None:
-        shards = _agree_on_rows("all_gather", rows, world, gradient=gradient)
+        shards = agree_on_rows("all_gather", rows, world, gradient=gradient)
     return rows if world.size == 1 else AllGather.apply(rows, shards, gradient, world)
 
 
@@ -173,18 +175,20 @@ def reduce_scatter(
         >>> reduce_scatter(torch.ones(2, 1)).tolist()
         [[1.0], [1.0]]
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "reduce_scatter")
+    if wrong := sent_problem(rows):
+        refuse("reduce_scatter", wrong, world=world)
     total = len(rows) if rows.ndim else 0
     if shards is None:
         shards = Shards(_even(total, world.size), world.rank)
     problem = None
-    if op not in ("sum", "mean"):
+    if not (isinstance(op, str) and op in ("sum", "mean")):
         problem = f"op is 'sum' or 'mean', got {op!r}."
     elif shards.total != total:
         problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
     if rows.ndim == 0:
-        problem = _NO_ROWS
-    _agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
+        problem = NO_ROWS
+    agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
     rows = _averageable(rows, op)
     return rows if world.size == 1 else ReduceScatter.apply(rows, shards, world, world.size if op == "mean" else 1)
 
@@ -207,8 +211,8 @@ def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Te
         >>> gather(torch.tensor([1, 2]))
         tensor([1, 2])
     """
-    world = World.of(process_group)
-    shards = _agree_on_rows("gather", rows, world, dst=dst)
+    world = World.of(process_group, "gather")
+    shards = agree_on_rows("gather", rows, world, dst=dst)
     return rows if world.size == 1 else Gather.apply(rows, dst, shards, world)
 
 
@@ -234,13 +238,21 @@ def scatter(
         >>> scatter(torch.tensor([1, 2, 3])).tolist()
         [1, 2, 3]
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "scatter")
+    if wrong := sent_problem(rows):
+        refuse("scatter", wrong, world=world)
     total = len(rows) if rows.ndim else 0
+    if not (sizes is None or (isinstance(sizes, (list, tuple)) and all(isinstance(x, int) for x in sizes))):
+        refuse("scatter", f"sizes are {world.size} integers, one per rank, got {described(sizes)}.", world=world)
     wanted = list(_even(total, world.size)) if sizes is None else list(sizes)
     problem = None
-    if world.rank == src and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0):
+    if (
+        isinstance(src, int)
+        and world.rank == src
+        and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0)
+    ):
         problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {wanted}."
-    _agree_on_rows("scatter", rows, world, problem=problem, src=src)
+    agree_on_rows("scatter", rows, world, problem=problem, src=src)
     padded = (wanted + [0] * world.size)[: world.size]
     shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
     return rows if world.size == 1 else Scatter.apply(rows, src, shards, world)
@@ -261,31 +273,8 @@ def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
         >>> replicated(t).backward(); t.grad
         tensor(1.)
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "replicated")
     return x if world.size == 1 else Replicated.apply(x, world)
-
-
-_NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
-
-
-def _agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
-    """Check that shape, dtype and settings are valid and the same on every rank."""
-    _agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
-
-
-def _agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None = None, **settings: object) -> Shards:
-    """Check that trailing shape, dtype and settings are valid and the same on every rank; return the shard sizes."""
-    if "op" in settings and settings["op"] not in OPS:
-        problem = f"op is one of {', '.join(OPS)}, got {settings['op']!r}."
-    if "gradient" in settings and settings["gradient"] not in ("partial", "complete"):
-        problem = f"gradient is 'partial' or 'complete', got {settings['gradient']!r}."
-    root = settings.get("src", settings.get("dst", 0))
-    if not (isinstance(root, int) and 0 <= root < world.size):
-        problem = f"rank {root} is not one of the group's ranks 0 … {world.size - 1}."
-    if rows.ndim == 0:
-        problem = _NO_ROWS
-    unchecked = Session.of(world, check_finite=False)
-    return meet(name, {"x": rows}, world=unchecked, problem=problem, settings=settings)[0]
 
 
 def _even(total: int, parts: int) -> tuple[int, ...]:

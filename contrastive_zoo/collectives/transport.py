@@ -1,5 +1,6 @@
 """Messages between ranks, without gradient: the building blocks of the differentiable collectives."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -121,7 +122,7 @@ def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int
     if scatters_sums(shards, world):
         wide_rows = rows.to(wide).contiguous()
         total = wide_rows.new_empty(shards.size, *rows.shape[1:])
-        reduce_scatter_single(total, wide_rows, group=world.group)
+        world.start("a reduce-scatter", lambda: reduce_scatter_single(total, wide_rows, group=world.group), total)()
         return (total if over == 1 else total / over).to(rows.dtype)
     parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
     parts = parts.view(world.size, shards.size, *rows.shape[1:])
@@ -138,8 +139,20 @@ def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], wor
     """Send ``send[r]`` of these rows to rank r, and return ``receive[r]`` rows from each rank r, in rank order."""
     local = as_bytes(rows)
     received = local.new_empty(sum(receive), local.shape[1])
-    dist.all_to_all_single(received, local, list(receive), list(send), group=world.group)
+    sizes, background = (list(receive), list(send)), local.device.type == "cpu"
+    world.start(
+        "an exchange of rows",
+        lambda: dist.all_to_all_single(received, local, *sizes, group=world.group, async_op=background),
+        local,
+    )()
     return from_bytes(received, rows)
+
+
+def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
+    """Overwrite x by rank ``src``'s."""
+    background = x.device.type == "cpu"
+    begin = functools.partial(dist.broadcast, x, group=world.group, group_src=src, async_op=background)
+    world.start("a broadcast", begin, x)()
 
 
 def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]) -> Tensor:
@@ -157,9 +170,10 @@ def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
 
     def run(y: Tensor) -> None:
         if world.sends_directly(y):
-            y.copy_(_ACROSS[op](world.start_gather(y)(), 0))
+            y.copy_(_ACROSS[op](world.start_gather(y, "an all-reduce")(), 0))
         else:
-            dist.all_reduce(y, OPS[op], world.group)
+            background = y.device.type == "cpu"
+            world.start("an all-reduce", lambda: dist.all_reduce(y, OPS[op], world.group, async_op=background), y)()
 
     return reduced(x, op, world, run)
 

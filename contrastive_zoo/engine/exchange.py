@@ -12,6 +12,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import derived, exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
 from contrastive_zoo.engine.precision import is_16_bit
 from contrastive_zoo.engine.schedule import RankBlock
+from contrastive_zoo.messages import started
 from contrastive_zoo.world import Shards, World
 
 
@@ -76,11 +77,15 @@ class SendReceive:
         messages = [dist.P2POp(dist.isend, self.sent, group=world.group, group_peer=to)] if len(rows) else []
         if count:
             messages.append(dist.P2POp(dist.irecv, self.received, group=world.group, group_peer=source))
-        self.works = dist.batch_isend_irecv(messages) if messages else []
+        self.arrived = started(
+            "a transfer to the next rank of the ring",
+            lambda: dist.batch_isend_irecv(messages) if messages else [],
+            world,
+            polled=False,
+        )
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        self.arrived()
         return self.received
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.evaluation.metrics import Ties
 from contrastive_zoo.evaluation.names import KNN, Metric, names_problem
-from contrastive_zoo.evaluation.search import rows_problem
+from contrastive_zoo.evaluation.search import rows_problem, settings_problem
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Shards, World
 
@@ -47,9 +48,9 @@ class Given(NamedTuple):
         for name in ("labels", "gallery_labels", "ids", "gallery_ids"):
             if (x := getattr(self, name)) is not None:
                 found[name] = x
-        if self.judgements is not None:
+        if isinstance(self.judgements, (list, tuple)) and len(self.judgements) == 3:
             found |= zip(("judged queries", "judged items", "grades"), self.judgements, strict=True)
-        return {name: x.detach() for name, x in found.items()}
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
 
     def problem(self) -> str | None:
         """Return why the arguments do not belong together, in words; None if they do."""
@@ -70,6 +71,8 @@ class Given(NamedTuple):
             return "labels and gallery_labels come together; without them, partners have the same index."
         if self.ignore_label is not None and self.labels is None:
             return "ignore_label needs labels."
+        if not (self.ignore_label is None or isinstance(self.ignore_label, int)):
+            return f"ignore_label is an integer or None, got {described(self.ignore_label)}."
         return self._judgements_problem()
 
     def _judgements_problem(self) -> str | None:
@@ -79,7 +82,12 @@ class Given(NamedTuple):
             return "relevant is what has the same label or what is judged: pass labels or judgements, not both."
         if self.ids is None or (self.gallery is not None and self.gallery_ids is None):
             return "judgements name rows by id: pass ids and gallery_ids."
+        if not isinstance(self.judgements, (list, tuple)) or len(self.judgements) != 3:
+            return f"judgements are query ids, gallery ids and grades, three tensors, got {described(self.judgements)}."
         query, item, grade = self.judgements
+        for name, x in zip(("judged queries", "judged items", "grades"), self.judgements, strict=True):
+            if problem := tensor_problem(name, x):
+                return problem
         if not (query.ndim == 1 and query.shape == item.shape == grade.shape):
             shapes = ", ".join(kind(x) for x in self.judgements)
             return f"judgements are query ids [j], gallery ids [j] and grades [j], got {shapes}."
@@ -102,7 +110,9 @@ class Settings:
 
     def problem(self, metrics: Sequence[Metric]) -> str | None:
         """Return why these metrics cannot have these settings, in words; None if they can."""
-        if self.ties not in get_args(Ties):
+        if problem := settings_problem(normalize=self.normalize, index=self.index):
+            return problem
+        if not (isinstance(self.ties, str) and self.ties in get_args(Ties)):
             return f"ties are 'pessimistic', 'optimistic' or 'expected', got {self.ties!r}."
         if self.index is not None and (whole := [x.name for x in metrics if x.whole]):
             return f"{', '.join(whole)} needs all positions, which an approximate index does not find. Pass index=None."

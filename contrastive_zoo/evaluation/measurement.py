@@ -98,7 +98,7 @@ def evaluate(
     """
     given = Given(queries, gallery, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label)
     settings = Settings(ties, normalize, index)
-    return measured("evaluate", given, metrics, settings, World.of(process_group))
+    return measured("evaluate", given, metrics, settings, World.of(process_group, "evaluate"))
 
 
 def measured(caller: str, given: Given, names: Sequence[str], settings: Settings, world: World) -> dict[str, float]:

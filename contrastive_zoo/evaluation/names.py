@@ -83,7 +83,7 @@ def names_problem(names: Sequence[str]) -> str | None:
         >>> names_problem(["recall"])
         'there is no metric recall. Metrics: precision@k, ...
     """
-    if isinstance(names, str) or len(names) == 0:
+    if not isinstance(names, (list, tuple)) or len(names) == 0:
         return f"metrics are a list of names, got {names!r}. Metrics: {NAMES}."
-    unknown = [str(name) for name in names if Metric.of(name) is None]
+    unknown = [str(name) for name in names if not isinstance(name, str) or Metric.of(name) is None]
     return f"there is no metric {', '.join(unknown)}. Metrics: {NAMES}." if unknown else None

@@ -10,6 +10,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.evaluation.checks import Given, Settings
 from contrastive_zoo.evaluation.measurement import evaluate, measured
 from contrastive_zoo.evaluation.metrics import Ties
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import Processes, World
 
@@ -63,7 +64,7 @@ def recall_at_k(
         >>> recall_at_k(queries, labels=torch.tensor([3, 3]))
         1.0
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "recall_at_k")
     if not (isinstance(k, int) and k >= 1):
         refuse("recall_at_k", f"k is between 1 and the rows to search in, got {k}.", world=world)
     given = Given(queries, gallery, labels, gallery_labels)
@@ -106,6 +107,9 @@ def cross_modal_recall(
         {'first_to_second@1': 1.0, 'second_to_first@1': 0.6666666666666666}
     """
     found: dict[str, float] = {}
+    if not (isinstance(k, (list, tuple)) and all(isinstance(x, int) and x > 0 for x in k)):
+        world = World.of(process_group, "cross_modal_recall")
+        refuse("cross_modal_recall", f"k is a list of integers from 1, got {described(k)}.", world=world)
     names = {number: f"hit_rate@{number}" for number in k}
     sides = ((first, labels), (second, second_labels))
     for direction, ((queries, own), (gallery, other)) in (

@@ -14,6 +14,7 @@ from contrastive_zoo.evaluation.faiss_search import ApproximateIndex
 from contrastive_zoo.evaluation.measurement import measured
 from contrastive_zoo.evaluation.metrics import Ties
 from contrastive_zoo.evaluation.names import names_problem
+from contrastive_zoo.row_checks import tensor_problem
 from contrastive_zoo.world import Processes, World
 
 _ROWS = ("queries", "gallery")
@@ -60,9 +61,10 @@ class RetrievalMetrics(nn.Module):
         process_group: Processes = None,
     ) -> None:
         super().__init__()
-        self.names = [metrics] if isinstance(metrics, str) else list(metrics)
+        self.names: list[str] = [metrics] if isinstance(metrics, str) else metrics  # type: ignore[assignment]
         if (problem := names_problem(self.names)) is not None:
             raise ValueError(f"RetrievalMetrics: {problem}")
+        self.names = list(self.names)
         self.single = isinstance(metrics, str)
         self.ignore_label, self.process_group = ignore_label, process_group
         self.settings = Settings(ties, normalize, index)
@@ -111,7 +113,7 @@ class RetrievalMetrics(nn.Module):
 
     def compute(self) -> Tensor | dict[str, Tensor]:
         """Return the metrics of what all ranks have collected since the last reset, in float64 on the CPU."""
-        world = World.of(self.process_group)
+        world = World.of(self.process_group, "RetrievalMetrics")
         tensors = self._collected(world)
         judged, items, grades = (tensors.pop(name, None) for name in ("judged_queries", "judged_items", "grades"))
         judgements = None if judged is None or items is None or grades is None else (judged, items, grades)
@@ -123,6 +125,10 @@ class RetrievalMetrics(nn.Module):
     def _collect(self, **tensors: Tensor | None) -> None:
         for name, x in tensors.items():
             if x is not None:
+                if problem := tensor_problem(name, x) or (
+                    None if x.ndim else f"{name} have rows, got a single number."
+                ):
+                    raise ValueError(f"RetrievalMetrics: {problem}")
                 self.batches.setdefault(name, []).append(x.detach().to("cpu", copy=True))
 
     def _collected(self, world: World) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -14,6 +15,7 @@ from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_prob
 from contrastive_zoo.evaluation.local_search import Gallery, ordered
 from contrastive_zoo.evaluation.rounds import rounds
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 
@@ -67,14 +69,15 @@ def top_k(
         >>> found.indices
         tensor([[0, 1]])
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "top_k")
     rows = queries if gallery is None else gallery
     given = {"queries": queries, "gallery": rows}
     if excluded is not None:
         given["excluded"] = excluded
     problem = faiss_problem() or rows_problem(queries, rows) or _excluded_problem(excluded, queries)
+    problem = problem or settings_problem(k=k, normalize=normalize, index=index)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
-    detached = {name: x.detach() for name, x in given.items()}
+    detached = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
     shards = meet("top_k", detached, world=world, problem=problem, settings=settings)
     candidates = shards[1].total - (gallery is None)
     if not 1 <= k <= candidates:
@@ -111,6 +114,9 @@ def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
         >>> rows_problem(torch.ones(3, 2), torch.ones(3, 4))
         'queries [n, d] and gallery [m, d] are rows of one width and dtype, got float32 [3, 2] and float32 [3, 4].'
     """
+    for name, x in (("queries", queries), ("gallery", gallery)):
+        if problem := tensor_problem(name, x):
+            return problem
     valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, gallery))
     if valid and queries.shape[1] == gallery.shape[1] and queries.dtype == gallery.dtype:
         return None
@@ -119,8 +125,26 @@ def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
     )
 
 
+def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
+    """Return which setting of a search is of a wrong type, in words; None if none is.
+
+    Examples:
+        >>> settings_problem(k=1, normalize="no", index=None)
+        "normalize is True or False, got 'no'."
+    """
+    if not isinstance(k, (int, np.integer)) or isinstance(k, bool):
+        return f"k is an integer, got {described(k)}."
+    if not isinstance(normalize, bool):
+        return f"normalize is True or False, got {described(normalize)}."
+    if not (index is None or isinstance(index, ApproximateIndex)):
+        return f"index is an ApproximateIndex or None, got {described(index)}."
+    return None
+
+
 def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:
     """Return why these indices cannot be excluded; None if they can."""
+    if excluded is not None and (problem := tensor_problem("excluded", excluded)):
+        return problem
     if excluded is None or (excluded.ndim == 2 and excluded.dtype == torch.int64 and len(excluded) == len(queries)):
         return None
     return f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {kind(excluded)}."

@@ -39,7 +39,7 @@ def index_recall(
         >>> index_recall(rows, rows, k=3, index=ApproximateIndex("HNSW32")) > 0.9
         True
     """
-    world = World.of(process_group)
+    world = World.of(process_group, "index_recall")
     exact, found = (
         top_k(queries, gallery, k=k, normalize=normalize, index=how, process_group=world).indices
         for how in (None, index)

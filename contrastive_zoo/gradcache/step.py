@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from contrastive_zoo.gradcache.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
 from contrastive_zoo.handshake import refuse_empty
-from contrastive_zoo.session import meet
+from contrastive_zoo.row_checks import described, tensor_problem
+from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, World
 
 
@@ -69,6 +70,8 @@ def cached_step(
 
     Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
     """
+    if (wrong := _arguments_problem(chunks, loss_fn)) is not None:
+        refuse("cached_step", wrong, world=World.of(process_group))
     several = isinstance(model, (tuple, list))
     models: Sequence[Any] = model if isinstance(model, (tuple, list)) else (model,)
     sequences = [list(x) for x in chunks] if several else [list(chunks)]
@@ -77,8 +80,17 @@ def cached_step(
         encoders = [ChunkedEncoder(x, list(map(Chunk.of, its))) for x, its in zip(models, sequences, strict=True)]
     outputs = _encoded("cached_step", encoders, problem, process_group)
     loss = loss_fn(*itertools.chain.from_iterable(tree_leaves(output) for output in outputs), *targets)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"cached_step: loss_fn returns one number as a tensor, got {described(loss)}.")
     (loss if scaler is None else scaler.scale(loss)).backward()
     return loss.detach()
+
+
+def _arguments_problem(chunks: object, loss_fn: object) -> str | None:
+    """Return what cannot be chunks, or no function of embeddings, in words; None if nothing is wrong."""
+    if not isinstance(chunks, Iterable) or (isinstance(chunks, Tensor) and chunks.ndim == 0):
+        return f"chunks are a sequence of inputs, got {described(chunks)}."
+    return None if callable(loss_fn) else f"loss_fn is a function of embeddings, got {described(loss_fn)}."
 
 
 def _models_problem(models: Sequence[Any], sequences: Sequence[Any]) -> str | None:
@@ -127,10 +139,11 @@ class GradCache(nn.Module):
 
     def __init__(self, model: nn.Module, chunk_size: int, *, process_group: Processes = None) -> None:
         super().__init__()
-        if chunk_size < 1 or not isinstance(model, nn.Module):
+        is_size = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size >= 1
+        if not is_size or not isinstance(model, nn.Module):
             raise ValueError(
                 f"GradCache: a torch.nn.Module and at least one row a chunk, got {type(model).__name__} and "
-                f"chunk_size={chunk_size}."
+                f"chunk_size={described(chunk_size)}."
             )
         self.model = model
         self.chunk_size = chunk_size
@@ -148,6 +161,9 @@ class GradCache(nn.Module):
         problem = None
         if len(counts) != 1:
             problem = f"tensors have one number of rows, got {sorted(counts) or 'no tensor'}."
+        sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout is not torch.strided]
+        if sparse:  # before they are split
+            refuse("GradCache", tensor_problem("each input", sparse[0]) or "", world=World.of(self.process_group))
         chunks = []
         for start in range(0, max(counts, default=0) or 1, self.chunk_size):
             part = slice(start, start + self.chunk_size)
@@ -170,7 +186,7 @@ def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, p
         models = [encoder.model for encoder in encoders if isinstance(encoder.model, DistributedDataParallel)]
         process_group = models[0].process_group if models else None
     # without a backward pass ranks send no messages, and one rank may encode alone
-    world = World.of(process_group if torch.is_grad_enabled() else World())
+    world = World.of(process_group if torch.is_grad_enabled() else World(), caller)
     counts = {f"chunks of tower {i}": torch.zeros(len(encoder.chunks)) for i, encoder in enumerate(encoders)}
     for encoder, shards in zip(encoders, meet(caller, counts, world=world, problem=problem), strict=True):
         refuse_empty(caller, shards)

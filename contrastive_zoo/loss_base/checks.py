@@ -1,17 +1,19 @@
 """Check settings and embeddings. Each function returns what is wrong as an error message, or None."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
-import torch  # noqa: F401 - the examples use it
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from contrastive_zoo import devices
 from contrastive_zoo.engine.reduction import REDUCTIONS
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.row_checks import described, tensor_problem
 
 
 def rows_problem(name: str, rows: Tensor) -> str | None:
@@ -21,6 +23,8 @@ def rows_problem(name: str, rows: Tensor) -> str | None:
         >>> rows_problem("queries", torch.ones(3))
         'queries are floating-point rows [n, d], got float32 [3].'
     """
+    if problem := tensor_problem(name, rows):
+        return problem
     if rows.ndim != 2 or not rows.is_floating_point():
         return f"{name} are floating-point rows [n, d], got {kind(rows)}."
     return None
@@ -35,9 +39,15 @@ def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str
     """
     several = isinstance(temperature, Tensor) and temperature.numel() != 1
     if several or not is_number(temperature, above=0):
-        got = temperature.tolist() if isinstance(temperature, Tensor) else temperature
-        return f"temperature must be positive and finite, got {got}. For a logit scale s pass temperature=1/s."
-    return None if reduction in REDUCTIONS else f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
+        return (
+            f"temperature must be positive and finite, got {_shown(temperature)}. For a logit scale s pass "
+            "temperature=1/s."
+        )
+    return (
+        None
+        if isinstance(reduction, str) and reduction in REDUCTIONS
+        else f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
+    )
 
 
 def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
@@ -52,7 +62,7 @@ def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -
     """
     allowed = get_args(words)
     listed = f"one of {', '.join(map(repr, allowed))}" if one_of else " or ".join(map(repr, allowed))
-    return None if word in allowed else f"{name} is {listed}, got {word!r}."
+    return None if isinstance(word, str) and word in allowed else f"{name} is {listed}, got {word!r}."
 
 
 def is_number(
@@ -64,28 +74,35 @@ def is_number(
     high: float | None = None,
     finite: bool = True,
     whole: bool = False,
+    several: bool = False,
 ) -> bool:
-    """Return whether x is a number within bounds: Python's, NumPy's, or all numbers of a tensor. NaN never is.
+    """Return whether x is a number within bounds: Python's, NumPy's, or that of a tensor. NaN never is.
 
     Args:
-        x: the object to check. A tensor on the meta device holds no numbers yet and passes; so does one on
-            an accelerator, where reading it would wait for all that is queued there.
+        x: the object to check. A parameter on the meta device holds no numbers yet and passes; so does one number. A tensor
+            on an accelerator passes, too: reading it would wait for all that is queued there.
         above: exclusive lower bound.
         below: exclusive upper bound.
         low: inclusive lower bound.
         high: inclusive upper bound.
         finite: whether infinities are refused.
         whole: whether the numbers must be integers.
+        several: whether a tensor may hold any number of them.
 
     Examples:
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
+    if isinstance(x, Tensor) and x.is_meta:
+        return not whole and (x.numel() == 1 or several or isinstance(x, nn.Parameter))
+    if isinstance(x, Tensor) and x.numel() != 1 and not several:
+        return False
     values = [] if isinstance(x, Tensor) and not devices.on_cpu(x) else _values(x)
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     return all(
         isinstance(value, kinds)
         and not math.isnan(value)
+        and _fits_into_64_bits(value)
         and (math.isfinite(value) or not finite)
         and (above is None or value > above)
         and (below is None or value < below)
@@ -112,16 +129,27 @@ def number_problem(rule: str | None = None, fix: str = "", /, **settings: Any) -
     bounds = {name: settings.pop(name) for name in _BOUNDS if name in settings}
     for name, value in settings.items():
         if not is_number(value, **bounds):
-            got = value.tolist() if isinstance(value, Tensor) else value
-            return f"{rule or f'{name} must be {_expected(**bounds)}'}, got {got}. {fix}".rstrip()
+            return f"{rule or f'{name} must be {_expected(**bounds)}'}, got {_shown(value)}. {fix}".rstrip()
     return None
 
 
+def _fits_into_64_bits(x: Any) -> bool:
+    return not isinstance(x, int) or -(2**63) <= x < 2**63
+
+
 def _values(x: object) -> list[object]:
-    return x.detach().flatten().tolist() if isinstance(x, Tensor) else [x]
+    """Return the numbers of a tensor; the tensor itself, which is no number, where it is not dense."""
+    plain = isinstance(x, Tensor) and tensor_problem("", x) is None and x.dtype != torch.bool
+    return x.detach().flatten().tolist() if isinstance(x, Tensor) and plain else [x]
 
 
-_BOUNDS = ("above", "below", "low", "high", "finite", "whole")
+def _shown(x: object) -> str:
+    """Return a number, or the numbers of a small tensor, as errors write them."""
+    plain = isinstance(x, Tensor) and x.numel() <= 8 and tensor_problem("", x) is None
+    return str(x.tolist()) if isinstance(x, Tensor) and plain else str(x) if isinstance(x, float) else described(x)
+
+
+_BOUNDS = ("above", "below", "low", "high", "finite", "whole", "several")
 
 
 def _expected(
@@ -131,12 +159,24 @@ def _expected(
     high: float | None = None,
     finite: bool = True,
     whole: bool = False,
+    several: bool = False,
 ) -> str:
     """Return a description of bounds."""
     if low is not None and high is not None:
         return f"from {low} to {high}"
     size = ["positive"] if above == 0 else [] if low is None else [f"at least {low}"]
     return " and ".join([*size, "an integer" if whole else "finite" if finite else "a number"])
+
+
+def flag_problem(**flags: object) -> str | None:
+    """Return what is wrong with settings that must be True or False, or None.
+
+    Examples:
+        >>> flag_problem(soft="yes")
+        "soft is True or False, got 'yes'."
+    """
+    wrong = [f"{name} is True or False, got {described(x)}." for name, x in flags.items() if not isinstance(x, bool)]
+    return wrong[0] if wrong else None
 
 
 def positive_problem(**settings: object) -> str | None:
@@ -169,6 +209,8 @@ def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
         >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
         'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
     """
+    if problem := next(filter(None, itertools.starmap(tensor_problem, towers.items())), None):
+        return problem
     (first, one), *others = towers.items()
     for name, other in others:
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -186,6 +228,8 @@ def views_problem(views: Sequence[Tensor]) -> str | None:
     if len(views) < 2:
         return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
     for index, view in enumerate(views):
+        if problem := tensor_problem(f"view {index}", view):
+            return problem
         if view.shape != views[0].shape or view.dtype != views[0].dtype:
             return (
                 f"views must pair row by row, got view 0 {kind(views[0])} and view {index} {kind(view)}. "

@@ -92,6 +92,7 @@ class ClassLoss(ConstructingLoss):
         for name, value in sizes.items():
             if problem := number_problem(f"{name} is at least 1", whole=True, low=1, **{name: value}):
                 raise ValueError(f"{type(self).__name__}: {problem}")
+        num_classes, embedding_size, sub_centers = int(num_classes), int(embedding_size), int(sub_centers)
         for name, given in (("sub_centers", sub_centers != 1), ("shard_over", shard_over is not None)):
             if given and name in self.refused:
                 raise TypeError(f"{type(self).__name__} has no {name}: leave it out.")

@@ -10,6 +10,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.loss_base.checks import instance_problem, is_number
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import World
 
@@ -46,10 +47,12 @@ class Composition(Loss):
                 f"{name}: losses are this library's, got {third_party[0]}. Give a loss from elsewhere its own "
                 "DistributedLoss and add the values."
             )
-        if not losses or (weights is not None and len(weights) != count):
-            raise ValueError(f"{name}: one weight for each of {count} terms, got {weights}.")
+        given = [1.0] * count if weights is None else weights
+        listed = isinstance(given, (list, tuple)) and all(isinstance(x, (int, float)) for x in given)
+        if not listed or not len(losses) or len(given) != count:
+            raise ValueError(f"{name}: one weight for each of {count} terms, got {described(weights)}.")
         super().__init__(check_finite=all(loss.check_finite for loss in losses))
-        self.weights = tuple([1.0] * count if weights is None else map(float, weights))
+        self.weights = tuple(map(float, given))
         self.refuse_bad_settings()
 
     def settings_problem(self) -> str | None:

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from contrastive_zoo.class_docstring import class_docstring
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.loaded_state import loading_problem, own_tensors
+from contrastive_zoo.loss_base import argument_types
 from contrastive_zoo.loss_base.checks import shared_problem
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
+from contrastive_zoo.row_checks import tensor_problem
 from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import World
 
@@ -71,6 +74,7 @@ class Loss(nn.Module):
         super().__init_subclass__(**kwargs)
         if function is not None:
             cls.function, cls.check = staticmethod(function), staticmethod(check)
+            vars(inspect.unwrap(function)).setdefault("loss_name", cls.__name__)  # the first word of its errors
             parameters = inspect.signature(function).parameters.values()
             keep = [x for x in parameters if x.kind is x.KEYWORD_ONLY and x.name != "world"]
             cls._defaults = {x.name: x.default for x in keep}
@@ -100,7 +104,12 @@ class Loss(nn.Module):
     def __init__(self, *, check_finite: bool = True, **settings: Any) -> None:
         super().__init__()
         self.check_finite = check_finite
-        for name in settings:
+        for name, value in settings.items():
+            if isinstance(value, nn.Module) and _needs_arguments(value):
+                raise ValueError(
+                    f"{type(self).__name__}: a module as {name} is called without arguments, as LearnableTemperature is, "
+                    f"got {type(value).__name__}."
+                )
             if name not in self._defaults:
                 known = ", ".join(self._defaults)
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}. It has: {known}, check_finite.")
@@ -130,6 +139,10 @@ class Loss(nn.Module):
         current = {name: getattr(self, name) for name in self._defaults}
         now = {name: self._defaults[name] if isinstance(x, nn.Module) else x for name, x in current.items()}
         shared = {name: now[name] for name in ("temperature", "reduction") if name in now}
+        if (function := getattr(type(self), "function", None)) is not None:
+            wrong = argument_types.settings_problem(function, now)
+            if wrong is not None:
+                return wrong
         check = type(self).check
         named = {name: now[name] for name in inspect.signature(check).parameters if name in now}
         return shared_problem(**shared) or check(**named)
@@ -143,9 +156,16 @@ class Loss(nn.Module):
         if problem := self.settings_problem():
             raise ValueError(f"{type(self).__name__}: {problem}")
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
+    ) -> None:
+        """Load all parameters and buffers or none: a centre without its prototypes would be another loss's."""
         widen_numbers(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        if problem := loading_problem(own_tensors(self), state_dict, prefix):
+            *_, error_messages = lists
+            error_messages.append(f"{type(self).__name__}: {problem} It stays as it was.")
+        else:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     @uncompiled
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
@@ -202,8 +222,9 @@ class Loss(nn.Module):
             self._refuse_other_than_tensor(name, x, name in optional, world)
 
     def _refuse_other_than_tensor(self, name: str, x: Any, optional: bool, world: World) -> None:
-        if not isinstance(x, Tensor) and not (optional and x is None):
-            refuse(type(self).__name__, f"{name} must be a tensor, got {type(x).__name__}.", world=world)
+        problem = None if optional and x is None else tensor_problem(name, x)
+        if problem is not None:
+            refuse(type(self).__name__, problem, world=world)
 
     def local(self) -> World:
         """Return a world of this process alone; warn once if other processes run, which this loss ignores."""
@@ -223,6 +244,15 @@ class Loss(nn.Module):
         own = {x: getattr(self, x) for x in self._defaults if x not in self._modules and x not in self._parameters}
         own |= {} if self.check_finite else {"check_finite": False}
         return ", ".join(f"{name}={value!r}" for name, value in own.items())
+
+
+def _needs_arguments(module: nn.Module) -> bool:
+    """Return whether the module cannot be called without arguments."""
+    try:
+        inspect.signature(module.forward).bind()
+    except TypeError:
+        return True
+    return False
 
 
 @functools.cache

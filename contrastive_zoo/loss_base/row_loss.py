@@ -11,7 +11,7 @@ from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.loss_base.checks import labelled_problem, shared_problem
+from contrastive_zoo.loss_base.checks import flag_problem, labelled_problem, shared_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_labelled, begin_views, concat_views, sample_indices
 from contrastive_zoo.session import refuse
@@ -64,7 +64,7 @@ class RowLoss(Loss):
 
     def settings_problem(self) -> str | None:
         """Return what is wrong with the current settings, or None; a subclass with further settings extends it."""
-        return shared_problem(reduction=self.reduction)
+        return flag_problem(normalize=self.normalize) or shared_problem(reduction=self.reduction)
 
     def similarity(self, anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
         """Return the dot products of anchors and candidates. A loss on distances overrides this with its distance."""

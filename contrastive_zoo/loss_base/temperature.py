@@ -37,8 +37,11 @@ class LearnableTemperature(nn.Module):
 
     def __init__(self, initial: float = 0.07, *, max_scale: float = 100.0) -> None:
         super().__init__()
-        if not (
-            is_number(initial, above=0) and is_number(max_scale, above=0, finite=False) and initial * max_scale >= 1
+        numbers = is_number(initial, above=0) and is_number(max_scale, above=0, finite=False)
+        if (
+            not numbers
+            or any(isinstance(x, Tensor) and x.is_meta for x in (initial, max_scale))
+            or initial * max_scale < 1
         ):
             raise ValueError(
                 f"LearnableTemperature: the initial temperature is positive and at least 1 / max_scale, got {initial} "

@@ -6,19 +6,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem, positive_problem, towers_problem
+from contrastive_zoo.loss_base.checks import number_problem, positive_problem, rows_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def clip_distillation(
     images: Float[Tensor, "n d"],
     texts: Float[Tensor, "n d"],
@@ -112,6 +112,8 @@ def _distilled(block: AnchorBlock, temperature: Tensor, teacher_temperature: flo
 
 def _problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> str | None:
     rule = "row i is one sample everywhere"
+    if problem := rows_problem("images", images) or rows_problem("teacher_images", teacher_images):
+        return problem
     if len(teacher_images) != len(images):
         return f"{rule}, got teacher_images {kind(teacher_images)} and images {kind(images)}."
     found = towers_problem(rule, images=images, texts=texts)

@@ -7,10 +7,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, gather_rows
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import towers_problem, word_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
@@ -20,7 +20,7 @@ from contrastive_zoo.world import ALONE, World
 PairSimilarity = Literal["cosine", "angle"]
 
 
-@uncompiled
+@checked
 def cosent(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "n d"],
@@ -67,7 +67,8 @@ def cosent(
     s = logit_scale(temperature, world) * _pair_similarities(q, k, similarity)
     # every rank computes the same loss from the gathered similarities
     s = all_gather(s, shards=shards, gradient="complete", process_group=world)
-    return _log_sum_of_inversions(s, gather_rows(scores, shards, world))
+    ordered = gather_rows(scores, shards, world)  # torch cannot search among bools
+    return _log_sum_of_inversions(s, ordered.to(torch.uint8) if ordered.dtype == torch.bool else ordered)
 
 
 def _settings_problem(similarity: str) -> str | None:

@@ -12,6 +12,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
@@ -20,7 +21,7 @@ from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def dino(
     student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
     teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],

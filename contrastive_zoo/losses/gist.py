@@ -6,23 +6,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem, towers_problem, word_problem
+from contrastive_zoo.loss_base.checks import number_problem, rows_problem, towers_problem, word_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, Shards, World
 
 Strategy = Literal["absolute", "relative"]
 
 
-@uncompiled
+@checked
 def gist(
     anchors: Float[Tensor, "n d"],
     positives: Float[Tensor, "n d"],
@@ -83,15 +84,15 @@ def gist(
     """
     problem = _problem(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)
     problem = problem or _settings_problem(margin_strategy, margin)
+    if problem is not None:
+        refuse("GIST", problem, world=world)
     x = anchors[:0] if negatives is None else negatives
     guide_x = guide_anchors[:0] if guide_negatives is None else guide_negatives
     named = {"anchors": anchors, "positives": positives, "negatives": x}
     named |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_x}
     settings: dict[str, Any] = {"relative": margin_strategy == "relative", "margin": margin}
     settings |= {"contrast_anchors": contrast_anchors, "contrast_positives": contrast_positives}
-    shards, _, mined, *_ = begin(
-        "GIST", named, problem=problem, temperature=temperature, reduction=reduction, world=world, **settings
-    )
+    shards, _, mined, *_ = begin("GIST", named, temperature=temperature, reduction=reduction, world=world, **settings)
     pairs, columns, single = concat_pairs(
         *(prepare_rows(rows, normalize=True, world=world) for rows in (anchors, positives, x))
     )
@@ -156,12 +157,15 @@ def _problem(
     guide_negatives: Tensor | None,
 ) -> str | None:
     rule = "row i is one pair everywhere"
+    if problem := rows_problem("anchors", anchors) or rows_problem("guide_anchors", guide_anchors):
+        return problem
     if len(guide_anchors) != len(anchors):
         return f"{rule}, got guide_anchors {kind(guide_anchors)} and anchors {kind(anchors)}."
     if (negatives is None) != (guide_negatives is None):
         return "negatives and guide_negatives come together, got one of them."
     if negatives is not None and guide_negatives is not None:
         fits = negatives.shape[1:] == anchors.shape[1:] and guide_negatives.shape[1:] == guide_anchors.shape[1:]
+        fits = fits and negatives.ndim == guide_negatives.ndim == 2
         same = negatives.dtype == anchors.dtype and guide_negatives.dtype == guide_anchors.dtype
         if not (fits and same and len(negatives) == len(guide_negatives)):
             got = f"got negatives {kind(negatives)} and guide_negatives {kind(guide_negatives)}"

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.checks import towers_problem
+from contrastive_zoo.loss_base.argument_types import checked
+from contrastive_zoo.loss_base.checks import rows_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
@@ -20,7 +20,7 @@ from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def info_nce(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "n d"],
@@ -125,6 +125,8 @@ class InfoNCE(Loss, function=info_nce, check=_settings_problem):
 
 def _problem(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> str | None:
     if negatives is not None:
+        if problem := rows_problem("queries", queries):
+            return problem
         fits = negatives.ndim == 2 or (negatives.ndim == 3 and len(negatives) == len(queries))
         if not fits or negatives.shape[-1] != queries.shape[-1] or negatives.dtype != queries.dtype:
             got = f"got {kind(negatives)} for queries {kind(queries)}"

@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import distances
@@ -16,7 +16,7 @@ from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def lifted_structure(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -7,10 +7,11 @@ from typing_extensions import Unpack
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock
-from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.checks import flag_problem, number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, distances, row_sums
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.row_checks import tensor_problem
 from contrastive_zoo.session import refuse, values_are_read
 from contrastive_zoo.world import World
 
@@ -63,7 +64,7 @@ class Margin(MetricLoss):
         super().__init__(**row_settings)
         self.margin, self.nu, self.num_classes, self.learn_beta = margin, nu, num_classes, learn_beta
         problem = None if num_classes is None else number_problem(_SIZE, low=1, whole=True, num_classes=num_classes)
-        if problem := problem or number_problem(beta=beta):
+        if problem := problem or flag_problem(learn_beta=learn_beta) or number_problem(beta=beta):
             raise ValueError(f"{type(self).__name__}: {problem}")
         # one number as [1]: FSDP shards no parameter of shape []
         self.beta = nn.Parameter(torch.full((num_classes or 1,), float(beta)), requires_grad=learn_beta)
@@ -73,7 +74,8 @@ class Margin(MetricLoss):
         return (
             super().settings_problem()
             or number_problem("nu is 0 or more", low=0, nu=self.nu)
-            or number_problem(margin=self.margin, beta=self.beta)
+            or number_problem(margin=self.margin)
+            or number_problem(several=True, beta=self.beta)
         )
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class Margin(MetricLoss):
 
 
 def _classes_problem(labels: Tensor | None, num_classes: int, reads_labels: bool) -> str | None:
-    if labels is None or labels.is_floating_point():
+    if labels is None or tensor_problem("labels", labels) or labels.is_floating_point():
         return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
     if reads_labels and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         return f"labels are 0 … {num_classes - 1}, got {int(labels.min())} … {int(labels.max())}."

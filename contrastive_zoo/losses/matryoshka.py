@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import is_number
 from contrastive_zoo.loss_base.composition import Composition
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import World
 
@@ -42,8 +44,9 @@ class Matryoshka(Composition):
     shown = ("dims", "weights")
 
     def __init__(self, loss: Loss, dims: Sequence[int], *, weights: Sequence[float] | None = None) -> None:
-        if not dims or not all(is_number(m, low=1, whole=True) for m in dims):
-            raise ValueError(f"Matryoshka: dims are one or more widths of at least 1, got {list(dims)}.")
+        listed = isinstance(dims, Sequence) and not isinstance(dims, (str, bytes))
+        if not listed or not dims or not all(is_number(m, low=1, whole=True) for m in dims):
+            raise ValueError(f"Matryoshka: dims are one or more widths of at least 1, got {described(dims)}.")
         super().__init__([loss], len(dims), weights)
         self.loss, self.dims = loss, tuple(dims)
 
@@ -51,6 +54,8 @@ class Matryoshka(Composition):
         self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
     ) -> list[Callable[[], Tensor]]:
         tensors = {**{f"argument {index}": x for index, x in enumerate(rows)}, **named_rows}
+        if wrong := next(filter(None, starmap(tensor_problem, tensors.items())), None):
+            return [partial(refuse, "Matryoshka", wrong, world=world)]
         narrow = [f"{name} {kind(x)}" for name, x in tensors.items() if _wide(x) and x.shape[-1] < max(self.dims)]
         problem = f"a prefix of {max(self.dims)} does not fit into {', '.join(narrow)}." if narrow else None
         if problem is not None:

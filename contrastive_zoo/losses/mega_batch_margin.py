@@ -5,11 +5,11 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.masked import masked_max
 from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.loss import Loss
@@ -17,7 +17,7 @@ from contrastive_zoo.loss_base.preparation import begin_views, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def mega_batch_margin(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "n d"],

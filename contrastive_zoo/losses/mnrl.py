@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
@@ -21,7 +21,7 @@ from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.session import values_are_read
+from contrastive_zoo.session import refuse, values_are_read
 from contrastive_zoo.world import ALONE, Shards, World
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
@@ -31,7 +31,7 @@ _HOLD_THE_POSITIVE = {"query_to_doc", "doc_to_query"}
 _HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 
 
-@uncompiled
+@checked
 def mnrl(
     queries: Float[Tensor, "n d"],
     documents: Float[Tensor, "n d"],
@@ -90,10 +90,13 @@ def mnrl(
     Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: Li et al. 2023,
     https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, https://arxiv.org/abs/2503.04812
     """
-    settings: dict[str, Any] = {"directions": tuple(directions), "partition_mode": partition_mode}
+    directions = tuple(directions) if isinstance(directions, (list, tuple)) else directions
+    settings: dict[str, Any] = {"directions": directions, "partition_mode": partition_mode}
     settings |= {"hardness_mode": hardness_mode, "hardness_strength": hardness_strength}
     reads_owners = owners is None or values_are_read(owners, world)
     problem = _problem(queries, documents, negatives, owners, reads_owners) or _settings_problem(**settings)
+    if problem is not None:
+        refuse("MNRL", problem, world=world)
     if negatives is None:
         negatives = queries[:0]
     if owners is None:
@@ -211,13 +214,14 @@ def _problem(
 def _settings_problem(
     directions: tuple[str, ...], partition_mode: str, hardness_mode: str | None, hardness_strength: float
 ) -> str | None:
-    if "query_to_doc" not in directions or not set(directions) <= set(_DIRECTIONS):
+    are_words = isinstance(directions, (list, tuple)) and all(isinstance(x, str) for x in directions)
+    if not are_words or "query_to_doc" not in directions or not set(directions) <= set(_DIRECTIONS):
         return f"directions are 'query_to_doc' and any of {', '.join(_DIRECTIONS[1:])}, got {directions}."
     if partition_mode not in ("joint", "per_direction"):
         return f"partition_mode is 'joint' or 'per_direction', got {partition_mode!r}."
     if partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
         return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
-    if hardness_mode not in (None, *_HARDNESS):
+    if hardness_mode is not None and not (isinstance(hardness_mode, str) and hardness_mode in _HARDNESS):
         return f"hardness_mode is None or one of {', '.join(_HARDNESS)}, got {hardness_mode!r}."
     return number_problem("hardness_strength is non-negative", low=0, hardness_strength=hardness_strength)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.checks import flag_problem, number_problem, word_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
@@ -60,6 +60,7 @@ class PNP(MetricLoss):
     def settings_problem(self) -> str | None:
         return (
             super().settings_problem()
+            or flag_problem(with_self=self.with_self)
             or word_problem("variant", self.variant, PNPVariant, one_of=True)
             or number_problem(above=0, temperature=self.temperature, alpha=self.alpha, b=self.b)
         )

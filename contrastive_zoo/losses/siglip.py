@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
 from contrastive_zoo.loss_base.numbers import real
@@ -22,7 +22,7 @@ from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def siglip(
     images: Float[Tensor, "n d"],
     texts: Float[Tensor, "n d"],

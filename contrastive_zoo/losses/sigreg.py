@@ -13,6 +13,7 @@ from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem, rows_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
@@ -20,7 +21,7 @@ from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def sigreg(
     embeddings: Float[Tensor, "n d"],
     *,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.checks import flag_problem, number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
@@ -47,7 +47,7 @@ class SmoothAP(MetricLoss):
 
     def settings_problem(self) -> str | None:
         problem = number_problem("temperature is positive", above=0, temperature=self.temperature)
-        return super().settings_problem() or problem
+        return super().settings_problem() or flag_problem(with_self=self.with_self) or problem
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive

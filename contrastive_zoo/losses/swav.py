@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import draw_weights
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
+from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, positive_problem, views_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.numbers import real
@@ -21,7 +21,7 @@ from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def swav(
     *views: Float[Tensor, "n d"],
     prototypes: Float[Tensor, "K d"],

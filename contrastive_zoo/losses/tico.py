@@ -11,13 +11,14 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.checks import is_number, number_problem
+from contrastive_zoo.loss_base.argument_types import checked
+from contrastive_zoo.loss_base.checks import is_number, number_problem, views_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.preparation import begin_views, prepare_rows
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@checked
 def tico(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],
@@ -55,7 +56,7 @@ def tico(
 
     Source: Zhu et al. 2022, https://arxiv.org/abs/2206.10698
     """
-    problem = _settings_problem(beta, rho)
+    problem = _settings_problem(beta, rho) or views_problem((view1, view2))
     if problem is None and covariance.shape != 2 * view1.shape[-1:]:
         fix = f"Construct TiCo(embedding_size={view1.shape[-1]})."
         problem = f"the covariance is as wide as embeddings, got {kind(covariance)} for views {kind(view1)}. {fix}"

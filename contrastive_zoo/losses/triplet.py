@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from contrastive_zoo.engine.masked import masked_indices
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
-from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.checks import flag_problem, number_problem, word_problem
 from contrastive_zoo.loss_base.distances import CountedTerms, DissimilarityLoss, Metric, sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
@@ -73,6 +73,7 @@ class Triplet(DissimilarityLoss):
         )
         return (
             super().settings_problem()
+            or flag_problem(soft=self.soft)
             or word_problem("mining", self.mining, Mining, one_of=True)
             or word_problem("average", self.average, CountedTerms, one_of=True)
             or number_problem(rule, above=least, margin=self.margin)

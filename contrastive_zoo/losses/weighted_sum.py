@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.composition import Composition
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.world import World
 
 
@@ -37,6 +38,8 @@ class WeightedSum(Composition):
     """
 
     def __init__(self, losses: Sequence[Loss], *, weights: Sequence[float] | None = None) -> None:
+        if not isinstance(losses, (Sequence, nn.ModuleList)):
+            raise ValueError(f"WeightedSum: losses are a list of losses, got {described(losses)}.")
         super().__init__(losses, len(losses), weights)
         self.losses = nn.ModuleList(losses)
 

@@ -6,6 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from contrastive_zoo.loaded_state import loading_problem, own_tensors
+from contrastive_zoo.row_checks import described
+
 
 class MomentumEncoder(nn.Module):
     """A moving average of an encoder's parameters, whose keys change little over many steps.
@@ -22,6 +25,7 @@ class MomentumEncoder(nn.Module):
 
     Raises:
         ValueError: a momentum outside [0, 1], unknown ``buffers``; at an update, an encoder with other parameters.
+        RuntimeError: a ``state_dict`` of other shapes, or with NaN or infinite values; nothing is loaded then.
 
     Examples:
         >>> encoder = nn.Linear(1, 1, bias=False)
@@ -36,7 +40,10 @@ class MomentumEncoder(nn.Module):
 
     def __init__(self, encoder: nn.Module, *, momentum: float = 0.999, buffers: Literal["own", "copy"] = "own") -> None:
         super().__init__()
-        if not 0 <= momentum <= 1 or buffers not in ("own", "copy"):
+        if not isinstance(encoder, nn.Module):
+            raise ValueError(f"MomentumEncoder: the encoder is a torch.nn.Module, got {described(encoder)}.")
+        is_share = isinstance(momentum, (int, float)) and 0 <= momentum <= 1
+        if not is_share or not isinstance(buffers, str) or buffers not in ("own", "copy"):
             raise ValueError(
                 "MomentumEncoder: momentum is in [0, 1] and buffers 'own' or 'copy', got "
                 f"momentum={momentum}, buffers={buffers!r}. MoCo's momentum is 0.999."
@@ -44,6 +51,17 @@ class MomentumEncoder(nn.Module):
         self.encoder = copy.deepcopy(_without_ddp(encoder)).requires_grad_(False)
         self.momentum = momentum
         self.buffers_from = buffers
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Check the whole encoder before any part of it is loaded.
+
+        Raises:
+            RuntimeError: saved tensors of other shapes, or with NaN or infinite values; the encoder stays as it was.
+        """
+        for path, module in self.encoder.named_modules(prefix="encoder"):
+            if problem := loading_problem(own_tensors(module), state_dict, f"{prefix}{path}."):
+                raise RuntimeError(f"MomentumEncoder: {path}: {problem} It stays as it was.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +75,8 @@ class MomentumEncoder(nn.Module):
         Args:
             encoder: the encoder that was copied.
         """
+        if not isinstance(encoder, nn.Module):
+            raise ValueError(f"MomentumEncoder: update takes the encoder that was copied, got {described(encoder)}.")
         source, target = _without_ddp(encoder), self.encoder
         new, old = dict(source.named_parameters()), dict(target.named_parameters())
         if {k: x.shape for k, x in new.items()} != {k: x.shape for k, x in old.items()}:

@@ -11,7 +11,8 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import is_number, rows_problem
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.session import meet
+from contrastive_zoo.row_checks import array_in_one_line, tensor_problem
+from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, Shards, World
 
 
@@ -48,15 +49,15 @@ class MemoryQueue(nn.Module):
 
     def __init__(self, size: int, embedding_size: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        dtype = dtype or torch.get_default_dtype()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         sizes_fit = is_number(size, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)
-        if not sizes_fit or not dtype.is_floating_point:
+        if not sizes_fit or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(
                 "MemoryQueue: size and embedding_size are at least 1 and dtype is a floating one, got "
                 f"size={size}, embedding_size={embedding_size}, dtype={dtype}."
             )
-        self.register_buffer("embeddings", torch.zeros(size, embedding_size, dtype=dtype))
-        self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("embeddings", torch.zeros(int(size), int(embedding_size), dtype=dtype))
+        self.register_buffer("ids", torch.zeros(int(size), dtype=torch.int64))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
@@ -154,7 +155,9 @@ class MemoryQueue(nn.Module):
             ValueError: on every rank alike: rows of another width, labels or a mask that are not one per row, NaN or
                 infinite rows, or ranks that differ in dtype or arguments.
         """
-        world = World.of(process_group)
+        world = World.of(process_group, "MemoryQueue")
+        if problem := tensor_problem("rows", rows):
+            refuse("MemoryQueue", problem, world=world)
         rows = rows.detach()
         named = {"rows": rows} | present(labels=labels, enqueue_mask=enqueue_mask)
         problem = self.problem(rows, labels, enqueue_mask)
@@ -182,8 +185,16 @@ class MemoryQueue(nn.Module):
         return slots
 
     def compared_state(self) -> dict[str, Any]:
-        """Return the state that must be the same on every rank before rows enter."""
-        return {"the memory's size": self.size, "the memory's pointer": int(self.pointer), "its fill": len(self)}
+        """Return the state that must be the same on every rank before rows enter; now and then with a digest of the rows.
+
+        Equal pointers choose equal times: once each time that the ring begins again, and at about every 64th call.
+        """
+        pointer = int(self.pointer)
+        state: dict[str, Any] = {"the memory's size": self.size, "the memory's pointer": pointer, "its fill": len(self)}
+        if pointer * _MIXER % 2**32 < 2**26:
+            rows = (x.contiguous().view(torch.uint8).cpu().numpy() for x in (self.rows, self.labels))
+            state["its content"] = " and ".join(map(array_in_one_line, rows))
+        return state
 
     def problem(
         self, rows: Tensor, labels: Tensor | None = None, enqueue_mask: Tensor | None = None, name: str = "rows"
@@ -196,12 +207,18 @@ class MemoryQueue(nn.Module):
             return (
                 f"the memory holds rows of width {width}, got {name} {kind(rows)}. Pass embedding_size={rows.shape[1]}."
             )
+        if enqueue_mask is not None and (found := tensor_problem("enqueue_mask", enqueue_mask)):
+            return found
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != rows.shape[:1]):
             return f"enqueue_mask is one bool per row, got {kind(enqueue_mask)} for {len(rows)} rows."
         return None if labels is None else labels_problem("labels", labels, len(rows))
 
     def extra_repr(self) -> str:
         return f"size={self.size}, embedding_size={self.embeddings.shape[1]}, dtype={self.embeddings.dtype}"
+
+
+_MIXER = 2654435761
+"""Knuth's multiplier, which spreads pointers that are multiples of the batch size evenly over 2³²."""
 
 
 def present(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -147,6 +147,8 @@ def as_tensor(rows: Any) -> Any:
     """
     if rows is None or isinstance(rows, Tensor):
         return rows
+    if not isinstance(rows, (np.ndarray, list, tuple)):
+        return rows  # refused in words later
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
         return torch.as_tensor(rows)

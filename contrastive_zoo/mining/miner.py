@@ -11,6 +11,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.loss_call import paired_problem, unequal_problem
 from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.messages import reported
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.row_checks import first_non_finite, tolerance
 from contrastive_zoo.session import Session, refuse
@@ -77,8 +78,8 @@ class DistributedMiner(nn.Module):
             ref_labels: labels of the reference rows.
         """
         name = getattr(self.miner, "__name__", type(self.miner).__name__)
-        world = World.of(self.process_group)
-        session = Session(world.rank, world.size, world.group)
+        world = World.of(self.process_group, name)
+        session = Session.of(world)
         rows: dict[str, Any] = {"embeddings": embeddings, "labels": labels}
         if ref_emb is not None:
             rows |= {"ref_emb": ref_emb, "ref_labels": ref_labels}
@@ -87,7 +88,7 @@ class DistributedMiner(nn.Module):
             arguments = Arguments.of(rows)
             device = arguments.device
             rows = arguments.gathered(self._agreed(name, arguments, session), session)
-        with one_stream(session, device):
+        with reported(session), one_stream(session, device):
             found = self.miner(*rows.values())
         if not isinstance(found, (tuple, list)):
             refuse(

@@ -10,11 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
+from contrastive_zoo.loaded_state import loading_problem
 from contrastive_zoo.mining.guide import Guide
 from contrastive_zoo.mining.selection import Selection
 from contrastive_zoo.mining.task import Task, mine
 from contrastive_zoo.random_keys import random_keys
-from contrastive_zoo.row_checks import array_in_one_line
+from contrastive_zoo.row_checks import array_in_one_line, described
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 
@@ -106,7 +107,7 @@ class RefreshedNegatives:
         """
         if self.mined_at is not None and step // self.every == self.mined_at // self.every:
             return False
-        world = World.of(self.process_group)
+        world = World.of(self.process_group, "RefreshedNegatives")
         agreed = {"step": step, "positives": array_in_one_line(self.positives.cpu().numpy())}
         meet("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
@@ -152,9 +153,19 @@ class RefreshedNegatives:
         """Continue with saved negatives until the next mining is due, on any number of ranks.
 
         Raises:
-            ValueError: negatives of another number of queries or negatives.
+            ValueError: negatives of another number of queries or negatives, indices outside of the corpus, or a step that
+                is no step; the present negatives are kept.
         """
-        expected, found = list(self.negatives.shape), list(state["negatives"].shape)
-        if found != expected:
-            raise ValueError(f"RefreshedNegatives: the saved negatives are {found}; expected: {expected}.")
-        self.mined_at, self.negatives = state["mined_at"], state["negatives"].clone()
+        if not (isinstance(state, Mapping) and {"mined_at", "negatives"} <= state.keys()):
+            raise ValueError(f"RefreshedNegatives: a state has mined_at and negatives, got {described(state)}.")
+        mined_at, negatives = state["mined_at"], state["negatives"]
+        if problem := loading_problem({"negatives": self.negatives}, {"negatives": negatives}):
+            raise ValueError(f"RefreshedNegatives: {problem}")
+        if negatives.numel() and not -1 <= int(negatives.min()) <= int(negatives.max()) < self.corpus_size:
+            raise ValueError(
+                f"RefreshedNegatives: saved negatives are -1 … {self.corpus_size - 1}, the rows of the corpus, got "
+                f"{int(negatives.min())} … {int(negatives.max())}."
+            )
+        if not (mined_at is None or (isinstance(mined_at, int) and mined_at >= 0)):
+            raise ValueError(f"RefreshedNegatives: mined_at is a step or None, got {described(mined_at)}.")
+        self.mined_at, self.negatives = mined_at, negatives.clone()

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.random_keys import random_keys
+from contrastive_zoo.row_checks import described
 
 Sampling = Literal["top", "random"]
 
@@ -39,8 +40,10 @@ class Selection:
         for name, at_least in (("num_negatives", 1), ("range_min", 0), ("seed", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < at_least:
-                return f"{name} is an integer of at least {at_least}, got {value!r}."
-        if self.sampling not in ("top", "random"):
+                return f"{name} is an integer of at least {at_least}, got {described(value)}."
+        if not (self.range_max is None or isinstance(self.range_max, int)):
+            return f"range_max is an integer or None, got {described(self.range_max)}."
+        if not isinstance(self.sampling, str) or self.sampling not in ("top", "random"):
             return f"sampling is 'top' or 'random', got {self.sampling!r}."
         if self.range_max is not None and self.range_max - self.range_min < self.num_negatives:
             return (
@@ -48,7 +51,7 @@ class Selection:
                 f"num_negatives={self.num_negatives}. Raise range_max."
             )
         margins = (self.max_score, self.min_score, self.absolute_margin, self.relative_margin, self.guide_margin)
-        if any(x is not None and x != x for x in margins):
+        if any(x is not None and (not isinstance(x, (int, float)) or x != x) for x in margins):
             return f"scores and margins are numbers, got {margins}."
         return None
 

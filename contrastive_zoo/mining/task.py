@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from contrastive_zoo.evaluation.exact import prepared, similarities
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_problem
+from contrastive_zoo.evaluation.search import settings_problem
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.mining.candidates import NO_LABEL, Corpus
 from contrastive_zoo.mining.fetch import fetched
 from contrastive_zoo.mining.guide import Guide, guided
 from contrastive_zoo.mining.progress import bar, progress_problem
 from contrastive_zoo.mining.selection import Selection
+from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import Session, meet
 from contrastive_zoo.world import Processes, Shards, World
 
@@ -57,7 +60,9 @@ class Task:
     def rows(self) -> dict[str, Tensor]:
         """The tensors, by argument."""
         names = ("queries", "corpus", "positives", "query_labels", "corpus_labels", "corpus_ids")
-        return {name: value.detach() for name in names if (value := getattr(self, name)) is not None}
+        required = names[:3]
+        given = {name: x for name in names if (x := getattr(self, name)) is not None or name in required}
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
 
     @property
     def positive_table(self) -> Int[Tensor, "n p"]:
@@ -67,8 +72,16 @@ class Task:
     @property
     def problem(self) -> str | None:
         """Why this cannot be searched, in words; None if it can."""
+        if not isinstance(self.progress, bool):
+            return f"progress is True or False, got {described(self.progress)}."
         if missing := faiss_problem() or (progress_problem() if self.progress else None):
             return missing
+        if wrong := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
+            return wrong
+        if wrong := settings_problem(normalize=self.normalize, index=self.index):
+            return wrong
+        if not (self.guide is None or callable(self.guide)):
+            return f"guide is a function of queries and candidates, or None, got {described(self.guide)}."
         if self.queries.ndim != 2 or self.corpus.ndim != 2 or self.queries.shape[1] != self.corpus.shape[1]:
             return (
                 f"queries [n, d] and corpus [m, d] are rows of one width, got {kind(self.queries)} and "
@@ -94,7 +107,8 @@ def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None
     Raises:
         ValueError: see :func:`mine_hard_negatives`.
     """
-    world, name = World.of(task.process_group), "mine_hard_negatives"
+    name = "mine_hard_negatives"
+    world = World.of(task.process_group, name)
     session = Session.of(world, check_finite=False)  # the search checks rows
     given = {
         "selection": task.selection,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from contrastive_zoo.handshake import Statement, shake_hands
-from contrastive_zoo.row_checks import array_in_one_line, in_one_line
+from contrastive_zoo.row_checks import array_in_one_line, described, in_one_line
 from contrastive_zoo.sampling.split import rank_bounds, weights_problem
 from contrastive_zoo.world import Processes, World
 
@@ -68,7 +68,7 @@ class DistributedBatchSampler(Sampler[list[int]], ABC):
     ) -> None:
         self.seed, self.rank_weights, self.process_group = seed, rank_weights, process_group
         self.epoch = self.step = 0
-        world = World.of(process_group)
+        world = World.of(process_group, type(self).__name__)
         if problem is None and not is_integer(seed, at_least=0):
             problem = f"seed is an integer of at least 0, got {seed!r}."
         problem = problem or weights_problem(rank_weights, world.size)
@@ -141,8 +141,9 @@ class DistributedBatchSampler(Sampler[list[int]], ABC):
                 or other settings.
         """
         name = type(self).__name__
-        if not {"epoch", "step"} <= state.keys():
-            raise ValueError(f"{name}: a position has an epoch and a step, got {sorted(state)}.")
+        if not (isinstance(state, Mapping) and {"epoch", "step"} <= state.keys()):
+            got = sorted(state) if isinstance(state, Mapping) else described(state)
+            raise ValueError(f"{name}: a position has an epoch and a step, got {got}.")
         if state.get("digest", self._digest) != self._digest:
             raise ValueError(
                 f"{name}: the position belongs to a sampler of other data, another seed or other settings. Construct the "

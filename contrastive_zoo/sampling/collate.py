@@ -9,6 +9,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from contrastive_zoo.row_checks import described
+
 
 class CollateEmpty:
     """``collate_fn`` for ranks that may have no samples in a batch: an empty batch has the structure of the others.
@@ -29,6 +31,8 @@ class CollateEmpty:
     """
 
     def __init__(self, example: Any, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
+        if not callable(collate_fn):
+            raise ValueError(f"CollateEmpty: collate_fn is a function of samples, got {described(collate_fn)}.")
         self.collate_fn = collate_fn
         self.empty = _emptied(collate_fn([example]))
 

@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contrastive_zoo.row_checks import described, tensor_problem
+
 Column: TypeAlias = "Tensor | NDArray[np.generic] | Sequence[Hashable]"
 """One value per sample: a tensor, an array or a sequence, of integers or strings."""
 
@@ -18,6 +20,13 @@ def columns_problem(columns: Sequence[Column]) -> str | None:
         >>> columns_problem([np.zeros((3, 2))])
         'labels and columns have one value per sample, [n], got shape [3, 2].'
     """
+    for column in columns:
+        if not isinstance(column, (Tensor, np.ndarray, Sequence)) or isinstance(column, (str, bytes)):
+            return f"labels and columns are tensors, arrays or lists, got {described(column)}."
+        if isinstance(column, Tensor) and (problem := tensor_problem("labels and columns", column)):
+            return problem
+        if not isinstance(column, (Tensor, np.ndarray)) and not all(isinstance(x, Hashable) for x in column):
+            return f"labels and columns hold numbers, words or other hashable values, got {described(column)}."
     shapes = (list(column.shape) for column in columns if isinstance(column, (Tensor, np.ndarray)))
     bad = next((shape for shape in shapes if len(shape) != 1), None)
     return None if bad is None else f"labels and columns have one value per sample, [n], got shape {bad}."

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from contrastive_zoo.random_keys import random_keys
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.sampling.base import Batches, DistributedBatchSampler, is_integer
 from contrastive_zoo.world import Processes
 
@@ -47,7 +48,8 @@ class GlobalBatchSampler(DistributedBatchSampler):
     ) -> None:
         self.num_samples, self.batch_size, self.shuffle = num_samples, batch_size, shuffle
         settings = {"num_samples": num_samples, "batch_size": batch_size, "shuffle": shuffle}
-        problem = size_problem("num_samples", num_samples) or size_problem("batch_size", batch_size)
+        flag = None if isinstance(shuffle, bool) else f"shuffle is True or False, got {described(shuffle)}."
+        problem = flag or size_problem("num_samples", num_samples) or size_problem("batch_size", batch_size)
         super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
 
     def global_batches(self, epoch: int) -> Batches:

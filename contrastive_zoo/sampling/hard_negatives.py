@@ -14,6 +14,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.evaluation.search import top_k
 from contrastive_zoo.random_keys import random_keys
+from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.sampling.base import Batches, DistributedBatchSampler, grouped
 from contrastive_zoo.sampling.global_batches import size_problem
 from contrastive_zoo.world import Processes, World
@@ -56,9 +57,12 @@ class HardNegativeBatchSampler(DistributedBatchSampler):
         rank_weights: Sequence[float] | None = None,
         process_group: Processes = None,
     ) -> None:
-        table = neighbours.numpy(force=True) if isinstance(neighbours, Tensor) else np.asarray(neighbours)
+        table, unreadable = _as_table(neighbours)
         problem = (
-            size_problem("batch_size", batch_size) or size_problem("group_size", group_size) or _table_problem(table)
+            unreadable
+            or size_problem("batch_size", batch_size)
+            or size_problem("group_size", group_size)
+            or _table_problem(table)
         )
         if problem is None and group_size > batch_size:
             problem = f"a group is not larger than a batch, got group_size={group_size} and batch_size={batch_size}."
@@ -98,7 +102,7 @@ class HardNegativeBatchSampler(DistributedBatchSampler):
             >>> sorted(sorted(batch) for batch in sampler)
             [[0, 2], [1, 3]]
         """
-        world = World.of(process_group)
+        world = World.of(process_group, cls.__name__)
         found = top_k(embeddings, k=num_neighbours, excluded=positives, normalize=normalize, process_group=world)
         table = gather_rows(found.indices, world.shards(len(embeddings)), world)
         return cls(table, process_group=process_group, **settings)
@@ -124,6 +128,18 @@ class HardNegativeBatchSampler(DistributedBatchSampler):
         batch_of = np.empty(size, np.int64)
         batch_of[order] = np.arange(size) // self.batch_size
         return grouped(batch_of, keys)  # in random order, so that no rank gets whole groups
+
+
+def _as_table(neighbours: Any) -> tuple[NDArray[Any], str | None]:
+    """Return neighbours as an array, and why there is none, in words."""
+    problem = tensor_problem("neighbours", neighbours) if isinstance(neighbours, Tensor) else None
+    try:
+        table = np.asarray(
+            [] if problem else neighbours.numpy(force=True) if isinstance(neighbours, Tensor) else neighbours
+        )
+    except (ValueError, TypeError):  # ragged lists
+        return np.empty((0, 0)), f"neighbours are a table of indices, one row per sample, got {described(neighbours)}."
+    return table, problem
 
 
 def _table_problem(table: NDArray[np.generic]) -> str | None:

@@ -6,6 +6,8 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
+from contrastive_zoo.row_checks import described
+
 
 @lru_cache(maxsize=1024)  # most batches of an epoch have one size
 def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
@@ -35,6 +37,8 @@ def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | N
     """
     if weights is None:
         return None
+    if not isinstance(weights, (list, tuple)) or not all(isinstance(x, (int, float)) for x in weights):
+        return f"rank_weights are a list of one number per rank, got {described(weights)}."
     if len(weights) != world_size:
         return (
             f"rank_weights are one number per rank, got {len(weights)} for W = {world_size}. Pass one weight for each "

@@ -7,6 +7,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from contrastive_zoo.messages import CommunicationError
 from contrastive_zoo.testing._rank import Answer
 from contrastive_zoo.testing._stack import Where, explain_hang
 
@@ -69,7 +70,8 @@ class Outcome:
         error: BaseException = RuntimeError(summary)
         with contextlib.suppress(Exception):  # an exception class whose pickle does not load
             error = pickle.loads(pickled)
-        kind = RAISED_BY_PEER if "gloo/" in summary else RAISED  # gloo's errors contain the path of its source
+        by_peer = "gloo/" in summary or isinstance(error, CommunicationError)  # gloo's contain the path of its source
+        kind = RAISED_BY_PEER if by_peer else RAISED
         self.failures[rank] = _Failure(kind, f"raised {summary}", traceback, error)
 
     def in_step(self) -> bool:

@@ -90,10 +90,10 @@ class Sent:
     def __enter__(self) -> list[tuple[int, ...]]:
         self.real = World.start_gather
 
-        def listen(world: World, x: Tensor) -> Any:
+        def listen(world: World, x: Tensor, *where: Any) -> Any:
             if x.dtype == torch.uint8 and x.ndim == 2:
                 self.messages.append(tuple(x.shape))
-            return self.real(world, x)
+            return self.real(world, x, *where)
 
         World.start_gather = listen
         return self.messages

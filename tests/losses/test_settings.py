@@ -287,7 +287,7 @@ def test_bounds_in_words() -> None:
     assert number_problem(low=1, whole=True, k=1.5) == "k must be at least 1 and an integer, got 1.5."
     assert number_problem(beta=torch.tensor([1.0, NAN])) == "beta must be finite, got [1.0, nan]."
     assert number_problem(finite=False, mu=math.inf) is None
-    assert is_number(torch.empty(3, device="meta"))
+    assert is_number(torch.nn.Parameter(torch.empty(3, device="meta")))
     assert not is_number(1, above=1)
     assert not is_number(1, below=1)
 

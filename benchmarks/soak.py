@@ -1,0 +1,101 @@
+"""Soak: 10,000 steps on two ranks whose shapes change, two wrappers of different budgets; nothing may grow.
+
+python benchmarks/soak.py                # resident memory, file descriptors, threads and live tensors of rank 0
+python benchmarks/soak.py --steps 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.testing.worlds import Worlds, report
+
+READINGS = 10
+
+ALLOWED = 4.0
+"""MiB by which resident memory may grow after the second reading: what the allocator keeps for another order of shapes."""
+
+
+def reading(step: int) -> dict[str, float]:
+    """What this process holds."""
+    gc.collect()
+    process = psutil.Process()
+    tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+    return {
+        "step": step,
+        "RSS MiB": process.memory_info().rss / 2**20,
+        "file descriptors": process.num_fds(),
+        "threads": process.num_threads(),
+        "live tensors": tensors,
+    }
+
+
+def train(steps: int) -> None:
+    """Train with a queue and two losses, at other shard sizes in each step; report readings from rank 0."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    torch.manual_seed(0)
+    encoder = nn.Linear(16, 8)
+    first = cz.DistributedLoss(cz.Clip(temperature=cz.LearnableTemperature()))
+    second = cz.DistributedLoss(cz.CrossBatchMemory(cz.SupCon(), size=64, embedding_size=8))
+    parameters = [*encoder.parameters(), *first.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    for step in range(1, steps + 1):
+        n = 1 + int(torch.randint(0, 24, (), generator=generator)) if step % 7 or rank else 0
+        x, labels = torch.randn(n, 16, generator=generator), torch.randint(0, 4, (n,), generator=generator)
+        z = encoder(x)
+        with splitting(always=step % 3 == 0):
+            with cz.memory_budget(2**20):
+                loss = first(z, z + 0.1 * torch.randn(n, 8, generator=generator))
+            with cz.memory_budget(2**10):
+                loss = loss + second(z, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        cz.average_gradients(encoder)
+        optimizer.step()
+        if rank == 0 and step % (steps // READINGS) == 0:
+            report(reading(step))
+
+
+def soak(steps: int) -> list[dict[str, float]]:
+    """Return rank 0's readings."""
+    readings: list[dict[str, float]] = []
+    with Worlds(timeout=600.0) as worlds:
+        worlds.run(2, train, steps, on_message=lambda _, message: readings.append(message))
+    return readings
+
+
+def growth(readings: list[dict[str, float]]) -> dict[str, float]:
+    """Return how much each number has grown since the second reading, when all shapes have been seen."""
+    first, last = readings[1], readings[-1]
+    return {name: last[name] - first[name] for name in first if name != "step"}
+
+
+def main() -> int:
+    """Print the readings; fail if something grows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000)
+    readings = soak(parser.parse_args().steps)
+    print("| " + " | ".join(readings[0]) + " |\n" + "|---" * len(readings[0]) + "|")
+    for x in readings:
+        print(
+            "| "
+            + " | ".join(f"{value:,.0f}" if name != "RSS MiB" else f"{value:.1f}" for name, value in x.items())
+            + " |"
+        )
+    grown = growth(readings)
+    print("growth since the second reading: " + ", ".join(f"{name} {value:+.1f}" for name, value in grown.items()))
+    return int(any(value > (ALLOWED if name == "RSS MiB" else 0) for name, value in grown.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The types of a loss function's arguments, checked before anything is computed from them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.row_checks import described, tensor_problem
+from contrastive_zoo.session import refuse
+from contrastive_zoo.world import ALONE
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Kind = Literal["tensor", "flag", "number", "word", "other"]
+
+
+class _Expected(NamedTuple):
+    kind: Kind
+    optional: bool
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` behind a check of its arguments' types; ``torch.compile`` leaves it as it is.
+
+    Tensors are dense, hold values and have a dtype that torch computes with. A setting whose default is True or False is a
+    bool, one whose default is a number is a number, and one whose default is a word is a word. The rest is the function's.
+
+    Examples:
+        >>> @checked
+        ... def mean(rows: Tensor, *, normalize: bool = True):
+        ...     return rows.mean()
+        >>> import torch
+        >>> mean(torch.ones(2), normalize="no")
+        Traceback (most recent call last):
+        ...
+        ValueError: mean: normalize is True or False, got 'no'.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if (problem := _problem(_expected(run), args, kwargs)) is not None:
+            world: Any = kwargs.get("world", ALONE)
+            refuse(getattr(function, "loss_name", function.__name__), problem, world=world)
+        return function(*args, **kwargs)
+
+    return uncompiled(run)
+
+
+def settings_problem(function: Callable[..., Any], settings: Mapping[str, Any]) -> str | None:
+    """Return which of the settings of a :func:`checked` function is of a wrong type, in words; None if none is."""
+    expected = _expected(function)
+    # tensors among the settings, such as class weights, are made by the constructor
+    plain = {name: x for name, x in settings.items() if name in expected and expected[name].kind != "tensor"}
+    return next(filter(None, (_argument_problem(name, x, expected[name]) for name, x in plain.items())), None)
+
+
+@functools.cache
+def _expected(function: Callable[..., Any]) -> dict[str, _Expected]:
+    """What each argument is, by name; a variable number of positional arguments has the key ``*``."""
+    found = {}
+    for x in inspect.signature(function).parameters.values():
+        if x.name != "world" and x.kind is not x.VAR_KEYWORD:
+            found["*" if x.kind is x.VAR_POSITIONAL else x.name] = _Expected(_kind(x), x.default is None)
+    return found
+
+
+def _kind(parameter: inspect.Parameter) -> Kind:
+    default = parameter.default
+    if isinstance(default, bool):
+        return "flag"
+    if isinstance(default, (int, float)):
+        return "number"
+    if isinstance(default, str):
+        return "word"
+    words = str(parameter.annotation)
+    if "Tensor" in words or "jaxtyping" in words:
+        return "tensor"
+    return "number" if default is None and "float" in words else "other"
+
+
+def _problem(expected: Mapping[str, _Expected], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    if "*" in expected:
+        named = [(f"view {index}", x, expected["*"]) for index, x in enumerate(args)]
+    else:
+        named = [(name, x, expected[name]) for name, x in zip(expected, args, strict=False)]
+    named += [(name, x, expected[name]) for name, x in kwargs.items() if name in expected]
+    return next(filter(None, (_argument_problem(*x) for x in named)), None)
+
+
+def _argument_problem(name: str, x: Any, expected: _Expected) -> str | None:
+    kind = expected.kind
+    if x is None and expected.optional:
+        return None
+    if kind == "tensor":
+        return tensor_problem(name, x)
+    if kind == "flag" and not isinstance(x, (bool, np.bool_)):
+        return f"{name} is True or False, got {described(x)}."
+    if kind == "word" and not isinstance(x, str):
+        return f"{name} is a word, got {described(x)}."
+    if kind == "number" and not _is_number(x):
+        return f"{name} is a number, got {described(x)}."
+    return None
+
+
+def _is_number(x: Any) -> bool:
+    """Whether x is a real number, or a tensor that holds one; a parameter on the meta device will."""
+    if isinstance(x, nn.Parameter) and x.is_meta:
+        return x.numel() == 1
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and tensor_problem("", x) is None and not x.is_complex() and x.dtype.itemsize > 1
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)

@@ -1,0 +1,243 @@
+"""Messages between ranks that fail: the error says which loss waited in which message, and why another rank is missing.
+
+A backend says only that a connection was closed or that a time-out passed. Here its error is raised again in words. A rank
+that fails inside a loss leaves a note in the process group's store before it raises; ranks that wait for it find the note
+within a second, and raise its sentence. The store is torch.distributed's own, through which ranks have found each other.
+A note is text, never pickled. A message that arrives at once costs nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
+"""Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
+
+STORE_TIMEOUT = 2.0
+"""Seconds for one look into the store, whose host may be gone."""
+
+_LATE = (
+    "Usually a rank has left the training loop earlier (epochs of different length), calls the loss less often, or is "
+    "stopped or slow (a debugger, a checkpoint, a stalled data loader). Give all ranks equally many steps, or raise the "
+    "process group's timeout."
+)
+_GONE = (
+    "Usually that rank raised an error, was killed (out of memory, a time limit) or ended early. Its log says which; read "
+    "it first."
+)
+_FORKED = (
+    "this process was forked from a rank, as a worker of a DataLoader is, and shares its connections: a message from here "
+    "would corrupt the rank's own. Call the loss in the rank itself; World() as process_group means this process alone."
+)
+
+
+class CommunicationError(RuntimeError):
+    """A message between ranks failed: another rank raised, died, is late or out of step.
+
+    It says which loss waited, in which call and message, and what usually causes it, or what the failed rank said.
+    ``__cause__`` is the backend's error, if there is one. The process group cannot be used afterwards.
+
+    Examples:
+        >>> isinstance(CommunicationError("rank 1 is gone"), RuntimeError)
+        True
+    """
+
+
+class Member(Protocol):
+    """What an error says of the rank that waits; a World is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def process_group(self) -> dist.ProcessGroup: ...
+    @property
+    def caller(self) -> str: ...
+
+
+@dataclass
+class _Status:
+    """What this process knows of one process group.
+
+    Args:
+        handshakes: how many have been completed; equal on all ranks, since a handshake involves all of them.
+        failed_at: the number of handshakes at which this rank itself failed last.
+        lost: why the group cannot be used any more.
+    """
+
+    handshakes: int = 0
+    failed_at: int = -1
+    lost: str | None = None
+
+
+_status: WeakKeyDictionary[dist.ProcessGroup, _Status] = WeakKeyDictionary()
+
+
+def started(message: str, begin: Callable[[], Sequence[Any]], member: Member, *, polled: bool) -> Callable[[], None]:
+    """Start a message; the returned function waits for it.
+
+    Args:
+        message: its name in an error, such as ``"the handshake"``.
+        begin: starts it, and returns the works to wait for.
+        member: this rank.
+        polled: whether a note is looked for while the message does not arrive. Works on an accelerator are not waited
+            for by the host, and a transfer between two ranks cannot be waited for in parts.
+
+    Raises:
+        CommunicationError: another rank failed, died or is late, or this process is a fork of a rank. The returned
+            function raises it, too.
+    """
+    status, since = _of_group(member), time.monotonic()
+    if _inherited is not None and dist.group.WORLD is _inherited:
+        raise CommunicationError(f"{_who(member)}: {_FORKED}")
+    if status.lost is not None:
+        raise CommunicationError(f"{_who(member)}: the process group failed earlier. {status.lost}")
+    try:
+        works = begin()
+    except RuntimeError as error:
+        raise _failed(message, member, error, since) from error
+
+    def wait() -> None:
+        try:
+            for work in works:
+                if polled:
+                    _wait_and_look(work, message, member)
+                else:
+                    work.wait()
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise _failed(message, member, error, since) from error
+
+    return wait
+
+
+def completed_handshake(member: Member) -> None:
+    """Count a handshake, after it has been received and before anything in it is refused."""
+    _of_group(member).handshakes += 1
+
+
+@contextmanager
+def reported(member: Member) -> Iterator[None]:
+    """Tell ranks that wait for this one if the body raises. What all ranks raise alike disturbs none of them."""
+    try:
+        yield
+    except BaseException as error:
+        report(error, member)
+        raise
+
+
+def report(error: BaseException, member: Member) -> None:
+    """Leave a note for the ranks that wait for this one: it has failed after the last handshake."""
+    if isinstance(error, CommunicationError) or member.size == 1:  # the rank that failed has left its own note
+        return
+    status = _of_group(member)
+    status.failed_at = status.handshakes
+    words = f"{type(error).__name__}: {error}".strip().rstrip(":.")
+    of_loss = f" in {member.caller}" if member.caller else ""
+    note = f"{status.handshakes}\n{member.rank}\nRank {member.rank} failed{of_loss}: {words}."
+    _in_store(lambda store: store.set(_key(member), note))
+
+
+def _wait_and_look(work: Any, message: str, member: Member) -> None:
+    """Wait for a work of the CPU; from time to time, look for a note of the rank that it waits for."""
+    patience = FIRST_LOOK
+    while not _arrived(work, patience):
+        if (note := _note(member)) is not None:
+            raise _lost(f"{_who(member)} waited in {message} for a rank that has failed. {note}", member)
+        patience = min(2 * patience, LONGEST_WAIT)
+
+
+def _arrived(work: Any, seconds: float) -> bool:
+    """Wait at most so long; return whether the message has arrived."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # at once; raises the backend's own error, if it failed
+    return True
+
+
+def _failed(message: str, member: Member, error: RuntimeError, since: float) -> CommunicationError:
+    """The error of a message that failed: the note of the rank that is missing, or what usually causes it."""
+    who = _who(member)
+    if (note := _note(member)) is not None:
+        return _lost(f"{who} waited in {message} for a rank that has failed. {note}", member)
+    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        waited = time.monotonic() - since
+        return _lost(f"{who} waited {waited:.0f} s in {message}, and not all ranks came. {_LATE}", member)
+    return _lost(f"{who} lost the connection to another rank in {message}. {_GONE}", member)
+
+
+def _lost(text: str, member: Member) -> CommunicationError:
+    _of_group(member).lost = text
+    return CommunicationError(text)
+
+
+def _who(member: Member) -> str:
+    return f"{member.caller}: rank {member.rank}" if member.caller else f"rank {member.rank}"
+
+
+def _of_group(member: Member) -> _Status:
+    """The status of the member's group; its first message clears a note that an earlier group of this name has left."""
+    group = member.process_group
+    status = _status.get(group)
+    if status is None:
+        status = _status[group] = _Status()
+        if member.rank == 0:
+            _in_store(lambda store: store.set(_key(member), ""))
+    return status
+
+
+def _note(member: Member) -> str | None:
+    """What another rank said when it failed after the same handshake as this rank's last; None if this rank failed, too."""
+    status, key = _of_group(member), _key(member)
+    found = _in_store(lambda store: store.get(key).decode() if store.check([key]) else "")
+    if not found or status.failed_at == status.handshakes:
+        return None
+    handshakes, rank, note = found.split("\n", 2)
+    return note if int(handshakes) == status.handshakes and int(rank) != member.rank else None
+
+
+def _key(member: Member) -> str:
+    return f"contrastive_zoo/failure/{member.process_group.group_name}"
+
+
+def _in_store(function: Callable[[Any], Any]) -> Any:
+    """``function`` of the default group's store, in a thread: a store whose host is gone may never answer."""
+    found: list[Any] = []
+
+    def run() -> None:
+        with suppress(Exception):  # no store, or none that answers: the error does without a note
+            found.append(function(dist.distributed_c10d._get_default_store()))
+
+    thread = threading.Thread(target=run, daemon=True, name="contrastive_zoo note")
+    with suppress(RuntimeError):  # no thread starts while the interpreter ends
+        thread.start()
+        thread.join(STORE_TIMEOUT)
+    return found[0] if found else None
+
+
+_inherited: Any = None
+"""The default group that this process has from the rank that it was forked from."""
+
+
+def _remember_inherited() -> None:
+    global _inherited
+    _inherited = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_remember_inherited)
