@@ -56,7 +56,7 @@ def sup_con(
 
     Raises:
         ValueError: an unknown variant or contrast mode, labels together with a mask, a mask that does not have a column for
-            each sample of all ranks, a mask in a ring, or what any :class:`Loss` refuses.
+            each sample of all ranks, or what any :class:`Loss` refuses.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -104,7 +104,7 @@ class SupCon(LabelledLoss):
 
     Raises:
         ValueError: an unknown variant or contrast mode, labels together with a mask, a mask that does not have a column for
-            each sample of all ranks, a mask in a ring, or what any :class:`Loss` refuses.
+            each sample of all ranks, or what any :class:`Loss` refuses.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -143,4 +143,3 @@ class SupCon(LabelledLoss):
         *,
         world: World | None = None,
     ) -> Tensor: ...
-    def can_ring(self) -> bool: ...
