@@ -36,8 +36,8 @@ def sigreg(
 
         loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
 
-    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg. LeJEPA's loss
-    is λ times it, on each view, plus 1 − λ times ``(views - global_views.mean(0)).square().mean()``, with λ = 0.05.
+    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg.
+    :class:`LeJEPA` adds the distance of views.
 
     Args:
         embeddings: z, [n, d], n may differ between ranks.
@@ -102,7 +102,7 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
         super().__init__(directions=None, **settings)
         self.embedding_size, self.num_slices = embedding_size, num_slices
         if problem := self._size_problem():
-            raise ValueError(f"SIGReg: {problem}")
+            raise ValueError(f"{type(self).__name__}: {problem}")
         self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def settings_problem(self) -> str | None:
@@ -123,17 +123,18 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
         return {**super().settings(), "directions": drawn}
 
     @uncompiled
-    def forward(self, embeddings: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         """Return the loss, and count the step.
 
         Args:
-            embeddings: as in the function.
+            rows: positional arguments of the function.
             world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
+            named_rows: the same arguments by name.
         """
         world = self.local() if world is None else world
         if problem := self._size_problem():
-            refuse("SIGReg", problem, world=world)
-        loss = super().forward(embeddings, world=world)
+            refuse(type(self).__name__, problem, world=world)
+        loss = super().forward(*rows, world=world, **named_rows)
         if self.training:
             self.step.add_(1)
         return loss

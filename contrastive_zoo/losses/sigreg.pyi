@@ -22,8 +22,8 @@ def sigreg(
 
         loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
 
-    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg. LeJEPA's loss
-    is λ times it, on each view, plus 1 − λ times ``(views - global_views.mean(0)).square().mean()``, with λ = 0.05.
+    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg.
+    :class:`LeJEPA` adds the distance of views.
 
     Args:
         embeddings: z, [n, d], n may differ between ranks.
@@ -50,8 +50,8 @@ class SIGReg(ConstructingLoss):
 
         loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
 
-    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg. LeJEPA's loss
-    is λ times it, on each view, plus 1 − λ times ``(views - global_views.mean(0)).square().mean()``, with λ = 0.05.
+    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg.
+    :class:`LeJEPA` adds the distance of views.
 
     In training mode each call draws other directions, from the buffer ``step``: they are equal on every rank.
 

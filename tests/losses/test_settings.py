@@ -82,6 +82,9 @@ SUBJECTS: dict[str, Subject] = {
         {**T, "teacher_temperature": POSITIVE, "centre_momentum": (-0.1, 1.1, *ANY)},
     ),
     "Debiased": Subject(cz.Debiased, VIEWS, {**T, "tau_plus": (-0.1, 1.0, *ANY)}),
+    "DynamicSoftMargin": Subject(
+        lambda **settings: cz.DynamicSoftMargin(9, **settings), VIEWS, {"momentum": (-0.1, 1.1, *ANY)}
+    ),
     "FastAP": Subject(cz.FastAP, LABELLED, {"num_bins": (0, 2.5, *ANY)}),
     "FroSSL": Subject(cz.FroSSL, VIEWS, {"invariance": ANY}),
     "GIST": Subject(cz.GIST, (*VIEWS, z(3), z(4)), {**T, "margin": ANY}),
@@ -91,13 +94,23 @@ SUBJECTS: dict[str, Subject] = {
     "HCL": Subject(cz.HCL, VIEWS, {**T, "tau_plus": (-0.1, 1.0, *ANY), "beta": NOT_NEGATIVE}),
     "Histogram": Subject(cz.Histogram, LABELLED, {"num_bins": (0, 2.5, *ANY)}),
     "InfoNCE": Subject(cz.InfoNCE, VIEWS, T),
+    "InstanceLoss": Subject(classes(cz.InstanceLoss), (*VIEWS, LABELS), T),
     "IntraPairVariance": Subject(cz.IntraPairVariance, LABELLED, {"pos_eps": ANY, "neg_eps": ANY}),
     "KoLeo": Subject(cz.KoLeo, (z(1),), {"eps": POSITIVE}),
     "LargeMarginSoftmax": Subject(
         classes(cz.LargeMarginSoftmax), LABELLED, {"margin": (0, 1.5, *ANY), "scale": POSITIVE}
     ),
+    "LeJEPA": Subject(
+        lambda **settings: cz.LeJEPA(D, **settings), VIEWS,
+        {
+            "lambda_": (-0.1, 1.1, *ANY), "global_views": (0, 1.5, *ANY),
+            "num_points": (1, 2.5, *ANY), "limit": POSITIVE, "num_slices": (0, 1.5, *ANY),
+        },
+        {"num_slices": 8},
+    ),
     "LiftedStructure": Subject(cz.LiftedStructure, LABELLED, {"pos_margin": ANY, "neg_margin": ANY}),
     "MILNCE": Subject(cz.MILNCE, (z(1), z(2, k=2)), T),
+    "MMCR": Subject(cz.MMCR, VIEWS, {"lambda_": ANY, "eps": POSITIVE}),
     "MNRL": Subject(cz.MNRL, VIEWS, {**T, "hardness_strength": NOT_NEGATIVE}),
     "Margin": Subject(cz.Margin, LABELLED, {"margin": ANY, "nu": NOT_NEGATIVE, "beta": (math.inf, -math.inf)}),
     "Margin, by class": Subject(
@@ -113,6 +126,7 @@ SUBJECTS: dict[str, Subject] = {
         {"alpha": POSITIVE, "beta": POSITIVE, "base": ANY, "epsilon": (math.inf, -math.inf, "1")},
     ),
     "NCA": Subject(cz.NCA, LABELLED, T),
+    "NNCLR": Subject(lambda **settings: cz.NNCLR(5, D, **settings), (*VIEWS, z(3), z(4)), T),
     "NPairs": Subject(cz.NPairs, LABELLED, {**T, "l2": NOT_NEGATIVE}),
     "NTXent": Subject(cz.NTXent, VIEWS, T),
     "NegativeCosine": Subject(cz.NegativeCosine, VIEWS),
@@ -132,6 +146,7 @@ SUBJECTS: dict[str, Subject] = {
             "imbalance": (-0.1, 1.1, *ANY), "epsilon": NOT_NEGATIVE,
         },
     ),
+    "ReSSL": Subject(lambda **settings: cz.ReSSL(5, D, **settings), VIEWS, {**T, "teacher_temperature": POSITIVE}),
     "SINCERE": Subject(cz.SINCERE, LABELLED, T),
     "ScoreDistillation": Subject(
         cz.ScoreDistillation, (z(1), z(2, k=3), z(3)[:, :3]), {**T, "teacher_temperature": POSITIVE}
@@ -170,11 +185,19 @@ SUBJECTS: dict[str, Subject] = {
     "VICReg": Subject(
         cz.VICReg, VIEWS, {"invariance": ANY, "variance": ANY, "covariance": ANY, "gamma": ANY, "eps": POSITIVE}
     ),
+    "WMSE": Subject(cz.WMSE, VIEWS, {"eps": (0.0, 1.1, *ANY)}),
 }  # fmt: skip
 CASES = [(name, setting) for name, subject in SUBJECTS.items() for setting in subject.refused]
 SPEAKS_AS = {"AnglE": "CoSENT", "Clip": "InfoNCE", "DCLW": "DCL", "SphereFace": "LargeMarginSoftmax"}
 """Whose function is called."""
-MADE_ONCE = {"SwAV": ("num_prototypes", "embedding_size"), "DINO": ("out_dim",)}
+MEMORY = ("size", "embedding_size")
+MADE_ONCE = {
+    "SwAV": ("num_prototypes", "embedding_size"),
+    "DINO": ("out_dim",),
+    "DynamicSoftMargin": ("num_bins",),
+    "NNCLR": MEMORY,
+    "ReSSL": MEMORY,
+}
 """Sizes, which are no attributes of consequence afterwards."""
 
 
@@ -301,7 +324,7 @@ def test_losses_are_built_on_the_meta_device() -> None:
 
 
 KINDS = (np.float32, np.int64, np.float64, int, np.float16)
-WHOLE = ("iterations", "code_views", "num_bins", "num_points", "num_slices")
+WHOLE = ("iterations", "code_views", "num_bins", "num_points", "num_slices", "global_views")
 REAL = [
     x for x in CASES if x[1] not in WHOLE and (x[0] not in ("LargeMarginSoftmax", "SphereFace") or x[1] != "margin")
 ]

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.moments import centered, second_moments, squared_sums
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.align_uniform import AlignUniform, align_uniform
 from contrastive_zoo.losses.barlow_twins import BarlowTwins, barlow_twins
 from contrastive_zoo.losses.dino import DINO, dino
@@ -132,6 +134,39 @@ def test_dinos_teacher_is_gathered_on_all_ranks(worlds: Worlds) -> None:
         for found, state in worlds.run(len(shards), job, student, teacher, shards):
             close(found, values)
             close(state, centre)
+
+
+STATEFUL: list[Callable[[], Loss]] = [
+    lambda: cz.DynamicSoftMargin(9, momentum=0.5),
+    lambda: cz.NNCLR(7, 3),
+    lambda: cz.ReSSL(7, 3),
+]
+
+
+@pytest.mark.parametrize("make", STATEFUL, ids=["DynamicSoftMargin", "NNCLR", "ReSSL"])
+def test_state_is_that_of_one_process_at_every_step(make: Callable[[], Loss], worlds: Worlds) -> None:
+    """From an empty state on, also in a step in which a rank has no samples."""
+    count = 4 if make is STATEFUL[1] else 2
+
+    def job(splits: list[tuple[int, ...]]) -> list[Any]:
+        loss, world, found = make().double(), cz.World.of(), []
+        wrapped = cz.DistributedLoss(loss)
+        for step, shards in enumerate(splits):
+            own = slice(sum(shards[: world.rank]), sum(shards[: world.rank + 1]))
+            rows = [x.detach()[own].requires_grad_() for x in views(step, count, n=5, d=3)]
+            value = wrapped(*rows)
+            value.backward()
+            gradients = [torch.zeros_like(x) if x.grad is None else x.grad / world.size for x in rows]
+            found.append((value.detach(), own, gradients, [x.double() for x in loss.buffers()]))
+        return found
+
+    (expected,) = worlds.run(1, job, [(5,)] * 4)
+    for splits in ([(2, 3), (5, 0), (1, 4), (3, 2)], [(1, 1, 3), (0, 4, 1), (2, 2, 1), (5, 0, 0)]):
+        for by_rank in worlds.run(len(splits[0]), job, splits):
+            for found, wanted in zip(by_rank, expected, strict=True):
+                close(found[0], wanted[0])
+                close(found[2], [x[found[1]] for x in wanted[2]])
+                close(found[3], wanted[3])
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)

@@ -21,7 +21,7 @@ from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA, proxy_nca
 from contrastive_zoo.losses.soft_triple import SoftTriple, soft_triple
 from contrastive_zoo.testing.worlds import Worlds
-from tests.losses.zoo_weights import ENTRIES
+from tests.losses.zoo_weights import ENTRIES, InstanceOfLabels
 from tests.zoo import Entry
 
 
@@ -147,11 +147,12 @@ SHARDED = [
     lambda world: CosFace(5, 4, shard_over=world, scale=8.0),
     lambda world: ProxyNCA(5, 4, shard_over=world),
     lambda world: ArcFace(5, 4, shard_over=world, sub_centers=2, scale=8.0),
+    lambda world: InstanceOfLabels(5, 4, shard_over=world),
 ]
 
 
 @pytest.mark.parametrize(
-    "make", SHARDED, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ProxyNCA", "ArcFace"]
+    "make", SHARDED, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ProxyNCA", "ArcFace", "InstanceLoss"]
 )
 @pytest.mark.parametrize("trainer", ["mean", "sum"])
 @pytest.mark.parametrize("shards", [(7,), (2, 5), (3, 0, 4)], ids=str)

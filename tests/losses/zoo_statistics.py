@@ -12,8 +12,11 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.barlow_twins import BarlowTwins
 from contrastive_zoo.losses.dino import DINO, dino
+from contrastive_zoo.losses.dynamic_soft_margin import DynamicSoftMargin
 from contrastive_zoo.losses.frossl import FroSSL
 from contrastive_zoo.losses.koleo import koleo
+from contrastive_zoo.losses.lejepa import LeJEPA
+from contrastive_zoo.losses.mmcr import MMCR
 from contrastive_zoo.losses.negative_cosine import negative_cosine
 from contrastive_zoo.losses.orthogonal_regularization import orthogonal_regularization
 from contrastive_zoo.losses.sigreg import SIGReg, sigreg
@@ -22,6 +25,9 @@ from contrastive_zoo.losses.swav import SwAV
 from contrastive_zoo.losses.tico import TiCo
 from contrastive_zoo.losses.vibcreg import VIbCReg
 from contrastive_zoo.losses.vicreg import VICReg
+from contrastive_zoo.losses.w_mse import WMSE
+from contrastive_zoo.memory.nnclr import NNCLR, nnclr
+from contrastive_zoo.memory.ressl import ReSSL
 from contrastive_zoo.world import ALONE
 from tests.zoo import Entry
 
@@ -236,6 +242,124 @@ def dense_frossl(*views: Tensor, temperature: Any = None) -> Tensor:
     return loss
 
 
+def dense_w_mse(*views: Tensor, temperature: Any = None, reduction: Any = "mean") -> Tensor:
+    """With the inverse of the factor."""
+    whitened, directed = [], torch.ones(len(views[0]), dtype=torch.bool)
+    for z in views:
+        x = z - z.mean(0)
+        directed &= x.norm(dim=1) > 1e-6 * z.norm(dim=1)
+        covariance = x.T @ x / max(1, len(z) - 1)
+        eye, variance = torch.eye(z.shape[1], dtype=z.dtype), covariance.diagonal().mean()
+        if variance > 0:
+            covariance = 0.999 * covariance + 1e-3 * variance * eye
+            whitened.append(F.normalize(x @ torch.linalg.cholesky(covariance).inverse().T, dim=1))
+    if not directed.any():
+        return 0 * sum(z.sum() for z in views)
+    pairs = [(u - v)[directed].square().sum(1).mean() for i, u in enumerate(whitened) for v in whitened[:i]]
+    return torch.stack(pairs).mean()
+
+
+def dense_mmcr(*views: Tensor, temperature: Any = None) -> Tensor:
+    """From singular values, of which a matrix has as many as it has rows or columns."""
+
+    def norm(x: Tensor) -> Tensor:
+        return ((torch.linalg.svdvals(x).square() + 1e-6).sqrt() - 1e-3).sum()
+
+    z = torch.stack([F.normalize(view, dim=1) for view in views], 1)
+    return 0.5 * torch.stack([norm(x) for x in z]).mean() - norm(z.mean(1))
+
+
+def remembered() -> Tensor:
+    """The same on every process."""
+    drawn = torch.randn(6, WIDTH, dtype=torch.float32, generator=torch.Generator().manual_seed(5))
+    return F.normalize(drawn.double(), dim=1)
+
+
+def nnclr_of_views(
+    view1: Tensor, view2: Tensor, *, memory: Any, temperature: Any = 0.1, reduction: Any = "mean", world: Any = ALONE
+) -> Tensor:
+    """Rows are padded with zeros; the predictor turns features around."""
+    z1, z2 = _widened((view1, view2)).unbind(1)
+    settings = {"temperature": temperature, "reduction": reduction}
+    return nnclr(z1, z2, z1.flip(1), z2.flip(1), memory=memory, world=world, **settings)
+
+
+class NNCLROfViews(NNCLR, function=nnclr_of_views):
+    """The memory is not empty."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(7, WIDTH, **settings)
+        self.queue.enqueue(remembered().to(self.queue.embeddings))
+
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
+        world = self.local() if world is None else world
+        loss = Loss.forward(self, *views, world=world)
+        self.remember(_widened(views)[:, 0], world)
+        return loss
+
+
+class ReSSLOfAnyWidth(ReSSL):
+    """Rows are padded with zeros; the student sees both views, the teacher the second; the memory is not empty."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(7, 2 * WIDTH, teacher_temperature=0.3, **settings)
+        self.queue.enqueue(remembered().repeat(1, 2).to(self.queue.embeddings))
+
+    def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
+        rows = _widened((view1, view2))
+        return super().forward(rows.flatten(1), rows.flip(1).flatten(1), world=world)
+
+
+def dense_nnclr(a: Tensor, b: Tensor, temperature: Any = 0.1) -> Tensor:
+    z, loss, memory = _widened((a, b)).unbind(1), torch.zeros(()), remembered().float().double()
+    for own, other in (z, z[::-1]):
+        p = F.normalize(other.flip(1), dim=1)
+        positives = F.normalize(torch.stack([memory[(memory @ x).argmax()] for x in own.detach()]), dim=1)
+        loss = loss + F.cross_entropy(positives @ p.T / temperature, torch.arange(len(p))) / 2
+    return loss
+
+
+def dense_ressl(a: Tensor, b: Tensor, temperature: Any = 0.1) -> Tensor:
+    memory, rows = F.normalize(remembered().float().double().repeat(1, 2), dim=1), _widened((a, b))
+    student, teacher = (F.normalize(x.flatten(1), dim=1) @ memory.T for x in (rows, rows.flip(1)))
+    return F.cross_entropy(student / temperature, (teacher.detach() / 0.3).softmax(1))
+
+
+def dynamic_soft_margin(**settings: Any) -> DynamicSoftMargin:
+    """With a past."""
+    loss = DynamicSoftMargin(WIDTH - 1, momentum=0.25, **settings)
+    loss.histogram.copy_(ramp().abs() / ramp().abs().sum())
+    return loss
+
+
+def dense_dynamic_soft_margin(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
+
+    def distance(x: Tensor, y: Tensor) -> Tensor:
+        square = (x - y).square().sum()
+        return square.sqrt() if square > 1e-14 else 0 * square
+
+    past = (ramp().abs() / ramp().abs().sum()).float().double()
+    n, differences = len(a), []
+    for i in range(n if n > 1 else 0):
+        nearest = [(distance(a[i], b[j]), distance(a[j], b[i])) for j in range(n) if j != i]
+        rounded = torch.stack([torch.stack(x) for x in nearest])  # equal minima share the gradient
+        by_side = [[x for x in side if x - rounded.min() < 1e-13] for side in rounded.unbind(1)]
+        share = [torch.stack(side).mean() for side in by_side if side]
+        differences.append(distance(a[i], b[i]) - torch.stack(share).mean())
+    if not differences:
+        return 0 * (a + b).sum()
+    batch = torch.zeros(WIDTH, dtype=a.dtype)
+    at = [(x.item() + 2) * (WIDTH - 1) / 4 for x in differences]
+    for x in at:
+        batch += (1 - (x - torch.arange(WIDTH, dtype=a.dtype)).abs()).clamp(min=0) / n
+    cdf, total = (0.75 * past + 0.25 * batch).cumsum(0), torch.zeros(())
+    for x, difference in zip(at, differences, strict=True):
+        k = min(int(x), WIDTH - 2)
+        total = total + ((1 - x + k) * cdf[k] + (x - k) * cdf[k + 1]) * difference / n
+    return total
+
+
 def dense_tico(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     a, b = (F.normalize(F.pad(x, (0, WIDTH - x.shape[1])), dim=1) for x in (a, b))
     c = 0.9 * torch.outer(ramp(), ramp()).float().double() + 0.1 * (a.T @ a / len(a)).detach()
@@ -243,7 +367,10 @@ def dense_tico(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
 
 
 def dense_sigreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
-    z = _widened((a, b)).flatten(1)
+    return _normality(_widened((a, b)).flatten(1))
+
+
+def _normality(z: Tensor) -> Tensor:
     drawn = torch.randn(z.shape[1], 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     x, loss = z @ F.normalize(drawn.double(), dim=0), 0 * z.sum()
     for k, weight in ((-4, 0.5), *((k, 1.0) for k in range(-3, 4)), (4, 0.5)):
@@ -252,6 +379,24 @@ def dense_sigreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
         error = (real - math.exp(-t * t / 2)) ** 2 + imaginary**2
         loss = loss + 0.75 * weight * math.exp(-t * t / 2) * error.mean()
     return len(z) * loss
+
+
+class LeJEPAOfAnyWidth(LeJEPA):
+    """Rows are padded with zeros."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(WIDTH, num_slices=6, num_points=5, lambda_=0.3, **settings)
+
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
+        return super().forward(*_widened(views).unbind(1), world=world)
+
+
+def dense_lejepa(*views: Tensor, temperature: Any = None) -> Tensor:
+    rows = list(_widened(views).unbind(1))
+    center = (rows[0] + rows[1]) / 2
+    distance = torch.stack([F.mse_loss(z, center) for z in rows]).mean()
+    normality = torch.stack([_normality(z) for z in rows]).mean()
+    return 0.3 * normality + 0.7 * distance
 
 
 def dense_koleo(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
@@ -286,6 +431,13 @@ ENTRIES = [
     Entry("AlignUniform", given(AlignUniform), dense_align_uniform),
     Entry("VIbCReg", given(VIbCReg), dense_vibcreg),
     Entry("FroSSL, three views", given(FroSSL), dense_frossl, views=3),
+    Entry("WMSE", given(WMSE, "reduction"), dense_w_mse),
+    Entry("WMSE, three views", given(WMSE, "reduction"), dense_w_mse, views=3),
+    Entry("MMCR, three views", given(MMCR, lambda_=0.5), dense_mmcr, views=3),
+    Entry("DynamicSoftMargin", given(dynamic_soft_margin, "reduction"), dense_dynamic_soft_margin),
+    Entry("NNCLR", given(NNCLROfViews, "temperature", "reduction"), dense_nnclr),
+    Entry("ReSSL", given(ReSSLOfAnyWidth, "temperature", "reduction"), dense_ressl),
+    Entry("LeJEPA, three views", given(LeJEPAOfAnyWidth), dense_lejepa, views=3),
     Entry("TiCo", given(TiCoOfAnyWidth), dense_tico),
     Entry("SIGReg", given(SIGRegOfViews), dense_sigreg),
     Entry("KoLeo", given(KoLeoOfViews, "reduction"), dense_koleo),

@@ -11,12 +11,15 @@ from torch import Tensor
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.losses.arc_face import ArcFace
 from contrastive_zoo.losses.cos_face import CosFace
+from contrastive_zoo.losses.instance import instance_loss
 from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax, SphereFace
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
 from contrastive_zoo.losses.p2s_grad import P2SGrad
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA
 from contrastive_zoo.losses.soft_triple import SoftTriple
+from contrastive_zoo.world import ALONE
+from tests.losses import zoo_softmax
 from tests.zoo import Entry
 
 CLASSES, WIDTH = 64, 8
@@ -55,6 +58,25 @@ def of_any_width(cls: type[ClassLoss], *takes: str, **fixed: Any) -> Callable[..
 
 def off_the_poles(z: Tensor) -> Tensor:
     return F.pad(z, (0, 1), value=0.5)
+
+
+def instance_of_labels(
+    z: Tensor,
+    labels: Tensor,
+    *,
+    weights: Any,
+    temperature: Any = 1.0,
+    normalize: bool = False,
+    sharded: bool = False,
+    reduction: Any = "mean",
+    world: Any = ALONE,
+) -> Tensor:
+    settings: Any = {"temperature": temperature, "normalize": normalize, "sharded": sharded, "reduction": reduction}
+    return instance_loss(z, zoo_softmax.second_tower(z), labels, weights=weights, world=world, **settings)
+
+
+class InstanceOfLabels(ClassLoss, function=instance_of_labels):
+    """The function as a module."""
 
 
 def cosines(z: Tensor, centers: int = 1) -> Tensor:
@@ -133,6 +155,14 @@ def dense_large_margin(
     return torch.stack(losses).mean()
 
 
+def dense_instance(z: Tensor, labels: Tensor, temperature: Any = 1.0, normalize: bool = False) -> Tensor:
+    x = off_the_poles(z)
+    w, towers = fixed_weights()[:, : x.shape[1]], (x, zoo_softmax.second_tower(x))
+    if normalize:
+        w, towers = F.normalize(w, dim=1), tuple(F.normalize(tower, dim=1) for tower in towers)
+    return torch.stack([F.cross_entropy(tower @ w.T / temperature, labels) for tower in towers]).sum()
+
+
 ENTRIES = [
     Entry(
         "NormalizedSoftmax",
@@ -152,6 +182,13 @@ ENTRIES = [
     Entry("SoftTriple", of_any_width(SoftTriple, "reduction", sub_centers=3), dense_soft_triple, call="labels"),
     Entry("ProxyAnchor", of_any_width(ProxyAnchor), dense_proxy_anchor, call="labels"),
     Entry("P2SGrad", of_any_width(P2SGrad, "reduction"), dense_p2s_grad, call="labels"),
+    Entry("InstanceLoss", of_any_width(InstanceOfLabels, "temperature", "reduction"), dense_instance, call="labels"),
+    Entry(
+        "InstanceLoss, unit rows",
+        of_any_width(InstanceOfLabels, "temperature", "reduction", normalize=True),
+        lambda *rows, temperature=1.0: dense_instance(*rows, temperature=temperature, normalize=True),
+        call="labels",
+    ),
     Entry("LargeMarginSoftmax", of_any_width(LargeMarginSoftmax, "reduction"), dense_large_margin, call="labels"),
     Entry(
         "SphereFace",
