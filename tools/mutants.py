@@ -272,6 +272,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--report", type=Path, nargs="+", help="outputs to report together")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th of the sampled mutants, from the i-th")
+    parser.add_argument("--unchecked", action="store_true", help="do not run the tests without a mutant first")
     parser.add_argument("--again", action="store_true", help="try the survivors of --out again")
     options = parser.parse_args()
     if options.report:
@@ -292,7 +293,8 @@ def main() -> None:
         for name in filter(None, files):
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copied / name)
-        for tests in {tuple(tests_of(x.path)) for x in sampled if (x.path, x.number) not in done}:
+        unchecked = [] if options.unchecked else [x for x in sampled if (x.path, x.number) not in done]
+        for tests in {tuple(tests_of(x.path)) for x in unchecked}:
             assert _run(list(tests), copied) == "survived", f"without a mutant these tests fail: {tests}"
         for mutant in sampled:
             if (mutant.path, mutant.number) in done or time.monotonic() > end:
