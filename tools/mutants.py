@@ -54,6 +54,7 @@ TESTS: dict[str, list[str]] = {
     "engine/derivatives.py": ["tests/losses/test_second_derivatives.py", *ROWS],
     "engine/dense_mode.py": ["tests/losses/test_second_derivatives.py", *ROWS],
     "engine/malloc.py": ["tests/engine/test_malloc.py"],
+    "engine/row_statistics.py": [*ROWS, "tests/engine/test_ring.py"],
     "engine/*.py": ROWS,
     "collectives/*.py": ["tests/test_collectives.py", "tests/engine/test_softmax.py"],
     "distributed.py": STEPS,
