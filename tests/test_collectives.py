@@ -632,6 +632,13 @@ def test_nothing_warns(worlds: Worlds) -> None:
 
 x = torch.ones(2, 3)
 SAME_MISTAKE: dict[str, tuple[Callable[[], Any], str]] = {
+    **{
+        f"{name} of a list": (lambda name=name: getattr(cz, name)([1.0]), f"{name}: x must be a tensor, got list.")
+        for name in ("all_reduce", "all_gather", "reduce", "broadcast", "gather", "scatter", "reduce_scatter")
+    },
+    "scatter of a sparse tensor": (lambda: cz.scatter(torch.eye(2).to_sparse()), "scatter: x must be a dense tensor"),
+    "scatter sizes of a word": (lambda: cz.scatter(x, "ab"), "scatter: sizes are 2 integers, one per rank, got 'ab'"),
+    "all_reduce op of a list": (lambda: cz.all_reduce(x, []), "op is one of sum, mean, max, min, got []"),
     "all_reduce op": (lambda: cz.all_reduce(x, "prod"), "op is one of sum, mean, max, min, got 'prod'"),
     "reduce op": (lambda: cz.reduce(x, op="prod"), "op is one of sum, mean, max, min, got 'prod'"),
     "reduce_scatter op": (lambda: cz.reduce_scatter(x, op="max"), "op is 'sum' or 'mean', got 'max'"),

@@ -604,3 +604,31 @@ def test_gathered_rows_are_differentiated_twice(worlds: Worlds) -> None:
     whole = numbers(4, 2, seed=0).requires_grad_()
     expected = 4 * second(cubic(whole), whole, direction)  # W for each of the two backward passes
     assert distance(torch.cat(worlds.run(2, step)), expected) <= EXACT
+
+
+class Mining(nn.Module):
+    """A miner with a setting."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.arange(3) for _ in range(3))
+
+
+def mined(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
+    return embeddings.square().sum()
+
+
+def differing_miners() -> str | None:
+    rank = dist.get_rank()
+    loss_fn = cz.DistributedLoss(mined, miner=Mining(0.5 if rank else 0.25))
+    return error_message(lambda: loss_fn(numbers(4, 3, seed=rank), torch.arange(4)))
+
+
+def test_miners_of_different_settings_are_refused(worlds: Worlds) -> None:
+    first, second = worlds.run(2, differing_miners)
+    assert first == second
+    assert first is not None
+    assert "miner.share" in first

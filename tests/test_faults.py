@@ -15,6 +15,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import softmax
+from contrastive_zoo.engine.exchange import SendReceive
 from contrastive_zoo.messages import CommunicationError, _note
 from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import RankError, Worlds, report
@@ -240,3 +241,14 @@ def test_the_error_is_chained_to_that_of_the_backend(patient: Worlds) -> None:
     assert cause is not None
     assert cause.startswith("RuntimeError")
     assert "Timed out" in cause
+
+
+def late_transfer() -> list[list[float]]:
+    rank = dist.get_rank()
+    time.sleep(0.9 * rank)  # longer than until the first look for a note
+    rows = torch.full((2, 1), float(rank))
+    return SendReceive(rows, 1 - rank, 2, 1 - rank, World.of()).wait().tolist()
+
+
+def test_a_transfer_of_the_ring_is_waited_for_in_one_piece(patient: Worlds) -> None:
+    assert patient.run(2, late_transfer) == [[[1.0], [1.0]], [[0.0], [0.0]]]

@@ -46,6 +46,21 @@ def test_rows_follow_the_header_once_ranks_know_how_many(worlds: Worlds) -> None
     assert worlds.run(2, job) == [expected] * 2
 
 
+def test_no_rows_follow_if_one_rank_cannot_send_them(worlds: Worlds) -> None:
+    """As where its rows lie on an accelerator: it states -1 bytes, and all ranks gather them instead."""
+
+    def job() -> list[bool]:
+        found = []
+        for guilty in (None, 1, 1):
+            stated = statement(3)
+            if dist.get_rank() == guilty:
+                stated.payload = None
+            found.append(shake_hands(stated, World.of()).payload is None)
+        return found[1:]
+
+    assert worlds.run(2, job) == [[True, True]] * 2
+
+
 @given(sizes=st.lists(st.integers(0, 2**40), max_size=40))
 def test_any_number_of_sizes(sizes: list[int], worlds: Worlds) -> None:
     def job() -> list[tuple[int, ...]]:

@@ -54,6 +54,7 @@ TESTS: dict[str, list[str]] = {
     "engine/derivatives.py": ["tests/losses/test_second_derivatives.py", *ROWS],
     "engine/dense_mode.py": ["tests/losses/test_second_derivatives.py", *ROWS],
     "engine/malloc.py": ["tests/engine/test_malloc.py"],
+    "engine/row_statistics.py": [*ROWS, "tests/engine/test_ring.py"],
     "engine/*.py": ROWS,
     "collectives/*.py": ["tests/test_collectives.py", "tests/engine/test_softmax.py"],
     "distributed.py": STEPS,
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--report", type=Path, nargs="+", help="outputs to report together")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th of the sampled mutants, from the i-th")
+    parser.add_argument("--unchecked", action="store_true", help="do not run the tests without a mutant first")
     parser.add_argument("--again", action="store_true", help="try the survivors of --out again")
     options = parser.parse_args()
     if options.report:
@@ -292,7 +294,8 @@ def main() -> None:
         for name in filter(None, files):
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copied / name)
-        for tests in {tuple(tests_of(x.path)) for x in sampled if (x.path, x.number) not in done}:
+        unchecked = [] if options.unchecked else [x for x in sampled if (x.path, x.number) not in done]
+        for tests in {tuple(tests_of(x.path)) for x in unchecked}:
             assert _run(list(tests), copied) == "survived", f"without a mutant these tests fail: {tests}"
         for mutant in sampled:
             if (mutant.path, mutant.number) in done or time.monotonic() > end:

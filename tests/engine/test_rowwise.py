@@ -12,6 +12,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import dense_mode, masked, pairwise, rowwise_sweep, tiling
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
+from contrastive_zoo.engine.row_statistics import Maximum
 from contrastive_zoo.losses import triplet
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
@@ -352,3 +353,10 @@ def held_rows(value: Tensor) -> list[Tensor]:
         flat = [y for x in inside for y in (x if isinstance(x, (list, tuple)) else [x])]
         found += [x for x in flat if isinstance(x, Tensor) and x.numel() >= 64 * 8]
     return found
+
+
+def test_only_blocks_that_attain_the_extreme_count_as_ties() -> None:
+    one, other = (Maximum(torch.tensor([x]), torch.tensor([[True, True]])) for x in ([1.0, 1.0], [3.0, 2.0]))
+    for first, second in ((one, other), (other, one)):
+        merged = first.merge(first.state(first.partial()), second.state(second.partial()))
+        assert [x.tolist() for x in merged] == [[3.0], [1]]
