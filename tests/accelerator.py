@@ -26,6 +26,8 @@ from tests.zoo import ZOO, Entry
 
 DEVICE = "pretended"
 FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_compositions, zoo_tokens)
+LEFT_OUT = {"MNRL", "MNRL, all directions", "MNRL, symmetric", "NNCLR", "ReSSL"}
+"""The zoo's MNRL draws its negatives from values; a memory is enqueued, which reads how many rows there are."""
 PACKAGE = Path(inspect.getfile(cz)).parent
 
 
@@ -85,7 +87,7 @@ def main() -> None:
     if "--as-cpu" in sys.argv:
         devices.on_cpu = lambda x: True
     entries = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES)]
-    cases = {str(entry): (entry.make, rows_of(entry)) for entry in entries if not str(entry).startswith("MNRL")}
+    cases = {str(entry): (entry.make, rows_of(entry)) for entry in entries if str(entry) not in LEFT_OUT}
     ones = torch.ones(9, 4)
     cases["MNRL"] = (
         all_directions,

@@ -22,7 +22,26 @@ from contrastive_zoo.loss_base.loss import Loss
 
 PACKAGE = str(Path(cz.__file__).parent)
 
-SIZES = {"n": 4, "N": 4, "d": 3, "m": 4, "C": 4, "k": 2, "v": 2, "g": 2, "e": 3, "K": 5, "p": 1}
+SIZES = {
+    "n": 4,
+    "N": 4,
+    "d": 3,
+    "m": 4,
+    "C": 4,
+    "k": 2,
+    "v": 2,
+    "g": 2,
+    "e": 3,
+    "K": 5,
+    "p": 1,
+    "a": 2,
+    "b": 3,
+    "c": 2,
+    "L": 2,
+    "M": 4,
+    "D": 3,
+    "bins": 8,
+}
 """Sizes of valid arguments by the names of their dimensions."""
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -151,7 +170,7 @@ SKIPPED = {"world", "process_group", "mask", "sharded", "check_finite", "shards"
 
 MADE = {
     "num_classes": 4, "embedding_size": 3, "size": 8, "out_dim": 2, "num_prototypes": 5, "chunk_size": 2, "k": 1,
-    "num_slices": 4, "num_samples": 8, "batch_size": 4, "group_size": 2, "m": 2, "classes_per_batch": 2, "views": 1,
+    "num_slices": 4, "num_bins": 8, "num_samples": 8, "batch_size": 4, "group_size": 2, "m": 2, "classes_per_batch": 2, "views": 1,
 }  # fmt: skip
 """Valid numbers by name; ``n`` is a number of samples in :func:`contrastive_zoo.sample_ids`."""
 
@@ -368,8 +387,8 @@ def by_hand() -> dict[str, Target]:
 def _names() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {}
     hand = by_hand()
-    left_out = {"ALONE", "ClassLoss", "CommunicationError", "DistributedBatchSampler", "Neighbors", "RefreshedNegatives",
-                "RowLoss", "__version__", "dense", "index_recall", "memory_budget"}  # fmt: skip
+    left_out = {"ALONE", "ClassLoss", "CommunicationError", "DistributedBatchSampler", "Monitor", "Neighbors",
+                "RefreshedNegatives", "RowLoss", "implementation", "__version__", "dense", "index_recall", "memory_budget"}  # fmt: skip
     for name in cz.__all__:
         x = getattr(cz, name)
         if name in hand:

@@ -48,7 +48,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         if (problem := _problem(_expected(run), args, kwargs)) is not None:
             world: Any = kwargs.get("world", ALONE)
             refuse(getattr(function, "loss_name", function.__name__), problem, world=world)
-        return function(*args, **kwargs)
+        # numbers of NumPy compute in their own precision, and Python's in that of the tensors
+        plain: Any = {name: x.item() if isinstance(x, np.generic) else x for name, x in kwargs.items()}
+        return function(*args, **plain)
 
     return uncompiled(run)
 
