@@ -36,6 +36,10 @@ LAYERS = [
 """Arrows point from later ones to earlier ones."""
 
 INSIDE_FUNCTIONS = {
+    "engine.implementation": {"kernels"},
+    "losses.info_nce": {"kernels"},
+    "losses.nt_xent": {"kernels"},
+    "losses.siglip": {"kernels"},
     "distributed": {"adapters.pml_native"},
     "distributed_step": {"adapters.pml_sharded"},
     "wrapper_options": {"adapters.pml_sharded"},

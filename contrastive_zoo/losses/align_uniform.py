@@ -6,18 +6,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
 from contrastive_zoo.loss_base.checks import is_number, number_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def align_uniform(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],

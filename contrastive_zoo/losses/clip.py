@@ -5,14 +5,14 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def clip(
     images: Float[Tensor, "n d"],
     texts: Float[Tensor, "n d"],

@@ -5,14 +5,14 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ClassLoss, softmax_over_classes
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def cos_face(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

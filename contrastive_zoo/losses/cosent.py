@@ -7,11 +7,11 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, gather_rows
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import towers_problem, word_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
@@ -20,7 +20,7 @@ from contrastive_zoo.world import ALONE, World
 PairSimilarity = Literal["cosine", "angle"]
 
 
-@uncompiled
+@in_graph
 def cosent(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "n d"],

@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_views, concat_views, sample_indices
 from contrastive_zoo.world import ALONE, World
@@ -20,7 +20,7 @@ from contrastive_zoo.world import ALONE, World
 Denominators = Literal["joint", "per_view"]
 
 
-@uncompiled
+@in_graph
 def dcl(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],

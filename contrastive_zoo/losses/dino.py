@@ -14,13 +14,14 @@ from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import is_number, number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def dino(
     student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
     teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],

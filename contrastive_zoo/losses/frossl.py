@@ -5,17 +5,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def frossl(*views: Float[Tensor, "n d"], invariance: float = 1.0, world: World = ALONE) -> Float[Tensor, ""]:
     r"""Compute the log of the squared Frobenius norm of each view's second moments plus the distance of views.
 

@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction
@@ -14,6 +13,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem, word_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
@@ -22,7 +22,7 @@ from contrastive_zoo.world import ALONE, Shards, World
 Strategy = Literal["absolute", "relative"]
 
 
-@uncompiled
+@in_graph
 def gist(
     anchors: Float[Tensor, "n d"],
     positives: Float[Tensor, "n d"],

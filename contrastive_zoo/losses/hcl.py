@@ -8,18 +8,18 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_views, concat_views, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def hcl(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],
@@ -62,7 +62,7 @@ def hcl(
     return _contrastive("HCL", view1, view2, temperature, tau_plus, beta, reduction, world)
 
 
-@uncompiled
+@in_graph
 def debiased(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],

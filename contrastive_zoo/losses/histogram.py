@@ -5,7 +5,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, gather_rows, sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.anchor_block import BatchLayout
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.precision import matmul, without_autocast
@@ -14,12 +13,13 @@ from contrastive_zoo.engine.tiling import row_blocks
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import row_sums
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import ALONE, Shards, World
 
 
-@uncompiled
+@in_graph
 def histogram(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

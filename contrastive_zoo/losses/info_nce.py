@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
+from contrastive_zoo.engine.implementation import choose_kernel
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import towers_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
@@ -20,7 +21,7 @@ from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def info_nce(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "n d"],
@@ -73,12 +74,18 @@ def info_nce(
     if not in_batch_negatives and negatives is None:
         problem = _OWN_KEY_ONLY
     problem = _settings_problem(symmetric, in_batch_negatives) or problem
+    on_kernel, unusable = choose_kernel(
+        [queries, keys], reduction=reduction, world=world,
+        unsupported=_unsupported_by_kernel(negatives, symmetric, in_batch_negatives),
+    )  # fmt: skip
+    problem = problem or unusable
     shards, *_, last = begin(
         "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
     comparison: Comparison = "rows and columns" if symmetric else "rows"
-    if negatives is None and normalize and uses_small_batch_path(queries, temperature, comparison, reduction, world):
+    small = not on_kernel and negatives is None and normalize
+    if small and uses_small_batch_path(queries, temperature, comparison, reduction, world):
         return small_batch_info_nce(queries, keys, temperature=temperature, comparison=comparison, reduction=reduction)
 
     scale = logit_scale(temperature, world)
@@ -87,6 +94,8 @@ def info_nce(
         for rows in (queries, keys, negatives)
         if rows is not None
     )
+    if on_kernel:
+        return _on_kernel(q, torch.cat([k, *others]), scale, symmetric=symmetric, dtype=queries.dtype)
     extra = others[0] if others else None
 
     over_columns = partial(
@@ -108,6 +117,20 @@ def info_nce(
     if other_queries is not None:
         losses = (losses + cross_entropy(positive, other_queries)) / 2
     return reduce_anchors(losses, reduction=reduction, world=world)
+
+
+def _on_kernel(q: Tensor, k: Tensor, scale: float | Tensor, *, symmetric: bool, dtype: torch.dtype) -> Tensor:
+    from contrastive_zoo.kernels import softmax  # imported here: Triton is optional
+
+    return (softmax.clip if symmetric else softmax.info_nce)(q.to(dtype), k.to(dtype), scale)
+
+
+def _unsupported_by_kernel(negatives: Tensor | None, symmetric: bool, in_batch_negatives: bool) -> str | None:
+    if not in_batch_negatives:
+        return "computes InfoNCE with in_batch_negatives=True only"
+    if negatives is not None and (symmetric or negatives.ndim != 2):
+        return "computes InfoNCE with negatives of all queries, [m, d], if it is not symmetric"
+    return None
 
 
 _OWN_KEY_ONLY = (

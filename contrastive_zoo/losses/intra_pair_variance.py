@@ -5,7 +5,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.class_pairs import class_numbers
 from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.reduction import Reduction
@@ -13,13 +12,14 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.distances import row_sums
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.world import ALONE, Shards, World
 
 
-@uncompiled
+@in_graph
 def intra_pair_variance(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

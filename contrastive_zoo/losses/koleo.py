@@ -3,19 +3,19 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.masked import masked_min
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import positive_problem, rows_problem
 from contrastive_zoo.loss_base.distances import distances
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def koleo(
     embeddings: Float[Tensor, "n d"],
     *,

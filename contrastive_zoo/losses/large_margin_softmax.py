@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_zoo.collectives import replicated
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import target_and_negatives
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.unit_rows import MIN_NORM
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ClassLoss, begin_with_classes
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def large_margin_softmax(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -3,17 +3,17 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import towers_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def margin_mse(
     queries: Float[Tensor, "n d"],
     positives: Float[Tensor, "n d"],

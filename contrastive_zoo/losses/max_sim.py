@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import extreme_over_ranks, sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.late_interaction import (
     LateInteractionLoss,
     Scores,
@@ -22,7 +22,7 @@ from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def max_sim(
     queries: Float[Tensor, "n a d"],
     documents: Float[Tensor, "n b d"],

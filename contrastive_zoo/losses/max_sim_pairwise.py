@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.late_interaction import (
     LateInteractionLoss,
     Scores,
@@ -21,7 +21,7 @@ from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def max_sim_pairwise(
     queries: Float[Tensor, "n a d"],
     documents: Float[Tensor, "n b d"],

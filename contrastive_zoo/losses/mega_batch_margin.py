@@ -5,19 +5,19 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.masked import masked_max
 from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_views, sample_indices
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def mega_batch_margin(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "n d"],

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import rows_problem, word_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
@@ -21,7 +21,7 @@ from contrastive_zoo.world import ALONE, World
 Denominator = Literal["exact", "reference"]
 
 
-@uncompiled
+@in_graph
 def mil_nce(
     videos: Float[Tensor, "n d"],
     texts: Float[Tensor, "n k d"],

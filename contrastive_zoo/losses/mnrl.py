@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
@@ -16,6 +15,7 @@ from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
@@ -31,7 +31,7 @@ _HOLD_THE_POSITIVE = {"query_to_doc", "doc_to_query"}
 _HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 
 
-@uncompiled
+@in_graph
 def mnrl(
     queries: Float[Tensor, "n d"],
     documents: Float[Tensor, "n d"],

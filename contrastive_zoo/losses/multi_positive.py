@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
@@ -14,6 +13,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import rows_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.masks import labels_problem
@@ -24,7 +24,7 @@ Duplicates = Literal["positive", "ignore", "negative"]
 _MODES = ("positive", "ignore", "negative")
 
 
-@uncompiled
+@in_graph
 def multi_positive(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "m d"],

@@ -3,16 +3,16 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.block_loss import LabelledLoss, sum_over_labelled_anchors
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def nca(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

@@ -3,14 +3,14 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def negative_cosine(
     predictions: Float[Tensor, "n d"],
     targets: Float[Tensor, "n d"],

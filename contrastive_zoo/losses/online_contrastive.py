@@ -5,10 +5,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import extreme_over_ranks, sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.masks import labels_problem
@@ -16,7 +16,7 @@ from contrastive_zoo.session import values_are_read
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def online_contrastive(
     queries: Float[Tensor, "n d"],
     keys: Float[Tensor, "n d"],

@@ -5,16 +5,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.loss_base.checks import number_problem, rows_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def orthogonal_regularization(
     embeddings: Float[Tensor, "n d"],
     *,

@@ -4,14 +4,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import replicated
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.loss_base.class_loss import ClassLoss, begin_with_classes
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def p2s_grad(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

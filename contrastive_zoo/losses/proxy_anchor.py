@@ -3,15 +3,15 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import log1p_sum_exp_by_class
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ClassLoss, begin_with_classes
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def proxy_anchor(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

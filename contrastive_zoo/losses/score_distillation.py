@@ -6,18 +6,18 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import positive_problem, rows_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def score_distillation(
     queries: Float[Tensor, "n d"],
     candidates: Float[Tensor, "n k d"],

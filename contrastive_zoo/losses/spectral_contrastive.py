@@ -4,17 +4,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def spectral_contrastive(
     view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"], *, mu: float = 1.0, world: World = ALONE
 ) -> Float[Tensor, ""]:

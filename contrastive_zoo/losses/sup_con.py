@@ -7,7 +7,6 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.class_pairs import class_numbers, only_positives
 from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
@@ -17,6 +16,7 @@ from contrastive_zoo.engine.softmax import self_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
 from contrastive_zoo.loss_base.checks import labelled_problem, positive_problem, rows_problem, word_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import (
     begin,
@@ -33,7 +33,7 @@ Variant = Literal["out", "in"]
 ContrastMode = Literal["all", "one"]
 
 
-@uncompiled
+@in_graph
 def sup_con(
     embeddings: Float[Tensor, "n d"] | Float[Tensor, "n v d"],
     labels: Int[Tensor, " n"] | None = None,

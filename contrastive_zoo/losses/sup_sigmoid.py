@@ -5,19 +5,19 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin_labelled, round_to_input_dtype
 from contrastive_zoo.losses.siglip import SigLIP, bias_problem, binary_cross_entropy
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def sup_sigmoid(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

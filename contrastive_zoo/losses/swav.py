@@ -8,20 +8,20 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.classes import draw_weights
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
 from contrastive_zoo.loss_base.checks import is_number, positive_problem, views_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def swav(
     *views: Float[Tensor, "n d"],
     prototypes: Float[Tensor, "K d"],

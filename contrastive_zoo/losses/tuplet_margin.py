@@ -7,16 +7,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.block_loss import Average, LabelledLoss, info_nce_per_positive, sum_over_labelled_anchors
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def tuplet_margin(
     embeddings: Float[Tensor, "n d"],
     labels: Int[Tensor, " n"] | None = None,

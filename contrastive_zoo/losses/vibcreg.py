@@ -3,16 +3,16 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments, squared_sums
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
+@in_graph
 def vibcreg(
     view1: Float[Tensor, "n d"],
     view2: Float[Tensor, "n d"],
