@@ -2,8 +2,8 @@
 
 The operator ``contrastive_zoo::loss_and_gradients`` runs a loss function eagerly, forward and backward, and returns its
 value and the gradients; its autograd formula multiplies them by the incoming gradient. The compiler sees a single operation,
-so it traces neither the passes that a loss writes by hand nor the sizes of its blocks. Only compiled code calls the operator:
-the dispatch of a custom operator takes longer than the loss of a small batch.
+so it traces neither the passes that a loss writes by hand nor the sizes of its blocks. Only compiled code calls the
+operator: the dispatch of a custom operator takes longer than the loss of a small batch.
 """
 
 import ast
@@ -92,12 +92,8 @@ def module_call(
         named_rows: its keyword arguments without ``world``.
         check_finite: whether NaN and infinite rows are refused.
     """
-    if (
-        list(module.children())
-        or list(module.buffers())
-        or named_rows
-        or getattr(module, "reduction", "none") == "none"
-    ):
+    has_state = any(True for _ in module.children()) or any(True for _ in module.buffers())
+    if has_state or named_rows or getattr(module, "reduction", "none") == "none":
         return None
     return _called(id(module), rows, dict(module.named_parameters()), [], check_finite)
 

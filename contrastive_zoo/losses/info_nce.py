@@ -18,7 +18,7 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.world import ALONE, Shards, World
 
 
 @in_graph
@@ -95,11 +95,32 @@ def info_nce(
         if rows is not None
     )
     if on_kernel:
-        return _on_kernel(q, torch.cat([k, *others]), scale, symmetric=symmetric, dtype=queries.dtype)
-    extra = others[0] if others else None
+        k = torch.cat([k, *others]) if others else k
+        return _on_kernel(q, k, scale, symmetric=symmetric, dtype=queries.dtype)
+    losses = _of_queries(
+        q, k, others[0] if others else None, shards, last, scale=scale, symmetric=symmetric,
+        in_batch_negatives=in_batch_negatives, unit_norm=normalize, dtype=queries.dtype, world=world,
+    )  # fmt: skip
+    return reduce_anchors(losses, reduction=reduction, world=world)
 
+
+def _of_queries(
+    q: Tensor,
+    k: Tensor,
+    extra: Tensor | None,
+    shards: Shards,
+    extra_shards: Shards,
+    *,
+    scale: float | Tensor,
+    symmetric: bool,
+    in_batch_negatives: bool,
+    unit_norm: bool,
+    dtype: torch.dtype,
+    world: World,
+) -> Tensor:
+    """Return the losses of the local queries from prepared rows; ``extra`` are further negatives."""
     over_columns = partial(
-        cross_log_sum_exp, q, scale=scale, row_shards=shards, unit_norm=normalize, dtype=queries.dtype, world=world
+        cross_log_sum_exp, q, scale=scale, row_shards=shards, unit_norm=unit_norm, dtype=dtype, world=world
     )
     if in_batch_negatives:
         other_keys, other_queries, (positive,) = over_columns(
@@ -111,12 +132,10 @@ def info_nce(
         others, other_queries = [torch.full_like(positive, -torch.inf)], None
     if extra is not None and extra.ndim == 3:
         others.append(torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1))
-    elif extra is not None and last.total > 0:
-        others.append(over_columns(extra, column_shards=last, columnwise=False)[0])
+    elif extra is not None and extra_shards.total > 0:
+        others.append(over_columns(extra, column_shards=extra_shards, columnwise=False)[0])
     losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
-    if other_queries is not None:
-        losses = (losses + cross_entropy(positive, other_queries)) / 2
-    return reduce_anchors(losses, reduction=reduction, world=world)
+    return losses if other_queries is None else (losses + cross_entropy(positive, other_queries)) / 2
 
 
 def _on_kernel(q: Tensor, k: Tensor, scale: float | Tensor, *, symmetric: bool, dtype: torch.dtype) -> Tensor:
