@@ -136,6 +136,14 @@ def test_a_module_is_read_when_it_runs() -> None:
         torch.testing.assert_close(compiled(z, labels), loss(z, labels))
 
 
+def clip(a: Tensor, b: Tensor, *, world: Any = None) -> Tensor:
+    return (a - b).square().mean()
+
+
+class Namesake(Loss, function=clip):
+    """A user's loss whose function is called like one of this library."""
+
+
 class Tempered(cz.RowLoss):
     """It has a submodule, which may change its own parameters."""
 
@@ -149,7 +157,7 @@ class Tempered(cz.RowLoss):
 
 
 @pytest.mark.parametrize(
-    "make", [Tempered, lambda: cz.NTXent(reduction="none"), lambda: cz.DistributedLoss(torch.dist)]
+    "make", [Namesake, Tempered, lambda: cz.NTXent(reduction="none"), lambda: cz.DistributedLoss(torch.dist)]
 )
 def test_the_graph_breaks_where_there_is_no_operator(make: Callable[[], Any]) -> None:
     a, b = torch.randn(2, 5, 3)

@@ -37,9 +37,9 @@ LAYERS = [
 
 INSIDE_FUNCTIONS = {
     "engine.implementation": {"kernels"},
-    "losses.info_nce": {"kernels"},
-    "losses.nt_xent": {"kernels"},
-    "losses.siglip": {"kernels"},
+    "losses.info_nce": {"kernels", "kernels.softmax"},
+    "losses.nt_xent": {"kernels", "kernels.softmax"},
+    "losses.siglip": {"kernels", "kernels.sigmoid"},
     "distributed": {"adapters.pml_native"},
     "distributed_step": {"adapters.pml_sharded"},
     "wrapper_options": {"adapters.pml_sharded"},

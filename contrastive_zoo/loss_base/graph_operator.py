@@ -14,13 +14,12 @@ from typing import Any, ParamSpec
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.precision import at_least_float32
 from contrastive_zoo.session import Session
-from contrastive_zoo.world import World
+from contrastive_zoo.world import ALONE, World
 
 P = ParamSpec("P")
 
@@ -34,8 +33,8 @@ MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 def in_graph(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Return ``function``, which compiled code of one process calls as an operator; elsewhere the graph breaks at it.
 
-    Arguments are tensors; settings are tensors, numbers, bools, strings or None. Its value has dtype float32, or float64
-    for float64 rows, and no dimension unless ``reduction="none"``.
+    Arguments are tensors; settings are tensors, numbers, bools, strings, None or tuples of these. Its value
+    has dtype float32, or float64 for float64 rows, and no dimension unless ``reduction="none"``.
 
     Examples:
         >>> import contrastive_zoo as cz
@@ -44,14 +43,13 @@ def in_graph(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
         tensor(0.5514)
     """
     name = function.__name__
-    FUNCTIONS[name] = function
 
     def traced(*rows: Any, world: World | None = None, **named: Any) -> Tensor | None:
-        if world is not None and (type(world) is not World or world.size > 1):
-            return None  # a session has options of its own
-        return operator_call(name, rows, named)
+        # a session has options of its own
+        return operator_call(name, rows, named) if world is None or world == ALONE else None
 
-    return traced_as(traced)(function)
+    FUNCTIONS[name] = decorated = traced_as(traced)(function)
+    return decorated
 
 
 def operator_call(
@@ -74,7 +72,7 @@ def operator_call(
         rows = rows[:-1]
     learnable = {key: x for key, x in named.items() if isinstance(x, Tensor)}
     settings = [(key, x) for key, x in named.items() if not isinstance(x, Tensor)]
-    if name not in FUNCTIONS or named.get("reduction") == "none" or not all(_is_literal(x) for _, x in settings):
+    if named.get("reduction") == "none" or not all(_is_literal(x) for _, x in settings):
         return None
     return _called(name, rows, learnable, settings, check_finite)
 
@@ -91,6 +89,11 @@ def module_call(
         rows: its positional arguments.
         named_rows: its keyword arguments without ``world``.
         check_finite: whether NaN and infinite rows are refused.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> module_call(cz.Triplet(margin=0.5), (torch.eye(3)[[0, 0, 1]], torch.tensor([0, 0, 1])), {})
+        tensor(0.)
     """
     has_state = any(True for _ in module.children()) or any(True for _ in module.buffers())
     if has_state or named_rows or getattr(module, "reduction", "none") == "none":
@@ -116,16 +119,6 @@ def _is_literal(x: object) -> bool:
     if isinstance(x, tuple):
         return all(_is_literal(part) for part in x)
     return x is None or isinstance(x, (bool, int, float, str))
-
-
-def alone() -> bool:
-    """Return whether this process is the only one.
-
-    Examples:
-        >>> alone()
-        True
-    """
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 _TAGS: Any = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagraph_unsafe") else {}  # from torch 2.9 on

@@ -13,10 +13,10 @@ from typing_extensions import Self
 from contrastive_zoo.class_docstring import class_docstring
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.loss_base.checks import shared_problem
-from contrastive_zoo.loss_base.graph_operator import MODULES, alone, module_call, operator_call
+from contrastive_zoo.loss_base.graph_operator import FUNCTIONS, MODULES, module_call, operator_call
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
 from contrastive_zoo.session import Session, refuse
-from contrastive_zoo.world import World
+from contrastive_zoo.world import World, alone
 
 SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
 """Why a loss of moments, or of class weights, refuses a ring."""
@@ -165,6 +165,8 @@ class Loss(nn.Module):
         if not hasattr(type(self), "function"):
             return module_call(self, rows, named_rows, check_finite=check_finite)
         name = type(self).function.__name__
+        if FUNCTIONS.get(name) is not type(self).function:
+            return None
         return operator_call(name, rows, {**named_rows, **self.settings()}, check_finite=check_finite)
 
     @traced_as(traced_forward)
