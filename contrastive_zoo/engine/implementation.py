@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 
 
 @contextmanager
-def implementation(name: Implementation) -> Iterator[None]:
+def implementation(name: Implementation | str) -> Iterator[None]:
     """Choose what computes NTXent, InfoNCE, Clip and SigLIP: Triton kernels or torch operations.
 
     Kernels compute ``reduction="mean"`` of float32, bfloat16 or float16 embeddings with at most 4,096 features, on one
@@ -49,7 +49,7 @@ def implementation(name: Implementation) -> Iterator[None]:
     """
     if name not in get_args(Implementation):
         raise ValueError(f"implementation: 'auto', 'torch' or 'triton', got {name!r}.")
-    token = _implementation.set(name)
+    token = _implementation.set(cast("Implementation", name))
     try:
         yield
     finally:
