@@ -82,6 +82,25 @@ def test_every_function_is_its_operator(entry: Entry) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("loss", "shapes"),
+    [
+        (cz.ArcFace(num_classes=4, embedding_size=3), [(8, 3)]),
+        (cz.MNRL(directions=("query_to_doc", "doc_to_query")), [(8, 3), (8, 3), (5, 3)]),
+        (cz.InfoNCE(), [(8, 3), (8, 3), (5, 3)]),
+        (cz.KoLeo(), [(8, 3)]),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_losses_with_weights_tuples_and_more_towers(loss: nn.Module, shapes: list[tuple[int, int]]) -> None:
+    rows = [torch.randn(shape).requires_grad_() for shape in shapes]
+    labels = [torch.arange(8) // 2] if isinstance(loss, cz.ArcFace) else []
+    learnt = [*rows, *loss.parameters()]
+    found, expected = torch.compile(loss, fullgraph=True, backend="aot_eager")(*rows, *labels), loss(*rows, *labels)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, learnt), torch.autograd.grad(expected, learnt))
+
+
 def clip_call(dtype: torch.dtype, learns: tuple[bool, ...]) -> tuple[list[Tensor], str, list[bool]]:
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(5, 3, generator=draw).to(dtype).requires_grad_(x) for x in learns[:2]]
