@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
-from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.world import World
 
 Implementation = Literal["auto", "torch", "triton"]
@@ -57,7 +56,7 @@ def implementation(name: Implementation | str) -> Iterator[None]:
 
 
 def choose_kernel(
-    rows: Sequence[Any], *, reduction: Reduction, world: World, unsupported: str | None = None
+    rows: Sequence[Any], *, reduction: str, world: World, unsupported: str | None = None
 ) -> tuple[bool, str | None]:
     """Return whether a kernel computes a loss, and what is wrong with that choice, for the handshake.
 
@@ -93,7 +92,7 @@ def choose_kernel(
     return False, f"implementation 'triton' {problem}. Use implementation('auto')." if name == "triton" else None
 
 
-def _problem(rows: Tensor, reduction: Reduction, world: World) -> str | None:
+def _problem(rows: Tensor, reduction: str, world: World) -> str | None:
     if is_dense():
         return "computes nothing under dense()"
     if world.size > 1:
