@@ -11,6 +11,7 @@ from contrastive_zoo.collectives.functions import replicated as replicated
 from contrastive_zoo.collectives.functions import scatter as scatter
 from contrastive_zoo.distributed import DistributedLoss as DistributedLoss
 from contrastive_zoo.engine.dense_mode import dense as dense
+from contrastive_zoo.engine.implementation import implementation as implementation
 from contrastive_zoo.engine.similarity_budget import memory_budget as memory_budget
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex as ApproximateIndex
 from contrastive_zoo.evaluation.measurement import evaluate as evaluate

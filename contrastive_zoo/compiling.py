@@ -12,8 +12,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = None) -> Callable[P, R]:
     """``function``, at which a graph that is being compiled breaks off, and after which it goes on.
+
+    If ``traced`` is given, compiled code calls that instead, and the graph breaks off only where it returns None.
 
     Tracing it would wait for other ranks, and fix their numbers of rows. ``torch.compiler.disable`` says the same, but
     loads the compiler, for more than a second, also for those who never compile.
@@ -29,10 +31,32 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
+            if traced is not None and (result := traced(*args, **kwargs)) is not None:
+                return result
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
+    run.traced = traced  # type: ignore[attr-defined]
     return run
+
+
+def traced_as(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator by which compiled code calls ``traced`` in place of a function.
+
+    Where ``traced`` returns None, the graph breaks off as at :func:`uncompiled`.
+
+    Examples:
+        >>> @traced_as(lambda x: x + x)
+        ... def doubled(x):
+        ...     return 2 * x
+        >>> doubled(torch.ones(1))
+        tensor([2.])
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        return uncompiled(function, traced=traced)
+
+    return decorate
 
 
 class Function(torch.autograd.Function):

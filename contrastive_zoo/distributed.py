@@ -13,7 +13,7 @@ from contrastive_zoo import devices
 from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.call_history import CallHistory
 from contrastive_zoo.collectives import broadcast, scale_gradient
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.distributed_step import DistributedStep, Observer
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.loss import Loss
@@ -164,7 +164,17 @@ class DistributedLoss(nn.Module, Generic[R]):
         self._observer: Observer | None = None
         self.loss = loss
 
-    @uncompiled
+    def _traced_forward(self, *rows: Any, **named_rows: Any) -> Any:
+        """Return :meth:`forward` on one process as an operator of the graph that is being compiled; None: it breaks off."""
+        loss = self.loss
+        plain = self.miner is None and self._replaced is None and self._observer is None and self.process_group is None
+        if not (
+            plain and isinstance(loss, Loss) and getattr(type(loss).forward, "traced", None) is Loss.traced_forward
+        ):
+            return None
+        return loss.traced_forward(*rows, check_finite=self.check_finite, **named_rows)
+
+    @traced_as(_traced_forward)
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
         """The loss of all ranks' rows, from this rank's.
 

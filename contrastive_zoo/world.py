@@ -275,3 +275,13 @@ def _group_problem(process_group: object) -> str | None:
             "Pass a 1-d mesh, such as mesh['dp'], or flatten the data-parallel dimensions first."
         )
     return None
+
+
+def alone() -> bool:
+    """Return whether this process is the only one.
+
+    Examples:
+        >>> alone()
+        True
+    """
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1

@@ -7,6 +7,10 @@ They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later; call :
 
 import os
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def available() -> bool:
@@ -22,4 +26,21 @@ def available() -> bool:
         return True
     import torch  # imported here, so that the package imports without torch
 
-    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    return torch.cuda.is_available() and device_problem(torch.device("cuda")) is None
+
+
+def device_problem(device: "torch.device") -> str | None:
+    """Return why kernels cannot run on a device, or None.
+
+    Examples:
+        >>> import torch
+        >>> device_problem(torch.device("meta"))
+        'runs on NVIDIA GPUs of compute capability 8.0 or later, got embeddings on meta'
+    """
+    import torch  # imported here, so that the package imports without torch
+
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
+        return None
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"runs on NVIDIA GPUs of compute capability 8.0 or later, got embeddings on {device}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from contrastive_zoo.engine.implementation import DTYPES, LARGEST_WIDTH
 from contrastive_zoo.kernels.row_tiles import scaled_rows
 
 WEIGHT_BYTES = 512 * 2**20
@@ -29,13 +30,6 @@ MIN_PROGRAMS = 8 * 132
 
 SINGLE_LAUNCH_PAIRS = 3000**2
 """Up to so many pairs run in one launch with masks: a second launch would cost more than the masks."""
-
-LARGEST_WIDTH = 4096
-"""Largest embedding size."""
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Supported dtypes of embeddings."""
 
 
 @dataclass(frozen=True)

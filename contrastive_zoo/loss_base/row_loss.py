@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows
@@ -99,7 +99,7 @@ class RowLoss(Loss):
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""
         return self.rows(self.similarity(block.anchors, block.candidates), block.positive, block.negative)
 
-    @uncompiled
+    @traced_as(Loss.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
         """Return the reduced loss.
 

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
+from contrastive_zoo.engine.implementation import choose_kernel
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
@@ -17,7 +18,7 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.world import ALONE, Shards, World
 
 
 @checked
@@ -73,12 +74,18 @@ def info_nce(
     if not in_batch_negatives and negatives is None:
         problem = _OWN_KEY_ONLY
     problem = _settings_problem(symmetric, in_batch_negatives) or problem
+    on_kernel, unusable = choose_kernel(
+        [queries, keys], reduction=reduction, world=world,
+        unsupported=_unsupported_by_kernel(negatives, symmetric, in_batch_negatives),
+    )  # fmt: skip
+    problem = problem or unusable
     shards, *_, last = begin(
         "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
     comparison: Comparison = "rows and columns" if symmetric else "rows"
-    if negatives is None and normalize and uses_small_batch_path(queries, temperature, comparison, reduction, world):
+    small = not on_kernel and negatives is None and normalize
+    if small and uses_small_batch_path(queries, temperature, comparison, reduction, world):
         return small_batch_info_nce(queries, keys, temperature=temperature, comparison=comparison, reduction=reduction)
 
     scale = logit_scale(temperature, world)
@@ -87,10 +94,33 @@ def info_nce(
         for rows in (queries, keys, negatives)
         if rows is not None
     )
-    extra = others[0] if others else None
+    if on_kernel:
+        k = torch.cat([k, *others]) if others else k
+        return _on_kernel(q, k, scale, symmetric=symmetric, dtype=queries.dtype)
+    losses = _of_queries(
+        q, k, others[0] if others else None, shards, last, scale=scale, symmetric=symmetric,
+        in_batch_negatives=in_batch_negatives, unit_norm=normalize, dtype=queries.dtype, world=world,
+    )  # fmt: skip
+    return reduce_anchors(losses, reduction=reduction, world=world)
 
+
+def _of_queries(
+    q: Tensor,
+    k: Tensor,
+    extra: Tensor | None,
+    shards: Shards,
+    extra_shards: Shards,
+    *,
+    scale: float | Tensor,
+    symmetric: bool,
+    in_batch_negatives: bool,
+    unit_norm: bool,
+    dtype: torch.dtype,
+    world: World,
+) -> Tensor:
+    """Return the losses of the local queries from prepared rows; ``extra`` are further negatives."""
     over_columns = partial(
-        cross_log_sum_exp, q, scale=scale, row_shards=shards, unit_norm=normalize, dtype=queries.dtype, world=world
+        cross_log_sum_exp, q, scale=scale, row_shards=shards, unit_norm=unit_norm, dtype=dtype, world=world
     )
     if in_batch_negatives:
         other_keys, other_queries, (positive,) = over_columns(
@@ -102,12 +132,24 @@ def info_nce(
         others, other_queries = [torch.full_like(positive, -torch.inf)], None
     if extra is not None and extra.ndim == 3:
         others.append(torch.logsumexp(scale * (q[:, None] * extra).sum(-1), 1))
-    elif extra is not None and last.total > 0:
-        others.append(over_columns(extra, column_shards=last, columnwise=False)[0])
+    elif extra is not None and extra_shards.total > 0:
+        others.append(over_columns(extra, column_shards=extra_shards, columnwise=False)[0])
     losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
-    if other_queries is not None:
-        losses = (losses + cross_entropy(positive, other_queries)) / 2
-    return reduce_anchors(losses, reduction=reduction, world=world)
+    return losses if other_queries is None else (losses + cross_entropy(positive, other_queries)) / 2
+
+
+def _on_kernel(q: Tensor, k: Tensor, scale: float | Tensor, *, symmetric: bool, dtype: torch.dtype) -> Tensor:
+    from contrastive_zoo.kernels import softmax  # imported here: Triton is optional
+
+    return (softmax.clip if symmetric else softmax.info_nce)(q.to(dtype), k.to(dtype), scale)
+
+
+def _unsupported_by_kernel(negatives: Tensor | None, symmetric: bool, in_batch_negatives: bool) -> str | None:
+    if not in_batch_negatives:
+        return "computes InfoNCE with in_batch_negatives=True only"
+    if negatives is not None and (symmetric or negatives.ndim != 2):
+        return "computes InfoNCE with negatives of all queries, [m, d], if it is not symmetric"
+    return None
 
 
 _OWN_KEY_ONLY = (

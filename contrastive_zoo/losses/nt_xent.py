@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.cross_entropy import cross_entropy_of_several
+from contrastive_zoo.engine.implementation import choose_kernel
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import self_log_sum_exp
@@ -54,12 +55,24 @@ def nt_xent(
     """
     temperature = real(temperature)
     settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction, "world": world}
-    shards, count = agree_on_views("NTXent", views, **settings), len(views)
-    if count == 2 and normalize and uses_small_batch_path(views[0], temperature, "views", reduction, world):
+    unsupported = None if len(views) == 2 else f"compares two views, got {len(views)}"
+    on_kernel, problem = choose_kernel(views, reduction=reduction, world=world, unsupported=unsupported)
+    shards, count = agree_on_views("NTXent", views, problem=problem, **settings), len(views)
+    if (
+        not on_kernel
+        and count == 2
+        and normalize
+        and uses_small_batch_path(views[0], temperature, "views", reduction, world)
+    ):
         return small_batch_info_nce(*views, temperature=temperature, comparison="views", reduction=reduction)
 
     scale = logit_scale(temperature, world)
     rows = [round_to_input_dtype(prepare_rows(view, normalize=normalize, world=world), view, world) for view in views]
+    if on_kernel:
+        from contrastive_zoo.kernels import softmax  # imported here: Triton is optional
+
+        a, b = (x.to(views[0].dtype) for x in rows)
+        return softmax.nt_xent(a, b, scale)
     offsets = [len(rows[0]) * step for step in range(1, count)]
     others, similarities = self_log_sum_exp(
         concat_views(rows, world), scale=scale, unit_norm=normalize, dtype=views[0].dtype, partner_offsets=offsets,

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.implementation import choose_kernel
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -16,6 +17,7 @@ from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
 from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
@@ -63,10 +65,17 @@ def siglip(
     settings: Any = {"temperature": temperature, "logit_bias": logit_bias}
     rule, named = "image i belongs to text i", {"images": images, "texts": texts}
     problem = towers_problem(rule, "Pass as many of both.", **named) or bias_problem(logit_bias)
+    on_kernel, unusable = choose_kernel([images, texts], reduction=reduction, world=world)
+    problem = problem or unusable
     shards, *_ = begin(
         "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world, **settings
     )
     x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
+    if on_kernel:
+        from contrastive_zoo.kernels import sigmoid  # imported here: Triton is optional
+
+        a, b = (x.to(images.dtype) for x in (x, y))
+        return sigmoid.siglip(a, b, 1 / real(temperature), real(logit_bias))
     if not is_dense():
         x, y = round_to_input_dtype(x, images, world), round_to_input_dtype(y, texts, world)
         return sum_over_sigmoid_pairs(

@@ -9,11 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import contrastive_zoo as cz
 from contrastive_zoo.kernels.sigmoid import siglip
 from contrastive_zoo.kernels.softmax import clip, info_nce, nt_xent
 
@@ -40,11 +42,31 @@ def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return -F.logsigmoid(logits.where(positive, -logits)).sum() / len(a)
 
 
+def public(function: Callable[..., Tensor], **settings: Any) -> Callable[..., Tensor]:
+    """A public loss of the same arguments as its kernel."""
+
+    def loss(a: Tensor, b: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
+        more = {"logit_bias": bias[0]} if bias else {}
+        negatives = [b[len(a) :]] if len(b) > len(a) else []
+        with cz.implementation("triton"):
+            return function(a, b[: len(a)], *negatives, temperature=1 / scale, **more, **settings)
+
+    return loss
+
+
+def normalised(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda a, b, *numbers: dense(F.normalize(a, dim=1), F.normalize(b, dim=1), *numbers)
+
+
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "clip": (clip, dense_clip),
     "info_nce": (info_nce, dense_info_nce),
     "nt_xent": (nt_xent, dense_nt_xent),
     "siglip": (siglip, dense_siglip),
+    "public clip": (public(cz.clip), normalised(dense_clip)),
+    "public info_nce": (public(cz.info_nce), normalised(dense_info_nce)),
+    "public nt_xent": (public(cz.nt_xent, normalize=False), dense_nt_xent),
+    "public siglip": (public(cz.siglip), normalised(dense_siglip)),
 }
 
 
@@ -79,7 +101,7 @@ class Case:
 
     def results(self, loss: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
         inputs = [x.detach() if dtype is None else x.to(dtype) for x in self.inputs()]
-        inputs = [x.requires_grad_() for x in inputs[: 4 if self.loss == "siglip" else 3]]
+        inputs = [x.requires_grad_() for x in inputs[: 4 if "siglip" in self.loss else 3]]
         value = loss(*inputs)
         return [value.detach(), *torch.autograd.grad(value, inputs)]
 
@@ -102,14 +124,16 @@ def _distance(x: Tensor, y: Tensor, least: float = 1e-30) -> float:
     return float((x.double() - y).norm() / y.norm().clamp(min=least)) if y.norm() > 0 else float(x.double().norm())
 
 
+KERNELS = ("clip", "info_nce", "nt_xent", "siglip")
+
 CASES = [
-    *(Case(loss, 90, 90, 24, dtype) for loss in LOSSES for dtype in ("float32", "bfloat16", "float16")),
-    *(Case(loss, 70, 70, 33, temperature=0.01) for loss in LOSSES),
-    *(Case(loss, 66, 66, 9, "bfloat16", temperature=0.01) for loss in LOSSES),
-    *(Case(loss, 65, 65, 8, temperature=0.01, rows=rows) for loss in LOSSES for rows in ("clustered", "duplicates")),
-    *(Case(loss, 40, 40, 20, rows=rows) for loss in LOSSES for rows in ("strided", "shifted")),
-    *(Case(loss, 1, 1, 1) for loss in LOSSES),
-    *(Case(loss, 3, 3, 5) for loss in LOSSES),
+    *(Case(loss, 90, 90, 24, dtype) for loss in KERNELS for dtype in ("float32", "bfloat16", "float16")),
+    *(Case(loss, 70, 70, 33, temperature=0.01) for loss in KERNELS),
+    *(Case(loss, 66, 66, 9, "bfloat16", temperature=0.01) for loss in KERNELS),
+    *(Case(loss, 65, 65, 8, temperature=0.01, rows=rows) for loss in KERNELS for rows in ("clustered", "duplicates")),
+    *(Case(loss, 40, 40, 20, rows=rows) for loss in KERNELS for rows in ("strided", "shifted")),
+    *(Case(loss, 1, 1, 1) for loss in KERNELS),
+    *(Case(loss, 3, 3, 5) for loss in KERNELS),
     Case("clip", 90, 90, 8, temperature=0.005, rows="opposite"),
     Case("info_nce", 33, 140, 7),
     Case("siglip", 33, 140, 7),
@@ -117,9 +141,20 @@ CASES = [
 ]
 
 
+PUBLIC = [
+    Case("public clip", 40, 40, 9),
+    Case("public clip", 33, 33, 8, "bfloat16", temperature=0.01),
+    Case("public info_nce", 20, 45, 7, temperature=0.01),
+    Case("public nt_xent", 33, 33, 8, temperature=0.01, rows="duplicates"),
+    Case("public siglip", 33, 33, 8, "bfloat16"),
+    Case("public siglip", 35, 35, 9, temperature=0.01, rows="clustered"),
+]
+"""The public losses, in every case."""
+
+
 def selected() -> list[Case]:
     """Return every case on a GPU or with ALL_DTYPES=1; otherwise every second one, as the interpreter is slow."""
-    return CASES if DEVICE != "cpu" or os.environ.get("ALL_DTYPES") else CASES[::2]
+    return PUBLIC + (CASES if DEVICE != "cpu" or os.environ.get("ALL_DTYPES") else CASES[::2])
 
 
 def interpret_bfloat16() -> None:

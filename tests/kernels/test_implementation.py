@@ -1,0 +1,125 @@
+"""The choice between torch and Triton: where a kernel is used, what is refused, and that no rank is left waiting."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import contrastive_zoo as cz
+from contrastive_zoo import kernels
+from contrastive_zoo.engine import dense_mode
+from contrastive_zoo.engine import implementation as chosen
+from contrastive_zoo.engine.implementation import choose_kernel
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import ALONE, World
+
+LOSSES: list[Callable[..., Tensor]] = [cz.nt_xent, cz.info_nce, cz.clip, cz.siglip]
+
+
+def on_a_gpu(n: int = 600, d: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty(n, d, dtype=dtype, device="cuda") for _ in range(2)]
+
+
+@pytest.fixture
+def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "device_problem", lambda device: None)
+    monkeypatch.setattr(chosen, "find_spec", lambda name: name)
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)  # other tests run without small batches
+
+
+@pytest.mark.usefixtures("suitable")
+def test_auto_uses_kernels_where_they_apply() -> None:
+    def used(rows: list[Tensor], world: World = ALONE, reduction: Any = "mean", unsupported: str | None = None) -> bool:
+        use, problem = choose_kernel(rows, reduction=reduction, world=world, unsupported=unsupported)
+        assert problem is None
+        return use
+
+    rows = on_a_gpu()
+    assert used(rows)
+    assert used(on_a_gpu(dtype=torch.bfloat16))
+    assert not used([torch.randn(600, 8)] * 2)
+    assert not used(on_a_gpu(n=512))
+    assert not used(on_a_gpu(d=4097))
+    assert not used(on_a_gpu(dtype=torch.float64))
+    assert not used(rows, world=World(0, 2))
+    assert not used(rows, reduction="sum")
+    assert not used(rows, unsupported="compares two views, got 3")
+    with cz.dense():
+        assert not used(rows)
+    with cz.implementation("torch"):
+        assert not used(rows)
+
+
+def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "find_spec", lambda name: None)
+    monkeypatch.setattr(chosen, "_warned", False)
+    with pytest.warns(UserWarning, match="Triton is not installed"):
+        assert choose_kernel(on_a_gpu(), reduction="mean", world=ALONE) == (False, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose_kernel(on_a_gpu(), reduction="mean", world=ALONE)
+    with cz.implementation("triton"), pytest.raises(ValueError, match=r"contrastive_zoo\[triton\]"):
+        cz.clip(torch.eye(2), torch.eye(2))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_triton_refuses_what_it_cannot_compute(loss: Callable[..., Tensor], suitable: None) -> None:
+    with cz.implementation("triton"):
+        with pytest.raises(ValueError, match="reduction='mean' only"):
+            loss(torch.eye(2), torch.eye(2), reduction="sum")
+        with pytest.raises(ValueError, match=r"got torch\.float64"):
+            loss(torch.eye(2).double(), torch.eye(2).double())
+        with pytest.raises(ValueError, match="1 to 4096 features"):
+            loss(torch.ones(2, 4097), torch.ones(2, 4097))
+        with pytest.raises(ValueError, match="dense"), cz.dense():
+            loss(torch.eye(2), torch.eye(2))
+
+
+def test_triton_refuses_forms_without_a_kernel(suitable: None) -> None:
+    eye = torch.eye(2)
+    with cz.implementation("triton"):
+        with pytest.raises(ValueError, match="compares two views, got 3"):
+            cz.nt_xent(eye, eye, eye)
+        with pytest.raises(ValueError, match="negatives of all queries"):
+            cz.info_nce(eye, eye, torch.ones(2, 3, 2))
+        with pytest.raises(ValueError, match="in_batch_negatives"):
+            cz.info_nce(eye, eye, eye, in_batch_negatives=False)
+
+
+def test_triton_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(chosen, "find_spec", lambda name: name)
+    with cz.implementation("triton"), pytest.raises(ValueError, match=r"got embeddings on cpu\. Use implementation"):
+        cz.nt_xent(torch.eye(2), torch.eye(2))
+
+
+def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with Triton's interpreter, and to the last bit."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    rows = torch.randn(2, 600, 4)
+    for loss in LOSSES:
+        with cz.implementation("torch"):
+            expected = loss(*rows)
+        assert torch.equal(loss(*rows), expected)
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="'auto', 'torch' or 'triton', got 'cuda'"), cz.implementation("cuda"):
+        pass
+
+
+def test_a_choice_of_one_rank_is_refused_on_all(worlds: Worlds) -> None:
+    def job() -> str:
+        loss, refusal = cz.DistributedLoss(cz.NTXent()), pytest.raises(ValueError, match="one process, got 2")
+        with cz.implementation("triton" if dist.get_rank() == 1 else "torch"), refusal as error:
+            loss(torch.eye(3) + dist.get_rank(), torch.eye(3))
+        return str(error.value)
+
+    first, second = worlds.run(2, job)
+    assert first == second

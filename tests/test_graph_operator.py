@@ -1,0 +1,184 @@
+"""Losses inside a compiled graph: one graph for encoder, loss and backward pass, with eager's values and gradients."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base.graph_operator import FUNCTIONS, loss_and_gradients, loss_gradients
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.trial import whole_batch
+from tests.helpers import EVERY_CASE
+from tests.test_contract import WHOLE_ZOO
+from tests.zoo import Entry
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+LOSSES: list[Callable[[], Any]] = [
+    lambda: cz.NTXent(temperature=0.2),
+    lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
+    lambda: cz.InfoNCE(symmetric=True, check_finite=False),
+    lambda: cz.Clip(temperature=0.01),
+    cz.SigLIP,
+    lambda: cz.DistributedLoss(cz.Clip()),
+    lambda: cz.nt_xent,
+]
+
+
+@pytest.mark.parametrize("make", LOSSES)
+def test_one_graph_for_every_batch_size(make: Callable[[], Any]) -> None:
+    """A first graph for the first size, and a second for all sizes."""
+    torch.manual_seed(0)
+    encoder, loss, counter = nn.Linear(6, 4), make(), CompileCounterWithBackend("aot_eager")
+    learnt = [*encoder.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else [])]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return 3 * loss(encoder(x), encoder(y))
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for n in (7, 9, 12, 13):
+        x, y = torch.randn(2, n, 6)
+        found, expected = compiled(x, y), step(x, y)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, learnt), torch.autograd.grad(expected, learnt))
+    assert counter.frame_count == 2
+
+
+def has_operator(loss: nn.Module) -> bool:
+    if getattr(type(loss).forward, "traced", None) is not Loss.traced_forward:
+        return False  # it has a state, or is a composition
+    return not hasattr(type(loss), "function") or type(loss).function.__name__ in FUNCTIONS
+
+
+IN_GRAPHS = [entry for entry in WHOLE_ZOO if has_operator(entry.case().make().loss)]
+
+
+@pytest.mark.parametrize("entry", IN_GRAPHS[:: 1 if EVERY_CASE else 4], ids=str)
+def test_every_function_is_its_operator(entry: Entry) -> None:
+    torch.manual_seed(0)
+    rows = [x.float() if x.is_floating_point() else x for x in whole_batch(entry.case(), GlobalBatch((7,), d=3))]
+    rows = [x.requires_grad_() if x.is_floating_point() else x for x in rows]
+    loss = entry.case(temperature=0.3).make()
+    learnt = [x for x in (*rows, *loss.parameters()) if x.requires_grad]
+    found, expected = torch.compile(loss, fullgraph=True, backend="aot_eager")(*rows), loss(*rows)
+    torch.testing.assert_close(found, expected)
+    found, expected = (
+        torch.autograd.grad(x, learnt, allow_unused=True, materialize_grads=True) for x in (found, expected)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shapes"),
+    [
+        (cz.ArcFace(num_classes=4, embedding_size=3), [(8, 3)]),
+        (cz.MNRL(directions=("query_to_doc", "doc_to_query")), [(8, 3), (8, 3), (5, 3)]),
+        (cz.InfoNCE(), [(8, 3), (8, 3), (5, 3)]),
+        (cz.KoLeo(), [(8, 3)]),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_losses_with_weights_tuples_and_more_towers(loss: nn.Module, shapes: list[tuple[int, int]]) -> None:
+    rows = [torch.randn(shape).requires_grad_() for shape in shapes]
+    labels = [torch.arange(8) // 2] if isinstance(loss, cz.ArcFace) else []
+    learnt = [*rows, *loss.parameters()]
+    found, expected = torch.compile(loss, fullgraph=True, backend="aot_eager")(*rows, *labels), loss(*rows, *labels)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, learnt), torch.autograd.grad(expected, learnt))
+
+
+def clip_call(dtype: torch.dtype, learns: tuple[bool, ...]) -> tuple[list[Tensor], str, list[bool]]:
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(5, 3, generator=draw).to(dtype).requires_grad_(x) for x in learns[:2]]
+    tensors.append(torch.tensor(0.2, requires_grad=learns[2]))
+    return tensors, repr(("clip", ["temperature"], [("normalize", True)], True)), list(learns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("learns", [(True, True, True), (False, True, False)])
+def test_operators_are_what_they_declare(dtype: torch.dtype, learns: tuple[bool, ...]) -> None:
+    torch.library.opcheck(loss_and_gradients, clip_call(dtype, learns))
+    tensors, *rest = clip_call(dtype, learns)
+    torch.library.opcheck(loss_gradients, (torch.tensor(2.0), [x.detach() for x in tensors], *rest))
+
+
+def test_float16_gradients_are_computed_after_the_scale_of_the_loss() -> None:
+    """The smallest gradients are 0 in float16 unless they are scaled first."""
+    rows = [x.detach().requires_grad_() for x in torch.randn(2, 40, 8).mul(1e3).half()]
+    loss = cz.Clip(temperature=0.5)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(2.0**20 * f(*rows), rows) for f in (compiled, loss))
+    torch.testing.assert_close(found, expected)
+    assert all((x != 0).float().mean() > 0.99 for x in found)
+
+
+def test_compiled_code_refuses_what_the_loss_refuses() -> None:
+    compiled = torch.compile(cz.NTXent(), fullgraph=True, backend="aot_eager")
+    bad = torch.eye(3).index_fill(0, torch.tensor(1), torch.nan)
+    with pytest.raises(ValueError, match="NTXent"):
+        compiled(torch.eye(3), bad)
+    with pytest.raises(ValueError, match="views must pair row by row"):
+        compiled(torch.eye(3), torch.eye(4, 3))
+
+
+def test_no_gradients_are_computed_without_autograd() -> None:
+    rows = torch.randn(2, 5, 3).requires_grad_()
+    with torch.no_grad():
+        value = torch.compile(cz.NTXent(), fullgraph=True, backend="aot_eager")(*rows)
+    assert not value.requires_grad
+
+
+def test_a_module_is_read_when_it_runs() -> None:
+    """A changed margin needs no new graph, and a copy is another loss."""
+    z, labels = torch.randn(6, 3).requires_grad_(), torch.arange(6) // 2
+    first = cz.Triplet(margin=0.1)
+    second = copy.deepcopy(first)
+    second.margin = 0.7
+    for loss in (first, second):
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(z, labels), loss(z, labels))
+        loss.margin = 0.3
+        torch.testing.assert_close(compiled(z, labels), loss(z, labels))
+
+
+def clip(a: Tensor, b: Tensor, *, world: Any = None) -> Tensor:
+    return (a - b).square().mean()
+
+
+class Namesake(Loss, function=clip):
+    """A user's loss whose function is called like one of this library."""
+
+
+class Tempered(cz.RowLoss):
+    """It has a submodule, which may change its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = cz.LearnableTemperature(0.3)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        logits = similarity / self.temperature()
+        return torch.logsumexp(logits, 1) - logits.where(positive, 0).sum(1), positive.any(1)
+
+
+@pytest.mark.parametrize(
+    "make", [Namesake, Tempered, lambda: cz.NTXent(reduction="none"), lambda: cz.DistributedLoss(torch.dist)]
+)
+def test_the_graph_breaks_where_there_is_no_operator(make: Callable[[], Any]) -> None:
+    a, b = torch.randn(2, 5, 3)
+    loss = make()
+    torch.testing.assert_close(torch.compile(loss, backend="aot_eager")(a, b), loss(a, b))
