@@ -170,7 +170,8 @@ SKIPPED = {"world", "process_group", "mask", "sharded", "check_finite", "shards"
 
 MADE = {
     "num_classes": 4, "embedding_size": 3, "size": 8, "out_dim": 2, "num_prototypes": 5, "chunk_size": 2, "k": 1,
-    "num_slices": 4, "num_bins": 8, "num_samples": 8, "batch_size": 4, "group_size": 2, "m": 2, "classes_per_batch": 2, "views": 1,
+    "num_slices": 4, "num_bins": 8, "num_samples": 8, "batch_size": 4, "group_size": 2, "m": 2, "classes_per_batch": 2,
+    "views": 1,
 }  # fmt: skip
 """Valid numbers by name; ``n`` is a number of samples in :func:`contrastive_zoo.sample_ids`."""
 
@@ -388,7 +389,8 @@ def _names() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {}
     hand = by_hand()
     left_out = {"ALONE", "ClassLoss", "CommunicationError", "DistributedBatchSampler", "Monitor", "Neighbors",
-                "RefreshedNegatives", "RowLoss", "implementation", "__version__", "dense", "index_recall", "memory_budget"}  # fmt: skip
+                "RefreshedNegatives", "RowLoss", "implementation",
+                "__version__", "dense", "index_recall", "memory_budget"}  # fmt: skip
     for name in cz.__all__:
         x = getattr(cz, name)
         if name in hand:

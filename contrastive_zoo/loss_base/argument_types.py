@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 import numpy as np
 from torch import Tensor, nn
 
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE
 
 P = ParamSpec("P")
-R = TypeVar("R")
 
 Kind = Literal["tensor", "flag", "number", "word", "other"]
 
@@ -26,8 +25,8 @@ class _Expected(NamedTuple):
     optional: bool
 
 
-def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` behind a check of its arguments' types; ``torch.compile`` leaves it as it is.
+def checked(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """``function`` behind a check of its arguments' types; an operator of a graph that ``torch.compile`` makes.
 
     Tensors are dense, hold values and have a dtype that torch computes with. A setting whose default is True or False is a
     bool, one whose default is a number is a number, and one whose default is a word is a word. The rest is the function's.
@@ -44,7 +43,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         if (problem := _problem(_expected(run), args, kwargs)) is not None:
             world: Any = kwargs.get("world", ALONE)
             refuse(getattr(function, "loss_name", function.__name__), problem, world=world)
@@ -52,7 +51,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         plain: Any = {name: x.item() if isinstance(x, np.generic) else x for name, x in kwargs.items()}
         return function(*args, **plain)
 
-    return uncompiled(run)
+    return in_graph(run)
 
 
 def settings_problem(function: Callable[..., Any], settings: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from contrastive_zoo.class_docstring import class_docstring
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base import argument_types
 from contrastive_zoo.loss_base.checks import shared_problem

@@ -11,7 +11,6 @@ from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.engine.softmax import self_log_sum_exp
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, number_problem
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin_views

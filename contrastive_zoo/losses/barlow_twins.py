@@ -6,7 +6,6 @@ from torch import Tensor
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments, squared_sums
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World

@@ -15,13 +15,13 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 @checked
 def dino(
     student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],

@@ -15,7 +15,6 @@ from contrastive_zoo.engine.unit_rows import MIN_NORM
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ClassLoss, begin_with_classes
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.world import ALONE, World
 

@@ -9,7 +9,6 @@ from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import LabelledLoss, sum_over_labelled_anchors
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.world import ALONE, World
 
 

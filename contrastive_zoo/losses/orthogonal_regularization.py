@@ -9,7 +9,6 @@ from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem, rows_problem
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.world import ALONE, World

@@ -8,7 +8,6 @@ from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.class_loss import ClassLoss, begin_with_classes
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.world import ALONE, World
 
 

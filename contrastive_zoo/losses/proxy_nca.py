@@ -8,7 +8,6 @@ from torch import Tensor
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.class_loss import ClassLoss, softmax_over_classes
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.world import ALONE, World
 
 

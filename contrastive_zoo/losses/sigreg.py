@@ -21,6 +21,7 @@ from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 @checked
 def sigreg(
     embeddings: Float[Tensor, "n d"],

@@ -17,7 +17,6 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
 from contrastive_zoo.loss_base.checks import labelled_problem, positive_problem, rows_problem, word_problem
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import (
     begin,

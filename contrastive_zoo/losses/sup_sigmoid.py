@@ -11,7 +11,6 @@ from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin_labelled, round_to_input_dtype
 from contrastive_zoo.losses.siglip import SigLIP, bias_problem, binary_cross_entropy

@@ -15,7 +15,6 @@ from contrastive_zoo.engine.sinkhorn import balanced_assignment
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, positive_problem, views_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale

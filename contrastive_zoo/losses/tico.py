@@ -14,11 +14,11 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, number_problem, views_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.preparation import begin_views, prepare_rows
 from contrastive_zoo.world import ALONE, World
 
 
+@uncompiled
 @checked
 def tico(
     view1: Float[Tensor, "n d"],

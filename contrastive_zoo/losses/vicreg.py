@@ -9,7 +9,6 @@ from contrastive_zoo.engine.moments import centered, off_diagonal, second_moment
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.preparation import begin_views
 from contrastive_zoo.world import ALONE, World
