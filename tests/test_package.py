@@ -38,6 +38,10 @@ LAYERS = [
 """Arrows point from later ones to earlier ones."""
 
 INSIDE_FUNCTIONS = {
+    "engine.implementation": {"kernels"},
+    "losses.info_nce": {"kernels.softmax"},
+    "losses.nt_xent": {"kernels.softmax"},
+    "losses.siglip": {"kernels.sigmoid"},
     "native_loss": {"adapters.pml_native"},
     "distributed_step": {"adapters.pml_sharded"},
     "wrapper_options": {"adapters.pml_sharded"},
