@@ -73,6 +73,7 @@ def values_are_read(x: Tensor, world: World) -> bool:
     With ``DistributedLoss(check_finite=False)`` they are not read from an accelerator, which the host would wait for.
 
     Examples:
+        >>> import torch
         >>> values_are_read(torch.arange(2), World())
         True
     """

@@ -313,14 +313,21 @@ def test_every_loss_costs_what_32_bits_cost(entry: Entry, inputs: str) -> None:
         value: Tensor = entry.make(temperature=0.1)(*rows)  # a new one: the centre of DINO's moves
         return value
 
-    for value, gradients in under_autocast(loss, rows) if autocast else [evaluated(loss, rows)]:
+    found = under_autocast(loss, rows) if autocast else [evaluated(loss, rows)]
+    if entry.name.startswith("WMSE"):  # inside of autocast torch's backward pass of Cholesky multiplies in 16 bits
+        found = found[:1]
+    for value, gradients in found:
         assert value.dtype == torch.float32
         assert {x.dtype for x in gradients} == {dtype}
         bound.check(value, gradients)
 
 
+NOT_IN_16_BITS = {"AlignUniform", "WMSE", "MMCR"}
+"""pdist, Cholesky's decomposition and singular values have no 16 bits."""
+
+
 @pytest.mark.usefixtures("exact_arguments")
-@pytest.mark.parametrize("entry", [x for x in EVERY if x.name != "AlignUniform"], ids=str)  # pdist has no 16 bits
+@pytest.mark.parametrize("entry", [x for x in EVERY if x.name.split(",")[0] not in NOT_IN_16_BITS], ids=str)
 def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
     found = formula(entry, short_rows(entry, torch.bfloat16), torch.bfloat16)
     with pytest.raises(AssertionError, match=r"value|gradient"):

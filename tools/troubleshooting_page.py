@@ -14,8 +14,8 @@ BEGIN, END = "<!-- messages: begin -->", "<!-- messages: end -->"
 GROUPS = {
     "The wrapper, and what ranks disagree on": (
         "distributed", "distributed_step", "differences", "handshake", "session", "world", "wrapped", "wrapper_options",
-        "loss_call", "native_loss", "derivations", "devices", "call_history", "arguments", "row_checks", "masks",
-        "averaging",
+        "loss_call", "loaded_state", "messages", "native_loss", "derivations", "devices", "call_history", "arguments",
+        "row_checks", "masks", "averaging",
     ),
     "Losses": ("losses", "loss_base", "engine", "kernels"),
     "Collectives": ("collectives",),

@@ -23,6 +23,8 @@ def w_mse(
     depends on the number of processes; whitening all samples once has no such parameter. It needs N ≥ 2d to be well
     conditioned; ε, relative to the mean variance, makes it so for any N and scale.
 
+    Call ``backward()`` outside of autocast: inside, torch's backward pass of Cholesky's decomposition multiplies in 16 bits.
+
     Args:
         views: two or more views of the same samples, [n, d] each; n may differ between ranks.
         eps: ε, above 0, at most 1.
@@ -56,6 +58,8 @@ class WMSE(Loss):
     The paper whitens random sub-batches of the process's own samples, several times, and ε is 0. Its loss therefore
     depends on the number of processes; whitening all samples once has no such parameter. It needs N ≥ 2d to be well
     conditioned; ε, relative to the mean variance, makes it so for any N and scale.
+
+    Call ``backward()`` outside of autocast: inside, torch's backward pass of Cholesky's decomposition multiplies in 16 bits.
 
     Called as ``loss(view1, view2, …)``:
 

@@ -10,6 +10,7 @@ from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.preparation import prepare_rows
 from contrastive_zoo.memory.queue import MemoryQueue
+from contrastive_zoo.row_checks import tensor_problem
 from contrastive_zoo.world import World
 
 
@@ -65,6 +66,8 @@ def memory_problem(memory: Tensor, rows: Tensor) -> str | None:
         >>> memory_problem(torch.empty(0, 3), torch.ones(4, 2))
         'the memory is as wide as embeddings, [m, 2], got float32 [0, 3]. Pass embedding_size=2.'
     """
+    if (wrong := tensor_problem("memory", memory)) is not None:
+        return wrong
     if memory.ndim == 2 and memory.is_floating_point() and memory.shape[1:] == rows.shape[1:]:
         return None
     width = rows.shape[-1]

@@ -14,6 +14,7 @@ from contrastive_zoo.loss_base.checks import towers_problem
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
@@ -68,8 +69,10 @@ def nnclr(
     }
     problem = towers_problem("row i of all four is one sample", "Pass as many of each.", **named)
     problem = problem or memory_problem(memory, projections1)
+    if problem is not None:
+        refuse("NNCLR", problem, world=world)
     settings: Any = {"temperature": temperature, "reduction": reduction}
-    begin("NNCLR", named, problem=problem, memory=list(memory.shape), world=world, **settings)
+    begin("NNCLR", named, memory=list(memory.shape), world=world, **settings)
     positives = [
         _neighbours(prepare_rows(z.detach(), normalize=True, world=world), memory) for z in (projections1, projections2)
     ]

@@ -11,6 +11,7 @@ from contrastive_zoo.loss_base.checks import positive_problem, towers_problem
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
+from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
@@ -56,8 +57,10 @@ def ressl(
     """
     problem = towers_problem("row i of both is one sample", "Pass as many of each.", student=student, teacher=teacher)
     problem = problem or memory_problem(memory, student) or _settings_problem(teacher_temperature)
+    if problem is not None:
+        refuse("ReSSL", problem, world=world)
     begin(
-        "ReSSL", {"student": student, "teacher": teacher}, problem=problem, memory=list(memory.shape),
+        "ReSSL", {"student": student, "teacher": teacher}, memory=list(memory.shape),
         temperature=temperature, teacher_temperature=teacher_temperature, reduction=reduction, world=world,
     )  # fmt: skip
     q, k = (prepare_rows(rows, normalize=True, world=world) for rows in (student, teacher.detach()))

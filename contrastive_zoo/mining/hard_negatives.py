@@ -115,7 +115,11 @@ def mine_hard_negatives(
     rows = map(as_tensor, (queries, corpus, positives))
     others = map(as_tensor, (query_labels, corpus_labels, corpus_ids))
     task = Task(*rows, selection, *others, guide, normalize, index, progress, process_group)  # type: ignore[call-arg]
-    problem = None if output in ("triplet", "n-tuple") else f"output is 'triplet' or 'n-tuple', got {output!r}."
+    problem = (
+        None
+        if isinstance(output, str) and output in ("triplet", "n-tuple")
+        else f"output is 'triplet' or 'n-tuple', got {output!r}."
+    )
     start, mined = mine(task, problem, {"output": output})
     return _columns(start, task.positive_table, mined, output)
 

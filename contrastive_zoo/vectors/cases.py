@@ -20,7 +20,13 @@ SPLITS: dict[int, list[list[int]]] = {
 }
 """Shard sizes of arguments by their length: one rank, equal shards, uneven shards, an empty shard, four ranks."""
 
-LEFT_OUT = {"sigreg": "it draws directions from torch's random generator in each call"}
+LEFT_OUT = {
+    "sigreg": "it draws directions from torch's random generator in each call",
+    "lejepa": "its SIGReg draws directions from torch's random generator in each call",
+    "nnclr": "its memory is empty at the first call",
+    "ressl": "its memory is empty at the first call",
+    "dynamic-soft-margin": "its weights depend on earlier calls",
+}
 """Losses without vectors, and why."""
 
 
@@ -103,6 +109,7 @@ _OTHER: dict[str, dict[str, str]] = {
     "koleo": {"embeddings": "rows"},
     "orthogonal-regularization": {"embeddings": "rows"},
     "negative-cosine": {"predictions": "rows", "targets": "rows"},
+    "instance": {"x": "rows", "y": "rows", "labels": "labels"},
     "dino": {"student": "rows", "teacher": "rows"},
 }
 """Arguments of the losses whose call form has names of its own."""

@@ -28,7 +28,7 @@ from contrastive_zoo.losses.vicreg import VICReg
 from contrastive_zoo.losses.w_mse import WMSE
 from contrastive_zoo.memory.nnclr import NNCLR, nnclr
 from contrastive_zoo.memory.ressl import ReSSL
-from contrastive_zoo.world import ALONE
+from contrastive_zoo.world import ALONE, Shards
 from tests.zoo import Entry
 
 PROTOTYPES, WIDTH = 5, 8
@@ -289,7 +289,7 @@ class NNCLROfViews(NNCLR, function=nnclr_of_views):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(7, WIDTH, **settings)
-        self.queue.enqueue(remembered().to(self.queue.embeddings))
+        self.queue.write(remembered().to(self.queue.embeddings), None, None, Shards((6,)), ALONE)  # not of all ranks
 
     def forward(self, *views: Tensor, world: Any = None) -> Tensor:
         world = self.local() if world is None else world
@@ -303,7 +303,8 @@ class ReSSLOfAnyWidth(ReSSL):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(7, 2 * WIDTH, teacher_temperature=0.3, **settings)
-        self.queue.enqueue(remembered().repeat(1, 2).to(self.queue.embeddings))
+        rows = remembered().repeat(1, 2).to(self.queue.embeddings)
+        self.queue.write(rows, None, None, Shards((6,)), ALONE)  # not of all ranks
 
     def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
         rows = _widened((view1, view2))
