@@ -43,7 +43,11 @@ HARD = {"Triplet, hard", "Triplet, hard and soft"}
 def reading(*options: str) -> set[str]:
     """Return the losses that read values of an accelerator."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.accelerator", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    for _ in range(3):  # torch's threads abort with a device that is written in Python, once in some ten runs
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        if done.returncode == 0:
+            break
+    assert done.returncode == 0, done.stderr
     return {name for name, read in json.loads(done.stdout).items() if read is not None}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import contrastive_zoo as cz
 from tests import fuzzing
 
-EXAMPLES = {} if os.environ.get("HYPOTHESIS_PROFILE") == "long" else {"max_examples": 4}
+EXAMPLES = {} if os.environ.get("HYPOTHESIS_PROFILE") == "long" else {"max_examples": 4, "derandomize": True}
 
 
 def test_every_loss_is_called() -> None:
