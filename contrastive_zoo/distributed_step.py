@@ -51,7 +51,7 @@ class DistributedStep:
         options: of the wrapper.
         history: the wrapper's calls before this one.
         session: the ranks.
-        observer: is told of the call after the loss; None if nobody is.
+        observer: is told of the call after the loss; None for no observer.
     """
 
     def __init__(
