@@ -65,7 +65,10 @@ def size_problem(name: str, size: object, at_least: int = 1) -> str | None:
     Examples:
         >>> size_problem("batch_size", 0)
         'batch_size is an integer of at least 1, got 0.'
+        >>> size_problem("m", 2**64)
+        'm is below 2**63, got 18446744073709551616.'
     """
-    return (
-        None if is_integer(size, at_least=at_least) else f"{name} is an integer of at least {at_least}, got {size!r}."
-    )
+    if not is_integer(size, at_least=at_least):
+        return f"{name} is an integer of at least {at_least}, got {size!r}."
+    # samples are counted in int64
+    return f"{name} is below 2**63, got {size!r}." if size >= 2**63 else None  # type: ignore[operator]  # an integer
