@@ -4,19 +4,20 @@ python benchmarks/retrieval.py [--rows 1000000] [--queries 10000] [--width 128] 
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import faiss
-import numpy as np
 import torch
 import torch.distributed as dist
+from suite.alternating import Group, in_turns, start_line
 
 import contrastive_zoo as cz
 
@@ -76,53 +77,61 @@ def our_metrics(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Na
     return lambda: cz.evaluate(queries, gallery, labels=labels, gallery_labels=of_rows, metrics=names)
 
 
-CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-    "faiss IndexFlatIP": (faiss_flat, (1,)),
-    "top_k": (our_search, (1, 2)),
-    "evaluate, four metrics at k": (our_metrics, (1, 2)),
+CASES: dict[str, Callable[..., Any]] = {
+    "faiss IndexFlatIP": faiss_flat,
+    "top_k": our_search,
+    "evaluate, four metrics at k": our_metrics,
 }
 
 
-def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Namespace, results: Any) -> None:
-    """Measure one case on one rank: seconds, and MB of peak memory beyond those of the rows."""
+def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Namespace, done: Connection) -> None:
+    """Run one case on one rank; rank 0 sends when it is done, all send MB of peak memory beyond those of the rows."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     if world_size > 1:
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     queries, gallery = data(given, rank, world_size)
-    run = CASES[case][0](queries, gallery, given)
+    run = CASES[case](queries, gallery, given)
     cz.top_k(queries[:64], gallery[:256], k=min(given.k, 100))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = resident("VmRSS")
     if world_size > 1:
         dist.barrier()
-    start = time.perf_counter()
+    start_line()
     run()
+    extra = torch.tensor(resident("VmHWM") - before)
     if world_size > 1:
-        dist.barrier()
-    results.put((rank, time.perf_counter() - start, resident("VmHWM") - before, gallery.nbytes / 2**20))
+        dist.all_reduce(extra, dist.ReduceOp.MAX)
+    if rank == 0:
+        done.send((extra.item(), gallery.nbytes / 2**20))
     if world_size > 1:
         dist.destroy_process_group()
 
 
-def measured(case: str, world_size: int, given: argparse.Namespace) -> tuple[float, float, float]:
-    """Return seconds, additional MB of the largest rank, and MB of its rows."""
+def started(case: str, world_size: int, given: argparse.Namespace) -> Group:
+    """Start the ranks of one case."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
+    receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=on_rank, args=(rank, case, world_size, port, given, results))
+        context.Process(target=on_rank, args=(rank, case, world_size, port, given, sender), daemon=True)
         for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit(f"{case} failed")
-    found = [results.get() for _ in ranks]
-    return tuple(float(np.max([x[i] for x in found])) for i in (1, 2, 3))  # type: ignore[return-value]
+    return Group(ranks, receiver)
+
+
+def beside_faiss(case: str, world_size: int, given: argparse.Namespace) -> tuple[float, float, float, float]:
+    """Return seconds, those of faiss in turns with it, additional MB of the largest rank, and MB of its rows."""
+    groups = started(case, world_size, given), started("faiss IndexFlatIP", 1, given)
+    ours, bare = in_turns(*groups)
+    extra, rows = groups[0].done.recv()
+    for group in groups:
+        for process in group.processes:
+            process.join()
+    return ours, bare, extra, rows
 
 
 def approximate(given: argparse.Namespace, probes: int) -> str:
@@ -133,13 +142,11 @@ def approximate(given: argparse.Namespace, probes: int) -> str:
     cz.top_k(queries, gallery, k=given.k, index=index)
     seconds = time.perf_counter() - start
     recall = cz.index_recall(queries[:500], gallery, k=given.k, index=index)
-    return (
-        f"| `top_k`, {index.factory}, {index.parameters}, with training | 1 | {seconds:.1f} | | recall {recall:.3f} |\n"
-    )
+    return f"| `top_k`, {index.factory}, {index.parameters}, with training | 1 | {seconds:.1f} | | | recall {recall:.3f} |\n"
 
 
 def main() -> None:
-    """Measure all cases in rounds: a machine that others use slows down for minutes at a time."""
+    """Run each case in turns with faiss' own flat search."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--queries", type=int, default=10_000)
@@ -147,19 +154,14 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=100)
     parser.add_argument("--docs", action="store_true", help="write the table into docs/pages/evaluation.md")
     parser.add_argument("--approximate", action="store_true", help="also an index of inverted lists")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds over all cases; the fastest of each counts")
     given = parser.parse_args()
-    best: dict[tuple[str, int], tuple[float, float, float]] = {}
-    for turn in range(given.rounds):
-        for case, (_, sizes) in CASES.items():
-            for world_size in sizes:
-                found = measured(case, world_size, given)
-                print(f"round {turn}, {case}, W = {world_size}: {found[0]:.1f} s", flush=True)
-                best[case, world_size] = min(found, best.get((case, world_size), found))
-    table = "| | W | seconds | times faiss | additional MB per rank (rows: MB) |\n|---|---:|---:|---:|---:|\n"
-    bare = best["faiss IndexFlatIP", 1][0]
-    for (case, world_size), (seconds, extra, rows) in best.items():
-        table += f"| {case} | {world_size} | {seconds:.1f} | {seconds / bare:.2f} | {extra:.0f} ({rows:.0f}) |\n"
+    table = "| | W | seconds | faiss in turns with it | ratio | additional MB per rank (rows: MB) |\n"
+    table += "|---|---:|---:|---:|---:|---:|\n"
+    for case, world_size in itertools.product(("top_k", "evaluate, four metrics at k"), (1, 2)):
+        seconds, bare, extra, rows = beside_faiss(case, world_size, given)
+        ratio = f"{seconds:.1f} | {bare:.1f} | {seconds / bare:.2f}"
+        table += f"| {case} | {world_size} | {ratio} | {extra:.0f} ({rows:.0f}) |\n"
+        print(f"{case}, W = {world_size}: {seconds:.1f} s, faiss {bare:.1f} s", flush=True)
     if given.approximate:
         table += approximate(given, 32) + approximate(given, 256)
     print(table)

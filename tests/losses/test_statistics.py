@@ -216,3 +216,17 @@ def test_what_an_editor_shows() -> None:
     assert "centre" not in inspect.signature(DINO).parameters
     assert repr(DINO(2)).startswith("DINO(out_dim=2, centre_momentum=0.9, temperature=0.1")
     assert [type(x()).__name__ for x in (BarlowTwins, SpectralContrastive, AlignUniform)]
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
+def test_koleo_keeps_the_digits_of_near_neighbours(dense: bool) -> None:
+    """Of neighbours 1e-4 apart a matmul in float32 keeps no digit of the distance."""
+    generator = torch.Generator().manual_seed(0)
+    far = torch.randn(6, 5, generator=generator)
+    rows = torch.cat([far, far + 1e-4 * torch.randn(6, 5, generator=generator)])
+    single, double = rows.clone().requires_grad_(), rows.double().requires_grad_()
+    with cz.dense() if dense else torch.enable_grad():
+        for z in (single, double):
+            cz.KoLeo(normalize=False).double()(z).backward()
+    assert single.grad is not None
+    torch.testing.assert_close(single.grad.double(), double.grad, rtol=1e-5, atol=0.0)

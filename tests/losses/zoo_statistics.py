@@ -405,8 +405,8 @@ def dense_koleo(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     for z in (F.normalize(x, dim=1) for x in (a, b)):
         for i in range(len(z)):
             near = [(z[i] - z[j]).square().sum() for j in range(len(z)) if j != i]
-            near = [x.sqrt() if x > 1e-14 else 0 * x for x in near]
-            loss = loss - (torch.stack(near).amin() + 1e-8).log() / len(z) if near else loss
+            near = [x.sqrt() if x > 1e-29 else 0 * x for x in near]
+            loss = loss - (torch.stack(near).min(0).values + 1e-8).log() / len(z) if near else loss
     return loss
 
 
