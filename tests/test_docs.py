@@ -2,15 +2,19 @@
 
 An example is a block of python. One that begins with ``# world: W`` runs on W ranks, one that calls
 ``init_process_group`` is a script for torchrun, all others run here. A block of text right below is what it prints,
-rank 0's lines first.
+rank 0's lines first. A block of ``py`` is a fragment, which no reader runs by itself: it compiles, and its names of the
+library exist. A command names a program that exists.
 """
 
+import ast
 import contextlib
 import io
 import os
 import re
 import subprocess
 import sys
+import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +24,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+_FRAGMENT = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^ *```(.+)$", re.MULTILINE)
+_COMMANDS = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -93,6 +100,77 @@ def test_script(example, processes, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert lines == example.output.splitlines()
+
+
+def unknown_names(fragment: str) -> list[str]:
+    """Names of the library in a fragment that the library does not have."""
+    import contrastive_zoo
+
+    tree = ast.parse(textwrap.dedent(fragment))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cz"
+    }
+    imported = [
+        module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for module in ([node.module] if isinstance(node, ast.ImportFrom) else [x.name for x in node.names])
+        if module.startswith(("contrastive_zoo", "examples")) and find_spec(module) is None
+    ]
+    return sorted(used - set(dir(contrastive_zoo))) + imported
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_run_or_checked(page):
+    text = page.read_text(encoding="utf-8")
+    languages = {fence.strip() for fence in _FENCE.findall(text)}
+    listings = {
+        x for x in languages if re.fullmatch(r'python title="examples/\w+\.py"', x)
+    }  # test_examples.py runs them
+    assert languages - listings <= {"python", "py", "text", "sh", "bash", "{ .py }"}
+    assert len(examples(page)) == text.count("```python\n")
+    assert [unknown_names(fragment) for fragment in _FRAGMENT.findall(text) if unknown_names(fragment)] == []
+    assert all(
+        re.fullmatch(r'(?:<!-- )?--8<-- ["\[].*', line) for line in text.splitlines() if re.search("8 ?< ?--", line)
+    )
+
+
+def missing_programs(commands: str) -> list[str]:
+    """Lines that name a target, a file, a module or a subcommand that does not exist."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    subcommands = {"demo", "check", "audit", "list", "vectors"}
+    missing = []
+    for line in commands.splitlines():
+        found = re.match(
+            r"(?:make (?P<target>\S+)|python -m (?P<module>\S+)|python (?P<file>\S+)|contrastive-zoo (?P<sub>\w+))",
+            line,
+        )
+        if not found:
+            continue
+        target, module, file, sub = found.group("target", "module", "file", "sub")
+        known = (
+            (target and target in targets)
+            or (module and find_spec(module) is not None)
+            or (file and (ROOT / file).exists())
+            or (sub and sub in subcommands)
+        )
+        missing += [] if known else [line]
+    return missing
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_commands_name_programs_that_exist(page):
+    assert missing_programs("".join(_COMMANDS.findall(page.read_text(encoding="utf-8")))) == []
+
+
+def test_a_fragment_or_command_that_lies_is_found():
+    assert unknown_names("cz.NoSuchLoss()\nfrom contrastive_zoo.nowhere import x") == [
+        "NoSuchLoss",
+        "contrastive_zoo.nowhere",
+    ]
+    assert missing_programs("make nothing\nmake docs") == ["make nothing"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -80,6 +80,12 @@ contains many calls.
 """
 
 
+NOT_MEASURED = (
+    "Not measured by the command of this page. The times of the kernels on one H100 are in "
+    "[On an accelerator](accelerator.md#kernels)."
+)
+
+
 def write_benchmarks(by_device: dict[str, Results]) -> None:
     """Write the page and its figures."""
     first = headline(by_device["cpu"]) if "cpu" in by_device else ""
@@ -91,9 +97,7 @@ def write_benchmarks(by_device: dict[str, Results]) -> None:
     ]
     for device in ("cpu", "cuda"):
         if device not in by_device:
-            parts += [
-                f"## {device.upper()}\n\nNot measured: no such device was available when this page was written.\n\n"
-            ]
+            parts += [f"## {device.upper()}\n\n{NOT_MEASURED}\n\n"]
             continue
         results = by_device[device]
         parts += [f"## {device.upper()}\n\n", description(results)]

@@ -74,6 +74,11 @@ def debiased(
 ) -> Float[Tensor, "..."]:
     r"""Compute the contrastive loss of two views, corrected for negatives of the anchor's class: :func:`hcl` with β = 0.
 
+    With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
+
+        G_i = max( (Σ_{k∈N(i)} exp(x_ik) − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
+        loss = mean_i log(1 + G_i / exp(x_ip))
+
     Args:
         view1: [n, d], n may differ between ranks; rows are normalised.
         view2: [n, d], row i belongs to row i of view1.

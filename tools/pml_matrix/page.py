@@ -21,6 +21,7 @@ class _Notes:
 
     def mark(self, reason: str) -> str:
         reason = " ".join(reason.split()).replace("|", "/")
+        reason = f"{reason} without a text" if reason.endswith(":") else reason
         short = reason if len(reason) <= 160 else f"{reason[:160]} …"
         return f"<sup>{self.numbers.setdefault(short, len(self.numbers) + 1)}</sup>"
 
@@ -33,6 +34,22 @@ class _Notes:
         return [f"{number}. {reason}" for reason, number in self.numbers.items()]
 
 
+def counted(body: Sequence[Sequence[str]]) -> str:
+    """Return how many cells of a table are which.
+
+    Examples:
+        >>> counted([["✓", "–<sup>1</sup>"], ["✓", "✓"]])
+        '3 equal to one process, 1 not supported on one process, 0 different'
+    """
+    count = Counter(cell[0] for cells in body for cell in cells)
+    return f"{count['✓']} equal to one process, {count['–']} not supported on one process, {count['✗']} different"
+
+
+def folded(summary: str, lines: Sequence[str]) -> list[str]:
+    """Return lines of Markdown that a page shows when a reader opens their summary."""
+    return ['<details markdown="1">', f"<summary>{summary}</summary>", "", *lines, "", "</details>", ""]
+
+
 def page(rows: Sequence[Row]) -> str:
     """Return the tables and their notes."""
     by_case, notes = {row.case: row for row in rows}, _Notes()
@@ -41,7 +58,8 @@ def page(rows: Sequence[Row]) -> str:
     def table(title: str, columns: Mapping[str, Callable[[str], Case]]) -> list[str]:
         head = [f"| {title} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
         body = [[notes.cell(by_case[case(loss)]) for case in columns.values()] for loss in names]
-        return [*head, *(f"| {loss} | {' | '.join(cells)} |" for loss, cells in zip(names, body, strict=True)), ""]
+        lines = (f"| {loss} | {' | '.join(cells)} |" for loss, cells in zip(names, body, strict=True))
+        return folded(f"{title.capitalize()}: {counted(body)}", [*head, *lines])
 
     def of_part(setting: str) -> Mapping[str, Callable[[str], Case]]:
         return {x: partial(Case, parts=((setting, x),)) for x in parts(MODULES[setting])}
@@ -76,8 +94,7 @@ def page(rows: Sequence[Row]) -> str:
             "same error on every rank; ✗ different, with split and reason in the note.",
             "",
             *tables,
-            *notes.lines(),
-            "",
+            *folded(f"The {len(notes.numbers)} notes", notes.lines()),
             "Exported, but not compared:",
             "",
             *left_out,

@@ -1,0 +1,36 @@
+"""Every formula of the catalogue is rendered, and no character of it is lost."""
+
+import html
+import re
+
+import pytest
+
+from contrastive_zoo.catalogue import CATALOGUE
+from tools.formulas import mathml
+
+_SIGNS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ᵀ₀₁₂₃₄₅₆₇₈₉·Σ'ẑ", "+−0123456789T0123456789⋅∑′z")
+
+
+def characters(text: str) -> list[str]:
+    """Return the characters of a formula without the notation of scripts, sorted: a script may stand before another."""
+    return sorted(re.sub(r"[_^{}\s]", "", text).translate(_SIGNS))
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_formula_is_rendered_whole(name: str) -> None:
+    formula = CATALOGUE[name].formula
+    assert formula
+    shown = html.unescape(re.sub(r"<[^>]+>", "", mathml(formula)))
+    assert characters(shown) == characters(formula)
+
+
+def test_scripts_belong_to_their_letters() -> None:
+    assert "<msub><mi>s</mi><mrow><mrow><mi>i</mi><mi>j</mi></mrow></mrow></msub>" in mathml("s_ij")
+    assert "<msubsup><mi>h</mi>" in mathml("h⁺_l")
+    assert "<munder><mo" in mathml("Σ_{k≠i} x_k")
+
+
+@pytest.mark.parametrize("formula", ["loss = mean_i [ x_i", "loss = x_i )", "loss = ^2", "loss = x @ y"])
+def test_what_is_no_formula_is_refused(formula: str) -> None:
+    with pytest.raises(ValueError, match="formula"):
+        mathml(formula)
