@@ -167,14 +167,14 @@ def _scripts(base: str, below: str, above: str, *, limits: bool) -> str:
 def pieces(formula: str) -> list[list[str]]:
     """Return the lines of a formula, each in the pieces between which it may wrap on a narrow screen.
 
-    A line that begins with a space continues the one above. Three spaces or more separate pieces, except before "=".
+    A line that begins with a space continues the one above. Five spaces or more separate pieces, except before "=".
 
     Examples:
-        >>> pieces("a = [ b\\n      + c ],    d = e\\nf   = g")
+        >>> pieces("a = [ b\\n      + c ],      d = e\\nf   = g")
         [['a = [ b  + c ],', 'd = e'], ['f   = g']]
     """
     whole = re.sub(r"\n +", "  ", formula).split("\n")
-    return [re.split(r" {3,}(?!=| )", line) for line in whole]
+    return [re.split(r" {5,}(?!=| )", line) for line in whole]
 
 
 def mathml(formula: str) -> str:

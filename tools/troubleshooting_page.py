@@ -4,6 +4,7 @@ Messages are read from the source: every sentence that the package holds as a st
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,9 +66,20 @@ def _outermost_strings(node: ast.AST) -> Iterator[str]:
         yield from _outermost_strings(child)
 
 
+def shown(text: str) -> str:
+    """Return a message as the page shows it: one … for each value or row of values, no punctuation in front.
+
+    Examples:
+        >>> shown("…: ranks disagree on the width of {name}: rank 0 has … …")
+        'ranks disagree on the width of …: rank 0 has …'
+    """
+    text = re.sub(r"\{[a-z_]+\}", "…", " ".join(text.split()))
+    return re.sub(r"^…?[.:,;] ", "", re.sub(r"…(?: ?…)+", "…", text))
+
+
 def messages(module: Path) -> list[str]:
     """Return the messages in a module, each once, in order of the source."""
-    found = (" ".join(x.split()) for x in _outermost_strings(ast.parse(module.read_text(encoding="utf-8"))))
+    found = (shown(x) for x in _outermost_strings(ast.parse(module.read_text(encoding="utf-8"))))
     return list(dict.fromkeys(x for x in found if x.count(" ") >= FEWEST_SPACES and any(c.islower() for c in x)))
 
 

@@ -297,7 +297,7 @@ def picture(draw: Draw, results: Results, file: Path) -> bool:
     from matplotlib import pyplot as plt
 
     with mpl.rc_context({"svg.hashsalt": "contrastive_zoo", "font.size": 9, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+        figure, axes = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
         axes.spines["top"].set_visible(False)
         shown = draw(axes, results)
         if shown:
@@ -385,31 +385,27 @@ def time_by_ranks(axes: Any, results: Results) -> bool:
 
 def multiples(axes: Any, results: Results) -> bool:
     """Time in multiples of a bare GEMM."""
-    bars = []
+    lines: list[tuple[str, tuple[float, float, float] | None]] = []
     for group in ("softmax", "gpu"):
         for case, found in measured_cases(results, group):
-            ratios = {
-                implementation: ratio(found["rounds"], implementation, "GEMM")
-                for implementation in (*case.implementations, *case.full_implementations)
-            }
-            bars += [
-                (f"{case.name}: {implementation}", quartiles(x), implementation.startswith("ours"))
-                for implementation, x in ratios.items()
-                if x
-            ]
-    bars.reverse()
-    axes.figure.set_size_inches(7, 1 + 0.19 * len(bars))
-    for height, (_, (low, median, high), own) in enumerate(bars):
-        axes.barh(height, median, color=OURS if own else "#c9c9c9", height=0.75)
+            lines.append((case.name, None))
+            every = {x: ratio(found["rounds"], x, "GEMM") for x in (*case.implementations, *case.full_implementations)}
+            lines += [(implementation, quartiles(values)) for implementation, values in every.items() if values]
+    axes.figure.set_size_inches(5.4, 1 + 0.21 * len(lines))
+    for height, (name, spread_of_times) in enumerate(reversed(lines)):
+        if spread_of_times is None:
+            axes.text(1.05, height - 0.1, name, va="center", fontsize=8, weight="bold")
+            continue
+        low, median, high = spread_of_times
+        axes.barh(height, median, color=OURS if name.startswith("ours") else "#c9c9c9", height=0.75)
         axes.plot([low, high], [height] * 2, color="#222222", lw=1)
-        axes.text(high * 1.06, height, f"{median:.1f}", va="center", fontsize=7)
-    axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=7)
-    axes.set(
-        xscale="log", xlabel="times of one bare GEMM N × d × N, forward and backward", ylim=(-0.6, len(bars) - 0.4)
-    )
+        axes.text(high * 1.06, height, f"{median:.1f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(lines)), [name if x else "" for name, x in reversed(lines)], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set(xscale="log", xlabel="forward and backward, in GEMMs N × d × N", ylim=(-0.6, len(lines) - 0.4))
     axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
     axes.minorticks_off()
-    return bool(bars)
+    return bool(lines)
 
 
 FIGURES: dict[str, Draw] = {
