@@ -12,6 +12,9 @@ sys.path.append(str(Path(__file__).parent.parent))  # for tools, which is not in
 from contrastive_zoo.catalogue import CATALOGUE
 from tools.formulas import mathml
 
+MEASUREMENTS = {"benchmarks.md", "gallery.md", "memory.md", "scaling.md"}
+"""Pages whose tables name everything; a search shows them below the pages that explain it."""
+
 _BLOCK = re.compile(
     r'<div class="(?:language-text )?highlight"><pre><span></span><code>(.*?)</code></pre></div>', re.DOTALL
 )
@@ -27,6 +30,13 @@ def _with_formula(block: re.Match[str]) -> str:
     text = html_module.unescape(re.sub(r"<[^>]+>", "", block[1])).strip("\n")
     is_formula = all(line.strip() in _formula_lines() for line in text.split("\n"))
     return mathml(text) if is_formula else block[0]
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rank pages of measurements lower in a search."""
+    if page.file.src_uri in MEASUREMENTS:
+        page.meta.setdefault("search", {"boost": 0.3})
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -73,6 +73,14 @@ def test_a_dead_link_of_the_site_is_found(tmp_path: Path) -> None:
     ]
 
 
+def test_a_word_that_the_search_lacks_is_found(tmp_path: Path) -> None:
+    from tools.check_site import WORDS, words_not_found
+
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "search_index.json").write_text('{"docs": [{"title": "GatherLayer", "text": "local_loss"}]}')
+    assert len(words_not_found(tmp_path)) == len(WORDS) - 2
+
+
 def test_the_addresses_of_sources_are_whole() -> None:
     from contrastive_zoo.catalogue import CATALOGUE
 

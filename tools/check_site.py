@@ -1,5 +1,6 @@
-"""Find dead links and anchors, and files from elsewhere, in the built site: ``python tools/check_site.py docs/site``."""
+"""Find dead links and anchors, files from elsewhere, and words that the search lacks: ``python tools/check_site.py docs/site``."""
 
+import json
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -7,6 +8,9 @@ from urllib.parse import unquote, urlsplit
 
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src"}
 """Tags, and the attribute that names a file that the browser loads with the page."""
+
+WORDS = ("GatherLayer", "SimCLR", "AMP", "validation", "local_loss", "all_gather", "no_sync", "torchrun")
+"""What people search for."""
 
 
 class Page(HTMLParser):
@@ -59,7 +63,14 @@ def problems(site: Path) -> list[str]:
     return found
 
 
+def words_not_found(site: Path) -> list[str]:
+    """Return the words of :data:`WORDS` that no entry of the search has."""
+    entries = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    text = " ".join(f"{entry['title']} {entry['text']}" for entry in entries)
+    return [f"search: no entry has {word}" for word in WORDS if word not in text]
+
+
 if __name__ == "__main__":
-    lines = problems(Path(sys.argv[1]))
-    print(*lines, f"{len(lines)} dead links", sep="\n")
-    sys.exit(bool(lines))
+    lines, words = problems(Path(sys.argv[1])), words_not_found(Path(sys.argv[1]))
+    print(*lines, *words, f"{len(lines)} dead links, {len(words)} words not found", sep="\n")
+    sys.exit(bool(lines + words))
