@@ -1,4 +1,4 @@
-"""Find dead links and anchors, files from elsewhere, and words that the search lacks: ``python tools/check_site.py docs/site``."""
+"""Find dead links, files from elsewhere, and words that the search lacks: ``python tools/check_site.py docs/site``."""
 
 import json
 import sys
