@@ -134,16 +134,14 @@ def draw_stack(ax: Axes, stack: Stack, left: float, bottom: float) -> None:
         ax.text(left + WIDE / 2, y + HIGH / 2, text, ha="center", va="center", fontsize=size, color=colour)
 
 
-def draw_half(
-    ax: Axes, x: float, top: Side, bottom: Side, arrows: list[tuple[int, int]], *, back: bool, base: float
-) -> None:
-    """Inputs above, outputs below; arrows down, or up if this is the way back."""
-    roof = max(len(stack) for stack in bottom) * HIGH
+def draw_half(ax: Axes, top: Side, bottom: Side, arrows: list[tuple[int, int]], *, back: bool, base: float) -> None:
+    """Draw inputs above and outputs below; arrows point down, or up in the backward pass."""
+    assert max(len(stack) for stack in bottom) * HIGH < base
     for rank in ALL_RANKS:
-        draw_stack(ax, bottom[rank], x + rank * PITCH, 0)
-        draw_stack(ax, top[rank], x + rank * PITCH, base)
+        draw_stack(ax, bottom[rank], rank * PITCH, 0)
+        draw_stack(ax, top[rank], rank * PITCH, base)
     for source, target in arrows:
-        start, end = x + source * PITCH + WIDE / 2, x + target * PITCH + WIDE / 2
+        start, end = source * PITCH + WIDE / 2, target * PITCH + WIDE / 2
         source_stack = (bottom if back else top)[source]
         colour = INK if not source_stack else (BACKWARD if back else FORWARD)
         low_of = bottom[source if back else target]
@@ -152,32 +150,31 @@ def draw_half(
         ax.add_patch(
             FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=8, lw=1.0, color=colour, shrinkA=0, shrinkB=0)
         )
-    assert roof < base
 
 
 def draw_collective(name: str) -> None:
+    """Draw the forward pass above the backward pass, so that both fit the width of a phone."""
     inputs, outputs, sends, g_outputs, g_inputs, returns = COLLECTIVES[name]
     low = max(len(stack) for stack in [*outputs, *g_outputs]) * HIGH
     high = max(len(stack) for stack in [*inputs, *g_inputs]) * HIGH
     base = low + 0.75
-    width, height = 2 * WORLD * PITCH + 1.5, base + high + 0.62
-    figure = plt.figure(figsize=(width * 0.95, (height + 0.12) * 0.95))
-    ax = figure.add_axes((0, 0, 1, 1))
-    ax.set_xlim(-0.75, width - 0.75)
-    ax.set_ylim(-0.12, height)
-    ax.axis("off")
-    second = WORLD * PITCH + 0.55
-    for x, title, colour in ((0, "forward", FORWARD), (second, "backward", BACKWARD)):
-        middle = x + ((WORLD - 1) * PITCH + WIDE) / 2
+    width, height = WORLD * PITCH + 0.5, base + high + 0.62
+    figure = plt.figure(figsize=(width * 0.95, 2 * (height + 0.2) * 0.95))
+    halves = (("forward", FORWARD, inputs, outputs, sends), ("backward", BACKWARD, g_inputs, g_outputs, returns))
+    for half, (title, colour, top, bottom, arrows) in enumerate(halves):
+        ax = figure.add_axes((0, (1 - half) / 2, 1, 0.5))
+        ax.set_xlim(-0.75, width - 0.75)
+        ax.set_ylim(-0.2, height)
+        ax.axis("off")
+        middle = ((WORLD - 1) * PITCH + WIDE) / 2
         ax.text(middle, height - 0.16, title, ha="center", va="center", color=colour, fontsize=11, weight="bold")
         for rank in ALL_RANKS:
-            place = (x + rank * PITCH + WIDE / 2, height - 0.44)
+            place = (rank * PITCH + WIDE / 2, height - 0.44)
             ax.text(*place, f"rank {rank}", ha="center", va="center", fontsize=8, color=FAINT)
-    for y, text in ((base + high / 2, "in"), (low / 2, "out")):
-        ax.text(-0.2, y, text, ha="right", va="center", fontsize=9, color=FAINT)
-        ax.text(second - 0.12, y, f"∂L/∂{text}", ha="right", va="center", fontsize=7.5, color=FAINT)
-    draw_half(ax, 0, inputs, outputs, sends, back=False, base=base)
-    draw_half(ax, second, g_inputs, g_outputs, returns, back=True, base=base)
+        for y, text in ((base + high / 2, "in"), (low / 2, "out")):
+            label, size = (f"∂L/∂{text}", 7.5) if half else (text, 9)
+            ax.text(-0.12, y, label, ha="right", va="center", fontsize=size, color=FAINT)
+        draw_half(ax, top, bottom, arrows, back=bool(half), base=base)
     save(figure, name)
 
 
@@ -276,26 +273,29 @@ def measure(worlds: Worlds, sizes: tuple[int, ...] = SIZES) -> dict[str, list[tu
 
 
 def draw_recipes(results: dict[str, list[tuple[float, ...]]]) -> None:
-    titles = ("encoder gradient", "scale gradient", "value")
-    figure = plt.figure(figsize=(7.6, 4.3))
+    """Draw a row of cells per recipe, its name above, so that the figure fits the width of a phone."""
+    cell, high, gap, row_height, head = 0.82, 0.38, 0.14, 0.72, 0.55  # inches
+    block_width = len(SIZES) * cell + gap
+    width, height = 3 * block_width + gap, head + len(results) * row_height + 0.05
+    figure = plt.figure(figsize=(width, height))
     ax = figure.add_axes((0, 0, 1, 1))
-    sizes, cell, name_width, gap = len(SIZES), 0.98, 4.0, 0.14
-    ax.set_xlim(0, name_width + 3 * (sizes * cell + gap) + 0.05)
-    ax.set_ylim(len(results) + 0.1, -1.0)
+    ax.set_xlim(0, width)
+    ax.set_ylim(height, 0)
     ax.axis("off")
-    for block, title in enumerate(titles):
-        left = name_width + block * (sizes * cell + gap)
-        ax.text(left + sizes * cell / 2, -0.72, title, ha="center", va="center", fontsize=10.5, weight="bold")
+    for block, title in enumerate(("encoder gradient", "scale gradient", "value")):
+        left = gap + block * block_width
+        ax.text(left + len(SIZES) * cell / 2, 0.17, title, ha="center", va="center", fontsize=10.5, weight="bold")
         for column, world_size in enumerate(SIZES):
             x = left + column * cell
-            ax.text(x + cell / 2, -0.25, f"W = {world_size}", ha="center", va="center", fontsize=9.5, color=FAINT)
+            ax.text(x + cell / 2, 0.42, f"W = {world_size}", ha="center", va="center", fontsize=9, color=FAINT)
             for row, cells in enumerate(results.values()):
                 text, right = describe(block, cells[column])
-                ax.add_patch(Rectangle((x, row), cell, 1, fc="#d7efd3" if right else "#f8cfc8", ec="white", lw=2))
-                ax.text(x + cell / 2, row + 0.5, text, ha="center", va="center", fontsize=9.5, linespacing=1.1)
+                y = head + row * row_height + 0.28
+                ax.add_patch(Rectangle((x, y), cell, high, fc="#d7efd3" if right else "#f8cfc8", ec="white", lw=2))
+                ax.text(x + cell / 2, y + high / 2, text, ha="center", va="center", fontsize=9, linespacing=1.1)
     for row, recipe in enumerate(results):
         weight = "bold" if RECIPES[recipe] is ours else "normal"
-        ax.text(name_width - 0.15, row + 0.5, recipe, ha="right", va="center", fontsize=10, weight=weight)
+        ax.text(gap, head + row * row_height + 0.16, recipe, ha="left", va="center", fontsize=9.5, weight=weight)
     save(figure, "recipes")
 
 
