@@ -1,6 +1,8 @@
 """Print the page of the catalogue: ``python -m tools.zoo_page > docs/pages/zoo.md``."""
 
 import re
+from functools import cache
+from pathlib import Path
 
 from contrastive_zoo.catalogue import CATALOGUE, Entry
 
@@ -51,8 +53,14 @@ ADVICE = (
     (
         "retrieval measured by average precision",
         ("SmoothAP", "FastAP", "RankedList"),
-        "They optimise a smooth form of the metric, and profit from a large global batch. Normalise embeddings. Begin"
-        " from a model that another loss has trained.",
+        "SmoothAP and FastAP optimise a smooth form of the metric. RankedList separates positives from negatives by a "
+        "margin. All profit from a large global batch, and from a model that another loss has trained first.",
+    ),
+    (
+        "embeddings of tokens or patches: ColBERT, ColPali",
+        ("MaxSim", "MaxSimPairwise"),
+        "MaxSim compares a query with the documents of all ranks. MaxSimPairwise compares it with its hardest document "
+        "only. Numbers of tokens may differ between ranks.",
     ),
     (
         "a teacher network or a momentum encoder",
@@ -94,6 +102,17 @@ def linked(text: str) -> str:
     return re.sub(r"https?://\S+", link, text)
 
 
+@cache
+def _pages() -> dict[str, str]:
+    """Return the page of the reference for each name."""
+    folder = Path(__file__).parent.parent / "docs" / "pages" / "reference"
+    return {
+        name: f"reference/{path.name}"
+        for path in sorted(folder.glob("*.md"))
+        for name in re.findall(r"^::: contrastive_zoo\.(\w+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
 def _advice() -> list[str]:
     lines = ["| you have | try | advice |", "|---|---|---|"]
     for have, losses, advice in ADVICE:
@@ -114,7 +133,8 @@ def _section(entries: list[Entry]) -> list[str]:
         )
         if entry.peers:
             lines.append(f"    - elsewhere: {entry.peers}")
-    return [*lines, f"- parameters: `{first.parameters}`", f"- source: {linked(first.source)}\n"]
+    reference = f"[reference]({_pages()[first.cls]}#contrastive_zoo.{first.cls})"
+    return [*lines, f"- parameters: `{first.parameters}`; {reference}", f"- source: {linked(first.source)}\n"]
 
 
 def as_markdown() -> str:
