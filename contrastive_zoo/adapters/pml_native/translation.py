@@ -37,7 +37,7 @@ def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
         >>> to_native(losses.HistogramLoss())
         Traceback (most recent call last):
         ...
-        ValueError: HistogramLoss has no exact translation: this library has no such formula.
+        ValueError: HistogramLoss has no exact translation: none is written. Construct contrastive_zoo.Histogram instead.
     """
     try:
         return _translate(loss, miner)
@@ -118,28 +118,33 @@ TRANSLATED: dict[type, Callable[..., Loss]] = {
 }
 """Losses that this library has, and the function that translates each."""
 
-_NO_FORMULA = "this library has no such formula."
 NO_LOSS = "it is no loss by itself."
+
+
+def _by_hand(native: str) -> str:
+    """Return the reason of a loss whose settings nobody has written a translation for."""
+    return f"none is written. Construct contrastive_zoo.{native} instead."
+
 
 REFUSED: dict[type, str] = {
     losses.AngularLoss: "it compares unit rows with negatives that are not normalised, this library's all unit rows.",
     losses.BaseLossWrapper: NO_LOSS,
     losses.BaseMetricLossFunction: NO_LOSS,
     losses.CrossBatchMemory: "translate its loss, and wrap that in this library's CrossBatchMemory.",
-    losses.DynamicSoftMarginLoss: _NO_FORMULA,
+    losses.DynamicSoftMarginLoss: _by_hand("DynamicSoftMargin"),
     losses.EmbeddingRegularizerMixin: NO_LOSS,
     losses.GeneralizedLiftedStructureLoss: "anchors without a positive count with the half of the formula they have.",
     losses.GenericPairLoss: NO_LOSS,
-    losses.HistogramLoss: _NO_FORMULA,
-    losses.InstanceLoss: _NO_FORMULA,
-    losses.IntraPairVarianceLoss: _NO_FORMULA,
-    losses.LargeMarginSoftmaxLoss: _NO_FORMULA,
-    losses.ManifoldLoss: _NO_FORMULA,
-    losses.P2SGradLoss: _NO_FORMULA,
-    losses.PNPLoss: _NO_FORMULA,
+    losses.HistogramLoss: _by_hand("Histogram"),
+    losses.InstanceLoss: "InstanceLoss of this library is another function, a classifier of instances.",
+    losses.IntraPairVarianceLoss: _by_hand("IntraPairVariance"),
+    losses.LargeMarginSoftmaxLoss: _by_hand("LargeMarginSoftmax"),
+    losses.ManifoldLoss: "this library has no such formula.",
+    losses.P2SGradLoss: _by_hand("P2SGrad"),
+    losses.PNPLoss: _by_hand("PNP"),
     losses.SmoothAPLoss: "it follows its formula only where a batch has as many classes as rows of each.",
-    losses.SphereFaceLoss: _NO_FORMULA,
-    losses.ThresholdConsistentMarginLoss: _NO_FORMULA,
+    losses.SphereFaceLoss: _by_hand("SphereFace"),
+    losses.ThresholdConsistentMarginLoss: _by_hand("ThresholdConsistentMargin"),
     losses.WeightRegularizerMixin: NO_LOSS,
 }
 """Losses without an exact translation, and the reason."""
