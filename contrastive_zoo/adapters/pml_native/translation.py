@@ -37,7 +37,7 @@ def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
         >>> to_native(losses.HistogramLoss())
         Traceback (most recent call last):
         ...
-        ValueError: HistogramLoss has no exact translation: none is written. Construct contrastive_zoo.Histogram instead.
+        ValueError: HistogramLoss has no exact translation: construct contrastive_zoo.Histogram by name.
     """
     try:
         return _translate(loss, miner)
@@ -123,7 +123,7 @@ NO_LOSS = "it is no loss by itself."
 
 def _by_hand(native: str) -> str:
     """Return the reason of a loss whose settings nobody has written a translation for."""
-    return f"none is written. Construct contrastive_zoo.{native} instead."
+    return f"construct contrastive_zoo.{native} by name."
 
 
 REFUSED: dict[type, str] = {
