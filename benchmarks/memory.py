@@ -27,8 +27,8 @@ TEXT = f"""# Memory
 
 How much memory does each loss add to a training step? For people who choose a batch size.
 
-**Short answer.** No loss of the zoo holds the N × N similarity matrix. Every loss adds less than {LIMIT} MB of peak memory
-at N = 16,384, d = 128. Twice the samples need at most about twice the memory.
+**Short answer.** No loss of the zoo holds the N × N similarity matrix. Every loss in the table below adds less than
+{LIMIT} MB of peak memory at N = 16,384, d = 128. Twice the samples need at most about twice the memory.
 
 ```bash
 python benchmarks/memory.py --docs            # all losses, and this page
