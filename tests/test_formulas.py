@@ -1,7 +1,9 @@
 """Every formula of the catalogue is rendered, and no character of it is lost."""
 
 import html
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,16 @@ def test_a_formula_is_rendered_whole(name: str) -> None:
     assert formula
     shown = html.unescape(re.sub(r"<[^>]+>", "", mathml(formula)))
     assert characters(shown) == characters(formula)
+
+
+def test_a_page_renders_formulas_of_the_catalogue_alone() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", Path(__file__).parent.parent / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    block = '<div class="language-text highlight"><pre><span></span><code>{}\n</code></pre></div>'
+    formula = html.escape(CATALOGUE["hcl"].formula)
+    page = hooks.on_page_content(block.format(formula) + block.format("a = b"))
+    assert page == mathml(CATALOGUE["hcl"].formula) + block.format("a = b")
 
 
 def test_scripts_belong_to_their_letters() -> None:
