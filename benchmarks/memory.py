@@ -22,6 +22,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
 LIMIT = 400
 CLASSES = 512
 CAPTIONS = 3
+TOKENS = 16
 
 TEXT = f"""# Memory
 
@@ -45,7 +46,8 @@ command fails if a loss needs {LIMIT} MB or more.
 Samples are counted over all arguments: two views of 8,192, or 16,384 labelled embeddings. Labels are {CLASSES} classes of
 equal size. Losses with class weights have {CLASSES} classes, SwAV has {CLASSES} prototypes, multi-positive has one id for
 every two queries and their keys. For DINO a sample is an output of its head. A video of MIL-NCE has {CAPTIONS} candidate
-texts.
+texts, a query of MarginMSE and ScoreDistillation {CAPTIONS} negatives. A sample of MaxSim is a token; a sequence has
+{TOKENS}.
 
 The figure includes freed memory that malloc keeps. For losses with many small steps this may be the larger part. On a CPU
 with glibc the library raises malloc's trim threshold to twice the memory budget plus {BLOCK_BYTES // 2**20} MiB, because
@@ -88,14 +90,25 @@ def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
     def drawn(n: int, *more: int, learnt: bool = True) -> Tensor:
         return torch.randn(n, *more, width, requires_grad=learnt)
 
+    half = rows // 2
     if entry.name == "mil-nce":
         yield from (drawn(rows // (1 + CAPTIONS)), drawn(rows // (1 + CAPTIONS), CAPTIONS))
+    elif entry.name in ("margin-mse", "score-distillation"):
+        n, negatives = rows // (2 + CAPTIONS), "negatives" in entry.called_with
+        yield from (drawn(n), *([drawn(n)] if negatives else []), drawn(n, CAPTIONS), torch.rand(n, CAPTIONS))
+    elif entry.name.startswith("max-sim"):
+        yield from (drawn(half // TOKENS, TOKENS), drawn(half // TOKENS, TOKENS))
+    elif entry.called_with == "embeddings":
+        yield drawn(rows)
+    elif entry.called_with.startswith("projections1"):
+        yield from (drawn(rows // 4) for _ in range(4))
     elif entry.call == "labels":
         yield from (drawn(rows), torch.arange(rows) % CLASSES)
     else:
-        yield from (drawn(rows // 2), drawn(rows // 2))
+        numbers = {"ids": torch.arange(half) // 2, "scores": torch.rand(half), "labels": torch.arange(half) % 2}
+        yield from (drawn(half), drawn(half))
         for name in entry.called_with.split(", ")[2:] if entry.call == "other" else ():
-            yield torch.arange(rows // 2) // 2 if name == "ids" else drawn(rows // 2, learnt=False)
+            yield numbers[name] if name in numbers else drawn(half, learnt=False)
 
 
 def measure(name: str, rows: int, width: int) -> None:
