@@ -31,6 +31,9 @@ _TOKEN = re.compile(
 )
 
 
+_MAY_WRAP = re.compile(r" {5,}(?!=| )|  (?=[+−=]  )")
+
+
 class Token(NamedTuple):
     """A piece of a formula, and whether a space stands before it."""
 
@@ -114,7 +117,8 @@ class _Parser:
     def _operator(self, token: Token, before: str) -> str:
         text = escape(token.text).replace("·", "⋅")
         if token.text in "+−" and before in ("operator", "comma"):
-            return f"<mo form='prefix' lspace='0' rspace='{_THIN}'>{text}</mo>"
+            space = _MEDIUM if self.at < len(self.tokens) and self.tokens[self.at].kind == "space" else _THIN
+            return f"<mo form='prefix' lspace='0' rspace='{space}'>{text}</mo>"
         width = _MEDIUM if token.spaced else _THIN
         return f"<mo lspace='{width}' rspace='{width}' stretchy='false'>{text}</mo>"
 
@@ -167,14 +171,24 @@ def _scripts(base: str, below: str, above: str, *, limits: bool) -> str:
 def pieces(formula: str) -> list[list[str]]:
     """Return the lines of a formula, each in the pieces between which it may wrap on a narrow screen.
 
-    A line that begins with a space continues the one above. Five spaces or more separate pieces, except before "=".
+    A line that begins with a space continues the one above. Outside of brackets a line may wrap at five spaces or more, and
+    before an operator with two spaces around it.
 
     Examples:
-        >>> pieces("a = [ b\\n      + c ],      d = e\\nf   = g")
-        [['a = [ b  + c ],', 'd = e'], ['f   = g']]
+        >>> pieces("a = [ b\\n      + c ]  +  d,      e = f\\ng   = h")
+        [['a = [ b  + c ]', '+  d,', 'e = f'], ['g   = h']]
     """
-    whole = re.sub(r"\n +", "  ", formula).split("\n")
-    return [re.split(r" {5,}(?!=| )", line) for line in whole]
+    return [_wrapped(line) for line in re.sub(r"\n +", "  ", formula).split("\n")]
+
+
+def _wrapped(line: str) -> list[str]:
+    found, start = [], 0
+    for gap in _MAY_WRAP.finditer(line):
+        before = line[: gap.start()]
+        if all(before.count(bracket) == before.count(closing) for bracket, closing in _CLOSING.items()):
+            found.append(line[start : gap.start()])
+            start = gap.end()
+    return [*found, line[start:]]
 
 
 def mathml(formula: str) -> str:
