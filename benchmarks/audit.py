@@ -68,6 +68,7 @@ def table() -> None:
         what = mistake if module.startswith("examples.") else name if mistake else ""
         cells = (module.rpartition(".")[2], name, what or "–", verdict, found, f"{report.seconds:.1f}")
         print(f"| {' | '.join(cells)} |", flush=True)
+    run.close()
 
 
 def random_steps(steps: int) -> int:

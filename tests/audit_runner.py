@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import multiprocessing as mp
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +23,7 @@ from contrastive_zoo.audit.context import audit
 from contrastive_zoo.audit.launch import collected, environment
 from contrastive_zoo.audit.rank import Rank
 from contrastive_zoo.audit.report import AuditReport, WorldReport
+from contrastive_zoo.testing._rank import prepared_forkserver
 
 TIMEOUT = 60.0
 """Seconds after which the audit of a set-up is ended."""
@@ -29,33 +33,53 @@ STEPS = {"no set_epoch": 6, "one rank has fewer batches": 7}
 
 
 class Runner:
-    """Run audits one after another.
+    """Run audits one after another, on processes forked from one that has imported all libraries.
 
     Args:
-        modules: what the processes import once.
+        modules: what that process imports.
     """
 
     def __init__(self, modules: Iterable[str]) -> None:
-        self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.audit_runner", *modules])
+        context = mp.get_context("forkserver")
+        self.pipe, end = context.Pipe()
+        self.server = context.Process(target=_serve, args=(end, list(modules)))
+        with prepared_forkserver([]):
+            self.server.start()
+
+    def close(self) -> None:
+        """End the process that has imported all libraries."""
+        self.server.kill()
+        self.server.join()
 
     def __call__(self, module: str, name: str, *, processes: int = 2, steps: int = 0) -> WorldReport:
         """Audit the training ``name`` of a module: of an example, or of ``tests.audit_trainings``."""
         start, steps = time.monotonic(), steps or STEPS.get(name, 3)
         with tempfile.TemporaryDirectory() as folder:
             store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-            started: list[Any] = []
-            for rank in range(processes):
-                job = (folder, module, name, rank, processes, store.port, steps)
-                started.append(self.context.Process(target=_rank, args=job, daemon=True))
-                started[-1].start()
-            started[0].join(TIMEOUT)
-            for process in started:
-                process.kill()
-                process.join()
+            self.pipe.send([(folder, module, name, rank, processes, store.port, steps) for rank in range(processes)])
+            assert self.pipe.poll(2 * TIMEOUT), "the server does not answer"
+            self.pipe.recv()
             report = collected(Path(folder), processes)
         report.seconds = time.monotonic() - start
         return report
+
+
+def _serve(pipe: Connection, modules: list[str]) -> None:
+    """Import the modules; then fork the ranks of one audit after another, until the parent is gone."""
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    gc.freeze()
+    with contextlib.suppress(EOFError):
+        while True:
+            ranks = [mp.get_context("fork").Process(target=_rank, args=job, daemon=True) for job in pipe.recv()]
+            for process in ranks:
+                process.start()
+            ranks[0].join(TIMEOUT)
+            for process in ranks:
+                process.kill()
+                process.join()
+            pipe.send(None)
 
 
 def _rank(folder: str, module: str, name: str, rank: int, world_size: int, port: int, steps: int) -> None:

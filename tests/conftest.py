@@ -1,5 +1,7 @@
 """Shapes are checked in this run, and Hypothesis searches briefly. The pool of worlds is the plugin's."""
 
+import gc
+import multiprocessing.forkserver
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,26 @@ settings.register_profile("long", max_examples=long, deadline=None, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+IMPORTED_ON_RANKS = [
+    "pytorch_metric_learning.losses",
+    "pytorch_metric_learning.miners",
+    "pytorch_metric_learning.utils.distributed",
+    "sklearn.datasets",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+    "torch.utils.checkpoint",
+]
+"""Modules besides the package's own that the ranks of several tests use."""
+
+
 collect_ignore = ["typing/user.py"]  # type checkers read it; it is full of mistakes
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from visiting all tests and imported modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +47,16 @@ def engines() -> None:
     from contrastive_zoo.engine import dense_mode
 
     dense_mode.SMALL_BATCH_ELEMENTS = -1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forkserver() -> None:
+    """Start the process that all ranks are forked from, so that they import nothing; whichever test has ranks first."""
+    import contrastive_zoo as cz
+    from contrastive_zoo.testing._rank import prepared_forkserver
+
+    with prepared_forkserver([*sorted(set(cz._HOMES.values()) - {"contrastive_zoo"}), *IMPORTED_ON_RANKS]):
+        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,6 +21,13 @@ EXACT = 1e-10
 """Largest difference of float64 results, relative to the larger of 1 and the largest expected element."""
 
 R = TypeVar("R")
+
+
+def drawn(*axes: Iterable[Any], one_in: int) -> list[tuple[Any, ...]]:
+    """Return the combinations of these values: all in a search, otherwise one in so many, with every value of each axis."""
+    places = itertools.product(*(enumerate(axis) for axis in axes))
+    chosen = (pairs for pairs in places if EVERY_CASE or sum(place for place, _ in pairs) % one_in == 0)
+    return [tuple(value for _, value in pairs) for pairs in chosen]
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

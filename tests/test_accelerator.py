@@ -2,8 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +15,7 @@ from contrastive_zoo.testing.trial import Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.accelerator import FAMILIES
 from tests.helpers import EVERY_CASE
+from tests.interpreter import python
 from tests.zoo import ZOO, Entry
 
 READS = {
@@ -42,9 +41,8 @@ HARD = {"Triplet, hard", "Triplet, hard and soft"}
 @functools.cache
 def reading(*options: str) -> set[str]:
     """Return the losses that read values of an accelerator."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.accelerator", *options]
     for _ in range(3):  # torch's threads abort with a device that is written in Python, once in some ten runs
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        done = python("-m", "tests.accelerator", *options, timeout=180.0)
         if done.returncode == 0:
             break
     assert done.returncode == 0, done.stderr

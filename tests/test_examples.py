@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from examples.__main__ import main
 from examples.reference import Trained
 from examples.run import EXAMPLES, Outcome, measure, recipe_of, setups
 from examples.setup import Deviation, Setup
+from tests.interpreter import torchrun
 from tools.trainers_page import filled, listing, right_table, wrong_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
@@ -24,15 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
 RECIPES = [example for example in EXAMPLES if recipe_of(example) == example]
-
-
-def run(*command: str) -> str:
-    """Return what a command prints, run with the repository on the path."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("example", RECIPES)
@@ -66,11 +56,11 @@ def test_a_higher_bound_has_a_reason_and_a_mistake_a_fix() -> None:
         assert bool(setup.mistake) == bool(setup.fix)
 
 
-def test_torchrun_starts_an_example() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    printed = run("-W", "ignore", *torchrun, "-m", "examples.ddp", "the loss in the model")
-    found = re.search("the loss in the model: encoder (.*), loss parameters (.*)", printed)
-    assert found, printed
+def test_an_example_runs_under_torchrun() -> None:
+    done = torchrun(2, "-m", "examples.ddp", "the loss in the model")
+    assert done.returncode == 0, done.stderr
+    found = re.search("the loss in the model: encoder (.*), loss parameters (.*)", done.stdout)
+    assert found, done.stdout
     assert max(map(float, found.groups())) < 1e-9
 
 

@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import close, common_error, error_message, groups, local_shard, numbers
+from tests.helpers import close, common_error, drawn, error_message, groups, local_shard, numbers
 
 D = 3
 STEPS = [(2, 2), (2, 2), (3, 1), (0, 4), (4, 0), (1, 1), (5, 2)]
@@ -400,19 +400,19 @@ def test_anchors_of_a_loss_that_draws_cannot_be_told_apart(worlds: Worlds) -> No
 # ------------------------------------------------------------------------------------------------- activation checkpoints
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(
-    ("make", "inputs"),
-    [
-        (lambda: cz.Clip(temperature=0.3), two_towers),
-        (lambda: cz.NTXent(temperature=0.3), two_towers),
-        (lambda: cz.Triplet(), labelled),
-        (lambda: cz.SupCon(), labelled),
-        (lambda: cz.WeightedSum([cz.NTXent(), cz.SigLIP()]), two_towers),
-    ],
-    ids=["clip", "nt-xent", "triplet", "sup-con", "sum"],
-)
-def test_an_activation_checkpoint_around_the_loss(make: Any, inputs: Any, reentrant: bool, worlds: Worlds) -> None:
+CHECKPOINTED: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "clip": (lambda: cz.Clip(temperature=0.3), two_towers),
+    "nt-xent": (lambda: cz.NTXent(temperature=0.3), two_towers),
+    "triplet": (lambda: cz.Triplet(), labelled),
+    "sup-con": (lambda: cz.SupCon(), labelled),
+    "sum": (lambda: cz.WeightedSum([cz.NTXent(), cz.SigLIP()]), two_towers),
+}
+
+
+@pytest.mark.parametrize(("name", "reentrant"), drawn(CHECKPOINTED, [False, True], one_in=2))
+def test_an_activation_checkpoint_around_the_loss(name: str, reentrant: bool, worlds: Worlds) -> None:
+    make, inputs = CHECKPOINTED[name]
+
     def call(loss: nn.Module, *args: Tensor) -> Tensor:
         return checkpoint(loss, *args, use_reentrant=reentrant)
 

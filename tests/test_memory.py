@@ -1,10 +1,11 @@
 """Memory is linear in the batch: no N × N matrix is stored."""
 
-import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from tests.interpreter import python
 
 ROWS, BUDGET, LIMIT = 8_192, 32 * 2**20, 100 * 2**20
 """Their similarity matrix has 256 MiB in float32; the budget allows an eighth of it."""
@@ -45,9 +46,9 @@ CALLS = {
 def peak(name: str, rows: int = ROWS) -> int:
     """Return the peak of additional bytes."""
     script = textwrap.dedent(MEASURE).format(call=CALLS[name], rows=rows, budget=BUDGET)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    return int(run.stdout)
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells a process its peak memory")

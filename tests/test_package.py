@@ -1,6 +1,7 @@
 """What an import of the package loads, which names it has, and which of its modules may import which."""
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
@@ -55,6 +56,7 @@ GALLERY = "testing.gallery"
 """The package of testing whose subject is particular losses."""
 
 
+@functools.cache
 def modules(under: str = "") -> list[str]:
     """Return the names of all modules of a subpackage, without the package's name."""
     files = sorted((PACKAGE / under.replace(".", "/")).rglob("*.py"))
@@ -78,9 +80,16 @@ def imported(node: ast.AST) -> Iterator[str]:
             yield from (f"{x.module}.{alias.name}" for alias in x.names)
 
 
+@functools.cache
+def imported_names(module: str) -> frozenset[str]:
+    """Return the full names of all imports of a module."""
+    return frozenset(imported(tree(module)))
+
+
+@functools.cache
 def imported_modules(module: str) -> set[str]:
     """Return the modules of the package that a module imports, without the package's name."""
-    found = {name.removeprefix(f"{NAME}.") for name in imported(tree(module)) if name.startswith(f"{NAME}.")}
+    found = {name.removeprefix(f"{NAME}.") for name in imported_names(module) if name.startswith(f"{NAME}.")}
     known = set(modules())
     return {name if name in known else name.rpartition(".")[0] for name in found}
 
@@ -166,9 +175,9 @@ def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- arrows
 
 
-@pytest.mark.parametrize("module", modules())
-def test_the_package_imports_nothing_from_outside_the_wheel(module: str) -> None:
-    assert not {name.partition(".")[0] for name in imported(tree(module))} & {"tools", "tests", "benchmarks"}
+def test_the_package_imports_nothing_from_outside_the_wheel() -> None:
+    outside = {"tools", "tests", "benchmarks"}
+    assert [x for x in modules() if {name.partition(".")[0] for name in imported_names(x)} & outside] == []
 
 
 @pytest.mark.parametrize("module", modules("adapters"))
@@ -176,19 +185,21 @@ def test_adapters_do_not_import_testing(module: str) -> None:
     assert not {other for other in imported_modules(module) if other.partition(".")[0] in {"testing"} | ENTRY_POINTS}
 
 
-@pytest.mark.parametrize("module", [module for module in modules() if layer(module) is not None])
-def test_imports_point_to_lower_layers(module: str) -> None:
-    here = layer(module)
-    for other in imported_modules(module) - INSIDE_FUNCTIONS.get(module, set()):
-        there = layer(other)
-        assert there is not None, f"{module} imports {other}, which is outside the core"
-        same_package = module.partition(".")[0] == other.partition(".")[0]
-        assert there < here or same_package, f"{module} imports {other}, which is in the same layer or above"
+def test_imports_point_to_lower_layers() -> None:
+    for module in modules():
+        if (here := layer(module)) is None:
+            continue
+        for other in imported_modules(module) - INSIDE_FUNCTIONS.get(module, set()):
+            there = layer(other)
+            assert there is not None, f"{module} imports {other}, which is outside the core"
+            same_package = module.partition(".")[0] == other.partition(".")[0]
+            assert there < here or same_package, f"{module} imports {other}, which is in the same layer or above"
 
 
-@pytest.mark.parametrize("module", [module for module in modules() if module.partition(".")[0] not in ENTRY_POINTS])
-def test_entry_points_are_not_imported(module: str) -> None:
-    assert not {other for other in imported_modules(module) if other.partition(".")[0] in ENTRY_POINTS}
+def test_entry_points_are_not_imported() -> None:
+    others = [module for module in modules() if module.partition(".")[0] not in ENTRY_POINTS]
+    found = {module: {x for x in imported_modules(module) if x.partition(".")[0] in ENTRY_POINTS} for module in others}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize("module", INSIDE_FUNCTIONS)
@@ -202,10 +213,11 @@ def test_adapters_are_imported_inside_functions(module: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("module", modules())
-def test_no_module_of_the_package_is_imported_by_a_string(module: str) -> None:
-    calls = [x for x in ast.walk(tree(module)) if isinstance(x, ast.Call) and "import_module" in ast.unparse(x.func)]
-    assert not [ast.unparse(x) for x in calls if NAME in ast.unparse(x.args[0])]
+def test_no_module_of_the_package_is_imported_by_a_string() -> None:
+    for module in modules():
+        nodes = ast.walk(tree(module))
+        calls = [x for x in nodes if isinstance(x, ast.Call) and "import_module" in ast.unparse(x.func)]
+        assert not [ast.unparse(x) for x in calls if NAME in ast.unparse(x.args[0])], module
 
 
 def test_imports_are_found() -> None:

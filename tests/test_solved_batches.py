@@ -25,7 +25,7 @@ from contrastive_zoo.session import Session
 from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import ALONE, Shards, World
-from tests.helpers import EVERY_CASE, local_shard, numbers
+from tests.helpers import EVERY_CASE, drawn, local_shard, numbers
 
 GOAL = 2e-5
 """Relative error of a float32 gradient at t = 0.01: rounding a logit of 100 changes its exponential by 4e-6."""
@@ -260,10 +260,7 @@ CONDITIONS = [(0.05, 0.3), (0.02, 0.1), (0.01, 0.3), (0.01, 0.1)] if EVERY_CASE 
 """Temperatures and noise."""
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [(name, where) for i, name in enumerate(LOSSES) for j, where in enumerate(PATHS) if EVERY_CASE or (i + j) % 2 == 0],
-)
+@pytest.mark.parametrize(("name", "where"), drawn(LOSSES, PATHS, one_in=3))
 def test_float32_keeps_digits_of_the_gradient(name: str, where: str) -> None:
     """At the temperature 0.01 plain torch is off by 1e-2 and more.
 
@@ -288,9 +285,11 @@ def test_the_goal_is_met_at_its_size() -> None:
             assert errors(name, 700, 0.01, noise)[0] <= GOAL
 
 
-@pytest.mark.parametrize("where", ["cached", "small"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [*TILED, "SupCon"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "where"),
+    drawn([*TILED, "SupCon"], [torch.bfloat16, torch.float16], ["cached", "small"], one_in=2),
+    ids=str,
+)
 def test_16_bits_are_never_worse_than_plain_torch_in_16_bits(name: str, dtype: torch.dtype, where: str) -> None:
     for t, noise in CONDITIONS[1:3]:
         with path(where):
@@ -359,8 +358,10 @@ def subtracted(positive: Tensor, others: Tensor) -> Tensor:
     return torch.logaddexp(others, positive) - positive
 
 
-@pytest.mark.parametrize("where", ["tiled", "small", "dense"])
-@pytest.mark.parametrize("name", [name for name in LOSSES if not name.endswith("three views")])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    drawn([name for name in LOSSES if not name.endswith("three views")], ["tiled", "small", "dense"], one_in=3),
+)
 def test_a_subtraction_is_caught(name: str, where: str) -> None:
     """Three views hide it: their positives differ by more than the others add up to."""
     modules = [cross_entropy, *(import_module(f"contrastive_zoo.losses.{x}") for x in USERS)]

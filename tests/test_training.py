@@ -17,7 +17,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.trial import Call
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, groups
+from tests.helpers import close, distance, drawn, groups
 
 STEPS, SAMPLES, D = 20, 8, 4
 SPLITS = {  # one after the other, step by step; an empty shard among them
@@ -255,28 +255,30 @@ def assert_same(found: list[Trained], expected: Trained) -> None:
 # --------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize(("recipe", "world_size"), drawn(RECIPES, [2, 3], one_in=2), ids=str)
 def test_ddp_trains_what_one_process_trains(recipe: Recipe, world_size: int, worlds: Worlds) -> None:
     assert_same(worlds.run(world_size, train, recipe, Plan()), alone(worlds, recipe))
 
 
-@pytest.mark.parametrize("loss_in", ["trainer", "DDP inside"])
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.learnt], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "loss_in"), drawn([x for x in RECIPES if x.learnt], ["trainer", "DDP inside"], one_in=2), ids=str
+)
 def test_ddp_may_hold_the_loss_too(recipe: Recipe, loss_in: str, worlds: Worlds) -> None:
     assert_same(worlds.run(2, train, recipe, Plan(loss_in=loss_in)), alone(worlds, recipe))
 
 
-@pytest.mark.parametrize("trainer", [name for name in TRAINERS if name != "DDP"])
-@pytest.mark.parametrize("recipe", SOME, ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "trainer"), drawn(SOME, [name for name in TRAINERS if name != "DDP"], one_in=2), ids=str
+)
 def test_other_trainers_train_what_one_process_trains(recipe: Recipe, trainer: str, worlds: Worlds) -> None:
     # a hook that sums must see the loss's parameters as well, and so the loss goes into the trainer
     loss_in = "trainer" if recipe.learnt and "hook" in trainer else "nothing"
     assert_same(worlds.run(3, train, recipe, Plan(trainer, loss_in)), alone(worlds, recipe))
 
 
-@pytest.mark.parametrize("trainer", ["DDP", "DDP with a hook that sums", "average_gradients"])
-@pytest.mark.parametrize("recipe", SOME, ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "trainer"), drawn(SOME, ["DDP", "DDP with a hook that sums", "average_gradients"], one_in=2), ids=str
+)
 def test_gradients_accumulate_over_uneven_micro_batches(recipe: Recipe, trainer: str, worlds: Worlds) -> None:
     plan = Plan(trainer, "trainer" if recipe.learnt and trainer != "average_gradients" else "nothing", micro=3)
     assert_same(worlds.run(2, train, recipe, plan), alone(worlds, recipe, micro=3))

@@ -13,7 +13,8 @@ import importlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,22 @@ def modules() -> Iterator[Path]:
             yield path
 
 
+def stubs(paths: Iterable[Path]) -> dict[Path, str]:
+    """The stub of each module, by its path, after ruff."""
+    with tempfile.TemporaryDirectory() as name:
+        written = {Path(name, x.relative_to(PACKAGE.parent)).with_suffix(".pyi"): x for x in paths}
+        for place, path in written.items():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(stub(path))
+        own = f"lint.isort.known-first-party = ['{PACKAGE.name}']"
+        settings = ("--quiet", "--no-cache", f"--config={PACKAGE.parent / 'pyproject.toml'}", f"--config={own}", ".")
+        for command in (("check", "--fix", "--select=F401,I"), ("format",)):
+            subprocess.run([sys.executable, "-m", "ruff", *command, *settings], cwd=name, check=True)
+        return {path.with_suffix(".pyi"): HEADER + place.read_text() for place, path in written.items()}
+
+
 def stub(path: Path) -> str:
-    """The stub of a module: its imports, aliases and public functions, and classes with their constructors."""
+    """The declarations of a module: its imports, aliases and public functions, and classes with their constructors."""
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     module, tree = importlib.import_module(name), ast.parse(path.read_text())
     functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
@@ -47,9 +62,7 @@ def stub(path: Path) -> str:
             cls = getattr(module, node.name)
             imports += _imports_of_constructor(cls)
             body.append(_class(node, cls, functions))
-    text = "\n".join(ast.unparse(ast.fix_missing_locations(x)) for x in (*imports, *body))
-    text = _ruff("check", "--fix", "--quiet", "--select=F401,I", text=text, path=path)
-    return HEADER + _ruff("format", "--quiet", text=text, path=path)
+    return "\n".join(ast.unparse(ast.fix_missing_locations(x)) for x in (*imports, *body))
 
 
 def _function(node: ast.stmt) -> str | None:
@@ -167,9 +180,12 @@ def _dots() -> ast.stmt:
     return ast.Expr(ast.Constant(...))
 
 
-def _ruff(*arguments: str, text: str, path: Path) -> str:
-    command = [sys.executable, "-m", "ruff", *arguments, "--stdin-filename", str(path.with_suffix(".pyi")), "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+def outdated() -> dict[Path, str | None]:
+    """What the stubs that are out of date should be: their text, or None for one without a module."""
+    wanted = stubs(modules())
+    there = {x for x in PACKAGE.rglob("*.pyi") if x.read_text().startswith(HEADER)}
+    changed = {x: text for x, text in wanted.items() if x not in there or x.read_text() != text}
+    return {x: changed.get(x) for x in sorted((there - set(wanted)) | set(changed))}
 
 
 def main() -> int:
@@ -177,16 +193,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
-    wanted = {path.with_suffix(".pyi"): stub(path) for path in modules()}
-    there = {x for x in PACKAGE.rglob("*.pyi") if x.read_text().startswith(HEADER)}
-    stale = sorted((there - set(wanted)) | {x for x in wanted if x not in there or x.read_text() != wanted[x]})
-    for path in stale:
+    found = outdated()
+    for path, text in found.items():
         print(f"{path.relative_to(PACKAGE.parent)} is out of date" if check else path.relative_to(PACKAGE.parent))
-        if not check and path in wanted:
-            path.write_text(wanted[path])
+        if not check and text is not None:
+            path.write_text(text)
         elif not check:
             path.unlink()
-    return 1 if check and stale else 0
+    return 1 if check and found else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -79,13 +80,13 @@ def launch(
     with rank_end:
         args = (rank_end, rank, world_size, directory, threads, dict(os.environ))
         process = _context.Process(target=main, args=args, name=f"rank {rank} of {world_size}", daemon=True)
-        with _prepared_forkserver(imports):
+        with prepared_forkserver(imports):
             process.start()
     return process, parent_end
 
 
 @contextlib.contextmanager
-def _prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
+def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
     """Hide the caller's script from the ranks, and let a fork server that starts now import what every rank needs."""
     # dynamo: DDP and dispatch modes import it at first use, which takes each rank a second
     needed = [
@@ -123,6 +124,7 @@ def main(
     """Join the world whose store is in ``directory``, answer, and run jobs until the parent is gone."""
     global _pipe
     _pipe = pipe
+    gc.freeze()  # a collection would visit what the fork server has imported, and copy its pages
     os.environ.clear()  # the fork server's environment is as old as the fork server
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

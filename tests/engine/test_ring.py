@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.engine import exchange, ring, row_statistics, rowwise
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, distance, error_message, local_shard
+from tests.helpers import EVERY_CASE, EXACT, distance, error_message, local_shard
 from tests.stateful_rank import limits
 
 
@@ -156,7 +156,8 @@ FLAT, TWO_BY_TWO, TWO_BY_THREE = True, ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5))
     ids=str,
 )
 def test_a_ring_is_one_process(shards: tuple[int, ...], layout: Any, tiles: dict[str, int], worlds: Worlds) -> None:
-    for found in worlds.run(len(shards), errors_of, list(LOSSES), shards, layout, tiles, timeout=60):
+    names = list(LOSSES) if EVERY_CASE else list(LOSSES)[shards[0] % 2 :: 2]  # of each kind of layout once
+    for found in worlds.run(len(shards), errors_of, names, shards, layout, tiles, timeout=60):
         assert max(found.values()) <= EXACT, {name: x for name, x in found.items() if x > EXACT}
 
 

@@ -20,7 +20,7 @@ from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
-from tests.helpers import close, local_shard, numbers
+from tests.helpers import EVERY_CASE, close, local_shard, numbers
 
 SPLITS = [(9,), (5, 4), (7, 2), (9, 0), (3, 4, 2), (0, 9, 0), (2, 3, 1, 3), (0, 4, 0, 5), (2, 1, 3, 1, 2)]
 COLUMNS = {1: (11,), 2: (3, 8), 3: (0, 6, 5), 4: (5, 0, 4, 2), 5: (2, 2, 3, 4, 0)}
@@ -171,7 +171,8 @@ KINDS = ("one tower", "two towers", "rows alone")
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 def test_it_is_the_dense_log_sum_exp(sizes: tuple[int, ...], worlds: Worlds) -> None:
     columns = COLUMNS[len(sizes)]
-    every = list(itertools.product(OPTIONS, KINDS))
+    half = slice(None) if EVERY_CASE else slice(SPLITS.index(sizes) % 2, None, 2)
+    every = list(itertools.product(OPTIONS, KINDS))[half]
     found = worlds.run(len(sizes), lambda: [job(options, kind, sizes, columns) for options, kind in every])
     for (options, kind), of_ranks in zip(every, zip(*found, strict=True), strict=True):
         expected = dense(options, kind, sizes, columns)

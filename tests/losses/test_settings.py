@@ -16,7 +16,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base.checks import is_number, number_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, common_error, numbers
+from tests.helpers import EVERY_CASE, close, common_error, numbers
 
 N, D = 8, 4
 LABELS = torch.arange(N) % 3
@@ -332,7 +332,7 @@ REAL = [
 
 @pytest.mark.parametrize(
     ("name", "setting", "kind"),
-    [(*case, KINDS[(index + more) % len(KINDS)]) for index, case in enumerate(REAL) for more in (0, 1)],
+    [(*case, KINDS[(index + more) % len(KINDS)]) for index, case in enumerate(REAL) for more in range(1 + EVERY_CASE)],
 )
 def test_numbers_of_numpy_and_integers_are_numbers(name: str, setting: str, kind: Any) -> None:
     """Also where they are set later, and where the function is called by itself."""

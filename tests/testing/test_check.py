@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import nn
 
 import contrastive_zoo as cz
@@ -26,6 +26,12 @@ def shrink_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "SHRINKING", 0.5)
 
 
+@pytest.fixture
+def shrink_nothing(monkeypatch: pytest.MonkeyPatch, shrink_briefly: None) -> None:
+    """The first counterexample is enough, and each further hang would be waited for."""
+    monkeypatch.setattr(examination, "SHRINKING", 0.0)
+
+
 RECIPES = [*GALLERY.values(), *TRAINING_STEPS.values()]
 
 
@@ -37,6 +43,7 @@ def drawn_recipes() -> list[Recipe]:
     return [*of_mistake.values(), *RIGHT[::3]]
 
 
+@pytest.mark.usefixtures("shrink_nothing")
 @pytest.mark.parametrize("recipe", drawn_recipes(), ids=lambda recipe: recipe.name)
 def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> None:
     report = examine(
@@ -55,6 +62,7 @@ def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> N
 
 
 @pytest.mark.parametrize("recipe", RIGHT, ids=lambda recipe: recipe.name)
+@settings(max_examples=settings().max_examples // 2)
 @given(batch=global_batches((2, 3, 4)))
 def test_no_false_alarms(recipe: Recipe, batch: GlobalBatch, worlds: Worlds) -> None:
     trial = Trial(recipe.case, batch, worlds)
@@ -160,6 +168,7 @@ def test_an_invariant_is_not_tried_where_it_cannot_fail(impatient: Worlds) -> No
     assert not one.tried
 
 
+@pytest.mark.usefixtures("shrink_nothing")
 def test_one_batch_is_enough_to_find_that_uneven_shards_abort(impatient: Worlds) -> None:
     report = examine(partial(make, "GatherLayer of equal shards"), world_sizes=(2,), max_examples=1, worlds=impatient)
     assert not report.ok

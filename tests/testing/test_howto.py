@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from contrastive_zoo.testing import examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report
 from contrastive_zoo.testing.gallery import GALLERY
@@ -31,7 +32,12 @@ def test_the_files_of_the_howto_pass(run, pytester: pytest.Pytester) -> None:  #
     run("").assert_outcomes(passed=8)
 
 
-def test_the_first_file_catches_a_loss_of_own_rows_only(run, pytester: pytest.Pytester) -> None:  # noqa: F811
+def test_the_first_file_catches_a_loss_of_own_rows_only(
+    run,  # noqa: F811
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(examination, "SHRINKING", 0.5)
     wrong = TESTS[0].replace("cz.DistributedLoss(my_loss)", "my_loss")
     assert wrong != TESTS[0]
     pytester.makepyfile(test_wrong=wrong)

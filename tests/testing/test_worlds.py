@@ -456,7 +456,7 @@ def script(*args: str, code: str | None = None, **settings) -> "subprocess.Compl
     return subprocess.run(command, input=code, capture_output=True, text=True, timeout=120, check=False, **settings)
 
 
-@pytest.mark.parametrize("how", ["file", "-c", "stdin", "-m"] if EVERY_CASE else ["file", "stdin"])
+@pytest.mark.parametrize("how", ["file", "-c", "stdin", "-m"] if EVERY_CASE else ["file"])
 def test_a_script_without_a_main_guard(how, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (tmp_path / "plain.py").write_text(SCRIPT)
