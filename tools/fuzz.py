@@ -1,17 +1,25 @@
 """Call every public callable with nonsense; print examples tried and internal errors of each.
 
 python -m tools.fuzz --examples 300
+python -m tools.fuzz --examples 300 --out fuzz.json --docs     # continues, and writes the table to how-it-is-tested.md
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests import fuzzing
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "how-it-is-tested.md"
+BEGIN, END = "<!-- fuzz: begin -->", "<!-- fuzz: end -->"
 
 
 def errors_of(name: str, examples: int, first: int) -> tuple[int, Counter[str]]:
@@ -38,23 +46,47 @@ def errors_of(name: str, examples: int, first: int) -> tuple[int, Counter[str]]:
     return tried, found
 
 
+def table(results: Mapping[str, tuple[int, Mapping[str, int]]]) -> str:
+    """A row for each public callable, and their sum.
+
+    Examples:
+        >>> print(table({"NTXent": (300, {}), "SupCon": (299, {"KeyError at losses/sup_con.py:1": 2})}))
+        | entry point | examples | internal errors |
+        |---|---:|---:|
+        | `NTXent` | 300 | 0 |
+        | `SupCon` | 299 | 2 |
+        | all 2 | 599 | 2 |
+    """
+    rows = [(f"`{name}`", tried, sum(found.values())) for name, (tried, found) in results.items()]
+    rows.append((f"all {len(rows)}", sum(x[1] for x in rows), sum(x[2] for x in rows)))
+    head = ["| entry point | examples | internal errors |", "|---|---:|---:|"]
+    return "\n".join([*head, *(f"| {name} | {tried} | {errors} |" for name, tried, errors in rows)])
+
+
 def main() -> None:
     """Print a row for each public callable."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path, help="keeps results; a run continues where an earlier one was stopped")
+    parser.add_argument("--docs", action="store_true", help="write the table to the page")
     options = parser.parse_args()
-    total = bad = 0
-    print("| entry point | examples | internal errors |\n|---|---|---|")
+    kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    results: dict[str, tuple[int, Mapping[str, int]]] = dict(kept)
     for name in fuzzing.TARGETS:
-        if options.only in name:
-            tried, found = errors_of(name, options.examples, options.seed)
-            total, bad = total + tried, bad + found.total()
-            print(f"| {name} | {tried} | {found.total()} |", flush=True)
-            for text, count in found.most_common():
-                print(f"    {count} × {text}")
-    print(f"| all {len(fuzzing.TARGETS)} | {total} | {bad} |")
+        if options.only in name and name not in results:
+            results[name] = errors_of(name, options.examples, options.seed)
+            for text, count in results[name][1].items():
+                print(f"{name}: {count} × {text}", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(results))
+    ordered = {name: results[name] for name in fuzzing.TARGETS if name in results}
+    print(table(ordered))
+    if options.docs:
+        page = PAGE.read_text(encoding="utf-8")
+        text = f"{BEGIN}\n{table(ordered)}\n{END}"
+        PAGE.write_text(re.sub(f"(?s){BEGIN}.*?{END}", lambda _: text, page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""The program that tests the tests: it plants its mutants, and the list of equivalent ones names mutants that exist."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from contrastive_zoo.engine import masked, reduction
+from tools.mutants.changes import PACKAGE, mutants_of
+from tools.mutants.equivalent import EQUIVALENT
+from tools.mutants.plant import NotPlantedError, Trace, functions, plant
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    found = [x for path in ("engine/masked.py", "engine/reduction.py") for x in functions(str(PACKAGE / path))]
+    before = [(x, x.__code__, x.__defaults__, x.__kwdefaults__) for x in found]
+    negligible = reduction._NEGLIGIBLE_COUNT
+    yield
+    for x, code, defaults, named in before:
+        x.__code__, x.__defaults__, x.__kwdefaults__ = code, defaults, named
+    reduction._NEGLIGIBLE_COUNT = negligible
+
+
+def plant_change(path: str, function: str, change: str) -> None:
+    plant(path, next(x.number for x in mutants_of(path) if (x.place.function, x.change) == (function, change)))
+
+
+@pytest.mark.usefixtures("_restored")
+def test_code_is_planted() -> None:
+    plant_change("engine/reduction.py", "mean_divisor", "1 → 2")
+    assert reduction.mean_divisor(torch.ones(1)).item() == 2.0
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_default_is_planted() -> None:
+    equal, every = torch.ones(1, 2, requires_grad=True), torch.ones(1, 2, dtype=torch.bool)
+    plant_change("engine/masked.py", "masked_max", "False → True")
+    (g,) = torch.autograd.grad(masked.masked_max(equal, every).sum(), equal)
+    assert g.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_constant_is_planted() -> None:
+    plant_change("engine/reduction.py", "", "-100 → --100")
+    assert reduction.mean_divisor(torch.ones(1)).item() == torch.inf
+
+
+def test_what_ran_at_import_is_not_planted() -> None:
+    with pytest.raises(NotPlantedError, match="TYPE_CHECKING"):
+        plant_change("distributed.py", "", "if TYPE_CHECKING: → if True:")
+
+
+def test_executed_lines_are_noted() -> None:
+    with Trace() as trace:
+        reduction.mean_divisor(torch.ones(1))
+    assert {path for path, _ in trace.lines} == {"engine/reduction.py"}
+    assert len(trace.lines) == 2  # the definition and its only statement
+
+
+def test_equivalent_mutants_exist() -> None:
+    assert EQUIVALENT.keys() <= {x.name for path in {name[0] for name in EQUIVALENT} for x in mutants_of(path)}
+    assert all(reason.endswith(".") for reason in EQUIVALENT.values())

@@ -1,0 +1,68 @@
+"""The result of a run: a score for each module, and what survived."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from tools.mutants.changes import ROOT
+from tools.mutants.equivalent import EQUIVALENT
+
+PAGE = ROOT / "docs" / "pages" / "how-it-is-tested.md"
+BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
+COLUMNS = ("caught", "timed out", "equivalent", "survived")
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """What is counted of a mutant; a survivor of the list of equivalent ones apart."""
+    name = result["path"], result["place"][0], result["change"]
+    return "equivalent" if result["verdict"] == "survived" and name in EQUIVALENT else str(result["verdict"])
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each module, and the score of all.
+
+    Examples:
+        >>> print(table([{"path": "engine/ring.py", "place": ["f", 1, 1], "change": "1 → 2", "verdict": "caught"}]))
+        | module | mutants | caught | timed out | equivalent | survived |
+        |---|---:|---:|---:|---:|---:|
+        | `engine/ring.py` | 1 | 1 | 0 | 0 | 0 |
+        | all | 1 | 1 | 0 | 0 | 0 |
+    """
+    lines = [f"| module | mutants | {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (1 + len(COLUMNS))]
+    paths = sorted({x["path"] for x in results})
+    groups = [(f"`{path}`", [x for x in results if x["path"] == path]) for path in paths]
+    for name, group in [*groups, ("all", list(results))]:
+        counts = Counter(map(outcome, group))
+        lines.append(f"| {name} | {len(group)} | {' | '.join(str(counts[x]) for x in COLUMNS)} |")
+    return "\n".join(lines)
+
+
+def summary(results: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> str:
+    """The score in a sentence."""
+    counts = Counter(map(outcome, results))
+    noticed, tried = counts["caught"] + counts["timed out"], len(results) - counts["equivalent"]
+    alarms = sum(x["verdict"] != "survived" for x in controls)
+    return (
+        f"{len(results)} mutants, {noticed} noticed: {100 * noticed / max(1, tried):.1f} % of those that are not "
+        f"equivalent, {100 * noticed / max(1, len(results)):.1f} % of all. {len(controls)} controls, runs of the same "
+        f"tests without a mutant: {alarms} failed."
+    )
+
+
+def survivors(results: Sequence[dict[str, Any]]) -> str:
+    """A line for each mutant that no test noticed and that is not known to be equivalent."""
+    return "\n".join(
+        f"survived: {x['path']}:{x['place'][1]} {x['place'][0]}: {x['change']} ({x['tests']} tests)"
+        for x in results
+        if outcome(x) == "survived"
+    )
+
+
+def write_page(results: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> None:
+    """Write score and table to the page."""
+    text = f"{summary(results, controls)}\n\n{table(results)}"
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(f"(?s){BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{text}\n{END}", page), encoding="utf-8")
