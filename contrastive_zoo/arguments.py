@@ -65,7 +65,7 @@ class Arguments:
     @cached_property
     def sizes(self) -> list[int]:
         """Samples of each of :attr:`rows`."""
-        return [len(x) for x in self.rows.values()]
+        return [x.shape[0] for x in self.rows.values()]
 
     @property
     def padded_sizes(self) -> list[int]:
@@ -74,9 +74,10 @@ class Arguments:
 
     @property
     def _padded_dims(self) -> list[tuple[str, int]]:
+        if not self.padded:
+            return []
         given = [(path, dim) for path, dims in self.ragged.items() for dim in dims if path in self.rows]
-        given = [(path, dim) for path, dim in given if dim < self.rows[path].ndim]  # others are a problem
-        return given if self.padded else []
+        return [(path, dim) for path, dim in given if dim < self.rows[path].ndim]  # others are a problem
 
     @property
     def compared(self) -> dict[str, str]:
@@ -115,7 +116,7 @@ class Arguments:
     @property
     def width(self) -> int:
         """Numbers in the widest floating-point row."""
-        return max((x.shape[1:].numel() for x in self.rows.values() if x.is_floating_point()), default=0)
+        return max([x.shape[1:].numel() for x in self.rows.values() if x.is_floating_point()], default=0)
 
     def total(self, shards: Sequence[Shards]) -> int:
         """Floating-point rows of all arguments on all ranks, given the split of each argument."""
@@ -144,7 +145,7 @@ class Arguments:
     @cached_property
     def on_accelerator(self) -> bool:
         """Whether any rows lie elsewhere than on the CPU."""
-        return any(x.device.type != "cpu" for x in self.rows.values())
+        return not all(x.is_cpu for x in self.rows.values())
 
     @property
     def device(self) -> torch.device | None:
@@ -167,7 +168,8 @@ class Arguments:
         count = len(self.rows)
         here = [_movable(x, world) for x in self._as_wide_as(agreed.shards[count:])]
         found = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
-        found = [x.to(own.device) for x, own in zip(found, self.rows.values(), strict=True)]
+        if world.on_accelerators:
+            found = [x.to(own.device) for x, own in zip(found, self.rows.values(), strict=True)]
         for index, (i, j) in enumerate(itertools.combinations(range(min(len(found), _COMPARED)), 2)):
             if max(agreed.same - 1, 0) >> index & 1:
                 found[j] = found[i]
@@ -194,7 +196,7 @@ def _resized(rows: Tensor, dim: int, size: int) -> Tensor:
 
 def _movable(rows: Tensor, world: World) -> Tensor:
     """Where messages are; labels may have been left on the CPU."""
-    return rows if world.device.type == "cpu" else rows.to(world.device)
+    return rows.to(world.device) if world.on_accelerators else rows
 
 
 def _path(path: Any) -> str:

@@ -23,18 +23,19 @@ class Derivations:
     """
 
     def __init__(self) -> None:
-        self._found = WeakTensorKeyDictionary()
+        self._found: WeakTensorKeyDictionary | None = None  # most steps derive nothing that is sent
 
     def derive(self, function: Function, *rows: Tensor) -> Tensor:
         """Return ``function(*rows)``, and record it unless it is one of ``rows``."""
         result = function(*rows)
         if all(result is not x for x in rows):
+            self._found = WeakTensorKeyDictionary() if self._found is None else self._found
             self._found[result] = function, rows
         return result
 
     def of(self, rows: Tensor) -> tuple[Function, tuple[Tensor, ...]] | None:
         """Return the function and the arguments that ``rows`` were derived from, None if they were not."""
-        found: tuple[Function, tuple[Tensor, ...]] | None = self._found.get(rows)
+        found: tuple[Function, tuple[Tensor, ...]] | None = None if self._found is None else self._found.get(rows)
         return found
 
     def narrowest(self, rows: Tensor) -> tuple[Tensor, Function]:

@@ -11,4 +11,4 @@ def on_cpu(x: Tensor) -> bool:
         >>> on_cpu(torch.ones(2)), on_cpu(torch.ones(2, device="meta"))
         (True, False)
     """
-    return x.device.type == "cpu"
+    return x.is_cpu

@@ -17,7 +17,7 @@ from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.distributed_step import DistributedStep, Observer
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_call import LossCall, loss_name, signature, without_ddp
+from contrastive_zoo.loss_call import LossCall, bound_arguments, loss_name, signature, without_ddp
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.native_loss import native_and_replaced
 from contrastive_zoo.session import Options, Session, meet, refuse
@@ -220,8 +220,7 @@ class DistributedLoss(nn.Module, Generic[R]):
                 return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, given, compared)
             rows, named_rows = native, {}
         # a miner's indices come later, also where the loss requires them
-        takes = signature(bare)
-        bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
+        bound = bound_arguments(bare, rows, named_rows, partial=self.miner is not None)
         return LossCall(self.loss, self.miner, bound, compared)
 
     def _arguments(self, bare: Any, call: LossCall) -> Arguments:

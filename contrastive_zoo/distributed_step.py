@@ -19,7 +19,7 @@ from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.handshake import Statement, refuse_empty
 from contrastive_zoo.loss_call import LossCall, loss_name, paired_problem, unequal_problem, without_ddp
 from contrastive_zoo.loss_summary import LossModules
-from contrastive_zoo.messages import reported
+from contrastive_zoo.messages import report
 from contrastive_zoo.randomness import StateWatch, one_stream
 from contrastive_zoo.row_checks import first_non_finite, tolerance
 from contrastive_zoo.session import Opening, Replicate, Session, refuse
@@ -80,8 +80,11 @@ class DistributedStep:
         """
         self.session.progress.opening = self.opening
         before = self.modules.buffer_versions()
-        with reported(self.session):
+        try:
             value = self._own_part_or_all()
+        except BaseException as error:
+            report(error, self.session)
+            raise
         self.history.keeps_state = self.modules.buffers_changed(before)
         self.history.calls += 1
         if self.observer is not None:
@@ -193,8 +196,7 @@ class DistributedStep:
         draws = not self.is_own or self.modules.runs_third_party_code
         with one_stream(self.session, self.arguments.device) if draws else nullcontext():
             if self.is_own:
-                alone = Session.of(World(), check_finite=False, reads_values=False)
-                value = call.loss(*call.bound.args, **call.bound.kwargs, world=alone)
+                value = call.loss(*call.bound.args, **call.bound.kwargs, world=self.session.of_all_rows())
             else:
                 value = call.mine_and_compute()
         if self.options.check_equal:

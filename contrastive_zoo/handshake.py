@@ -47,6 +47,8 @@ _FIELDS = (
 )  # fmt: skip
 """Header fields before the sizes, one int64 each."""
 
+_HEADER = struct.Struct(f"{len(_FIELDS) + _SIZES}q")
+
 
 @dataclass
 class Statement:
@@ -140,16 +142,16 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
             raise ValueError(f"{statement.caller}: {statement.problem}")
         return Agreed([Shards((size,)) for size in statement.sizes])
     world = world if world.caller else replace(world, caller=statement.caller)
-    text = "\n".join(f"{name}|{value}" for name, value in statement.compared.items())
-    reserved = _reserved.setdefault(world.process_group, _Reserved())
+    text = "\n".join([f"{name}|{value}" for name, value in statement.compared.items()])
+    reserved = _reserved.get(world.process_group) or _reserved.setdefault(world.process_group, _Reserved())
     headers, payload = _exchange(_header(statement, text), statement.payload or (), reserved.size, world)
     completed_handshake(world)
     received = dict(zip(_FIELDS, zip(*headers, strict=True), strict=False))
     _refuse_problems(statement, received, text, world)
-    by_rank = [header[len(_FIELDS) :][: len(statement.sizes)] for header in headers]
+    by_rank = [header[len(_FIELDS) : len(_FIELDS) + len(statement.sizes)] for header in headers]
     if len(statement.sizes) > _SIZES:
         further = world.exchange(statement.sizes[_SIZES:])
-        by_rank = [first + rest for first, rest in zip(by_rank, further, strict=True)]
+        by_rank = [(*first, *rest) for first, rest in zip(by_rank, further, strict=True)]
     _refuse_differences(statement, received, world)
     shards = [Shards(of, world.rank) for of in zip(*by_rank, strict=True)]
     replicate = all(received["replicable"]) and (any(received["draws"]) or statement.small(shards))
@@ -169,7 +171,7 @@ def _header(statement: Statement, text: str) -> list[int]:
         statement.same,
         statement.replicable,
         statement.draws,
-        -1 if statement.payload is None else sum(x.nbytes for x in statement.payload),
+        -1 if statement.payload is None else sum([x.nbytes for x in statement.payload]),
         *sizes,
         *[0] * (_SIZES - len(sizes)),
     ]
@@ -202,17 +204,17 @@ def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[in
 
 def _exchange(
     numbers: Sequence[int], payload: Sequence[Tensor], size: int, world: World
-) -> tuple[list[list[int]], Tensor]:
+) -> tuple[list[tuple[int, ...]], Tensor]:
     """All ranks' numbers, and in the same message all ranks' payload, [W, size]: zeros for one that does not fit."""
-    form = struct.Struct(f"{len(numbers)}q")
-    header = torch.frombuffer(bytearray(form.pack(*numbers)), dtype=torch.uint8).to(world.host_device)
-    length = sum(map(len, payload))
+    header = torch.frombuffer(bytearray(_HEADER.pack(*numbers)), dtype=torch.uint8)
+    header = header.to(world.host_device) if world.on_accelerators else header
+    length = sum([x.numel() for x in payload])
     parts = [header, *payload] if length <= size else [header]
     if (unused := size - (length if length <= size else 0)) > 0:
         parts.append(header.new_zeros(unused))
     received = world.start_host_gather(torch.cat(parts) if len(parts) > 1 else header, "the handshake")()
-    headers = received[:, : form.size].cpu().numpy()
-    return [list(form.unpack_from(x)) for x in headers], received[:, form.size :]
+    headers = (received if received.is_cpu else received[:, : _HEADER.size].cpu()).numpy()
+    return [_HEADER.unpack_from(x) for x in headers], received.narrow(1, _HEADER.size, size)
 
 
 def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], list[str]]:

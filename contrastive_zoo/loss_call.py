@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -82,6 +82,37 @@ def signature(loss: Any) -> inspect.Signature:
         return inspect.signature(lambda *rows, **named_rows: None)
 
 
+def bound_arguments(
+    loss: Any, rows: Sequence[Any], named_rows: Mapping[str, Any], *, partial: bool = False
+) -> inspect.BoundArguments:
+    """Return the arguments of a call by name; with ``partial``, some that the loss requires may be missing.
+
+    Raises:
+        TypeError: the loss does not take these arguments.
+
+    Examples:
+        >>> bound_arguments(nn.MSELoss(), [1], {"target": 2}).arguments
+        {'input': 1, 'target': 2}
+    """
+    takes = signature(loss)
+    names, required = _by_position(type(loss)) if isinstance(loss, Loss) else ((), 0)
+    if names and not named_rows and required <= len(rows) <= len(names):
+        return inspect.BoundArguments(takes, dict(zip(names, rows, strict=False)))  # type: ignore[arg-type]
+    return (takes.bind_partial if partial else takes.bind)(*rows, **named_rows)
+
+
+@functools.cache
+def _by_position(kind: type[Loss]) -> tuple[tuple[str, ...], int]:
+    """The names of an own loss's arguments, and how many it requires; none if it takes any number of them.
+
+    With them a call by position is bound in a fraction of the time that ``bind`` takes.
+    """
+    parameters = _signature_of(kind).parameters.values()
+    plain = all(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters)
+    required = sum(x.default is x.empty for x in parameters)
+    return tuple(x.name for x in parameters) if plain else (), required
+
+
 @functools.cache
 def _signature_of(kind: type[Loss]) -> inspect.Signature:
     """The signature of an own loss, cached by its class: inspecting it takes longer than computing a small loss."""
@@ -151,7 +182,8 @@ def without_ddp(loss: Any) -> Any:
         >>> without_ddp(abs)
         <built-in function abs>
     """
-    return loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
+    is_ddp = not isinstance(loss, Loss) and isinstance(loss, nn.parallel.DistributedDataParallel)
+    return loss.module if is_ddp else loss
 
 
 def loss_name(loss: Any) -> str:
@@ -161,4 +193,4 @@ def loss_name(loss: Any) -> str:
         >>> loss_name(abs), loss_name(nn.MSELoss())
         ('abs', 'MSELoss')
     """
-    return getattr(loss, "__name__", type(loss).__name__)
+    return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)

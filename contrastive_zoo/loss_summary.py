@@ -64,14 +64,8 @@ class LossModules:
     @functools.cached_property
     def runs_third_party_code(self) -> bool:
         """Whether any module is defined outside of this library: it may draw random numbers or keep a state."""
-        called = [
-            x for module in self.by_path.values() for x in (module, getattr(module, "loss", None)) if x is not None
-        ]
-        return any(
-            not type(x).__module__.startswith("contrastive_zoo.")
-            for x in called
-            if not isinstance(x, (nn.ModuleList, nn.ModuleDict))
-        )
+        called = (x for module in self.by_path.values() for x in (module, attribute(module, "loss")) if x is not None)
+        return any(_is_third_party(type(x)) for x in called)
 
     def shared_state(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""
@@ -84,8 +78,8 @@ class LossModules:
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""
-        buffers = (x for module in self.by_path.values() for x in module._buffers.values() if x is not None)
-        return [(x, x._version) for x in buffers]
+        modules = self.by_path.values()
+        return [(x, x._version) for module in modules for x in module._buffers.values() if x is not None]
 
     def buffers_changed(self, before: list[tuple[Tensor, int]]) -> bool:
         """Whether a buffer was changed or replaced since ``before``, which :meth:`buffer_versions` returned."""
@@ -93,6 +87,23 @@ class LossModules:
         return len(now) != len(before) or any(
             x is not y or new != old for (x, new), (y, old) in zip(now, before, strict=True)
         )
+
+
+def attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module, None if it has none: a missing one costs torch the text of an error.
+
+    Examples:
+        >>> attribute(nn.Dropout(0.5), "p"), attribute(nn.Dropout(0.5), "sharded")
+        (0.5, None)
+    """
+    found = name in vars(module) or name in module._modules or hasattr(type(module), name)
+    return getattr(module, name) if found else None
+
+
+@functools.cache
+def _is_third_party(kind: type) -> bool:
+    is_container = issubclass(kind, (nn.ModuleList, nn.ModuleDict))
+    return not is_container and not kind.__module__.startswith("contrastive_zoo.")
 
 
 @functools.cache
@@ -153,7 +164,7 @@ def _projection(x: Tensor) -> Tensor:
 
 
 def _name(loss: Any) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
+    return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
 
 
 def _is_setting(value: Any) -> bool:

@@ -27,7 +27,7 @@ def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False
         tensor.shape[1:] if not ragged else tuple("*" if i in ragged else x for i, x in enumerate(tensor.shape) if i)
     )
     kind = _kind(tensor.dtype, shape, tensor.requires_grad and torch.is_grad_enabled())
-    return kind if not device or tensor.device.type == "cpu" else f"{kind} on {tensor.device.type}"
+    return kind if not device or tensor.is_cpu else f"{kind} on {tensor.device.type}"
 
 
 def described(x: object) -> str:
@@ -56,6 +56,8 @@ def tensor_problem(name: str, x: object) -> str | None:
     """
     if not isinstance(x, Tensor):
         return f"{name} must be a tensor, got {type(x).__name__}."
+    if x.dtype in _PLAIN_DTYPES and x.layout is torch.strided and not x.is_meta:  # the usual case, at every call
+        return None
     if x.layout is not torch.strided:
         return f"{name} must be a dense tensor, got {described(x)}. Pass {name}.to_dense()."
     if x.is_quantized:
@@ -65,6 +67,12 @@ def tensor_problem(name: str, x: object) -> str | None:
     if x.is_floating_point() and x.dtype.itemsize == 1:
         return f"{name} must have 16 bits or more, got {described(x)}. Pass {name}.bfloat16()."
     return None
+
+
+_PLAIN_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+)
+"""Dtypes of dense tensors in which :func:`tensor_problem` finds nothing wrong; it looks at those of others."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -101,8 +109,8 @@ def tolerance(rows: Iterable[Tensor]) -> float:
         >>> tolerance([torch.ones(1), torch.ones(1, dtype=torch.float64)]) == torch.finfo(torch.float32).eps
         True
     """
-    precisions = [torch.finfo(x.dtype).eps for x in rows if x.is_floating_point()]
-    return max(precisions, default=torch.finfo(torch.float32).eps)
+    dtypes = {x.dtype for x in rows if x.is_floating_point()} or {torch.float32}
+    return max([torch.finfo(dtype).eps for dtype in dtypes])
 
 
 def first_non_finite(rows: Mapping[str, Tensor]) -> str | None:
@@ -125,5 +133,5 @@ def first_non_finite(rows: Mapping[str, Tensor]) -> str | None:
 
 def _all_finite(x: Tensor) -> bool:
     """Whether all values are finite. A finite sum proves it; an infinite one may have overflowed, so values are checked."""
-    total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()
+    total = x.sum(dtype=torch.float32 if x.dtype.itemsize == 2 else None).item()
     return math.isfinite(total) or bool(x.isfinite().all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -97,6 +97,8 @@ class _Progress:
     """The declarations so far, while losses only declare themselves; otherwise None."""
     agreed: list[Declaration] = field(default_factory=list)
     """Declarations of losses that are still to be computed, in order."""
+    settings: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
+    """By the id of a loss that is still to be computed, the settings with which it has declared itself."""
     changes: Callable[[], bool] | None = None
     """Tells whether the loss has drawn random numbers or changed a buffer; None for a loss that cannot."""
 
@@ -185,6 +187,28 @@ class Session(World):
         self._shake(declarations or [Declaration(caller, {}, [], {}, None, 0.0)])
         progress.agreed = list(declarations)
 
+    def keep_settings(self, loss: object, settings: Mapping[str, Any]) -> None:
+        """Keep the settings of a loss that declares itself: it is computed with the same.
+
+        A setting may be a module that changes from call to call; it is called once a step, as on one process.
+        """
+        if self.progress.declaring is not None:
+            self.progress.settings.setdefault(id(loss), []).append(settings)
+
+    def declared_settings(self, loss: object) -> Mapping[str, Any] | None:
+        """The settings with which a loss has declared itself, to be computed now; None if it has not."""
+        of_loss = None if self.progress.declaring is not None else self.progress.settings.get(id(loss))
+        return of_loss.pop(0) if of_loss else None
+
+    def of_all_rows(self) -> Session:
+        """The session of this process alone in which it computes, from all ranks' checked rows, what has been declared.
+
+        Examples:
+            >>> Session.of(World()).of_all_rows().options.check_finite
+            False
+        """
+        return Session(options=Options(check_finite=False, reads_values=False), progress=self.progress)
+
     def open(self, caller: str, problem: str | None = None) -> None:
         """Hold the step's first handshake without a declaration, for a third-party loss."""
         self._shake([Declaration(caller, {}, [], {}, problem, 0.0)])
@@ -197,21 +221,22 @@ class Session(World):
         for index, declaration in enumerate(declarations):
             compared |= declaration.compared(f"{declaration.caller} {index}: " if len(declarations) > 1 else "")
         sizes = [size for declaration in declarations for size in declaration.sizes]
+        arguments = 0 if opening is None else len(opening.statement.sizes)
         if opening is None:
             agreed = shake_hands(Statement(bad.caller, compared, sizes, bad.problem), self)
         else:
             statement = opening.statement
             statement.caller = bad.caller
             statement.problem = bad.problem or statement.problem
-            first = {name: x for name, x in statement.compared.items() if name in ("the loss", "arguments")}
-            statement.compared = first | compared | dict(statement.compared)  # errors name the first difference
+            own = statement.compared
+            first = {name: own[name] for name in ("the loss", "arguments") if name in own}
+            statement.compared = {**first, **compared, **own}  # errors name the first difference
             statement.tolerance = max(statement.tolerance, *(x.tolerance for x in declarations))
             # the arguments' sizes come first, so that their number is known to whoever asks about them
-            arguments, statement.sizes = len(statement.sizes), [*statement.sizes, *sizes]
+            statement.sizes = [*statement.sizes, *sizes]
             agreed = shake_hands(statement, self)
             opening.agreed = replace(agreed, shards=agreed.shards[:arguments])
-            agreed = replace(agreed, shards=agreed.shards[arguments:])
-        found = iter(agreed.shards)
+        found = iter(agreed.shards[arguments:])
         for declaration in declarations:
             declaration.shards = [next(found) for _ in declaration.sizes]
         if opening is not None and agreed.replicate:

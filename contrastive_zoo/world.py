@@ -101,12 +101,14 @@ class World:
             return process_group
         if (problem := _group_problem(process_group)) is not None:
             raise ValueError(f"process_group: {problem}")
-        if not (dist.is_available() and dist.is_initialized()):
+        default = dist.group.WORLD if dist.is_available() else None
+        if default is None:
             return World()
         group = process_group
         if group is not None and not isinstance(group, dist.ProcessGroup):
             group = group.get_group()
-        return World(dist.get_rank(group), dist.get_world_size(group), group, caller=caller)
+        members = default if group is None else group
+        return World(members.rank(), members.size(), group, caller=caller)
 
     @cached_property
     def process_group(self) -> dist.ProcessGroup:
@@ -121,7 +123,10 @@ class World:
     @cached_property
     def on_accelerators(self) -> bool:
         """Whether the backend sends tensors on accelerators only, as NCCL does."""
-        return self.size > 1 and str(dist.get_backend(self.group)) in ("nccl", "xccl", "hccl")
+        own = self.process_group if self.size > 1 else None
+        if own is not None and own not in _accelerated:
+            _accelerated[own] = str(dist.get_backend(own)) in ("nccl", "xccl", "hccl")
+        return own is not None and _accelerated[own]
 
     @property
     def host_device(self) -> torch.device:
@@ -177,8 +182,8 @@ class World:
         if self.size == 1:
             return lambda: x[None]
         gathered, group = x.new_empty(self.size, *x.shape), group or self.group
-        if x.device.type == "cpu" and x.nbytes * self.size <= _SMALL:
-            copies = x.expand_as(gathered).contiguous()
+        if x.is_cpu and x.nbytes * self.size <= _SMALL:
+            copies = torch.stack([x] * self.size)
             wait = self.start(message, lambda: dist.all_to_all_single(gathered, copies, group=group, async_op=True), x)
         else:
             flat = x.reshape(-1)
@@ -208,7 +213,7 @@ class World:
             work = begin()
             return () if work is None else (work,)
 
-        return started(message, works, self, polled=x.device.type == "cpu")
+        return started(message, works, self, polled=x.is_cpu)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The ``numbers`` of all ranks, by rank; every rank passes equally many.
@@ -252,6 +257,9 @@ _SMALL = 2**18
 
 ALONE = World()
 """The world of one process."""
+
+_accelerated: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+"""Whether the backend of a group sends tensors on accelerators only; a group keeps its backend."""
 
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 

@@ -37,15 +37,14 @@ class WrapperOptions:
 
     def compared(self) -> dict[str, str]:
         """The options that must be equal on every rank."""
-        names = (
-            "grad_reduction",
-            "mode",
-            "ring",
-            "static_shapes",
-            "training",
-            *(["pad_dims"] if self.pad_dims else []),
-        )
-        return {name: str(getattr(self, name)) for name in names}
+        compared = {
+            "grad_reduction": self.grad_reduction,
+            "mode": self.mode,
+            "ring": str(self.ring),
+            "static_shapes": str(self.static_shapes),
+            "training": str(self.training),
+        }
+        return {**compared, "pad_dims": str(self.pad_dims)} if self.pad_dims else compared
 
 
 def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
@@ -109,10 +108,12 @@ def machines_of(ring: Any) -> bool | Machines:
         >>> machines_of(True)
         True
     """
+    if isinstance(ring, bool):
+        return ring
     ranks = getattr(ring, "mesh", ring)
     if isinstance(ranks, torch.Tensor) and ranks.ndim == 2:
         return tuple(map(tuple, ranks.tolist()))
-    if isinstance(ring, bool) or (isinstance(ring, tuple) and all(isinstance(x, tuple) for x in ring)):
+    if isinstance(ring, tuple) and all(isinstance(x, tuple) for x in ring):
         return ring
     got = f"a mesh of {ranks.ndim} dimensions" if isinstance(ranks, torch.Tensor) else f"{type(ring).__name__} {ring!r}"
     raise ValueError(

@@ -132,6 +132,36 @@ def test_two_towers_at_every_step(make: Callable[[], nn.Module], trainer: str, w
         assert max(errors) < 1e-10, errors
 
 
+class Cooling(nn.Module):
+    """A temperature that falls with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self) -> float:
+        self.calls += 1
+        return 0.9**self.calls
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cz.NTXent(temperature=Cooling()),
+        lambda: cz.WeightedSum(
+            [cz.InfoNCE(temperature=Cooling()), cz.Matryoshka(cz.InfoNCE(temperature=Cooling()), (1, D))]
+        ),
+    ],
+    ids=["one", "nested"],
+)
+def test_a_setting_that_changes_is_evaluated_as_often_as_on_one_process(
+    make: Callable[[], nn.Module], worlds: Worlds
+) -> None:
+    """A loss declares itself before it is computed, with the same value."""
+    for errors in worlds.run(2, a_training, make, two_towers, LONG[:8]):
+        assert max(errors) < 1e-10, errors
+
+
 # ------------------------------------------------------------------------------------- parameters that ranks share out
 
 

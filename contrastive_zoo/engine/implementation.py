@@ -73,10 +73,10 @@ def choose_kernel(
     """
     name = _implementation.get()
     tensors = [x for x in rows if isinstance(x, Tensor)]
-    if name == "torch" or len(tensors) < 2 or any(x.ndim != 2 for x in tensors):
+    if name == "torch" or len(tensors) < 2 or (name == "auto" and not tensors[0].is_cuda):
         return False, None
     a, b = tensors[:2]
-    if name == "auto" and (not a.is_cuda or is_small_batch(len(a) * len(b) // 4)):
+    if any(x.ndim != 2 for x in tensors) or (name == "auto" and is_small_batch(len(a) * len(b) // 4)):
         return False, None
     problem = unsupported or _problem(a, reduction, world)
     if problem is None and find_spec("triton") is None:

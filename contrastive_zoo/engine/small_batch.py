@@ -4,7 +4,7 @@
 for temperatures so low that one exponential overflows, and where each anchor's loss is returned.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -69,43 +69,43 @@ def small_batch_info_nce(
     dtype, a, b = a.dtype, at_least_float32(a), at_least_float32(b)
     # the value of a LearnableTemperature carries its parameter θ, t = exp(−θ): differentiating by θ saves autograd's steps
     log_scale = getattr(temperature, "log_scale", None)
-    parameter = torch.as_tensor(
-        temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device
-    ).reshape(())
+    parameter = torch.as_tensor(temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device)
     # 1 / t is rounded to the digits of t, as in logit_scale
     t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else temperature
-    rate, learns = t**2 if log_scale is None else -t, torch.is_grad_enabled()
-    return _SmallBatchInfoNCE.apply(a, b, parameter, t, rate, comparison, reduction, dtype, learns)
+    settings = _Settings(
+        t, t**2 if log_scale is None else -t, comparison, reduction == "mean", dtype, torch.is_grad_enabled()
+    )
+    return _SmallBatchInfoNCE.apply(a, b, parameter, settings)
+
+
+class _Settings(NamedTuple):
+    """How a loss is computed, besides the parameter of its temperature.
+
+    ``parameter`` is t or the θ that t is made of; the derivative of S by it is −S t / rate. ``learns`` says whether
+    gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
+    """
+
+    t: float
+    rate: float
+    comparison: Comparison
+    mean: bool
+    dtype: torch.dtype
+    learns: bool
 
 
 class _SmallBatchInfoNCE(Function):
     @staticmethod
     @without_autocast
-    def forward(
-        ctx: Any,
-        a: Tensor,
-        b: Tensor,
-        parameter: Tensor,
-        t: float,
-        rate: float,
-        comparison: Comparison,
-        reduction: Reduction,
-        dtype: torch.dtype,
-        learns: bool,
-    ) -> Tensor:
-        """Compute the loss and its gradients.
-
-        ``parameter`` is t or the θ that t is made of; the derivative of S by it is −S t / rate. ``learns`` says whether
-        gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
-        """
-        n, views, mean = len(a), comparison == "views", reduction == "mean"
-        sides = 2 if comparison == "rows and columns" else 1
+    def forward(ctx: Any, a: Tensor, b: Tensor, parameter: Tensor, settings: _Settings) -> Tensor:
+        """Compute the loss and its gradients."""
+        t, rate, comparison, mean, dtype, learns = settings
+        n, views, sides = a.shape[0], comparison == "views", 2 if comparison == "rows and columns" else 1
         rows = torch.cat([a, b])
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         has_zero_row = norm.amin().item() <= MIN_NORM
         z = rows.div_(norm.clamp_(min=MIN_NORM) if has_zero_row else norm)
         factors = rounded(z, dtype)
-        q, k = (factors, factors) if views else (factors[:n], factors[n:])
+        q, k = (factors, factors) if views else factors.chunk(2)
         e = torch.mm(q / t, k.T).exp_()
         positive = e.diagonal(n if views else 0).clone()
         _diagonals(e, views).zero_()  # the sums leave the positive out, so that it cancels nowhere
@@ -117,20 +117,21 @@ class _SmallBatchInfoNCE(Function):
             radial = torch.linalg.vecdot(z, dz).unsqueeze(1)
             dscale = radial if factors is z else torch.linalg.vecdot(factors, dz)
             # each pair appears in two rows
-            dparameter = dscale.sum() / (-2 * rate * count) if ctx.needs_input_grad[2] else None
+            ctx.dparameter = dscale.sum().item() / (-2 * rate * count) if ctx.needs_input_grad[2] else None
             if has_zero_row:
                 radial = radial.where(norm > MIN_NORM, 0)
             drows = dz.addcmul_(z, radial, value=-1).div_(norm * (t * count))
-            ctx.save_for_backward(a, b, parameter, drows, dparameter)
+            ctx.save_for_backward(a, b, parameter, drows)
         return losses.mean() if mean else (losses.sum(dtype=torch.float64) / sides).to(losses.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, parameter, drows, dparameter = ctx.saved_tensors
-        with torch.no_grad():
-            da, db = (drows * g).split(len(a))
-            dparameter = None if dparameter is None else dparameter * g
-        return *(differentiable_once(x, a, b, parameter) for x in (da, db, dparameter)), *[None] * 6
+        a, b, parameter, drows = ctx.saved_tensors
+        factor = g.detach()
+        gradients = *(drows * factor).chunk(2), None if ctx.dparameter is None else factor * ctx.dparameter
+        if torch.is_grad_enabled():
+            gradients = tuple(differentiable_once(x, a, b, parameter) for x in gradients)
+        return *gradients, None
 
 
 def _diagonals(x: Tensor, views: bool) -> Tensor:
@@ -147,16 +148,18 @@ def _gradient_of_rows(
     ``others`` are the sums without the positive, which e no longer holds. The weight of a positive is minus the sum of
     the others' weights.
     """
-    n, inverse = len(q), (others + positive).reciprocal_()
+    n, inverse = q.shape[0], (others + positive).reciprocal_()
     of_positives = (inverse * others).sum(0)
     if comparison == "views":
         flat = inverse.view(-1)
         w = torch.add(flat[:, None], flat).mul_(e)
         w.as_strided((2, n // 2), (n * n // 2 - n // 2, n + 1), n // 2).sub_(of_positives)
         return w @ q
-    w = e.mul_(inverse[0, :, None] if comparison == "rows" else torch.add(inverse[0, :, None], inverse[1]))
+    of_rows = inverse[0].unsqueeze(1)
+    w = e.mul_(of_rows if comparison == "rows" else of_rows + inverse[1])
     w.diagonal().sub_(of_positives)
     dz = w.new_empty(2 * n, q.shape[1])
-    torch.mm(w, k, out=dz[:n])
-    torch.mm(w.T, q, out=dz[n:])
+    dq, dk = dz.chunk(2)
+    torch.mm(w, k, out=dq)
+    torch.mm(w.T, q, out=dk)
     return dz

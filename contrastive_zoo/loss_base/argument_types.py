@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal, NamedTuple, ParamSpec
 
 import numpy as np
@@ -51,7 +52,24 @@ def checked(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
         plain: Any = {name: x.item() if isinstance(x, np.generic) else x for name, x in kwargs.items()}
         return function(*args, **plain)
 
-    return in_graph(run)
+    decorated = in_graph(run)
+    _unchecked[decorated] = function
+    return decorated
+
+
+def unchecked(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a :func:`checked` function without its check, for arguments that have been checked; any other unchanged.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> unchecked(cz.nt_xent) is cz.nt_xent, unchecked(max) is max
+        (False, True)
+    """
+    return _unchecked.get(function, function)
+
+
+_unchecked: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+"""By the function that :func:`checked` has returned, the one that it was given."""
 
 
 def settings_problem(function: Callable[..., Any], settings: Mapping[str, Any]) -> str | None:
@@ -87,12 +105,15 @@ def _kind(parameter: inspect.Parameter) -> Kind:
 
 
 def _problem(expected: Mapping[str, _Expected], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    if "*" in expected:
-        named = [(f"view {index}", x, expected["*"]) for index, x in enumerate(args)]
-    else:
-        named = [(name, x, expected[name]) for name, x in zip(expected, args, strict=False)]
-    named += [(name, x, expected[name]) for name, x in kwargs.items() if name in expected]
-    return next(filter(None, (_argument_problem(*x) for x in named)), None)
+    views = expected.get("*")
+    names = expected if views is None else map("view {}".format, count())
+    for name, x in zip(names, args, strict=False):
+        if (problem := _argument_problem(name, x, views or expected[name])) is not None:
+            return problem
+    for name, x in kwargs.items():
+        if name in expected and (problem := _argument_problem(name, x, expected[name])) is not None:
+            return problem
+    return None
 
 
 def _argument_problem(name: str, x: Any, expected: _Expected) -> str | None:
@@ -112,8 +133,8 @@ def _argument_problem(name: str, x: Any, expected: _Expected) -> str | None:
 
 def _is_number(x: Any) -> bool:
     """Whether x is a real number, or a tensor that holds one; a parameter on the meta device will."""
-    if isinstance(x, nn.Parameter) and x.is_meta:
-        return x.numel() == 1
     if isinstance(x, Tensor):
+        if x.is_meta and isinstance(x, nn.Parameter):
+            return x.numel() == 1
         return x.numel() == 1 and tensor_problem("", x) is None and not x.is_complex() and x.dtype.itemsize > 1
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)

@@ -93,11 +93,13 @@ def is_number(
         >>> is_number(1, above=0, high=1), is_number(torch.nan), is_number("1")
         (True, False, False)
     """
-    if isinstance(x, Tensor) and x.is_meta:
-        return not whole and (x.numel() == 1 or several or isinstance(x, nn.Parameter))
-    if isinstance(x, Tensor) and x.numel() != 1 and not several:
-        return False
-    values = [] if isinstance(x, Tensor) and not devices.on_cpu(x) else _values(x)
+    values = [x]
+    if isinstance(x, Tensor):
+        if x.is_meta:
+            return not whole and (x.numel() == 1 or several or isinstance(x, nn.Parameter))
+        if x.numel() != 1 and not several:
+            return False
+        values = _values(x) if devices.on_cpu(x) else []
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     return all(
         isinstance(value, kinds)
@@ -137,10 +139,11 @@ def _fits_into_64_bits(x: Any) -> bool:
     return not isinstance(x, int) or -(2**63) <= x < 2**63
 
 
-def _values(x: object) -> list[object]:
+def _values(x: Tensor) -> list[object]:
     """Return the numbers of a tensor; the tensor itself, which is no number, where it is not dense."""
-    plain = isinstance(x, Tensor) and tensor_problem("", x) is None and x.dtype != torch.bool
-    return x.detach().flatten().tolist() if isinstance(x, Tensor) and plain else [x]
+    if tensor_problem("", x) is not None or x.dtype == torch.bool:
+        return [x]
+    return [x.item()] if x.numel() == 1 else x.detach().flatten().tolist()
 
 
 def _shown(x: object) -> str:

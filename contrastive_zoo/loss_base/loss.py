@@ -14,9 +14,11 @@ from contrastive_zoo.class_docstring import class_docstring
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base import argument_types
+from contrastive_zoo.loss_base.argument_types import unchecked
 from contrastive_zoo.loss_base.checks import shared_problem
 from contrastive_zoo.loss_base.graph_operator import FUNCTIONS, MODULES, module_call, operator_call
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
+from contrastive_zoo.loss_summary import attribute
 from contrastive_zoo.row_checks import tensor_problem
 from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import World, alone
@@ -199,8 +201,15 @@ class Loss(nn.Module):
             named_rows: the same arguments by name.
         """
         world = self.local() if world is None else world
+        function = type(self).function
+        if isinstance(world, Session) and (declared := world.declared_settings(self)) is not None:
+            return unchecked(function)(*rows, **named_rows, **declared, world=world)  # the declaration has checked all
         self.refuse_other_than_tensors(rows, named_rows, world)
-        return type(self).function(*rows, **named_rows, **self.settings(), world=world)
+        settings = self.settings()
+        # not those that come from a state, which another call in the same sum of losses may change before this is computed
+        if isinstance(world, Session) and not self._buffers and type(self).settings is Loss.settings:
+            world.keep_settings(self, settings)
+        return function(*rows, **named_rows, **settings, world=world)
 
     def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
         """Return whether every rank can compute the whole loss from the gathered arguments; not with rank-local arguments.
@@ -209,7 +218,7 @@ class Loss(nn.Module):
             rows: as in :meth:`forward`.
             named_rows: as in :meth:`forward`.
         """
-        if any(getattr(x, "reduction", None) == "none" or getattr(x, "sharded", False) for x in self.modules()):
+        if any(attribute(x, "reduction") == "none" or attribute(x, "sharded") for x in self.modules()):
             return False
         given = {**dict(zip(self.tensor_arguments(), rows, strict=False)), **named_rows}
         return not any(given.get(name) is not None for name in self.rank_local)
@@ -237,16 +246,11 @@ class Loss(nn.Module):
             ValueError: an argument is not a tensor.
         """
         names, optional = _tensor_arguments(getattr(type(self), "function", type(self).forward))
-        for index, x in enumerate(rows):
-            name = names[index] if index < len(names) else f"view {index}"
-            self._refuse_other_than_tensor(name, x, name in optional, world)
-        for name, x in named_rows.items():
-            self._refuse_other_than_tensor(name, x, name in optional, world)
-
-    def _refuse_other_than_tensor(self, name: str, x: Any, optional: bool, world: World) -> None:
-        problem = None if optional and x is None else tensor_problem(name, x)
-        if problem is not None:
-            refuse(type(self).__name__, problem, world=world)
+        given = [(names[i] if i < len(names) else f"view {i}", x) for i, x in enumerate(rows)] + [*named_rows.items()]
+        for name, x in given:
+            problem = None if x is None and name in optional else tensor_problem(name, x)
+            if problem is not None:
+                refuse(type(self).__name__, problem, world=world)
 
     def local(self) -> World:
         """Return a world of this process alone; warn once if other processes run, which this loss ignores."""

@@ -17,9 +17,10 @@ def real(x: Any) -> Any:
         >>> real(torch.ones(1)), real(torch.ones(2)), real(1), real("mean")
         (tensor(1.), tensor([1., 1.]), 1.0, 'mean')
     """
-    if isinstance(x, (int, np.integer, np.floating)) and not isinstance(x, bool):
-        return float(x)
-    return x.reshape(()) if isinstance(x, Tensor) and x.shape == (1,) else x
+    if isinstance(x, Tensor):
+        return x.reshape(()) if x.shape == (1,) else x
+    is_number = isinstance(x, (int, np.integer, np.floating)) and not isinstance(x, bool)
+    return float(x) if is_number else x
 
 
 def widen_numbers(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

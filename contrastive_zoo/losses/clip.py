@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.loss_base.argument_types import checked
+from contrastive_zoo.loss_base.argument_types import checked, unchecked
 from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.world import ALONE, World
@@ -50,7 +50,11 @@ def clip(
     Source: Radford et al. 2021, fig. 3, https://arxiv.org/abs/2103.00020
     """
     settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction}
-    return info_nce(images, texts, symmetric=True, world=world, **settings)
+    return _info_nce(images, texts, symmetric=True, world=world, **settings)
+
+
+_info_nce = unchecked(info_nce)
+"""Without the check of its arguments' types, which :func:`clip` has made."""
 
 
 class Clip(LearnableScaleLoss, function=clip):

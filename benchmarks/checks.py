@@ -1,0 +1,171 @@
+"""Cost of what DistributedLoss checks, in a small real training on two ranks; interleaved, as a share of the step.
+
+python benchmarks/checks.py [--seconds 30] [--docs]
+
+A step of DDP on scikit-learn's digits: two noisy views of 256 images per rank, an encoder, embeddings of 256 dimensions,
+NT-Xent, backward pass and SGD. Implementations of the loss take turns in the same processes, one thread each. "Nothing
+agreed" is the engine alone: no handshake, no check, shard sizes known beforehand. The share is the median over rounds of
+(time − time of "nothing agreed") / time of "nothing agreed", with quartiles.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from suite.cases import Case, nt_xent, recipe
+from suite.harness import Round, StoppingRule, quartiles, ratio, time_interleaved
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.collectives import scale_gradient
+from contrastive_zoo.demo.training import Digits
+from contrastive_zoo.session import Declaration, Options, Session
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import Shards, World
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "when-a-rank-fails.md"
+MARK = "<!-- measured by benchmarks/checks.py -->\n"
+RANKS, ROWS, WIDTH, TEMPERATURE = 2, 256, 256, 0.2
+PIXELS = 8
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut, as in a ResNet; groups are normalised, since batches differ between ranks."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.straight = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.residual = nn.Sequential(
+            nn.GroupNorm(4, inputs),
+            nn.ReLU(),
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.GroupNorm(4, outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.straight(x) + self.residual(x)
+
+
+def small_resnet() -> nn.Module:
+    """Return two residual blocks with a projection head."""
+    stem = nn.Conv2d(1, 32, 3, padding=1, bias=False)
+    head = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, WIDTH))
+    return nn.Sequential(stem, Block(32, 32, 1), Block(32, 64, 2), head)
+
+
+def mlp() -> nn.Module:
+    """Return three layers, the smallest encoder that learns anything here."""
+    layers = nn.Linear(PIXELS**2, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, WIDTH)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+ENCODERS: dict[str, Callable[[], nn.Module]] = {"small ResNet": small_resnet, "MLP": mlp}
+ALONE = "the loss alone"
+"""Forward and backward pass of the loss from given embeddings."""
+
+
+def nothing_agreed() -> Loss:
+    """Return the loss as the engine computes it between ranks that need not agree on anything."""
+    world = World.of()
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        session = Session(world.rank, world.size, world.group, Options(check_finite=False))
+        shards = [Shards((len(x),) * RANKS, world.rank) for x in (a, b)]
+        session.progress.agreed = [Declaration("NTXent", {}, [len(a), len(b)], {}, None, 0.0, shards)]
+        a, b = (scale_gradient(x, RANKS) for x in (a, b))
+        return cz.nt_xent(a, b, temperature=TEMPERATURE, world=session)
+
+    return loss
+
+
+def ours(**options: bool) -> Loss:
+    """Return the loss as users have it."""
+    return cz.DistributedLoss(cz.NTXent(temperature=TEMPERATURE), **options)  # type: ignore[arg-type]
+
+
+REFERENCE = "nothing agreed, nothing checked"
+LOSSES: dict[str, Callable[[], Loss]] = {
+    REFERENCE: nothing_agreed,
+    "DistributedLoss, checks off": lambda: ours(check_finite=False, check_equal=False, check_distinct=False),
+    "DistributedLoss, all checks": ours,
+    "DistributedLoss, all checks, static shapes": lambda: ours(static_shapes=True),
+    "by hand": lambda: recipe(nt_xent)(Case("ranks", "NT-Xent", 0, WIDTH, temperature=TEMPERATURE)),
+}
+
+
+def training_step(encoder: Callable[[], nn.Module], loss: Loss) -> Callable[[], object]:
+    """Return one step of a training with DDP, on the next images of this rank."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(encoder())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    images = Digits.load().images.float().unsqueeze(1)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def step() -> None:
+        batch = images[torch.randint(len(images), (ROWS,), generator=generator)]
+        views = [batch + 0.5 * torch.randn(batch.shape, generator=generator) for _ in range(2)]
+        value = loss(*model(torch.cat(views)).chunk(2))
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+
+    return step
+
+
+def loss_step(loss: Loss) -> Callable[[], object]:
+    """Return the forward and backward pass of a loss from embeddings that are leaves."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    views = [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
+
+    def step() -> None:
+        for x in views:
+            x.grad = None
+        loss(*views).backward()
+
+    return step
+
+
+def measure(encoder: str, seconds: float) -> list[Round]:
+    """Return the seconds per step of each loss, by round; runs on a rank."""
+    runners: dict[str, Any] = {}
+    for name, construct in LOSSES.items():
+        runners[name] = loss_step(construct()) if encoder == ALONE else training_step(ENCODERS[encoder], construct())
+    return time_interleaved(runners, StoppingRule(rounds=9, seconds=seconds, spread=0.0))
+
+
+def lines(encoder: str, rounds: list[Round]) -> list[str]:
+    """Return the rows of the table for one encoder."""
+    found = []
+    for name in LOSSES:
+        _, milliseconds, _ = quartiles([1000 * x[name] for x in rounds if name in x])
+        low, share, high = (100 * (x - 1) for x in quartiles(ratio(rounds, name, REFERENCE)))
+        cost = "" if name == REFERENCE else f"{share:+.1f} % ({low:+.1f} to {high:+.1f})"
+        found.append(f"| {'' if found else encoder} | {name} | {milliseconds:,.2f} | {cost} |")
+    return found
+
+
+def main() -> None:
+    """Measure, print the table, and write it into the documentation if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each encoder")
+    parser.add_argument("--docs", action="store_true", help=f"write the table into docs/pages/{PAGE.name}")
+    given = parser.parse_args()
+    table = ["| encoder | loss | ms per step | cost |", "|---|---|---:|---:|"]
+    with Worlds() as worlds:
+        for encoder in (*ENCODERS, ALONE):
+            table += lines(encoder, worlds.run(RANKS, measure, encoder, given.seconds, timeout=600.0)[0])
+            print("\n".join(table[-len(LOSSES) :]), flush=True)
+    if given.docs:
+        before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
+        PAGE.write_text(f"{before}{MARK}\n{chr(10).join(table)}\n\n{MARK}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Overhead of DistributedLoss on small batches: a step on two ranks against the quickest correct recipe by hand.
+
+python benchmarks/wrapper.py [--before FOLDER] [--seconds 20]
+
+CLIP and NT-Xent of 64 samples of 128 dimensions per rank, forward and backward, one thread per rank. Implementations take
+turns in the same processes. FOLDER holds ``contrastive_zoo`` of another revision, such as ``git archive <commit>
+contrastive_zoo`` makes; it is loaded beside this one. Columns: calls of Python functions in a step, milliseconds (median
+and smallest), and the median of the ratios of rounds to the recipe by hand, with quartiles.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from suite.cases import CASES, Case
+from suite.harness import Round, StoppingRule, quartiles, ratio, time_interleaved
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+
+BY_HAND = "by hand"
+PACKAGE = "contrastive_zoo"
+SUBJECTS = [case for case in CASES if BY_HAND in case.implementations]
+CALLS_OF = 10
+"""Steps whose calls are counted."""
+
+
+class Found(NamedTuple):
+    """What one rank has measured: seconds per step by round, and calls per step."""
+
+    rounds: list[Round]
+    calls: dict[str, float]
+
+
+def revision(folder: str) -> ModuleType:
+    """Return the package as it is in a folder; this process keeps its own, too."""
+    own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE}
+    for name in own:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    try:
+        package = importlib.import_module(PACKAGE)
+        assert package.Clip is not cz.Clip, f"{folder} is not another revision"
+        assert package.NTXent is not cz.NTXent, "attributes are imported when they are first used"
+        assert package.DistributedLoss is not cz.DistributedLoss, "attributes are imported when they are first used"
+    finally:
+        sys.path.remove(folder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+            del sys.modules[name]
+        sys.modules.update(own)
+    return package
+
+
+def ours(package: Any, case: Case) -> Callable[..., Tensor]:
+    """Return the loss of a revision."""
+    loss = {"CLIP": package.Clip, "NT-Xent": package.NTXent}[case.loss]
+    found: Callable[..., Tensor] = package.DistributedLoss(loss(temperature=case.temperature))
+    return found
+
+
+def measure(case: Case, before: str | None, seconds: float) -> Found:
+    """Measure one case; runs on a rank."""
+    losses = {BY_HAND: case.function(BY_HAND), "now": ours(cz, case)}
+    if before is not None:
+        losses["before"] = ours(revision(before), case)
+    inputs = case.inputs()
+
+    def step(loss: Callable[..., Tensor]) -> None:
+        for x in inputs:
+            x.grad = None
+        loss(*inputs).backward()
+
+    runners = {name: lambda loss=loss: step(loss) for name, loss in losses.items()}
+    for run in runners.values():
+        for _ in range(10):
+            run()
+    calls = {name: calls_per_step(run) for name, run in runners.items()}
+    return Found(time_interleaved(runners, StoppingRule(rounds=9, seconds=seconds, spread=0.0)), calls)
+
+
+def calls_per_step(run: Callable[[], object]) -> float:
+    """Return how many Python functions a step calls, those of torch included."""
+    calls = 0
+
+    def listen(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(listen)
+    try:
+        for _ in range(CALLS_OF):
+            run()
+    finally:
+        sys.setprofile(None)
+    return calls / CALLS_OF
+
+
+def main() -> None:
+    """Print a row for each implementation of each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="folder with another revision of contrastive_zoo")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each loss")
+    given = parser.parse_args()
+    before = None if given.before is None else str(given.before.resolve())
+    table = Table("case", "implementation", "calls", "ms", "least", f"× {BY_HAND}", box=None)
+    with Worlds() as worlds:
+        for case in SUBJECTS:
+            rounds, calls = worlds.run(case.world, measure, case, before, given.seconds, timeout=600.0)[0]
+            for index, name in enumerate(calls):
+                milliseconds = [1000 * x[name] for x in rounds]
+                low, middle, high = quartiles(ratio(rounds, name, BY_HAND))
+                table.add_row(
+                    case.name if index == 0 else "",
+                    name,
+                    f"{calls[name]:.0f}",
+                    f"{quartiles(milliseconds)[1]:.2f}",
+                    f"{min(milliseconds):.2f}",
+                    f"{middle:.2f} ({low:.2f}–{high:.2f})",
+                )
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
