@@ -65,7 +65,7 @@ class LossModules:
     def runs_third_party_code(self) -> bool:
         """Whether any module is defined outside of this library: it may draw random numbers or keep a state."""
         called = (x for module in self.by_path.values() for x in (module, attribute(module, "loss")) if x is not None)
-        return any(_is_third_party(type(x)) for x in called)
+        return any(_is_third_party(type(x)) for x in called)  # type: ignore[arg-type]  # mypy takes a class for its instance
 
     def shared_state(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""
