@@ -214,7 +214,7 @@ def _exchange(
         parts.append(header.new_zeros(unused))
     received = world.start_host_gather(torch.cat(parts) if len(parts) > 1 else header, "the handshake")()
     headers = (received if received.is_cpu else received[:, : _HEADER.size].cpu()).numpy()
-    return [_HEADER.unpack_from(x) for x in headers], received.narrow(1, _HEADER.size, size)
+    return [_HEADER.unpack_from(x) for x in headers], received[:, _HEADER.size :]
 
 
 def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], list[str]]:
