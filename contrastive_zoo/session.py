@@ -207,7 +207,8 @@ class Session(World):
             >>> Session.of(World()).of_all_rows().options.check_finite
             False
         """
-        return Session(options=Options(check_finite=False, reads_values=False), progress=self.progress)
+        unchecked = Options(check_finite=False, reads_values=False)
+        return Session(options=unchecked, progress=_Progress(settings=self.progress.settings))
 
     def open(self, caller: str, problem: str | None = None) -> None:
         """Hold the step's first handshake without a declaration, for a third-party loss."""
