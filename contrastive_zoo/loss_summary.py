@@ -57,8 +57,8 @@ class LossModules:
                 names = [*(_constructed_with(kind) if third_party else ()), "training"]
                 held = {name: held[name] for name in names if name in held}
             for name, value in held.items():
-                if name[0] != "_" and _is_setting(value):
-                    lines[prefix + name] = in_one_line(value)
+                if name[0] != "_" and (type(value) in _NUMBERS or _is_setting(value)):
+                    lines[prefix + name] = str(value) if type(value) in _NUMBERS else in_one_line(value)
         return lines
 
     @functools.cached_property
@@ -165,6 +165,10 @@ def _projection(x: Tensor) -> Tensor:
 
 def _name(loss: Any) -> str:
     return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
+
+
+_NUMBERS = (float, bool, int, type(None))
+"""Types of most settings, whose text is one line."""
 
 
 def _is_setting(value: Any) -> bool:

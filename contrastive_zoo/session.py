@@ -236,7 +236,7 @@ class Session(World):
             # the arguments' sizes come first, so that their number is known to whoever asks about them
             statement.sizes = [*statement.sizes, *sizes]
             agreed = shake_hands(statement, self)
-            opening.agreed = replace(agreed, shards=agreed.shards[:arguments])
+            opening.agreed = Agreed(agreed.shards[:arguments], agreed.replicate, agreed.same, agreed.payload)
         found = iter(agreed.shards[arguments:])
         for declaration in declarations:
             declaration.shards = [next(found) for _ in declaration.sizes]

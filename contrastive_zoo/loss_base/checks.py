@@ -1,6 +1,5 @@
 """Check settings and embeddings. Each function returns what is wrong as an error message, or None."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -23,8 +22,10 @@ def rows_problem(name: str, rows: Tensor) -> str | None:
         >>> rows_problem("queries", torch.ones(3))
         'queries are floating-point rows [n, d], got float32 [3].'
     """
-    if problem := tensor_problem(name, rows):
-        return problem
+    return tensor_problem(name, rows) or _shape_problem(name, rows)
+
+
+def _shape_problem(name: str, rows: Tensor) -> str | None:
     if rows.ndim != 2 or not rows.is_floating_point():
         return f"{name} are floating-point rows [n, d], got {kind(rows)}."
     return None
@@ -212,13 +213,14 @@ def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
         >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
         'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
     """
-    if problem := next(filter(None, itertools.starmap(tensor_problem, towers.items())), None):
-        return problem
+    for name, x in towers.items():
+        if problem := tensor_problem(name, x):
+            return problem
     (first, one), *others = towers.items()
     for name, other in others:
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"{rule}, got {first} {kind(one)} and {name} {kind(other)}. {fix}".rstrip()
-    return rows_problem(first, one)
+    return _shape_problem(first, one)
 
 
 def views_problem(views: Sequence[Tensor]) -> str | None:
@@ -238,7 +240,7 @@ def views_problem(views: Sequence[Tensor]) -> str | None:
                 f"views must pair row by row, got view 0 {kind(views[0])} and view {index} {kind(view)}. "
                 "Pass the same samples, in the same order, in every view."
             )
-    return rows_problem("views", views[0])
+    return _shape_problem("views", views[0])
 
 
 def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
