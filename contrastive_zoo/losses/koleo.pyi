@@ -20,9 +20,9 @@ def koleo(
 
         loss_i = −log(min_{j≠i} ‖z_i − z_j‖ + ε)
 
-    A single row has no neighbour and no loss; equal distances share the gradient; equal rows have no gradient. It
-    regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop by itself. DINOv2 and
-    lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
+    A single row has no neighbour and no loss; of neighbours at equal distances the first gets the gradient; equal rows have
+    none. It regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop by itself. DINOv2
+    and lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
 
     Args:
         embeddings: [n, d], n may differ between ranks.
@@ -49,9 +49,9 @@ class KoLeo(Loss):
 
         loss_i = −log(min_{j≠i} ‖z_i − z_j‖ + ε)
 
-    A single row has no neighbour and no loss; equal distances share the gradient; equal rows have no gradient. It
-    regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop by itself. DINOv2 and
-    lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
+    A single row has no neighbour and no loss; of neighbours at equal distances the first gets the gradient; equal rows have
+    none. It regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop by itself. DINOv2
+    and lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
 
     Called as ``loss(embeddings)``:
 
