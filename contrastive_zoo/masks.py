@@ -2,14 +2,13 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.row_checks import described, tensor_problem
+from contrastive_zoo.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, World
 
@@ -46,7 +45,7 @@ def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> In
         tensor([0, 1, 2, 0, 1, 2])
     """
     world = World.of(process_group, "sample_ids")
-    numbers = (described(x) for x in (n, views) if not isinstance(x, (int, np.integer)) or isinstance(x, bool))
+    numbers = (described(x) for x in (n, views) if not is_integer(x))
     if (other := next(numbers, None)) is not None:
         refuse("sample_ids", f"n and views are integers, got {other}.", world=world)
     if n < 0 or views < 1:

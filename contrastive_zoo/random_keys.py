@@ -16,16 +16,15 @@ def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
     Raises:
         ValueError: a negative seed.
 
-    References:
-        Steele, Lea & Flood, Fast splittable pseudorandom number generators, OOPSLA 2014, https://doi.org/10.1145/2714064.2660195
-        Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011, https://doi.org/10.1145/2063384.2063405
-
     Examples:
         >>> keys = random_keys(0, 3, np.arange(5))
         >>> bool((keys[2:] == random_keys(0, 3, np.arange(2, 5))).all())
         True
         >>> np.argsort(keys)
         array([3, 0, 2, 4, 1])
+
+    Source: Steele, Lea & Flood 2014, Fast splittable pseudorandom number generators, https://doi.org/10.1145/2714064.2660195;
+    Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3, https://doi.org/10.1145/2063384.2063405
     """
     if seed < 0:
         raise ValueError(f"random_keys: a seed is at least 0, got {seed}.")

@@ -45,6 +45,16 @@ def described(x: object) -> str:
     return f"a {type(x).__name__}"
 
 
+def is_integer(x: object, *, at_least: float = -math.inf) -> bool:
+    """Return whether x is an integer, Python's or NumPy's, and not below a bound.
+
+    Examples:
+        >>> is_integer(2, at_least=1), is_integer(True), is_integer(2.0)
+        (True, False, False)
+    """
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= at_least)
+
+
 def tensor_problem(name: str, x: object) -> str | None:
     """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is.
 

@@ -245,10 +245,16 @@ def test_bad_settings_are_refused():
         (loss_fn, {"every": 0}, "at least 1, got 0"),
         (loss_fn, {"quantiles": (5,)}, "got 5. For 5 % pass 0.05"),
         (loss_fn, {"false_negative_quantile": 0.0}, "got 0.0"),
+        (loss_fn, {"quantiles": ("half",)}, "got 'half'"),
     ):
         with pytest.raises(ValueError, match=words):
             cz.Monitor(wrong, **settings)
-    cz.Monitor(loss_fn)
+    monitor = cz.Monitor(loss_fn)
+    monitor.load_state_dict({"calls": 7})
+    for state in ({}, {"calls": "7"}, {"calls": -1}, None):
+        with pytest.raises(ValueError, match="a state has the number of calls"):
+            monitor.load_state_dict(state)
+        assert monitor.state_dict() == {"calls": 7}
     with pytest.raises(ValueError, match="has a monitor already"):
         cz.Monitor(loss_fn)
     with pytest.raises(ValueError, match="holds embeddings"):

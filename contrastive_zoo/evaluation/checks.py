@@ -15,7 +15,7 @@ from contrastive_zoo.evaluation.names import KNN, Metric, names_problem
 from contrastive_zoo.evaluation.search import rows_problem, settings_problem
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.row_checks import described, tensor_problem
+from contrastive_zoo.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Shards, World
 
@@ -71,7 +71,7 @@ class Given(NamedTuple):
             return "labels and gallery_labels come together; without them, partners have the same index."
         if self.ignore_label is not None and self.labels is None:
             return "ignore_label needs labels."
-        if not (self.ignore_label is None or isinstance(self.ignore_label, int)):
+        if not (self.ignore_label is None or is_integer(self.ignore_label)):
             return f"ignore_label is an integer or None, got {described(self.ignore_label)}."
         return self._judgements_problem()
 
@@ -93,7 +93,8 @@ class Given(NamedTuple):
             return f"judgements are query ids [j], gallery ids [j] and grades [j], got {shapes}."
         if query.is_floating_point() or item.is_floating_point():
             return f"judgements name integer ids, got {kind(query)} and {kind(item)}."
-        if bool((unknown := ~torch.isin(query, self.ids)).any()):
+        query, item = query.cpu(), item.cpu()  # they may come from the data set, and ids from the model
+        if bool((unknown := ~torch.isin(query, self.ids.cpu())).any()):
             return f"judgements name query {query[unknown][0].item()}, which is not in ids of this rank."
         if len(torch.stack([query, item]).unique(dim=1).T) < len(query):
             return "judgements name a pair twice. Keep one grade of each query and item."

@@ -49,7 +49,7 @@ class ApproximateIndex:
 def faiss_problem() -> str | None:
     """Return what to do where faiss is not installed, in words; None if it is."""
     try:
-        import faiss  # noqa: F401
+        import faiss  # noqa: F401 - whether it can be imported
     except ImportError:
         return "searches with faiss, which is not installed: pip install contrastive_zoo[faiss]."
     return None

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from contrastive_zoo.evaluation.exact import norms, prepared, similarities
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, flat_search, index_search
+from contrastive_zoo.session import meet
+from contrastive_zoo.world import World
 
 _BLOCK_ELEMENTS = 2**24
 """Elements of the rows that faiss searches at once, 64 MiB in float32; every block costs it one more heap."""
@@ -57,14 +59,34 @@ class Gallery:
     Args:
         rows: [m, d]. Rows are normalised block by block, so a memory map stays on the disk.
         normalize: whether scores are cosines.
-        index: the approximate index; None for an exact search.
     """
 
-    def __init__(self, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None = None) -> None:
+    index: Any = None
+    """faiss' approximate index of the rows; None for an exact search."""
+
+    def __init__(self, rows: Tensor, *, normalize: bool) -> None:
         self.rows, self.normalize = rows, normalize
         step = max(1, _ELEMENTS // max(1, rows.shape[1]))
         self.lengths = torch.cat([torch.empty(0, 1, dtype=torch.float64), *(norms(x.cpu()) for x in rows.split(step))])
-        self.index: Any = index.built(self.take(slice(None))) if index is not None and len(rows) else None
+
+    @classmethod
+    def build(
+        cls, caller: str, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None, world: World
+    ) -> Gallery:
+        """Return this rank's gallery with its approximate index, if there is one, after every rank has built its own.
+
+        Raises:
+            ValueError: on every rank alike, faiss cannot build the index of some rank's rows.
+        """
+        gallery = cls(rows, normalize=normalize)
+        if index is not None:
+            problem = None
+            try:
+                gallery.index = index.built(gallery.take(slice(None))) if len(rows) else None
+            except RuntimeError as error:  # faiss': too few rows to train it, or an unknown description
+                problem = _index_problem(index, len(rows), error)
+            meet(caller, {}, world=world, problem=problem)
+        return gallery
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -143,7 +165,9 @@ class Gallery:
         """Return how much the float32 scores of each query may differ from the exact ones."""
         width = queries.shape[1]
         longest = 1.0 + 2.0**-20 if self.normalize else self.lengths.amax().item() if len(self) else 0.0
-        return (width + 8) * 2.0**-24 * longest * norms(queries) + width * 2.0**-126
+        lengths = norms(queries)
+        flushed = width**0.5 * (lengths + longest) + width  # float32 has no elements below 2^-126
+        return (width + 8) * 2.0**-24 * longest * lengths + flushed * 2.0**-126
 
     def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, "n depth"], Int[Tensor, "n depth"]]:
         """Return the float32 scores of ``depth`` candidates, best first, and their positions."""
@@ -204,6 +228,15 @@ class Gallery:
                 which, column = ((excluded >= begin) & (excluded < begin + scores.shape[1])).nonzero(as_tuple=True)
                 scores[which, excluded[which, column] - begin] = -torch.inf
                 yield begin, scores
+
+
+def _index_problem(index: ApproximateIndex, rows: int, error: RuntimeError) -> str:
+    """Return why faiss cannot build the index, without the place in its source."""
+    reason = str(error).splitlines()[0].rpartition("failed: ")[2].rstrip(".")
+    return (
+        f"faiss cannot build the index {index.factory!r} with parameters {index.parameters!r} of {rows} rows: {reason}. "
+        "Each rank indexes its own rows: choose an index for as few, or pass index=None."
+    )
 
 
 def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,8 @@ def evaluate(
 
     Raises:
         ValueError: on every rank alike: arguments that do not belong together, rows that are not finite, a k beyond the
-            gallery, judgements whose ids are unknown, ranks that disagree on settings, or faiss is not installed.
+            gallery, judgements whose ids are unknown, ranks that disagree on settings, or faiss is not installed or cannot
+            build the index of some rank's rows.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
@@ -102,16 +103,20 @@ def evaluate(
 
 
 def measured(caller: str, given: Given, names: Sequence[str], settings: Settings, world: World) -> dict[str, float]:
-    """Return what :func:`evaluate` returns; ``caller`` is the first word of errors."""
+    """Return what :func:`evaluate` returns; ``caller`` is the first word of errors.
+
+    Raises:
+        ValueError: what :func:`evaluate` raises.
+    """
     shards = agreed(caller, given, names, settings, world)
-    task = task_of(given, *shards, world)
+    task = task_of(caller, given, *shards, world)
     wanted = [metric for name in names if (metric := Metric.of(name))]
     depth = max(metric.k or 0 for metric in wanted)
-    candidates = task.gallery_shards.total - (given.gallery is None)
+    candidates = max(0, task.gallery_shards.total - (given.gallery is None))
     if depth > candidates:
         raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
     means = ExactMean(names)
-    local = Gallery(task.gallery, normalize=settings.normalize, index=settings.index)
+    local = Gallery.build(caller, task.gallery, normalize=settings.normalize, index=settings.index, world=world)
     rows = prepared(task.queries, normalize=settings.normalize)
     totals, most = totals_of(task.relevance, task.query_shards, world)
     if near := [metric for metric in wanted if not metric.whole]:

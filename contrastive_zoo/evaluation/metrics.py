@@ -28,12 +28,23 @@ def hits(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
 
 def precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return the share of relevant items among the first ``cutoff`` items."""
+    """Return the share of relevant items among the first ``cutoff`` items.
+
+    Examples:
+        >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.5], grades=[0, 1, 0])
+        >>> [precision(ranking, np.array([2]), ties).item() for ties in ("pessimistic", "optimistic", "expected")]
+        [0.0, 0.5, 0.25]
+    """
     return hits(ranking, cutoff, ties) / np.maximum(cutoff, 1)
 
 
 def recall(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return the share of the relevant items that are among the first ``cutoff`` items."""
+    """Return the share of the relevant items that are among the first ``cutoff`` items.
+
+    Examples:
+        >>> recall(Ranking.of_items(scores=[0.9, 0.5, 0.1], grades=[0, 1, 1]), np.array([2]), "pessimistic")
+        array([0.5])
+    """
     return hits(ranking, cutoff, ties) / np.maximum(ranking.total, 1)
 
 
@@ -42,6 +53,11 @@ def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
     Its expected value over the orders of t ties, r of them relevant and p of them within the cutoff, is
     ``1 − C(t − r, p) / C(t, p)``.
+
+    Examples:
+        >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.5], grades=[0, 1, 0])
+        >>> [hit_rate(ranking, np.array([2]), ties).item() for ties in ("pessimistic", "optimistic", "expected")]
+        [0.0, 1.0, 0.5]
     """
     if ties != "expected":
         return (hits(ranking, cutoff, ties) > 0).astype(np.float64)
@@ -56,12 +72,24 @@ def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
 
 def r_precision(ranking: Ranking, ties: Ties) -> Floats:
-    """Return the share of relevant items among the first R items, where R is the number of relevant items."""
+    """Return the share of relevant items among the first R items, where R is the number of relevant items.
+
+    Examples:
+        >>> r_precision(Ranking.of_items(scores=[0.9, 0.5, 0.1], grades=[0, 1, 1]), "pessimistic")
+        array([0.5])
+    """
     return precision(ranking, ranking.total, ties)
 
 
 def reciprocal_rank(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return 1 / position of the first relevant item; 0 if it is beyond the cutoff."""
+    """Return 1 / position of the first relevant item; 0 if it is beyond the cutoff.
+
+    Examples:
+        >>> reciprocal_rank(Ranking.of_items(scores=[0.9, 0.5, 0.1], grades=[0, 1, 1]), np.array([3]), "pessimistic")
+        array([0.5])
+
+    Source: Voorhees 1999, The TREC-8 question answering track report, https://trec.nist.gov/pubs/trec8/papers/qa_report.pdf
+    """
     first = changes(ranking.query)
     query, higher, tied = ranking.query[first], ranking.higher[first], ranking.tied[first]
     found, limit = ranking.found[first], cutoff[query]
@@ -84,6 +112,13 @@ def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     With ``cutoff`` R, the number of relevant items, this is MAP@R (Musgrave et al. 2020); without a cutoff, MAP. The
     expected value over the orders of ties is that of McSherry and Najork 2008, equation 7
     (https://doi.org/10.1007/978-3-540-78646-7_38).
+
+    Examples:
+        >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.1, 0.0], grades=[0, 1, 0, 1])
+        >>> average_precision(ranking, np.array([4]), "pessimistic")   # (1/2 + 2/4) / 2
+        array([0.5])
+
+    Source: MAP@R: Musgrave et al. 2020, https://arxiv.org/abs/2003.08505
     """
     found, above, higher = ranking.found, ranking.found_higher, ranking.higher
     total = np.maximum(ranking.total, 1)
@@ -103,6 +138,12 @@ def ndcg(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return Σ grade / log2(1 + position) over the first ``cutoff`` items, divided by that of the best possible order.
 
     Grades are used as they are; for the exponential gain of Burges et al. 2005 pass ``2^grade − 1`` as grades.
+
+    Examples:
+        >>> ndcg(Ranking.of_items(scores=[0.9, 0.5], grades=[0, 1]), np.array([2]), "pessimistic")   # 1 / log2(3)
+        array([0.63092975])
+
+    Source: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418
     """
     limit = cutoff[ranking.query]
     if ties == "expected":
@@ -132,6 +173,12 @@ def knn_accuracy(groups: Groups, labels: Ints, k: int, ties: Ties) -> Floats:
         labels: [n], of the queries.
         k: number of neighbours.
         ties: what ties mean.
+
+    Examples:
+        >>> one = np.ones(3, dtype=np.int64)
+        >>> groups = Groups(query=0 * one, score=np.array([0.9, 0.8, 0.7]), value=np.array([5, 7, 7]), size=one)
+        >>> knn_accuracy(groups, np.array([7]), 3, "pessimistic")
+        array([1.])
     """
     first = changes(groups.query, groups.score)
     sizes = np.diff(np.append(first, len(groups.query)))

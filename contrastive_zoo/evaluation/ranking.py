@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -91,6 +91,23 @@ class Ranking:
         return cls(
             total, levels.query[at], levels.higher[at], levels.tied[at], level, relevant.grade, relevant.size, *ideal
         )
+
+    @classmethod
+    def of_items(cls, scores: ArrayLike, grades: ArrayLike) -> Ranking:
+        """Return the ranking of one query, given the score and the grade of every item; grade 0 is not relevant.
+
+        Examples:
+            >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.5], grades=[0, 1, 0])
+            >>> ranking.higher, ranking.tied, ranking.found
+            (array([1]), array([2]), array([1]))
+        """
+        score, grade = np.asarray(scores, dtype=np.float64), np.asarray(grades, dtype=np.float64)
+        one, items = np.ones(len(score), dtype=np.int64), np.arange(len(score))
+        groups = Groups.joined([Groups(0 * one, score, items, one)])
+        grade = grade[groups.value]
+        kept = grade > 0
+        relevant = Relevant(groups.query[kept], groups.score[kept], grade[kept], groups.size[kept])
+        return cls.of(levels_of(groups), relevant, (relevant.query, relevant.grade, relevant.size), queries=1)
 
     @property
     def queries(self) -> int:

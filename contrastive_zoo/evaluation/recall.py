@@ -10,7 +10,7 @@ from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.evaluation.checks import Given, Settings
 from contrastive_zoo.evaluation.measurement import evaluate, measured
 from contrastive_zoo.evaluation.metrics import Ties
-from contrastive_zoo.row_checks import described
+from contrastive_zoo.row_checks import described, is_integer
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import Processes, World
 
@@ -65,8 +65,8 @@ def recall_at_k(
         1.0
     """
     world = World.of(process_group, "recall_at_k")
-    if not (isinstance(k, int) and k >= 1):
-        refuse("recall_at_k", f"k is between 1 and the rows to search in, got {k}.", world=world)
+    if not is_integer(k, at_least=1):
+        refuse("recall_at_k", f"k is between 1 and the rows to search in, got {described(k)}.", world=world)
     given = Given(queries, gallery, labels, gallery_labels)
     return measured("recall_at_k", given, [f"hit_rate@{k}"], Settings(normalize=normalize), world)[f"hit_rate@{k}"]
 
@@ -107,7 +107,7 @@ def cross_modal_recall(
         {'first_to_second@1': 1.0, 'second_to_first@1': 0.6666666666666666}
     """
     found: dict[str, float] = {}
-    if not (isinstance(k, (list, tuple)) and all(isinstance(x, int) and x > 0 for x in k)):
+    if not (isinstance(k, (list, tuple)) and all(is_integer(x, at_least=1) for x in k)):
         world = World.of(process_group, "cross_modal_recall")
         refuse("cross_modal_recall", f"k is a list of integers from 1, got {described(k)}.", world=world)
     names = {number: f"hit_rate@{number}" for number in k}

@@ -98,6 +98,7 @@ class Judgements:
         grade: how relevant it is.
         gallery_ids: ids of this rank's rows.
         world: the ranks.
+        caller: the first word of errors.
     """
 
     query: Int[Tensor, " j"]
@@ -105,6 +106,7 @@ class Judgements:
     grade: Float[Tensor, " j"]
     gallery_ids: Int[Tensor, " m"]
     world: World
+    caller: str
 
     def question(self, block: Round) -> Question:
         """Gather the judgements of a round, and find those of this rank's rows.
@@ -121,7 +123,7 @@ class Judgements:
         missing = len(item) - sum(x[0] for x in self.world.exchange([int(here.sum())]))
         if missing:
             raise ValueError(
-                f"evaluate: {missing} of {len(item)} judgements name items that are in no rank's gallery_ids. "
+                f"{self.caller}: {missing} of {len(item)} judgements name items that are in no rank's gallery_ids. "
                 "Remove them, or add the rows."
             )
         query, position, grade = query[here], order[place[here]], grade[here]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,13 +14,20 @@ from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_prob
 from contrastive_zoo.evaluation.local_search import Gallery, ordered
 from contrastive_zoo.evaluation.rounds import rounds
 from contrastive_zoo.handshake import kind
-from contrastive_zoo.row_checks import described, tensor_problem
+from contrastive_zoo.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 
 
 class Neighbors(NamedTuple):
-    """The nearest rows of each query, best first."""
+    """The nearest rows of each query, best first.
+
+    Examples:
+        >>> top_k(torch.eye(2), torch.tensor([[0.0, 2.0], [3.0, 0.0]]), k=1, normalize=False)
+        Neighbors(scores=tensor([[3.],
+                [2.]], dtype=torch.float64), indices=tensor([[1],
+                [0]]))
+    """
 
     scores: Float[Tensor, "n k"]
     """Dot products in float64; −∞ where a query has fewer than k rows that are not excluded."""
@@ -62,7 +68,7 @@ def top_k(
 
     Raises:
         ValueError: on every rank alike: shapes, dtypes or widths that do not belong together, rows that are not finite, or
-            k outside of 1 … number of rows to search in; faiss is not installed.
+            k outside of 1 … number of rows to search in; faiss is not installed, or cannot build the index of some rank.
 
     Examples:
         >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)
@@ -79,7 +85,7 @@ def top_k(
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
     detached = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
     shards = meet("top_k", detached, world=world, problem=problem, settings=settings)
-    candidates = shards[1].total - (gallery is None)
+    candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
         raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
     excluded = torch.empty(len(queries), 0, dtype=torch.int64) if excluded is None else excluded.cpu()
@@ -87,7 +93,7 @@ def top_k(
         own = torch.arange(shards[0].start, shards[0].start + shards[0].size)
         excluded = torch.cat([excluded, own[:, None]], 1)
     prepared_queries = prepared(queries, normalize=normalize)
-    local = Gallery(rows.detach(), normalize=normalize, index=index)
+    local = Gallery.build("top_k", rows.detach(), normalize=normalize, index=index, world=world)
     found = Neighbors(
         torch.empty(len(queries), k, dtype=torch.float64), torch.empty(len(queries), k, dtype=torch.int64)
     )
@@ -132,7 +138,7 @@ def settings_problem(*, k: object = 1, normalize: object, index: object) -> str 
         >>> settings_problem(k=1, normalize="no", index=None)
         "normalize is True or False, got 'no'."
     """
-    if not isinstance(k, (int, np.integer)) or isinstance(k, bool):
+    if not is_integer(k):
         return f"k is an integer, got {described(k)}."
     if not isinstance(normalize, bool):
         return f"normalize is True or False, got {described(normalize)}."

@@ -32,8 +32,8 @@ class Task:
     relevance: Labels | Judgements
 
 
-def task_of(given: Given, queries: Shards, gallery: Shards, world: World) -> Task:
-    """Return the task, given the split of all rows over ranks."""
+def task_of(caller: str, given: Given, queries: Shards, gallery: Shards, world: World) -> Task:
+    """Return the task, given the split of all rows over ranks; ``caller`` is the first word of errors."""
     leave_one_out = given.gallery is None
     labels, gallery_labels = (
         x.cpu().long() if x is not None else torch.arange(of.start, of.start + of.size)
@@ -51,11 +51,11 @@ def task_of(given: Given, queries: Shards, gallery: Shards, world: World) -> Tas
         assert given.ids is not None  # Given.problem has refused it
         ids = given.ids.cpu().long()[kept]
         gallery_ids = given.ids if given.gallery_ids is None else given.gallery_ids
-        relevance = _judgements(given, ids, gallery_ids.cpu().long()[gallery_kept], world)
+        relevance = _judgements(caller, given, ids, gallery_ids.cpu().long()[gallery_kept], world)
     return Task(rows.detach(), gallery_rows.detach(), query_shards, gallery_shards, relevance)
 
 
-def _judgements(given: Given, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
+def _judgements(caller: str, given: Given, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
     """Return the judgements of the queries that count, ordered by query; of leave-one-out, each query ignores itself."""
     assert given.judgements is not None
     query, item, grade = (x.detach().cpu() for x in given.judgements)
@@ -67,7 +67,7 @@ def _judgements(given: Given, ids: Tensor, gallery_ids: Tensor, world: World) ->
     query, item, grade = query[counts], item[counts].long(), grade[counts].double()
     row = order[torch.searchsorted(by_id, query)]
     in_order = row.argsort(stable=True)
-    return Judgements(row[in_order], item[in_order], grade[in_order], gallery_ids, world)
+    return Judgements(row[in_order], item[in_order], grade[in_order], gallery_ids, world, caller)
 
 
 def _kept(ids: Tensor | None, labels: Tensor, ignore_label: int | None, world: World) -> Tensor:

@@ -98,15 +98,14 @@ def mine_hard_negatives(
             positives that are not in the corpus, settings that select nothing or differ between ranks, or a guide that
             raised or returned anything but one number per pair; faiss is not installed, or tqdm with ``progress``.
 
-    References:
-        Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808
-        Moreira et al. 2024 (NV-Retriever), https://arxiv.org/abs/2407.15831
-
     Examples:
         >>> corpus = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.5, 0.5], [0.0, 1.0]])
         >>> mined = mine_hard_negatives(corpus[:2], corpus, torch.tensor([1, 0]), num_negatives=1, range_min=1)
         >>> mined["query"], mined["positive"], mined["negative"]
         (array([0, 1]), array([1, 0]), array([2, 2]))
+
+    Source: Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808; margins: Moreira et al. 2024 (NV-Retriever),
+    https://arxiv.org/abs/2407.15831
     """
     selection = Selection(
         num_negatives, range_min, range_max, max_score, min_score, absolute_margin, relative_margin, guide_margin,
@@ -114,7 +113,7 @@ def mine_hard_negatives(
     )  # fmt: skip
     rows = map(as_tensor, (queries, corpus, positives))
     others = map(as_tensor, (query_labels, corpus_labels, corpus_ids))
-    task = Task(*rows, selection, *others, guide, normalize, index, progress, process_group)  # type: ignore[call-arg]
+    task = Task(*rows, selection, *others, guide, normalize, index, progress, process_group)  # type: ignore[call-arg]  # a map
     problem = (
         None
         if isinstance(output, str) and output in ("triplet", "n-tuple")

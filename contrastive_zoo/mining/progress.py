@@ -7,7 +7,7 @@ from contextlib import contextmanager
 def progress_problem() -> str | None:
     """Return what to do where tqdm is not installed, in words; None if it is."""
     try:
-        import tqdm.auto  # noqa: F401
+        import tqdm.auto  # noqa: F401 - whether it can be imported
     except ImportError:
         return "progress=True needs tqdm, which is not installed: pip install contrastive_zoo[mining]."
     return None

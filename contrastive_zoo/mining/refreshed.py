@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from contrastive_zoo.loaded_state import loading_problem
 from contrastive_zoo.mining.guide import Guide
 from contrastive_zoo.mining.selection import Selection
 from contrastive_zoo.mining.task import Task, mine
+from contrastive_zoo.mining.user_functions import called_on_every_rank
 from contrastive_zoo.random_keys import random_keys
-from contrastive_zoo.row_checks import array_in_one_line, described
+from contrastive_zoo.row_checks import array_in_one_line, described, is_integer, tensor_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 
@@ -48,11 +50,9 @@ class RefreshedNegatives:
             negatives are drawn anew at each mining.
 
     Raises:
-        ValueError: sizes that are no integers of at least 1, or settings that select nothing. At :meth:`update`, on every
-            rank alike, what :func:`mine_hard_negatives` raises, and ranks at different steps.
-
-    References:
-        Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808
+        ValueError: sizes that are no integers of at least 1, positives that are no int64 [n] or [n, p], or settings that
+            select nothing. At :meth:`update`, on every rank alike, what :func:`mine_hard_negatives` raises, an encoder that
+            raised on some rank or returned anything but one row per index, and ranks at different steps.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
@@ -64,6 +64,8 @@ class RefreshedNegatives:
         >>> negatives[torch.tensor([0, 3])]
         tensor([[1],
                 [2]])
+
+    Source: Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class RefreshedNegatives:
         **settings: Any,
     ) -> None:
         for name, value in (("corpus_size", corpus_size), ("every", every), ("chunk_size", chunk_size)):
-            if not isinstance(value, int) or value < 1:
+            if not is_integer(value, at_least=1):
                 raise ValueError(f"RefreshedNegatives: {name} is an integer of at least 1, got {value!r}.")
         self.selection = Selection(**settings)
-        if (problem := self.selection.problem) is not None:
+        if (problem := _positives_problem(positives) or self.selection.problem) is not None:
             raise ValueError(f"RefreshedNegatives: {problem}")
         self.encode_queries, self.encode_corpus, self.positives = encode_queries, encode_corpus, positives
         self.corpus_size, self.every, self.chunk_size, self.normalize = corpus_size, every, chunk_size, normalize
@@ -112,8 +114,11 @@ class RefreshedNegatives:
         meet("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
         queries, corpus = (
-            self._encoded(encode, size, world)
-            for encode, size in ((self.encode_queries, len(self.positives)), (self.encode_corpus, self.corpus_size))
+            called_on_every_rank("RefreshedNegatives", name, partial(self._encoded, encode, size, world), world=world)
+            for name, encode, size in (
+                ("encode_queries", self.encode_queries, len(self.positives)),
+                ("encode_corpus", self.encode_corpus, self.corpus_size),
+            )
         )
         start, stop = self._part(len(self.positives), world)
         selection = self.selection.with_seed(seed)
@@ -141,9 +146,8 @@ class RefreshedNegatives:
         """Return this rank's embeddings; the dtype and width of a rank without samples are those of the first sample."""
         start, stop = self._part(size, world)
         chunks = [torch.arange(i, min(i + self.chunk_size, stop)) for i in range(start, stop, self.chunk_size)]
-        if not chunks:
-            return encode(torch.arange(1))[:0].cpu()
-        return torch.cat([encode(chunk).detach().cpu() for chunk in chunks])
+        encoded = [_embeddings(encode, chunk) for chunk in chunks or [torch.arange(1)]]
+        return torch.cat(encoded) if chunks else encoded[0][:0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the negatives and the step at which they were mined: the same on every rank."""
@@ -166,6 +170,27 @@ class RefreshedNegatives:
                 f"RefreshedNegatives: saved negatives are -1 … {self.corpus_size - 1}, the rows of the corpus, got "
                 f"{int(negatives.min())} … {int(negatives.max())}."
             )
-        if not (mined_at is None or (isinstance(mined_at, int) and mined_at >= 0)):
+        if not (mined_at is None or (is_integer(mined_at, at_least=0))):
             raise ValueError(f"RefreshedNegatives: mined_at is a step or None, got {described(mined_at)}.")
         self.mined_at, self.negatives = mined_at, negatives.clone()
+
+
+def _embeddings(encode: Encode, chunk: Int[Tensor, " c"]) -> Float[Tensor, "c d"]:
+    """Return the embeddings of these samples, on the CPU.
+
+    Raises:
+        ValueError: the function returned anything but one row for each of them.
+    """
+    rows = encode(chunk)
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != len(chunk):
+        raise ValueError(f"it returns one row [d] for each of {len(chunk)} indices, got {described(rows)}.")
+    return rows.detach().cpu()
+
+
+def _positives_problem(positives: Tensor) -> str | None:
+    """Return why these are not the positives of some queries, in words; None if they are."""
+    if problem := tensor_problem("positives", positives):
+        return problem
+    if positives.ndim not in (1, 2) or positives.dtype != torch.int64 or not len(positives):
+        return f"positives are int64 [n] or [n, p] of at least one query, got {described(positives)}."
+    return None

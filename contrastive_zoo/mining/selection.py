@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.random_keys import random_keys
-from contrastive_zoo.row_checks import described
+from contrastive_zoo.row_checks import described, is_integer
 
 Sampling = Literal["top", "random"]
 
@@ -39,9 +39,9 @@ class Selection:
         """Why these settings select nothing, in words; None if they are possible."""
         for name, at_least in (("num_negatives", 1), ("range_min", 0), ("seed", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < at_least:
+            if not is_integer(value, at_least=at_least):
                 return f"{name} is an integer of at least {at_least}, got {described(value)}."
-        if not (self.range_max is None or isinstance(self.range_max, int)):
+        if not (self.range_max is None or is_integer(self.range_max)):
             return f"range_max is an integer or None, got {described(self.range_max)}."
         if not isinstance(self.sampling, str) or self.sampling not in ("top", "random"):
             return f"sampling is 'top' or 'random', got {self.sampling!r}."
@@ -50,9 +50,10 @@ class Selection:
                 f"range_min={self.range_min} … range_max={self.range_max} has fewer candidates than "
                 f"num_negatives={self.num_negatives}. Raise range_max."
             )
-        margins = (self.max_score, self.min_score, self.absolute_margin, self.relative_margin, self.guide_margin)
-        if any(x is not None and (not isinstance(x, (int, float)) or x != x) for x in margins):
-            return f"scores and margins are numbers, got {margins}."
+        margins = (self.max_score, self.min_score, self.absolute_margin, self.relative_margin)
+        given = [self.guide_margin, *(x for x in margins if x is not None)]
+        if any(not isinstance(x, (int, float, np.number)) or x != x for x in given):
+            return f"scores and margins are numbers, got {(*margins, self.guide_margin)}."
         return None
 
     def with_seed(self, seed: int) -> Selection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from contrastive_zoo.mining.fetch import fetched
 from contrastive_zoo.mining.guide import Guide, guided
 from contrastive_zoo.mining.progress import bar, progress_problem
 from contrastive_zoo.mining.selection import Selection
+from contrastive_zoo.mining.user_functions import called_on_every_rank
 from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import Session, meet
 from contrastive_zoo.world import Processes, Shards, World
@@ -82,10 +84,12 @@ class Task:
             return wrong
         if not (self.guide is None or callable(self.guide)):
             return f"guide is a function of queries and candidates, or None, got {described(self.guide)}."
-        if self.queries.ndim != 2 or self.corpus.ndim != 2 or self.queries.shape[1] != self.corpus.shape[1]:
+        rows = self.queries, self.corpus
+        alike = all(x.ndim == 2 and x.is_floating_point() and x.dtype == self.queries.dtype for x in rows)
+        if not alike or self.queries.shape[1] != self.corpus.shape[1]:
             return (
-                f"queries [n, d] and corpus [m, d] are rows of one width, got {kind(self.queries)} and "
-                f"{kind(self.corpus)}."
+                "queries [n, d] and corpus [m, d] are floating-point rows of one width and dtype, got "
+                f"{kind(self.queries)} and {kind(self.corpus)}."
             )
         if (self.query_labels is None) != (self.corpus_labels is None):
             return "query_labels and corpus_labels come together: a candidate's label is compared with the query's."
@@ -153,12 +157,8 @@ def _mined(task: Task, corpus: Corpus, all_positives: Tensor, part: slice, start
     allowed[:, : selection.range_min] = False
     query = torch.arange(len(queries)) + start + part.start
     if task.guide is not None:
-        problem = None
-        try:
-            allowed &= guided(task.guide, query, positives, found.indices, allowed, selection.guide_margin)
-        except Exception as error:  # any rank's error is all ranks' error: the others wait in the next search
-            problem = f"the guide raised {type(error).__name__}: {error}"
-        meet(name, {}, world=world, problem=problem)
+        judge = partial(guided, task.guide, query, positives, found.indices, allowed, selection.guide_margin)
+        allowed &= called_on_every_rank(name, "the guide", judge, world=world)
     chosen = selection.chosen(allowed, found.indices, query)
     missing, place = chosen < 0, chosen.clamp(min=0)
     return Mined(

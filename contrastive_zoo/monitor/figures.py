@@ -24,6 +24,13 @@ class Measurement:
         totals: sums over all ranks.
         quantiles: the quantiles of similarities.
         false_negative_quantile: of positive similarities; a negative at or above it is a likely false negative.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> loss_fn = cz.DistributedLoss(cz.NTXent())
+        >>> monitor, value = cz.Monitor(loss_fn), loss_fn(torch.eye(2), torch.eye(2))
+        >>> monitor.measurement.spectrum("embeddings")   # of ZᵀZ / N = I / 2
+        tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
     call: int

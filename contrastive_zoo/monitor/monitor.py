@@ -14,6 +14,7 @@ from contrastive_zoo.monitor.drift import sketch
 from contrastive_zoo.monitor.figures import Measurement
 from contrastive_zoo.monitor.samples import Samples
 from contrastive_zoo.monitor.statistics import totals
+from contrastive_zoo.row_checks import described, is_integer
 from contrastive_zoo.world import Shards, World
 
 if TYPE_CHECKING:
@@ -131,8 +132,17 @@ class Monitor:
         return {"calls": self._calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; load it on every rank."""
-        self._calls = state["calls"]
+        """Continue from a state; load it on every rank.
+
+        Raises:
+            ValueError: no number of calls; the present one is kept.
+        """
+        calls = state.get("calls") if isinstance(state, Mapping) else None
+        if calls is None or not is_integer(calls, at_least=0):
+            raise ValueError(
+                f"Monitor: a state has the number of calls, such as {{'calls': 0}}, got {described(state)}."
+            )
+        self._calls = int(calls)
 
     def compared(self) -> str:
         """Return what must be equal on every rank, as text."""
@@ -183,9 +193,9 @@ def _refuse_bad_settings(loss_fn: object, every: int, quantiles: Sequence[float]
             f"Monitor: a DistributedLoss is monitored, got {type(loss_fn).__name__}. Write DistributedLoss(loss), also for "
             "one process."
         )
-    if not isinstance(every, int) or every < 1:
+    if not is_integer(every, at_least=1):
         raise ValueError(f"Monitor: every is a number of calls, at least 1, got {every!r}.")
-    bad = [q for q in quantiles if not 0 < q <= 1]
+    bad = [q for q in quantiles if not (isinstance(q, (int, float)) and 0 < q <= 1)]
     if bad:
         raise ValueError(f"Monitor: quantiles are above 0 and at most 1, got {bad[0]!r}. For 5 % pass 0.05.")
 

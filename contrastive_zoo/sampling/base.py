@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from contrastive_zoo.handshake import Statement, shake_hands
-from contrastive_zoo.row_checks import array_in_one_line, described, in_one_line
+from contrastive_zoo.row_checks import array_in_one_line, described, in_one_line, is_integer
 from contrastive_zoo.sampling.split import rank_bounds, weights_problem
 from contrastive_zoo.world import Processes, World
 
@@ -174,16 +174,6 @@ class DistributedBatchSampler(Sampler[list[int]], ABC):
     def batch_sampler(self) -> DistributedBatchSampler:
         """This sampler: Hugging Face's Trainer calls ``loader.batch_sampler.batch_sampler.set_epoch``."""
         return self
-
-
-def is_integer(x: object, *, at_least: int) -> bool:
-    """Return whether x is an integer, Python's or NumPy's, and not below a bound.
-
-    Examples:
-        >>> is_integer(2, at_least=1), is_integer(True, at_least=0), is_integer(2.0, at_least=1)
-        (True, False, False)
-    """
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= at_least)
 
 
 def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:

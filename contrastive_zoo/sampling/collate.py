@@ -23,6 +23,9 @@ class CollateEmpty:
         example: any one sample, such as ``dataset[0]``.
         collate_fn: collates samples; its results have the batch dimension first.
 
+    Raises:
+        ValueError: a ``collate_fn`` that cannot be called.
+
     Examples:
         >>> import torch
         >>> collate = CollateEmpty({"image": torch.ones(2, 3), "label": 5, "name": "x"})
@@ -46,7 +49,7 @@ def _emptied(batch: Any) -> Any:
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch[:0]
     if isinstance(batch, Mapping):
-        return type(batch)({name: _emptied(value) for name, value in batch.items()})  # type: ignore[call-arg]
+        return type(batch)({name: _emptied(value) for name, value in batch.items()})  # type: ignore[call-arg]  # as dicts
     if isinstance(batch, (list, tuple)):
         if not any(isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) for x in batch):
             return type(batch)()  # one word or number per sample

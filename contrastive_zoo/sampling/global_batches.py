@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from contrastive_zoo.random_keys import random_keys
-from contrastive_zoo.row_checks import described
-from contrastive_zoo.sampling.base import Batches, DistributedBatchSampler, is_integer
+from contrastive_zoo.row_checks import described, is_integer
+from contrastive_zoo.sampling.base import Batches, DistributedBatchSampler
 from contrastive_zoo.world import Processes
 
 

@@ -47,6 +47,8 @@ class MPerClassBatchSampler(DistributedBatchSampler):
         >>> sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, process_group=World())
         >>> [sorted(labels[batch].tolist()) for batch in sampler]
         [[0, 0, 0, 2, 2], [1, 1, 2, 2]]
+
+    Source: batches of p classes with m samples: Hermans et al. 2017, §2, https://arxiv.org/abs/1703.07737
     """
 
     def __init__(

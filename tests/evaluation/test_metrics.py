@@ -13,6 +13,8 @@ from torchmetrics import retrieval
 
 import contrastive_zoo as cz
 from contrastive_zoo.evaluation.exact import prepared
+from contrastive_zoo.evaluation.names import Metric
+from contrastive_zoo.evaluation.ranking import Ranking
 from tests.evaluation import by_hand
 
 NAMES = [
@@ -116,6 +118,28 @@ def test_ignored_labels_and_repeated_ids_do_not_count():
 
 
 # -------------------------------------------------------------------------------------------------- other libraries
+
+
+def test_no_number_where_no_row_counts():
+    rows, labels = torch.eye(3), torch.zeros(3, dtype=torch.int64)
+    found = cz.evaluate(rows, labels=labels, ignore_label=0, metrics=["map", "r_precision"])
+    assert all(math.isnan(x) for x in found.values())
+    with pytest.raises(ValueError, match="between 1 and the 0 rows to search in, got 1"):
+        cz.evaluate(rows, labels=labels, ignore_label=0, metrics=["recall@1"])
+    with pytest.raises(ValueError, match="between 1 and the 0 rows to search in, got 1"):
+        cz.top_k(rows[:0], k=1)
+
+
+def test_a_ranking_of_items_is_that_of_the_metrics():
+    scores, grades = torch.tensor([0.9, 0.5, 0.5, 0.1, 0.5]), torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0])
+    ranking = Ranking.of_items(scores, grades)
+    for name in NAMES:
+        for ties in TIES:
+            found = Metric.of(name).values(ranking, ties).item()
+            assert found == pytest.approx(by_hand.metric(name, scores[None], grades[None], ties), abs=1e-12), (
+                name,
+                ties,
+            )
 
 
 def test_pytorch_metric_learning_agrees():

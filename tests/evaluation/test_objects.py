@@ -62,6 +62,44 @@ def test_objects_of_one_process_are_merged_and_pickled():
     assert first.compute().item() == cz.evaluate(ROWS, labels=LABELS, metrics=["map"])["map"]
 
 
+def test_a_batch_that_is_refused_leaves_nothing_behind():
+    metric = cz.RetrievalMetrics("map")
+    metric.update(ROWS[:20], LABELS[:20])
+    state = {name: [x.clone() for x in batches] for name, batches in metric.batches.items()}
+    other = cz.RetrievalMetrics("map")
+    other.update(ROWS[:, :3], LABELS)
+    refusals = {
+        "one per row, got 5 for 20 rows": lambda: metric.update(ROWS[20:], LABELS[:5]),
+        "one integer per row": lambda: metric.update(ROWS[20:], LABELS[20:].float()),
+        "as wide as those of earlier batches": lambda: metric.update(ROWS[20:, :3], LABELS[20:]),
+        "queries are as wide": lambda: metric.merge_state(other),
+        "gallery_labels belong to gallery": lambda: metric.update(ROWS[20:], LABELS[20:], gallery_labels=LABELS[20:]),
+        r"queries are rows [n, d], got float32 [8]": lambda: metric.update(ROWS[0], LABELS[20:]),
+        "grades are [3]": lambda: metric.update_judgements(LABELS[:3], LABELS[:3], torch.ones(2)),
+    }
+    for says, update in refusals.items():
+        assert says in str(error_message(update)), says
+        assert {name: len(batches) for name, batches in metric.batches.items()} == dict.fromkeys(state, 1)
+        assert all(torch.equal(metric.batches[name][0], x) for name, (x,) in state.items())
+    metric.update(ROWS[20:], LABELS[20:])
+    assert metric.compute().item() == cz.evaluate(ROWS, labels=LABELS, metrics=["map"])["map"]
+
+
+def test_numbers_have_one_dtype_also_on_a_rank_that_has_collected_none(worlds):
+    """Integer grades and narrow labels came from the data set; an empty shard has neither."""
+
+    def job(rank):
+        judged, labelled = cz.RetrievalMetrics("ndcg"), cz.RetrievalMetrics("map")
+        if rank == 1:
+            judged.update(ROWS, ids=torch.arange(40))
+            judged.update_judgements(torch.arange(40), torch.arange(40).roll(1), LABELS + 1)
+            labelled.update(ROWS, LABELS.to(torch.int32))
+        return judged.compute().item(), labelled.compute().item()
+
+    ((expected,), *found) = worlds.run(1, job, each=[(1,)]), *worlds.run(3, job, each=[(0,), (1,), (2,)])
+    assert found == [expected] * 3
+
+
 def test_an_unknown_metric_is_refused_at_once():
     with pytest.raises(ValueError, match="no metric recall@r"):
         cz.RetrievalMetrics(["map", "recall@r"])

@@ -18,7 +18,7 @@ from contrastive_zoo.testing import evaluation_invariants as invariants
 from contrastive_zoo.testing.invariant import Broken
 from contrastive_zoo.world import World
 from tests.evaluation.by_hand import few_scores
-from tests.helpers import common_error, local_shard
+from tests.helpers import common_error, local_shard, numbers
 
 NAMES = ["precision@1", "recall@5", "hit_rate@3", "r_precision", "map", "map@r", "mrr", "ndcg", "knn_accuracy@3"]
 SPLITS = [(47,), (20, 27), (0, 40, 7), (1, 0, 46, 0), (12, 12, 12, 11)]
@@ -177,6 +177,14 @@ def test_only_candidates_that_may_be_neighbours_of_all_ranks_are_compared(scale,
         assert torch.equal(torch.cat([y for _, y in found]), expected[1])
 
 
+def test_elements_that_float32_does_not_hold_are_compared_in_float64():
+    """Below 2^-126 faiss sees zeros: nothing may be certain then."""
+    rows = numbers(50, 4, seed=0) * 1e-45
+    queries = numbers(5, 4, seed=1) * 1e37
+    scores = (queries * 1e-37) @ (rows * 1e45).T
+    assert torch.equal(cz.top_k(queries, rows, k=3, normalize=False).indices, scores.topk(3).indices)
+
+
 def test_a_rank_compares_its_share_of_the_candidates():
     draw = torch.Generator().manual_seed(0)
     rows, queries = torch.randn(2000, 8, generator=draw), torch.randn(60, 8, generator=draw)
@@ -211,6 +219,32 @@ def test_an_index_is_an_approximation_whose_recall_is_measured(worlds):
     assert (complete, same) == (1.0, True)
     assert 0.4 < most < 1.0
     assert other == (complete, most, same)
+
+
+def test_an_index_that_faiss_cannot_build_on_one_rank_is_refused_on_all(worlds):
+    rows, labels = torch.randn(300, 4, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 7
+
+    def job(shards, factory, measure):
+        index, shard, of_shard = cz.ApproximateIndex(factory), local_shard(rows, shards), local_shard(labels, shards)
+        if measure:
+            return cz.evaluate(shard, labels=of_shard, metrics=["precision@1"], index=index)
+        return cz.top_k(shard, k=1, index=index).indices.shape
+
+    for shards, factory, measure, says in (
+        (
+            (290, 10),
+            "IVF16,Flat",
+            False,
+            "rank 1: faiss cannot build the index 'IVF16,Flat' with parameters '' of 10 rows",
+        ),
+        ((300, 0), "IVF16,What", True, "rank 0: faiss cannot build the index 'IVF16,What'"),
+    ):
+        text, good = common_error(
+            worlds, 2, lambda x=(shards, factory, measure): job(*x), lambda: job((200, 100), "HNSW16", False)
+        )
+        assert says in text
+        assert "pass index=None" in text
+        assert good == [(200, 1), (100, 1)]
 
 
 def test_the_first_row_of_each_id_is_found_across_ranks(worlds):

@@ -259,7 +259,14 @@ def test_sentence_transformers_mines_the_same() -> None:
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "width": ({"corpus": torch.ones(M, D + 1)}, r"rows of one width, got float32 \[37, 6\] and float32 \[90, 7\]"),
+    "width": (
+        {"corpus": torch.ones(M, D + 1)},
+        r"rows of one width and dtype, got float32 \[37, 6\] and float32 \[90, 7\]",
+    ),
+    "integers": (
+        {x: torch.ones(n, D, dtype=torch.int64) for x, n in (("queries", N), ("corpus", M))},
+        "floating-point rows",
+    ),
     "nan": ({"corpus": torch.full((M, D), torch.nan)}, "NaN or infinite"),
     "outside": ({"positives": torch.full((N,), M)}, "indices into the 90 rows of the corpus, or -1, got 90"),
     "length": ({"positives": torch.zeros(3, dtype=torch.int64)}, r"for each of 37 rows, got int64 \[3\]"),
@@ -290,3 +297,10 @@ def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
     for name in ("width", "nan", "outside", "length", "number", "guide"):
         text, _ = common_error(worlds, 2, lambda name=name: job(name), lambda: job(None))
         assert text.startswith(("mine_hard_negatives: ", "top_k: ")), text
+
+
+def test_the_error_of_a_guide_is_the_cause(worlds: Worlds) -> None:
+    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+    with pytest.raises(ValueError, match="the guide raised KeyError: 'model'") as raised:
+        cz.mine_hard_negatives(**rows, guide=lambda query, corpus: {}["model"])
+    assert isinstance(raised.value.__cause__, KeyError)

@@ -62,8 +62,48 @@ def test_negatives_are_those_of_a_search() -> None:
     assert found.negatives.tolist() == mined["negative"].tolist()
 
 
+ENCODERS: dict[str, tuple[Any, str]] = {
+    "raises": (lambda indices: {}["model"], "rank 1: encode_corpus raised KeyError: 'model'"),
+    "one row too few": (
+        lambda indices: numbers(len(indices) - 1, 4, seed=0),
+        "encode_corpus raised ValueError: it returns one row",
+    ),
+    "no tensor": (lambda indices: [1.0] * len(indices), "one row [d] for each of 23 indices, got a list"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_that_fails_on_one_rank_is_every_ranks_error(name: str, worlds: Worlds) -> None:
+    """The others would wait in the search."""
+    rows, (bad, says) = numbers(N, 4, seed=0), ENCODERS[name]
+
+    def update(encode: Any) -> list[int]:
+        encode_corpus = encode if dist.get_rank() == 1 else lambda indices: rows[indices % N]
+        negatives = RefreshedNegatives(
+            rows.__getitem__, encode_corpus, torch.arange(N), corpus_size=2 * N, every=2, chunk_size=N, num_negatives=1
+        )
+        try:
+            negatives.update(0)
+        except ValueError:
+            assert negatives.mined_at is None
+            raise
+        return negatives.negatives[:2].flatten().tolist()
+
+    text, good = common_error(worlds, 2, lambda: update(bad), lambda: update(lambda indices: rows[indices % N]))
+    assert says in text
+    assert good[0] == good[1]
+
+
 def test_bad_input(worlds: Worlds) -> None:
     rows = numbers(N, 4, seed=0)
+    for positives in (
+        [0, 1],
+        torch.zeros(3),
+        torch.zeros(2, 1, 1, dtype=torch.int64),
+        torch.zeros(0, dtype=torch.int64),
+    ):
+        with pytest.raises(ValueError, match="RefreshedNegatives: positives "):
+            RefreshedNegatives(rows.__getitem__, rows.__getitem__, positives, corpus_size=N, every=2)
 
     def make(**settings: Any) -> RefreshedNegatives:
         settings = {"corpus_size": N, "every": 2, **settings}
@@ -77,7 +117,7 @@ def test_bad_input(worlds: Worlds) -> None:
         make(num_negatives=2).load_state_dict(make().state_dict())
     text, _ = common_error(worlds, 2, lambda: make().update(dist.get_rank()), lambda: make().update(0))
     assert "step" in text
-    other = lambda: RefreshedNegatives(  # noqa: E731
+    other = lambda: RefreshedNegatives(  # noqa: E731 - it raises on ranks only
         rows.__getitem__, rows.__getitem__, torch.arange(N) * (1 - dist.get_rank()), corpus_size=N, every=2
     ).update(0)
     text, _ = common_error(worlds, 2, other, lambda: make().update(0))
