@@ -119,11 +119,11 @@ class Session(World):
     progress: _Progress = field(default_factory=_Progress, repr=False)
 
     @classmethod
-    def of(cls, world: World, **options: bool | float | Machines) -> Session:  # type: ignore[override]
+    def of(cls, world: World, **options: bool | float | Machines) -> Session:  # type: ignore[override]  # of a world, with options
         """``world`` if it is a session, otherwise a new one of its ranks with these options."""
         if isinstance(world, Session):
             return world
-        agreed = Options(**options)  # type: ignore[arg-type]
+        agreed = Options(**options)  # type: ignore[arg-type]  # by name
         return cls(world.rank, world.size, world.group, agreed, caller=world.caller)
 
     def with_cache(self) -> Session:
@@ -140,7 +140,12 @@ class Session(World):
     def meet(
         self, caller: str, rows: Mapping[str, Tensor], problem: str | None, settings: Mapping[str, object]
     ) -> list[Shards]:
-        """:func:`meet` within this session."""
+        """:func:`meet` within this session.
+
+        Raises:
+            ValueError: what :func:`meet` raises.
+            Declared: the session collects declarations, of which this was one.
+        """
         if problem is not None:  # what is no tensor has no size
             rows = {name: x for name, x in rows.items() if tensor_problem(name, x) is None}
         sizes = [len(tensor) if tensor.ndim else 1 for tensor in rows.values()]
@@ -242,6 +247,18 @@ class Session(World):
             declaration.shards = [next(found) for _ in declaration.sizes]
         if opening is not None and agreed.replicate:
             raise Replicate
+
+
+def inside(world: World) -> World:
+    """Return the world of a loss that another loss computes inside of itself, after it has met the other ranks.
+
+    The inner loss meets them by itself: declarations that have been agreed on before are those of outer losses.
+
+    Examples:
+        >>> inside(World())
+        World(rank=0, size=1, group=None)
+    """
+    return replace(world, progress=_Progress()) if isinstance(world, Session) else world
 
 
 def meet(

@@ -63,6 +63,13 @@ def local_shard(x: Tensor, shards: Sequence[int]) -> Tensor:
     return split(x, shards)[dist.get_rank()].detach().clone()
 
 
+def later(loss: Any, **settings: Any) -> Any:
+    """The loss with settings that were good when it was built."""
+    for name, value in settings.items():
+        setattr(loss, name, value)
+    return loss
+
+
 def error_message(job: Callable[[], Any], kind: type[BaseException] = ValueError) -> str | None:
     """Return the message of the error that ``job`` raises; None if it raises none. For use on a rank."""
     try:

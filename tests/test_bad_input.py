@@ -15,7 +15,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, common_error, numbers
+from tests.helpers import close, common_error, later, numbers
 
 Wrap = Callable[..., Callable[..., Any]]
 
@@ -47,13 +47,6 @@ def foreign(embeddings: Tensor, labels: Tensor) -> Tensor:
 def lenient(embeddings: Tensor, labels: Tensor | None = None, indices_tuple: Any = None) -> Tensor:
     """One that can do without labels."""
     return embeddings.square().sum()
-
-
-def later(loss: Any, **settings: Any) -> Any:
-    """The loss with settings that were good when it was built."""
-    for name, value in settings.items():
-        setattr(loss, name, value)
-    return loss
 
 
 class MyRows(cz.RowLoss):

@@ -28,7 +28,8 @@ from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, common_error, drawn, local_shard, numbers
+from tests.helpers import EVERY_CASE, close, common_error, drawn, later, local_shard, numbers
+from tests.zoo import BatchHard
 
 D = 3
 
@@ -204,19 +205,6 @@ def assert_same_steps(ours: CrossBatchMemory, theirs: Any, masked: bool) -> None
 
 
 # ------------------------------------------------------------------------------------------- own losses, by definition
-
-
-class BatchHard(cz.RowLoss):
-    """Batch-hard triplets with a learnt margin."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.margin = nn.Parameter(torch.tensor(0.25))
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        farthest = similarity.masked_fill(~positive, 2).amin(1)
-        nearest = similarity.masked_fill(~negative, -2).amax(1)
-        return F.softplus(nearest - farthest + self.margin), positive.any(1) & negative.any(1)
 
 
 def dense_batch_hard(z: Tensor, labels: Tensor, memory: Tensor, remembered: Tensor, own: list[int | None]) -> Tensor:
@@ -427,7 +415,7 @@ def test_ten_steps_are_those_of_one_process(recipe: Recipe, plan: tuple[int, str
 def test_every_invariant_holds(recipe: Recipe, shards: tuple[int, ...], worlds: Worlds) -> None:
     """Every memory has half of the invariants, every invariant half of the memories; a search has all."""
     make, half = recipe.make, slice(None) if EVERY_CASE else slice(RECIPES.index(recipe) % 2, None, 2)
-    case = Case(lambda: cz.DistributedLoss(make()), call=recipe.call, name=recipe.name)  # type: ignore[arg-type]
+    case = Case(lambda: cz.DistributedLoss(make()), call=recipe.call, name=recipe.name)  # type: ignore[arg-type]  # a str
     trial = Trial(case, GlobalBatch(shards, d=D, seed=5), worlds)
     for invariant in INVARIANTS[half]:
         invariant(trial)
@@ -506,8 +494,8 @@ def spoilt_states() -> dict[str, dict[str, Tensor]]:
         "0 … 3, and that after the last": {**good, "pointer": torch.tensor(4)},
         "got -2 with": {**good, "pointer": torch.tensor(-2)},
         "got 1 with filled=3": {**good, "filled": torch.tensor(3)},
-        "NaN or infinite values in 1 of 4 rows .row 2": {**good, "embeddings": rows},
-        "filled are int64": {**good, "filled": torch.tensor(4.0)},
+        "embeddings holds NaN or infinite values in the state dict": {**good, "embeddings": rows},
+        "filled is int64": {**good, "filled": torch.tensor(4.0)},
         r"the state dict holds float32 .5, 2.": {**good, "embeddings": torch.ones(5, 2)},
         r"the state dict holds int64 .5": {**good, "ids": torch.ones(5).long()},
         "Missing key": {name: x for name, x in good.items() if name != "pointer"},
@@ -579,6 +567,22 @@ def test_the_momentum_encoders_buffers_are_its_own_or_copied() -> None:
         assert torch.allclose(theirs, torch.full((2,), 0.1 if buffers == "own" else 0.5))
 
 
+def test_an_update_that_is_refused_moves_nothing() -> None:
+    """Parameters came before buffers; a schedule may leave [0, 1]."""
+    encoder = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    keys = MomentumEncoder(encoder, momentum=0.5, buffers="copy")
+    before = copy.deepcopy(keys.state_dict())
+    nn.init.ones_(encoder[0].weight)
+    other = nn.Sequential(encoder[0], nn.BatchNorm1d(2, track_running_stats=False))
+    with pytest.raises(ValueError, match=r"differs in '1\.num_batches_tracked'"):
+        keys.update(other)
+    for momentum in (1.5, -0.1, torch.nan):
+        keys.momentum = momentum
+        with pytest.raises(ValueError, match=r"momentum is in \[0, 1\]"):
+            keys.update(encoder)
+    assert all(torch.equal(x, before[name]) for name, x in keys.state_dict().items())
+
+
 def test_the_momentum_encoder_copies_without_ddp(worlds: Worlds) -> None:
     def job() -> list[str]:
         model = DistributedDataParallel(nn.Linear(2, 2))
@@ -609,18 +613,15 @@ ROWS = torch.ones(2, D)
         (lambda: MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
         (lambda: MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(2, 1)), "differs in 'weight'"),
         (lambda: MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(1, 1, bias=False)), "differs in 'bias'"),
+        (
+            lambda: later(MomentumEncoder(nn.Linear(1, 1)), momentum=1.1).update(nn.Linear(1, 1)),
+            r"momentum is in \[0, 1\], got 1.1",
+        ),
     ],
 )
 def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
-
-
-def later(loss: Any, **settings: Any) -> Any:
-    """The loss with settings that were good when it was built."""
-    for name, value in settings.items():
-        setattr(loss, name, value)
-    return loss
 
 
 BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {

@@ -60,7 +60,7 @@ def spoilt_states(state: dict[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
     """States with one wrong tensor each: NaN, another shape, another kind."""
     found = []
     for name, x in state.items():
-        if x.is_floating_point() and "log_scale" not in name:
+        if x.is_floating_point():
             broken = x.clone()
             broken.view(-1)[0] = torch.nan
             found.append((name, {**copied(state), name: broken}))

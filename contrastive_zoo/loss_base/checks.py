@@ -104,6 +104,7 @@ def is_number(
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     return all(
         isinstance(value, kinds)
+        and not isinstance(value, bool)
         and not math.isnan(value)
         and _fits_into_64_bits(value)
         and (math.isfinite(value) or not finite)

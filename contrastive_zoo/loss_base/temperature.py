@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
 from contrastive_zoo.engine.precision import at_least_float32
+from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base.checks import is_number, shared_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
@@ -51,8 +52,13 @@ class LearnableTemperature(nn.Module):
         self.max_scale = max_scale
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse NaN: it would make every loss NaN from then on."""
         widen_numbers(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        if problem := loading_problem(own_tensors(self), state_dict, prefix):
+            *_, error_messages = args
+            error_messages.append(f"LearnableTemperature: {problem} It stays as it was.")
+        else:
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self) -> Tensor:
         """Return t, a positive number, []."""
@@ -73,6 +79,9 @@ class LearnableTemperature(nn.Module):
 
 class LearnableScaleLoss(Loss):
     """A loss that learns its temperature; the setting is the initial value. ``logit_scale`` is log(1/t), as in open_clip.
+
+    Raises:
+        ValueError: what :class:`Loss` refuses, or an initial temperature below 1 / :attr:`max_scale`.
 
     Examples:
         >>> from contrastive_zoo.losses.clip import Clip

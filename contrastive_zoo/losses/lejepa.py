@@ -11,7 +11,7 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem
 from contrastive_zoo.loss_base.preparation import begin_views
-from contrastive_zoo.losses.sigreg import SIGReg, sigreg
+from contrastive_zoo.losses.sigreg import SIGReg, epps_pulley
 from contrastive_zoo.world import ALONE, World
 
 
@@ -59,13 +59,13 @@ def lejepa(
     if problem is None and views and (directions.ndim != 2 or len(directions) != views[0].shape[-1]):
         problem = f"directions are [d, m], got {kind(directions)} for views {kind(views[0])}."
     settings: Any = {"num_points": num_points, "limit": limit}
-    rows, _ = begin_views(
+    rows, shards = begin_views(
         "LeJEPA", views, normalize=False, problem=problem, lambda_=lambda_, global_views=global_views, world=world,
         directions=list(directions.shape), **settings,
     )  # fmt: skip
     z = torch.stack(rows, 1)
     distances = (z - z[:, :global_views].mean(1, keepdim=True)).square().mean((1, 2))
-    normality = torch.stack([sigreg(view, directions=directions, world=world, **settings) for view in views])
+    normality = torch.stack([epps_pulley(x, directions, shards=shards, world=world, **settings) for x in rows])
     return lambda_ * normality.mean() + (1 - lambda_) * reduce_anchors(distances, world=world)
 
 

@@ -18,7 +18,7 @@ from contrastive_zoo.loss_base.checks import number_problem, positive_problem, r
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.session import refuse
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.world import ALONE, Shards, World
 
 
 @uncompiled
@@ -63,6 +63,19 @@ def sigreg(
     settings: Any = {"directions": list(directions.shape), "num_points": num_points, "limit": limit}
     (shards,) = begin("SIGReg", {"embeddings": embeddings}, problem=problem, world=world, **settings)
     z = prepare_rows(embeddings, normalize=False, world=world)
+    return epps_pulley(z, directions, num_points=num_points, limit=limit, shards=shards, world=world)
+
+
+def epps_pulley(
+    z: Float[Tensor, "n d"],
+    directions: Float[Tensor, "d m"],
+    *,
+    num_points: int,
+    limit: float,
+    shards: Shards,
+    world: World,
+) -> Float[Tensor, ""]:
+    """Return the statistic of :func:`sigreg` from prepared rows, without checks or handshake."""
     unit = nn.functional.normalize(directions.to(z), dim=0)
     t = torch.linspace(0, limit, num_points, dtype=z.dtype, device=z.device)
     normal = (-t.square() / 2).exp()

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.world import ALONE, Shards, World
 
 def sigreg(
     embeddings: Float[Tensor, "n d"],
@@ -43,6 +43,17 @@ def sigreg(
     Source: Balestriero & LeCun 2025, https://arxiv.org/abs/2511.08544
     """
 
+def epps_pulley(
+    z: Float[Tensor, "n d"],
+    directions: Float[Tensor, "d m"],
+    *,
+    num_points: int,
+    limit: float,
+    shards: Shards,
+    world: World,
+) -> Float[Tensor, ""]:
+    """Return the statistic of :func:`sigreg` from prepared rows, without checks or handshake."""
+
 class SIGReg(ConstructingLoss):
     """Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
 
@@ -71,6 +82,8 @@ class SIGReg(ConstructingLoss):
 
     Raises:
         ValueError: an embedding_size or num_slices below 1.
+        ValueError: directions of another width, fewer than two points, a limit that is not positive, or what any
+            :class:`Loss` refuses.
 
     Examples:
         >>> loss = SIGReg(2, num_slices=64)

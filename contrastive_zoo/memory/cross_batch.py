@@ -16,9 +16,11 @@ from contrastive_zoo.loss_base.checks import labelled_problem, rows_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.row_loss import RowLoss
-from contrastive_zoo.memory.memory_input import loss_name, memory_input
+from contrastive_zoo.loss_call import loss_name
+from contrastive_zoo.memory.memory_input import memory_input
 from contrastive_zoo.memory.queue import MemoryQueue, present
 from contrastive_zoo.randomness import one_stream
+from contrastive_zoo.session import inside
 from contrastive_zoo.world import Shards, World
 
 
@@ -98,7 +100,7 @@ class CrossBatchMemory(Loss):
         self.memory = MemoryQueue(size, embedding_size, dtype=dtype)
 
     @uncompiled
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # rows by name
         self,
         rows: Tensor,
         partners: Tensor,
@@ -171,7 +173,7 @@ class CrossBatchMemory(Loss):
         if (
             self.memory_input == "sharded negatives"
         ):  # the loss gathers them, so each rank passes its shard of the memory
-            return self.loss(queries, keys, negatives=negatives[self.memory.shards(world).local], world=world)
+            return self.loss(queries, keys, negatives=negatives[self.memory.shards(world).local], world=inside(world))
         gathered = (all_gather(x, gradient="complete", shards=shards, process_group=world) for x in (queries, keys))
         with one_stream(world, queries.device):
             return self.loss(*gathered, negatives=negatives)

@@ -10,6 +10,7 @@ from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.loss_base.checks import instance_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_call import loss_name
 
 MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
 """The loss compares the anchors with the memory as candidates; takes each rank's shard of it as ``negatives``; takes it as
@@ -47,8 +48,3 @@ def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(function or (loss.forward if isinstance(loss, nn.Module) else loss)).parameters
     except ValueError:  # a built-in function has no signature
         return {}
-
-
-def loss_name(loss: Any) -> str:
-    """Return the name of a function, or of a module's class."""
-    return getattr(loss, "__name__", type(loss).__name__)

@@ -1,13 +1,19 @@
 """The momentum encoder, which computes the keys of a memory."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
+from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_call import without_ddp
 from contrastive_zoo.row_checks import described
+
+Buffers = Literal["own", "copy"]
+"""Where the buffers of the copy come from."""
 
 
 class MomentumEncoder(nn.Module):
@@ -24,7 +30,8 @@ class MomentumEncoder(nn.Module):
             the keys. ``"copy"``: every update copies the encoder's buffers.
 
     Raises:
-        ValueError: a momentum outside [0, 1], unknown ``buffers``; at an update, an encoder with other parameters.
+        ValueError: a momentum outside [0, 1], unknown ``buffers``; at an update, an encoder with other parameters or
+            buffers.
         RuntimeError: a ``state_dict`` of other shapes, or with NaN or infinite values; nothing is loaded then.
 
     Examples:
@@ -38,17 +45,13 @@ class MomentumEncoder(nn.Module):
     Source: He et al. 2020, eq. 2, https://arxiv.org/abs/1911.05722
     """
 
-    def __init__(self, encoder: nn.Module, *, momentum: float = 0.999, buffers: Literal["own", "copy"] = "own") -> None:
+    def __init__(self, encoder: nn.Module, *, momentum: float = 0.999, buffers: Buffers = "own") -> None:
         super().__init__()
         if not isinstance(encoder, nn.Module):
             raise ValueError(f"MomentumEncoder: the encoder is a torch.nn.Module, got {described(encoder)}.")
-        is_share = isinstance(momentum, (int, float)) and 0 <= momentum <= 1
-        if not is_share or not isinstance(buffers, str) or buffers not in ("own", "copy"):
-            raise ValueError(
-                "MomentumEncoder: momentum is in [0, 1] and buffers 'own' or 'copy', got "
-                f"momentum={momentum}, buffers={buffers!r}. MoCo's momentum is 0.999."
-            )
-        self.encoder = copy.deepcopy(_without_ddp(encoder)).requires_grad_(False)
+        if problem := _momentum_problem(momentum) or word_problem("buffers", buffers, Buffers):
+            raise ValueError(f"MomentumEncoder: {problem}")
+        self.encoder = copy.deepcopy(without_ddp(encoder)).requires_grad_(False)
         self.momentum = momentum
         self.buffers_from = buffers
 
@@ -74,28 +77,38 @@ class MomentumEncoder(nn.Module):
 
         Args:
             encoder: the encoder that was copied.
+
+        Raises:
+            ValueError: a momentum outside [0, 1], or an encoder with other parameters or buffers; nothing is moved then.
         """
         if not isinstance(encoder, nn.Module):
             raise ValueError(f"MomentumEncoder: update takes the encoder that was copied, got {described(encoder)}.")
-        source, target = _without_ddp(encoder), self.encoder
-        new, old = dict(source.named_parameters()), dict(target.named_parameters())
-        if {k: x.shape for k, x in new.items()} != {k: x.shape for k, x in old.items()}:
-            other = next(iter(new.keys() ^ old.keys()), None) or next(
-                name for name in old if old[name].shape != new[name].shape
-            )
+        new, old = self._tensors(without_ddp(encoder)), self._tensors(self.encoder)
+        differ = [name for name in old.keys() | new.keys() if _shape(old, name) != _shape(new, name)]
+        if differ:
             raise ValueError(
-                f"MomentumEncoder: update takes the encoder that was copied, got one that differs in {other!r}."
+                f"MomentumEncoder: update takes the encoder that was copied, got one that differs in {min(differ)!r}."
             )
-        for name, parameter in old.items():
-            parameter.lerp_(new[name].to(parameter), 1 - self.momentum)
-        if self.buffers_from == "copy":
-            for buffer, new_buffer in zip(target.buffers(), source.buffers(), strict=True):
-                buffer.copy_(new_buffer)
+        if problem := _momentum_problem(self.momentum):
+            raise ValueError(f"MomentumEncoder: {problem}")
+        for name, x in old.items():
+            if isinstance(x, nn.Parameter):
+                x.lerp_(new[name].to(x), 1 - self.momentum)
+            else:
+                x.copy_(new[name])
+
+    def _tensors(self, encoder: nn.Module) -> dict[str, Tensor]:
+        """Return what an update reads: the parameters by name, and the buffers if they are copied."""
+        buffers = encoder.named_buffers() if self.buffers_from == "copy" else ()
+        return {**dict(encoder.named_parameters()), **dict(buffers)}
 
     def extra_repr(self) -> str:
         return f"momentum={self.momentum}, buffers={self.buffers_from!r}"
 
 
-def _without_ddp(module: nn.Module) -> nn.Module:
-    """Return the module inside of DDP, or the module itself."""
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+def _momentum_problem(momentum: object) -> str | None:
+    return number_problem("momentum is in [0, 1]", "MoCo's is 0.999.", low=0, high=1, momentum=momentum)
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None

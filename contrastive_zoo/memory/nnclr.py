@@ -14,7 +14,7 @@ from contrastive_zoo.loss_base.checks import towers_problem
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
-from contrastive_zoo.session import refuse
+from contrastive_zoo.session import inside, refuse
 from contrastive_zoo.world import ALONE, World
 
 
@@ -76,8 +76,8 @@ def nnclr(
     positives = [
         _neighbours(prepare_rows(z.detach(), normalize=True, world=world), memory) for z in (projections1, projections2)
     ]
-    pairs = zip(positives, (predictions2, predictions1), strict=True)
-    losses = [info_nce(q, prepare_rows(p, normalize=False, world=world), world=world, **settings) for q, p in pairs]
+    predictions = (prepare_rows(p, normalize=False, world=world) for p in (predictions2, predictions1))
+    losses = [info_nce(q, p, world=inside(world), **settings) for q, p in zip(positives, predictions, strict=True)]
     return (losses[0] + losses[1]) / 2
 
 
@@ -91,7 +91,7 @@ class NNCLR(MemoryLoss, function=nnclr):
     """
 
     @uncompiled
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # rows by name
         self,
         projections1: Tensor,
         projections2: Tensor,

@@ -1,5 +1,6 @@
 """A ring buffer of the last embeddings of all ranks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base.checks import is_number, rows_problem
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.row_checks import array_in_one_line, tensor_problem
@@ -40,6 +42,8 @@ class MemoryQueue(nn.Module):
         tensor([-1,  1,  2,  0])
         >>> memory.rows.T, len(memory)
         (tensor([[4., 2., 3.]]), 3)
+
+    Source: He et al. 2020, §3.2, https://arxiv.org/abs/1911.05722
     """
 
     embeddings: Float[Tensor, "size d"]
@@ -72,22 +76,19 @@ class MemoryQueue(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load all buffers or none: embeddings with another ring's pointer would be overwritten in the wrong order."""
-        names = [prefix + name for name in ("embeddings", "ids", "pointer", "filled")]
-        if missing := [name for name in names if name not in state_dict]:
+        own = own_tensors(self)
+        if missing := [prefix + name for name in own if prefix + name not in state_dict]:
             missing_keys.extend(missing)
-        elif problem := self._state_problem(*(state_dict[name] for name in names)):
-            error_msgs.append(f"MemoryQueue: {problem} The memory stays as it was.")
+        elif problem := loading_problem(own, state_dict, prefix) or self._ring_problem(state_dict, prefix):
+            error_msgs.append(f"MemoryQueue: {problem} It stays as it was.")
         else:
             rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
             super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def _state_problem(self, embeddings: Tensor, ids: Tensor, pointer: Tensor, filled: Tensor) -> str | None:
-        """Return what is wrong with a saved ring, in words; None if nothing is, or if its tensors are on the meta device."""
-        for name, saved in (("embeddings", embeddings), ("ids", ids), ("pointer", pointer), ("filled", filled)):
-            own = getattr(self, name)
-            if saved.shape != own.shape or saved.is_floating_point() != own.is_floating_point():
-                return f"{name} are {kind(own)} here, the state dict holds {kind(saved)}. Build it with the same sizes."
-        if any(x.is_meta for x in (embeddings, pointer, filled)):
+    def _ring_problem(self, state_dict: Mapping[str, Tensor], prefix: str) -> str | None:
+        """Return which saved numbers are those of no ring, in words; None if none are, or if they are on the meta device."""
+        pointer, filled = (state_dict[prefix + name] for name in ("pointer", "filled"))
+        if pointer.is_meta or filled.is_meta:
             return None
         if not 0 <= int(filled) <= self.size:
             return f"filled is 0 … {self.size}, the number of rows that fit, got {int(filled)}."
@@ -96,9 +97,6 @@ class MemoryQueue(nn.Module):
                 f"the pointer is the slot of the next row, 0 … {self.size - 1}, and that after the last row until all "
                 f"slots are filled, got {int(pointer)} with filled={int(filled)}."
             )
-        if not embeddings.isfinite().all():
-            bad = (~embeddings.isfinite()).any(1).nonzero().flatten().tolist()
-            return f"embeddings hold NaN or infinite values in {len(bad)} of {self.size} rows (row {bad[0]} first)."
         return None
 
     @property

@@ -84,7 +84,7 @@ class ReSSL(MemoryLoss, function=ressl, check=_settings_problem):
     """
 
     @uncompiled
-    def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
         """Return the loss, and add the teacher's rows to the memory.
 
         Args:

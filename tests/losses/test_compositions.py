@@ -67,7 +67,7 @@ MAKE: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize(("name", "shards"), list(zip(MAKE, [(3, 3), (1, 4), (0, 3, 2), (0, 4)], strict=True)), ids=str)
 def test_every_invariant_holds(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
     make, call = MAKE[name]
-    case = Case(lambda: cz.DistributedLoss(make()), call=call, name=name)  # type: ignore[arg-type]
+    case = Case(lambda: cz.DistributedLoss(make()), call=call, name=name)  # type: ignore[arg-type]  # a str
     trial = Trial(case, GlobalBatch(shards, d=3, seed=5), worlds)
     for invariant in INVARIANTS:
         invariant(trial)
@@ -79,6 +79,37 @@ def test_the_entries_of_the_table_hold(entry: Entry, worlds: Worlds) -> None:
         invariant(Trial(entry.case(temperature=0.5), GlobalBatch((2, 4), d=3, seed=5), worlds))
     views = numbers(5, 3, seed=0), numbers(5, 3, seed=1)
     close(entry.make(temperature=0.3)(*views), entry.dense(*views, temperature=0.3))
+
+
+def meeting_twice() -> dict[str, tuple[nn.Module, int]]:
+    """Sums whose terms hold a handshake of their own inside, and the number of their arguments."""
+    terms = [cz.CrossBatchMemory(cz.InfoNCE(), 7, 3), cz.InfoNCE(symmetric=True), cz.VICReg()]
+    return {
+        "LeJEPA": (WeightedSum([cz.LeJEPA(3, num_slices=8), cz.VICReg()]), 2),
+        "CrossBatchMemory": (WeightedSum(terms), 2),
+        "NNCLR": (WeightedSum([cz.NNCLR(7, 3), cz.NNCLR(5, 3, temperature=0.5)]), 4),
+    }
+
+
+@pytest.mark.parametrize("name", meeting_twice())
+def test_a_loss_inside_of_a_term_does_not_take_what_another_term_has_declared(name: str, worlds: Worlds) -> None:
+    def job(splits: list[tuple[int, ...]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        loss, count = meeting_twice()[name]
+        wrapped, found = cz.DistributedLoss(loss.double()), []
+        for step, shards in enumerate(splits):
+            own = slice(sum(shards[: dist.get_rank()]), sum(shards[: dist.get_rank() + 1]))
+            rows = [numbers(5, 3, seed=10 * step + i)[own].requires_grad_() for i in range(count)]
+            with splitting(always=True):
+                value = wrapped(*rows)
+                value.backward()
+            found.append(value.detach())
+        return found
+
+    (expected,) = worlds.run(1, job, [(5,)] * 3)
+    for found in worlds.run(2, job, [(3, 2), (0, 5), (4, 1)]):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)
 
 
 class Sent:
@@ -170,7 +201,7 @@ def test_what_travels_once_keeps_the_contract(make: Callable[[], Any], shards: t
         Case(lambda: cz.DistributedLoss(make()), call=call, name=make.__name__),
         GlobalBatch(shards, d=5, seed=5),
         worlds,
-    )  # type: ignore[arg-type]
+    )  # type: ignore[arg-type]  # a str
     for invariant in CONTRACT:
         invariant(trial)
 
