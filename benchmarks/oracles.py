@@ -158,15 +158,43 @@ def tico(cls: Any) -> Any:
     return lambda *views: losses[1](*views, update_covariance_matrix=False), ours
 
 
-def sigreg(cls: Any) -> Any:
-    """Compare with the same directions, in the dtype in which they are drawn."""
-    theirs, ours = cls(num_vectors=64), cz.SIGReg(WIDTH, num_slices=64).eval()
+def in_64_bits(theirs: Any, ours: cz.SIGReg) -> None:
+    """Give the peer's SIGReg the directions of ours, and the constants that it rounds to 32 bits."""
     drawn = torch.nn.functional.normalize(ours.settings()["directions"].double(), dim=0)
     theirs._generate_unit_vectors = lambda *_: drawn
     t = torch.linspace(0, 3, 17, dtype=torch.float64)
-    theirs.t, theirs.phi = t, (-t.square() / 2).exp()  # theirs are rounded to 32 bits
+    theirs.t, theirs.phi = t, (-t.square() / 2).exp()
     theirs.weights = theirs.phi * torch.tensor([1.0, *[2.0] * 15, 1.0], dtype=torch.float64) * (3 / 16)
+
+
+def sigreg(cls: Any) -> Any:
+    """Compare with the same directions."""
+    theirs, ours = cls(num_vectors=64), cz.SIGReg(WIDTH, num_slices=64).eval()
+    in_64_bits(theirs, ours)
     return one_view(ours, theirs)
+
+
+def lejepa(cls: Any) -> Any:
+    """Compare with the same directions; the first two views are global."""
+    theirs, ours = cls(lambda_param=0.3, sigreg_num_vectors=64), cz.LeJEPA(WIDTH, lambda_=0.3, num_slices=64).eval()
+    in_64_bits(theirs.sigreg, ours)
+
+    def of_views(*views: Tensor) -> Tensor:
+        value: Tensor = theirs(global_proj=torch.stack(views[:2]), local_proj=torch.stack(views[2:]))
+        return value
+
+    return of_views, ours
+
+
+def mmcr(cls: Any) -> Any:
+    """Normalise before the peer's loss, and leave out the smoothing of ours."""
+
+    def theirs(*views: Tensor) -> Tensor:
+        z = torch.stack(unit(*views), 1)
+        value: Tensor = cls(lmda=0.5)(*z.chunk(2, 1))
+        return value
+
+    return theirs, cz.MMCR(lambda_=0.5, eps=1e-24)
 
 
 ORACLES = [
@@ -216,6 +244,8 @@ ORACLES = [
         views=3,
     ),
     Oracle("lightly.loss.lejepa_loss", "SIGReg", "SIGReg(d)", sigreg),
+    Oracle("lightly.loss.lejepa_loss", "LeJEPALoss", "LeJEPA(d, lambda_=0.3)", lejepa, views=3),
+    Oracle("lightly.loss.mmcr_loss", "MMCRLoss", "MMCR(lambda_=0.5, eps=1e-24)", mmcr, views=4),
     Oracle("lightly.loss.swav_loss", "SwaVLoss", "swav(a, b, small, prototypes=c)", swav, views=3),
     Oracle("lightly.loss.dino_loss", "DINOLoss", "DINO(d, teacher_temperature=2**-5)", dino, views=3),
     Oracle(

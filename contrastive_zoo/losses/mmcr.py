@@ -9,6 +9,7 @@ from torch import Tensor
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.reduction import reduce_anchors
+from contrastive_zoo.engine.spectral import eigenvalues
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem
 from contrastive_zoo.loss_base.loss import Loss
@@ -72,4 +73,4 @@ def _products(z: Float[Tensor, "n v d"]) -> Float[Tensor, "n v v"]:
 @without_autocast
 def _smooth_nuclear_norm(squares: Float[Tensor, "... k k"], eps: float) -> Float[Tensor, "..."]:
     """Return Σ_k (√(λ_k + ε) − √ε) of the eigenvalues of symmetric matrices, of which rounding makes some negative."""
-    return ((torch.linalg.eigvalsh(squares).clamp(min=0) + eps).sqrt() - math.sqrt(eps)).sum(-1)
+    return ((eigenvalues(squares).clamp(min=0) + eps).sqrt() - math.sqrt(eps)).sum(-1)

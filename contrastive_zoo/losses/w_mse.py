@@ -6,10 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.engine.moments import centered
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
+from contrastive_zoo.engine.spectral import inverse_cholesky
 from contrastive_zoo.engine.unit_rows import unit_rows
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem
@@ -37,8 +39,6 @@ def w_mse(
     depends on the number of processes; whitening all samples once has no such parameter. It needs N ≥ 2d to be well
     conditioned; ε, relative to the mean variance, makes it so for any N and scale.
 
-    Call ``backward()`` outside of autocast: inside, torch's backward pass of Cholesky's decomposition multiplies in 16 bits.
-
     Args:
         views: two or more views of the same samples, [n, d] each; n may differ between ranks.
         eps: ε, above 0, at most 1.
@@ -46,7 +46,8 @@ def w_mse(
         world: the ranks that share the batch.
 
     Raises:
-        ValueError: an eps outside of its bounds, or what any :class:`Loss` refuses.
+        ValueError: an eps outside of its bounds, or too small for rounding not to make the covariance indefinite (looked at
+            on a CPU; elsewhere the loss is NaN), or what any :class:`Loss` refuses.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
@@ -83,9 +84,10 @@ def _whitened(z: Tensor, eps: float, shards: Shards, world: World) -> tuple[Tens
     variance = covariance.trace() / d
     eye = torch.eye(d, dtype=x.dtype, device=x.device)
     relative = (1 - eps) * covariance / variance.where(variance > 0, 1) + eps * eye
-    factor = torch.linalg.cholesky(relative)  # the scale of L does not change a direction
-    u = torch.linalg.solve_triangular(factor, x.T, upper=False).T
-    return unit_rows(u.where(directed[:, None], 1)), directed
+    inverse = inverse_cholesky(relative)  # the scale of L does not change a direction
+    if devices.on_cpu(inverse) and not inverse.isfinite().all():  # equal on every rank, as the covariance is
+        raise ValueError(f"WMSE: the covariance has no inverse up to rounding with eps={eps}. Pass a larger eps.")
+    return unit_rows(matmul(x, inverse.T).where(directed[:, None], 1)), directed
 
 
 _LEAST_DISTANCE = 1e-6

@@ -23,8 +23,6 @@ def w_mse(
     depends on the number of processes; whitening all samples once has no such parameter. It needs N ≥ 2d to be well
     conditioned; ε, relative to the mean variance, makes it so for any N and scale.
 
-    Call ``backward()`` outside of autocast: inside, torch's backward pass of Cholesky's decomposition multiplies in 16 bits.
-
     Args:
         views: two or more views of the same samples, [n, d] each; n may differ between ranks.
         eps: ε, above 0, at most 1.
@@ -32,7 +30,8 @@ def w_mse(
         world: the ranks that share the batch.
 
     Raises:
-        ValueError: an eps outside of its bounds, or what any :class:`Loss` refuses.
+        ValueError: an eps outside of its bounds, or too small for rounding not to make the covariance indefinite (looked at
+            on a CPU; elsewhere the loss is NaN), or what any :class:`Loss` refuses.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
@@ -59,8 +58,6 @@ class WMSE(Loss):
     depends on the number of processes; whitening all samples once has no such parameter. It needs N ≥ 2d to be well
     conditioned; ε, relative to the mean variance, makes it so for any N and scale.
 
-    Call ``backward()`` outside of autocast: inside, torch's backward pass of Cholesky's decomposition multiplies in 16 bits.
-
     Called as ``loss(view1, view2, …)``:
 
     - views: two or more views of the same samples, [n, d] each; n may differ between ranks.
@@ -71,7 +68,8 @@ class WMSE(Loss):
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: an eps outside of its bounds, or what any :class:`Loss` refuses.
+        ValueError: an eps outside of its bounds, or too small for rounding not to make the covariance indefinite (looked at
+            on a CPU; elsewhere the loss is NaN), or what any :class:`Loss` refuses.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])

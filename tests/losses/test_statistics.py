@@ -21,6 +21,7 @@ from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive, spe
 from contrastive_zoo.losses.swav import SwAV, swav
 from contrastive_zoo.losses.vicreg import VICReg, vicreg
 from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import error_message, numbers
 from tests.losses.zoo_statistics import ENTRIES
 from tests.zoo import Entry
 
@@ -182,6 +183,18 @@ def test_one_sample_and_equal_samples_are_finite(entry: Entry) -> None:
 def test_sixteen_bits_are_computed_in_32(entry: Entry, dtype: torch.dtype) -> None:
     rows = [view.detach().to(dtype) for view in views(0, entry.views)]
     close(entry.make()(*rows), entry.make()(*(view.float() for view in rows)))
+
+
+def test_whitening_says_when_rounding_leaves_no_inverse(worlds: Worlds) -> None:
+    """Fewer samples than features, and an eps that float32 does not resolve: the same words on every rank."""
+
+    def job() -> str | None:
+        shard = slice(None) if cz.World.of().size == 1 else slice(5 * cz.World.of().rank, 5 + 5 * cz.World.of().rank)
+        rows = [numbers(10, 64, seed=seed).float()[shard] for seed in range(2)]
+        return error_message(lambda: cz.DistributedLoss(cz.WMSE(eps=1e-9))(*rows))
+
+    found = [*worlds.run(1, job), *worlds.run(2, job)]
+    assert found == ["WMSE: the covariance has no inverse up to rounding with eps=1e-09. Pass a larger eps."] * 3
 
 
 BAD = [
