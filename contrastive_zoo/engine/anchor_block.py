@@ -10,6 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.derivations import unchanged
+from contrastive_zoo.engine.class_pairs import class_numbers_as_floats
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.world import Shards, World
 
@@ -61,11 +62,8 @@ class BatchLayout:
     @cached_property
     def _ids_as_floats(self) -> tuple[Tensor, Tensor]:
         """The ids of anchors and candidates, renumbered 0, 1, … so that floats represent them exactly."""
-        renumbered = torch.cat([self.ids, self.candidate_ids]).unique(return_inverse=True)[1]
-        anchors, candidates = renumbered.to(torch.float32 if len(renumbered) < 2**24 else torch.float64).split(
-            [len(self.ids), len(self.candidate_ids)]
-        )
-        return anchors, candidates
+        numbers = class_numbers_as_floats(torch.cat([self.ids, self.candidate_ids]))
+        return numbers[: len(self.ids)], numbers[len(self.ids) :]
 
     def _same_id(self, rows: slice) -> Tensor:
         if not devices.on_cpu(self.ids):

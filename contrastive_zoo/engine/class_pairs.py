@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo import devices
+
 
 def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " c"]]:
     """Return the class of each row, 0, 1, …, and the number of rows of each class.
@@ -20,7 +22,7 @@ def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor
         >>> class_numbers(torch.tensor([7, 3, 7]))
         (tensor([1, 0, 1]), tensor([1, 2]))
     """
-    if ids.device.type == "cpu":
+    if devices.on_cpu(ids):
         _, classes, counts = ids.unique(return_inverse=True, return_counts=True)
         return classes, counts
     ordered, order = ids.sort()
@@ -28,6 +30,16 @@ def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor
     begins[1:] = ordered[1:] != ordered[:-1]
     classes = torch.zeros_like(ids).scatter_(0, order, begins.cumsum(0))
     return classes, torch.zeros_like(ids).index_add_(0, classes, torch.ones_like(ids))
+
+
+def class_numbers_as_floats(ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return the class of each row as a float that represents it exactly: a CPU vectorises comparisons of floats.
+
+    Examples:
+        >>> class_numbers_as_floats(torch.tensor([2**60, 2**60 + 1]))
+        tensor([0., 1.])
+    """
+    return class_numbers(ids)[0].to(torch.float32 if len(ids) < 2**24 else torch.float64)
 
 
 def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int[Tensor, " n"] | None:
@@ -45,7 +57,7 @@ def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int
         tensor([3, 1, 2, 0, 4, 5])
     """
     has_two = counts == 2
-    if counts.device.type == "cpu" and not has_two.any():
+    if devices.on_cpu(counts) and not has_two.any():
         return None
     index = torch.arange(len(classes), device=classes.device)
     index_sums = counts.new_zeros(len(counts)).index_add_(0, classes, index)

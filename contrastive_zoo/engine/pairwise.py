@@ -121,7 +121,8 @@ class _Euclidean(Function):
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, candidates: Tensor, squared: bool) -> Tensor:
         ctx.shared = _is_shared(candidates)
-        squares: Tensor = candidates.squared_norms if ctx.shared else candidates.square().sum(1)  # type: ignore[attr-defined]
+        shared: Any = candidates  # with the squared norms that its leaf has, see the module's docstring
+        squares: Tensor = shared.squared_norms if ctx.shared else candidates.square().sum(1)
         norms = anchors.square().sum(1)[:, None] + squares
         distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
         distance *= torch.gt(distance, norms.mul_(_ROUNDING_UNITS * torch.finfo(distance.dtype).eps), out=norms)

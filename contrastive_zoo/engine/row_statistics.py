@@ -76,7 +76,12 @@ class Sum(Statistic):
 
 @dataclass(frozen=True)
 class AnyOf(Statistic):
-    """Whether any of the block's candidates has a property, [c]."""
+    """Whether any of the block's candidates has a property, [c].
+
+    Examples:
+        >>> AnyOf(torch.tensor([False])).merge((torch.tensor([False]),), (torch.tensor([True]),))
+        (tensor([True]),)
+    """
 
     found: Tensor
 
@@ -166,7 +171,12 @@ class Maximum(_Extreme):
 
 
 class Minimum(_Extreme):
-    """The smallest of the selected entries of each row, +inf for a row without any."""
+    """The smallest of the selected entries of each row, +inf for a row without any.
+
+    Examples:
+        >>> Minimum(torch.tensor([[1.0, 3.0]]), torch.tensor([[False, True]])).partial()
+        tensor([3.])
+    """
 
     sign = 1
 

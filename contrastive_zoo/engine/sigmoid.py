@@ -20,7 +20,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.class_pairs import class_numbers
+from contrastive_zoo.engine.class_pairs import class_numbers_as_floats
 from contrastive_zoo.engine.derivatives import differentiable_once
 from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.malloc import keep_freed_memory
@@ -129,8 +129,7 @@ class _Sweep:
 
     def __post_init__(self) -> None:
         if self.ids is not None:
-            numbers = class_numbers(gather_rows(self.ids, self.shards, self.world))[0]
-            numbers = numbers.to(torch.float32 if len(numbers) < 2**24 else torch.float64)
+            numbers = class_numbers_as_floats(gather_rows(self.ids, self.shards, self.world))
             self.all_ids = list(numbers.split(self.shards.sizes))
 
     def __call__(

@@ -15,6 +15,7 @@ from contrastive_zoo.adapters.pml_sharded.anchor_batch import AnchorBatch, Indic
 from contrastive_zoo.adapters.pml_sharded.mining import miner_weights
 from contrastive_zoo.adapters.pml_sharded.reducers import already_averaged
 from contrastive_zoo.collectives import all_gather, gather_rows, sum_over_ranks
+from contrastive_zoo.engine.class_pairs import class_numbers
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.losses.fast_ap import FastAP
@@ -104,9 +105,9 @@ def intra_pair_variance(loss: Any, batch: AnchorBatch, indices: Indices | None) 
 
 def instance(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
     """Return the cross-entropy over the candidates, of which the library takes the k-th for the k-th class."""
-    _, class_numbers = batch.candidate_labels.unique(return_inverse=True)
+    numbers, _ = class_numbers(batch.candidate_labels)
     logits = loss.distance(batch.anchors, batch.candidates) * loss.gamma
-    losses = F.cross_entropy(logits, class_numbers[batch.shards.local], reduction="none")
+    losses = F.cross_entropy(logits, numbers[batch.shards.local], reduction="none")
     return _of_anchors(losses, batch.anchor_indices())
 
 
