@@ -23,9 +23,6 @@ SPLITS: dict[int, list[list[int]]] = {
 LEFT_OUT = {
     "sigreg": "it draws directions from torch's random generator in each call",
     "lejepa": "its SIGReg draws directions from torch's random generator in each call",
-    "nnclr": "its memory is empty at the first call",
-    "ressl": "its memory is empty at the first call",
-    "dynamic-soft-margin": "its weights depend on earlier calls",
 }
 """Losses without vectors, and why."""
 
@@ -111,6 +108,9 @@ _OTHER: dict[str, dict[str, str]] = {
     "negative-cosine": {"predictions": "rows", "targets": "rows"},
     "instance": {"x": "rows", "y": "rows", "labels": "labels"},
     "dino": {"student": "rows", "teacher": "rows"},
+    "ressl": {"student": "rows", "teacher": "rows"},
+    "nnclr": {"projections1": "rows", "projections2": "rows", "predictions1": "rows", "predictions2": "rows"},
+    "dynamic-soft-margin": {"anchors": "rows", "positives": "rows"},
 }
 """Arguments of the losses whose call form has names of its own."""
 
