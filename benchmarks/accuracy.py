@@ -64,6 +64,29 @@ def plain_sup_con(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     return -(log_share.where(positive, 0).sum(1) / positive.sum(1)).mean()
 
 
+def of_pairs(n: int) -> tuple[Tensor, Tensor]:
+    """Return the masks of positives and of negatives of two views, where two samples are a class."""
+    labels = (torch.arange(n) // 2).repeat(2)
+    same, itself = labels[:, None] == labels, torch.eye(2 * n, dtype=torch.bool)
+    return same & ~itself, ~same
+
+
+def plain_nca(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
+    """Return NCA as it is commonly written, by shares of all rows; two samples are a class."""
+    z, (positive, _) = F.normalize(torch.cat([a, b]), dim=1), of_pairs(len(a))
+    squares = (2 - 2 * z @ z.T) / (2 * temperature)
+    log_share = (-squares).fill_diagonal_(-torch.inf).log_softmax(1)
+    return -log_share.masked_fill(~positive, -torch.inf).logsumexp(1).mean()
+
+
+def exact_nca(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
+    """Return the same, with the positives left out of the log-sum-exp."""
+    z = F.normalize(torch.cat([a, b]), dim=1)
+    s = z @ z.T / temperature
+    positives, negatives = (s.masked_fill(~mask, -torch.inf).logsumexp(1) for mask in of_pairs(len(a)))
+    return F.softplus(negatives - positives, threshold=100).mean()
+
+
 def exact_nt_xent(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     """Return the same, with the positive left out of the log-sum-exp: float64 cancels, too, at a loss of 1e-12."""
     z, n = F.normalize(torch.cat([a, b]), dim=1), len(a)
@@ -93,10 +116,25 @@ def our_sup_con(*rows: Tensor, world: World, **settings: Any) -> Tensor:
     return cz.sup_con(torch.cat(rows), labels, world=world, **settings)
 
 
+def our_nca(*rows: Tensor, world: World, temperature: float) -> Tensor:
+    """Return NCA, two samples a class, at twice the temperature: it divides squared distances."""
+    shards = world.shards(rows[0])
+    labels = (torch.arange(shards.total) // 2)[shards.local].repeat(2)
+    return cz.nca(torch.cat(rows), labels, temperature=2 * temperature, world=world)
+
+
+def our_multi_positive(*rows: Tensor, world: World, **settings: Any) -> Tensor:
+    """Return MultiPositive in both directions, with an id for each sample: CLIP's loss."""
+    shards = world.shards(rows[0])
+    return cz.multi_positive(*rows, torch.arange(shards.total)[shards.local], symmetric=True, world=world, **settings)
+
+
 LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
     "NTXent": (cz.nt_xent, plain_nt_xent, exact_nt_xent),
     "CLIP": (our_clip, plain_clip, exact_clip),
     "SupCon": (our_sup_con, plain_sup_con, exact_nt_xent),
+    "NCA": (our_nca, plain_nca, exact_nca),
+    "MultiPositive": (our_multi_positive, plain_clip, exact_clip),
 }
 
 
@@ -230,9 +268,10 @@ most of the gradient, and the common formula keeps digits.
 ## Errors
 
 The relative error ‖g − g₆₄‖ / ‖g₆₄‖ of the gradient with respect to both views of {n} samples in {width} dimensions. The
-second view is the first plus noise times a normal vector. For SupCon each sample is a class. g₆₄ is computed in float64
-from the same inputs. The target in float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of
-16 bits, which moves a logit by up to 1 at the temperature 0.01; sums and weights are in float32. Plain torch computes
+second view is the first plus noise times a normal vector. For SupCon and MultiPositive each sample is a class, for NCA
+two are; the temperature of NCA, which divides squared distances, is 2 t. g₆₄ is computed in float64 from the same inputs.
+The target in float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of 16 bits, which moves a
+logit by up to 1 at the temperature 0.01; sums and weights are in float32. Plain torch computes
 everything in the dtype of the rows.
 The last rounding is that of the gradient to the dtype of its rows: in float16 numbers below 6e-8 are 0, which a GradScaler
 prevents and this table does not.

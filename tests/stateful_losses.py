@@ -13,9 +13,10 @@ import contrastive_zoo as cz
 from tests.zoo import BatchHard
 
 D, CLASSES = 4, 5
-Compares = Literal["views", "labels", "teachers", "ids", "texts", "mined"]
-"""Two views; embeddings with labels; two towers with those of a teacher; two towers with ids; videos with two texts each; or
-queries, documents, hard negatives and the queries that these were mined for."""
+Compares = Literal["views", "labels", "teachers", "ids", "texts", "tokens", "mined"]
+"""Two views; embeddings with labels; two towers with those of a teacher; two towers with ids; videos with two texts each;
+queries and documents of tokens, with a mask each; or queries, documents, hard negatives and the queries that these were
+mined for."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ IN_A_RING = {
     "AlignUniform": Loss(cz.AlignUniform, setting=("t", (2.0, 1.0))),
     "MNRL of pairs": Loss(mnrl_of_pairs, setting=("partition_mode", ("joint", "per_direction"))),
     "MILNCE": Loss(lambda: cz.MILNCE(temperature=2.0), "texts", ("denominator", ("exact", "reference"))),
+    "MaxSim": Loss(
+        lambda: cz.MaxSim(temperature=learnt(), symmetric=True), "tokens", ("token_reduction", ("sum", "mean"))
+    ),
+    "MaxSimPairwise": Loss(lambda: cz.MaxSimPairwise(temperature=0.5), "tokens"),
     "MultiPositive": Loss(
         lambda: cz.MultiPositive(temperature=0.5), "ids", ("duplicates", ("positive", "ignore", "negative"))
     ),
@@ -177,6 +182,10 @@ def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -
         return [embeddings() for _ in range(2 if compares == "views" else 4)]
     if compares == "texts":
         return [embeddings(), torch.stack([embeddings(), embeddings()], 1)]
+    if compares == "tokens":
+        towers = [torch.stack([embeddings() for _ in range(length)], 1) for length in (2, 3)]
+        valid = [torch.randint(2, x.shape[:2], generator=generator) for x in towers]
+        return [*towers, *(x.index_fill(1, torch.tensor(0), 1) for x in valid)]  # one token is always there
     if compares in ("labels", "ids"):
         towers = [embeddings() for _ in range(2 if compares == "ids" else 1)]
         return [*towers, torch.randint(CLASSES, (total,), generator=generator)]

@@ -8,6 +8,7 @@ operator: the dispatch of a custom operator takes longer than the loss of a smal
 
 import ast
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec
@@ -116,9 +117,10 @@ def _called(
 
 
 def _is_literal(x: object) -> bool:
+    """Return whether ``ast.literal_eval`` reads x from its representation; it reads neither inf nor nan."""
     if isinstance(x, tuple):
         return all(_is_literal(part) for part in x)
-    return x is None or isinstance(x, (bool, int, float, str))
+    return x is None or isinstance(x, (bool, int, str)) or (isinstance(x, float) and math.isfinite(x))
 
 
 _TAGS: Any = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagraph_unsafe") else {}  # from torch 2.9 on
