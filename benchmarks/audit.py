@@ -99,7 +99,7 @@ def memory() -> None:
 
 
 def _plain_peaks(script: list[str]) -> list[int]:
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # where torch has distributed
     started = [
         subprocess.Popen([sys.executable, *script], env=os.environ | environment(rank, 2, store.port))
         for rank in range(2)
@@ -110,7 +110,7 @@ def _plain_peaks(script: list[str]) -> list[int]:
 def pictures() -> None:
     """Write what a terminal of 110 columns shows."""
     for name, command in PICTURES.items():
-        terminal = Console(record=True, width=110, file=open(os.devnull, "w"))  # noqa: SIM115
+        terminal = Console(record=True, width=110, file=open(os.devnull, "w"))  # noqa: SIM115 - open to the end
         terminal.print(f"$ contrastive-zoo audit {' '.join(repr(x) if ' ' in x else x for x in command)}")
         start = time.monotonic()
         console.show(audit_script(command, steps=3), terminal)

@@ -146,7 +146,7 @@ class ExtraCallUnderDDP(ExtraCall):
 
     def __init__(self, rank: int, guilty: bool) -> None:
         super().__init__(rank, guilty)
-        self.encoder = nn.parallel.DistributedDataParallel(self.encoder)  # type: ignore[assignment]
+        self.encoder = nn.parallel.DistributedDataParallel(self.encoder)  # type: ignore[assignment]  # of another class
 
     def run(self) -> None:
         generator = torch.Generator().manual_seed(1 + self.rank)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from suite.processes import resident
 from suite.report import number, table
 from torch import Tensor
 
@@ -73,12 +74,6 @@ CASES: list[tuple[int, str, bool]] = [
     (2, "contrastive_zoo, ring", True),
 ]
 """Ranks, implementation, and whether rank 1 has half as many tokens."""
-
-
-def resident(what: str) -> float:
-    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def measured(way: str, uneven: bool, sizes: tuple[int, int, int, int], threads: int) -> tuple[float, float, float]:

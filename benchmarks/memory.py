@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from suite.processes import resident
 from torch import Tensor
 
 from contrastive_zoo.catalogue import CATALOGUE, Entry
@@ -71,12 +72,6 @@ Losses of feature statistics hold d × d elements, losses with classes N × C in
 Additional MB at the peak, by total number of samples.
 
 """
-
-
-def resident(what: str) -> float:
-    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def made(entry: Entry, width: int) -> torch.nn.Module:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from suite.processes import resident
 from torch import Tensor
 
 from contrastive_zoo import mine_hard_negatives
@@ -32,12 +33,6 @@ def rows(queries: int, corpus: int, width: int) -> tuple[Tensor, Tensor]:
     them = F.normalize(torch.randn(corpus, width, generator=generator), dim=1)
     noise = torch.randn(queries, width, generator=generator) / width**0.5
     return F.normalize(them[:queries] + noise, dim=1), them
-
-
-def resident(what: str) -> float:
-    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def measured(job: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -65,7 +60,7 @@ def theirs(queries: int, corpus: int, width: int, use_faiss: bool) -> tuple[floa
 
     them = dict(zip("qc", (x.numpy() for x in rows(queries, corpus, width)), strict=True))
 
-    class StandIn(sentence_transformers.SentenceTransformer):  # type: ignore[misc]
+    class StandIn(sentence_transformers.SentenceTransformer):  # type: ignore[misc]  # an untyped base
         """A model whose embeddings are the rows."""
 
         device = torch.device("cpu")

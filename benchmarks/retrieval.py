@@ -18,18 +18,13 @@ import faiss
 import torch
 import torch.distributed as dist
 from suite.alternating import Group, in_turns, start_line
+from suite.processes import resident
 
 import contrastive_zoo as cz
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "evaluation.md"
 MARK = "<!-- measured by benchmarks/retrieval.py -->\n"
 CLASSES = 10_000
-
-
-def resident(what: str) -> float:
-    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def unit_rows(start: int, stop: int, width: int, seed: int) -> torch.Tensor:
@@ -50,7 +45,7 @@ def data(given: argparse.Namespace, rank: int, world_size: int) -> tuple[torch.T
     return tuple(
         unit_rows(total * rank // world_size, total * (rank + 1) // world_size, given.width, seed)
         for total, seed in ((given.queries, 1), (given.rows, 0))
-    )  # type: ignore[return-value]
+    )  # type: ignore[return-value]  # of two elements
 
 
 def faiss_flat(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:

@@ -36,7 +36,7 @@ def steps(rows: int, width: int) -> dict[str, Callable[[], None]]:
         "SupCon": lambda: sup_con(both, labels),
         "MNRL": lambda: mnrl(a, b),
     }
-    return {name: lambda call=call: call().backward() for name, call in calls.items()}  # type: ignore[misc]
+    return {name: lambda call=call: call().backward() for name, call in calls.items()}  # type: ignore[misc]  # a default
 
 
 def work(rows: int, width: int) -> None:

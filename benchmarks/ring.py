@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from suite.cases import peer
 from suite.harness import Absent
+from suite.processes import resident
 from suite.report import number, table
 from torch import Tensor
 
@@ -50,12 +51,6 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 """By name: the loss, and what it is called with."""
 SIGLIP = ("gathered", "ring", "open_clip")
-
-
-def resident(what: str) -> float:
-    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def open_clip_loss(folders: Sequence[str]) -> Callable[[Tensor, Tensor], Tensor]:

@@ -4,7 +4,11 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; exit with one line if its extra is not installed."""
+    """Run the command line.
+
+    Raises:
+        SystemExit: its extra is not installed; one line says which.
+    """
     try:
         from contrastive_zoo.cli import main as run
     except ImportError as error:

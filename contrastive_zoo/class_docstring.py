@@ -22,7 +22,8 @@ def class_docstring(
 ) -> str:
     """The docstring of the class ``name``, whose instances hold ``settings`` and compute the function.
 
-    What ``own`` says comes after the formula; its entries of Args and its Examples take the place of the function's.
+    What ``own`` says comes after the formula; its entries of Args and its Examples take the place of the function's, and the
+    function's Raises follow its own.
 
     Args:
         name: of the class.
@@ -64,6 +65,8 @@ def class_docstring(
     paragraphs.append(f"Args:\n{args}" if args else "")
     for section in _SECTIONS[1:]:
         text = of_class[section] or of_function[section]
+        if section == "Raises" and of_class[section]:  # the constructor's errors, then those of a call
+            text = of_class[section] + of_function[section]
         if section == "Examples" and not of_class[section]:
             text = "\n".join(_of_class(line, name, function_name) for line in text.split("\n"))
         paragraphs.append(f"{section}:{text}" if text else "")

@@ -108,7 +108,7 @@ def check(
             report = examine(
                 make,
                 world_sizes=world_size or (1, 2, 3, 4),
-                call=call_form if call == "auto" and call_form else call,  # type: ignore[arg-type]
+                call=call_form if call == "auto" and call_form else call,  # type: ignore[arg-type]  # checked there
                 grad_reduction=trainer.value,
                 max_examples=examples,
                 level="training_step" if level is Level.training_step else "loss",

@@ -36,7 +36,7 @@ def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = 
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
-    run.traced = traced  # type: ignore[attr-defined]
+    run.traced = traced  # type: ignore[attr-defined]  # functions have attributes, which mypy does not know
     return run
 
 
@@ -79,7 +79,7 @@ class Function(torch.autograd.Function):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "backward" in vars(cls):
-            cls.backward = staticmethod(uncompiled(_reporting(cls.backward)))  # type: ignore[method-assign]
+            cls.backward = staticmethod(uncompiled(_reporting(cls.backward)))  # type: ignore[method-assign]  # decorated
 
 
 def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,7 +55,7 @@ class Runner:
         """Audit the training ``name`` of a module: of an example, or of ``tests.audit_trainings``."""
         start, steps = time.monotonic(), steps or STEPS.get(name, 3)
         with tempfile.TemporaryDirectory() as folder:
-            store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # where torch has distributed
             self.pipe.send([(folder, module, name, rank, processes, store.port, steps) for rank in range(processes)])
             assert self.pipe.poll(2 * TIMEOUT), "the server does not answer"
             self.pipe.recv()

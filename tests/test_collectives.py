@@ -576,8 +576,8 @@ def both_ways(job: Callable[[], Any]) -> list[tuple[Any, int]]:
         for small in (2**30, -1):
             calls: list[Any] = []
             world_module._SMALL = small
-            world_module.all_gather_single = lambda *x, **k: (calls.append(x), before[1](*x, **k))[1]  # noqa: B023
-            dist.all_reduce = lambda *x, **k: (calls.append(x), before[2](*x, **k))[1]  # noqa: B023
+            world_module.all_gather_single = lambda *x, **k: (calls.append(x), before[1](*x, **k))[1]  # noqa: B023 - restored before the next round
+            dist.all_reduce = lambda *x, **k: (calls.append(x), before[2](*x, **k))[1]  # noqa: B023 - restored before the next round
             found.append((job(), len(calls)))
     finally:
         world_module._SMALL, world_module.all_gather_single, dist.all_reduce = before

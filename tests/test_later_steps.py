@@ -60,7 +60,7 @@ def a_training(
     ours = make()
     torch.manual_seed(0)
     theirs = make()
-    wrapped = cz.DistributedLoss(ours, grad_reduction=trainer, check_distinct=False)  # type: ignore[arg-type]
+    wrapped = cz.DistributedLoss(ours, grad_reduction=trainer, check_distinct=False)  # type: ignore[arg-type]  # a str
     errors = []
     for step, sizes in enumerate(steps):
         args, kwargs, all_args, all_kwargs = inputs(step, sizes)

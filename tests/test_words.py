@@ -52,6 +52,30 @@ def private_words(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
+_SWITCHED_OFF = re.compile(r"#\s*(?:type:\s*ignore|noqa)\S*(?:\s+[A-Z]\d+,?)*\s*(.*)")
+"""A check of a linter or type checker that is switched off in a line, and what follows it."""
+
+
+def unexplained(text: str) -> list[str]:
+    """Return the lines in which a check is switched off without a reason."""
+    found = ((line, match) for line in text.splitlines() if (match := _SWITCHED_OFF.search(line)))
+    return [line.strip() for line, match in found if not match[1].lstrip("# -")]
+
+
+PYTHON = [path for path in files() if path.suffix == ".py"]
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_check_that_is_switched_off_says_why(path: Path) -> None:
+    assert unexplained(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_missing_reason_is_found() -> None:
+    """The sign is put together here, so that this file has none."""
+    off = [f"{sign} {what}" for sign in "#" for what in ("type: ignore[misc]", "noqa: F401, I001", "noqa")]
+    assert unexplained("\n".join([*off, *(f"{x}  # a reason" for x in off), *(f"{x} - why" for x in off)])) == off
+
+
 def test_the_files_are_found() -> None:
     assert {"README.md", "check.py", "cli.py", "zoo.md"} <= {path.name for path in files()}
 

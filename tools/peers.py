@@ -148,7 +148,7 @@ def _() -> Any:
     """sentence-transformers' `MultipleNegativesRankingLoss(model, gather_across_devices=True)`"""
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-    loss = MultipleNegativesRankingLoss(_PrecomputedEmbeddings(), gather_across_devices=rank_and_size()[1] > 1)  # type: ignore[arg-type]
+    loss = MultipleNegativesRankingLoss(_PrecomputedEmbeddings(), gather_across_devices=rank_and_size()[1] > 1)  # type: ignore[arg-type]  # no model
     return lambda view1, view2: loss([{"sentence_embedding": view1}, {"sentence_embedding": view2}], torch.empty(0))
 
 

@@ -27,7 +27,7 @@ SLOW = 1.0
 """Seconds of a first call above which no second call estimates the number of calls per reading."""
 
 
-class Absent(Exception):  # noqa: N818
+class Absent(Exception):
     """A peer, a compiler or a device is not available."""
 
 

@@ -50,7 +50,11 @@ class ContrastiveTrainerMixin(_Trainer):
         self.add_callback(_ClearGradients())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Return the Trainer's optimizer, to which the parameters of ``compute_loss_func`` are added."""
+        """Return the Trainer's optimizer, to which the parameters of ``compute_loss_func`` are added.
+
+        Raises:
+            ValueError: an optimizer was passed to the Trainer, and lacks them.
+        """
         is_given = self.optimizer is not None
         self.optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         if not isinstance(self.loss_function, nn.Module):

@@ -102,7 +102,7 @@ def local_store() -> dist.TCPStore:
     """
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it where it has distributed
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
 

@@ -76,11 +76,11 @@ class LoaderWatch:
                     self.loaders.append(loader)
             return original(loader)
 
-        DataLoader.__iter__ = start_epoch  # type: ignore[method-assign]
+        DataLoader.__iter__ = start_epoch  # type: ignore[method-assign]  # until stop()
 
     def stop(self) -> None:
         """Restore ``DataLoader.__iter__``."""
-        DataLoader.__iter__ = self._original  # type: ignore[method-assign]
+        DataLoader.__iter__ = self._original  # type: ignore[method-assign]  # as before
 
     def listed(self) -> list[Epoch]:
         """List an epoch of every loader over a dataset with indices; of the dataset, one sample is read."""

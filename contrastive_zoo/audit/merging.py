@@ -14,7 +14,7 @@ from contrastive_zoo.audit.links import Outputs, Source
 from contrastive_zoo.audit.records import Call
 
 
-class NotComparable(Exception):  # noqa: N818
+class NotComparable(Exception):
     """A step, or a part of it, that cannot be repeated in one process; the message is the reason."""
 
 

@@ -200,7 +200,8 @@ class Recorder:
         if abs(call.factor) > LARGEST_WEIGHT:
             self.step.scale = _grad_scale()
         if sum(x.factor is not None for x in self.step.losses) == 1:
-            self.step.stale = {name: snapshot(x.grad) for name, x in self._with_gradient() if bool(x.grad.any())}  # type: ignore[union-attr]
+            gradients = [(name, x.grad) for name, x in self._with_gradient() if x.grad is not None]
+            self.step.stale = {name: snapshot(x) for name, x in gradients if bool(x.any())}
 
     def _on_terms(self, parameters: list[Tensor]) -> None:
         names = {id(x): name for name, x in self.parameters()}

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from contrastive_zoo.gradcache.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
 from contrastive_zoo.handshake import refuse_empty
-from contrastive_zoo.row_checks import described, tensor_problem
+from contrastive_zoo.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, World
 
@@ -57,6 +57,7 @@ def cached_step(
         ValueError: on every rank alike: no chunk on any rank; no chunk on one rank and chunks that do not consist of
             tensors on the others; chunks that need a gradient; models that are not modules, or not as many as
             sequences of chunks.
+        TypeError: ``loss_fn`` returns no tensor.
 
     Examples:
         >>> import contrastive_zoo as cz
@@ -139,8 +140,7 @@ class GradCache(nn.Module):
 
     def __init__(self, model: nn.Module, chunk_size: int, *, process_group: Processes = None) -> None:
         super().__init__()
-        is_size = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size >= 1
-        if not is_size or not isinstance(model, nn.Module):
+        if not is_integer(chunk_size, at_least=1) or not isinstance(model, nn.Module):
             raise ValueError(
                 f"GradCache: a torch.nn.Module and at least one row a chunk, got {type(model).__name__} and "
                 f"chunk_size={described(chunk_size)}."

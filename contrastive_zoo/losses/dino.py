@@ -101,6 +101,9 @@ class DINO(ConstructingLoss, function=dino, check=_settings_problem):
         out_dim: k.
         centre_momentum: m, 0 … 1.
 
+    Raises:
+        ValueError: an out_dim below 1, or a centre_momentum outside 0 … 1.
+
     Examples:
         >>> same = torch.zeros(3, 4)
         >>> DINO(4)(same, same)   # log 4
@@ -117,7 +120,7 @@ class DINO(ConstructingLoss, function=dino, check=_settings_problem):
         self.out_dim, self.centre_momentum = out_dim, centre_momentum
 
     @uncompiled
-    def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
         """Return the loss, and move the centre by one step.
 
         Args:

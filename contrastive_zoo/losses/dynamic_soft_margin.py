@@ -98,7 +98,7 @@ class DynamicSoftMargin(ConstructingLoss, function=dynamic_soft_margin, check=_s
         return len(self.histogram) - 1
 
     @uncompiled
-    def forward(self, anchors: Tensor, positives: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, anchors: Tensor, positives: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
         """Return the loss, and move the histogram by one step.
 
         Args:

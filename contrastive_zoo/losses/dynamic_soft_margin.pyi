@@ -75,6 +75,7 @@ class DynamicSoftMargin(ConstructingLoss):
 
     Raises:
         ValueError: num_bins below 1.
+        ValueError: a histogram of fewer than two nodes, a momentum outside 0 … 1, or what any :class:`Loss` refuses.
 
     Examples:
         >>> eye, loss = torch.eye(2), DynamicSoftMargin(2)

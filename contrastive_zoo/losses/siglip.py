@@ -97,6 +97,9 @@ class SigLIP(LearnableScaleLoss, function=siglip, check=bias_problem):
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
 
+    Raises:
+        ValueError: an initial bias that is no finite number.
+
     Examples:
         >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2)).detach()   # log(1 + e⁻¹) + log 2
         tensor(1.0064)

@@ -76,6 +76,7 @@ class SigLIP(LearnableScaleLoss):
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
+        ValueError: an initial bias that is no finite number.
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
 
     Examples:

@@ -98,6 +98,9 @@ class SwAV(ConstructingLoss, function=swav, check=_settings_problem):
         num_prototypes: K.
         embedding_size: d.
 
+    Raises:
+        ValueError: a number of prototypes or an embedding_size below 1.
+
     Examples:
         >>> loss = SwAV(2, 2, temperature=1.0)
         >>> _ = loss.load_state_dict({"prototypes": torch.eye(2)})

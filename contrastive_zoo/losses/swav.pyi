@@ -73,6 +73,7 @@ class SwAV(ConstructingLoss):
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
+        ValueError: a number of prototypes or an embedding_size below 1.
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
             NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 

@@ -80,6 +80,9 @@ class TiCo(ConstructingLoss, function=tico, check=_settings_problem):
     Args:
         embedding_size: d.
 
+    Raises:
+        ValueError: an embedding_size below 1.
+
     Examples:
         >>> eye = torch.eye(2)
         >>> TiCo(2, beta=0.5, rho=1.0)(eye, eye)   # 0 + ½ · ½
@@ -97,7 +100,7 @@ class TiCo(ConstructingLoss, function=tico, check=_settings_problem):
         self.embedding_size = embedding_size
 
     @uncompiled
-    def forward(self, view1: Tensor, view2: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, view1: Tensor, view2: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
         """Return the loss, and move the covariance by one step.
 
         Args:

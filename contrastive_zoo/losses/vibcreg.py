@@ -6,9 +6,9 @@ from torch import Tensor
 from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments, squared_sums
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_views
+from contrastive_zoo.losses.vicreg import settings_problem
 from contrastive_zoo.world import ALONE, World
 
 
@@ -57,7 +57,7 @@ def vibcreg(
     """
     weights = {"invariance": invariance, "variance": variance, "covariance": covariance, "gamma": gamma, "eps": eps}
     (a, b), shards = begin_views(
-        "VIbCReg", (view1, view2), normalize=False, problem=_settings_problem(**weights), world=world, **weights
+        "VIbCReg", (view1, view2), normalize=False, problem=settings_problem(**weights), world=world, **weights
     )
     loss = invariance * reduce_anchors((a - b).square().mean(1), world=world)
     for z in (a, b):
@@ -75,9 +75,4 @@ _LEAST_SQUARE = 1e-24
 """The square of the smallest norm by which ``torch.nn.functional.normalize`` divides."""
 
 
-def _settings_problem(invariance: float, variance: float, covariance: float, gamma: float, eps: float) -> str | None:
-    weights = {"invariance": invariance, "variance": variance, "covariance": covariance}
-    return number_problem("eps must be positive", above=0, eps=eps) or number_problem(gamma=gamma, **weights)
-
-
-class VIbCReg(Loss, function=vibcreg, check=_settings_problem): ...
+class VIbCReg(Loss, function=vibcreg, check=settings_problem): ...

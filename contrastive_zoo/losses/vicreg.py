@@ -83,7 +83,7 @@ def vicreg_over(
         tensor(nan)
     """
     weights = (invariance, variance, covariance, gamma, eps)
-    problem = _settings_problem(*weights)
+    problem = settings_problem(*weights)
     (a, b), shards = begin_views(
         "VICReg", (view1, view2), normalize=False, problem=problem, weights=weights, world=world
     )
@@ -97,10 +97,11 @@ def vicreg_over(
     return loss
 
 
-def _settings_problem(invariance: float, variance: float, covariance: float, gamma: float, eps: float) -> str | None:
+def settings_problem(invariance: float, variance: float, covariance: float, gamma: float, eps: float) -> str | None:
+    """Return what is wrong with the settings, or None."""
     weights = {"invariance": invariance, "variance": variance, "covariance": covariance}
     return number_problem("eps must be positive", above=0, eps=eps) or number_problem(gamma=gamma, **weights)
 
 
-class VICReg(Loss, function=vicreg, check=_settings_problem):
+class VICReg(Loss, function=vicreg, check=settings_problem):
     ring_refusal = SENDS_NO_ROWS

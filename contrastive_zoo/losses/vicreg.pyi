@@ -72,6 +72,9 @@ def vicreg_over(
         tensor(nan)
     """
 
+def settings_problem(invariance: float, variance: float, covariance: float, gamma: float, eps: float) -> str | None:
+    """Return what is wrong with the settings, or None."""
+
 class VICReg(Loss):
     """Compute the variance-invariance-covariance regularisation; embeddings are not normalised.
 

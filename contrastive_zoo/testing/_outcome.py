@@ -29,7 +29,7 @@ class RankError(RuntimeError):
         self.stuck = stuck or {}
 
 
-class WorldTimeout(RankError):  # noqa: N818
+class WorldTimeout(RankError):
     """A job timed out although no rank failed: usually one rank skipped a collective."""
 
 

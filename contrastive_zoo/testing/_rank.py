@@ -156,7 +156,7 @@ def _exit_with_parent(directory: str) -> NoReturn:
 
 def _join(rank: int, world_size: int, directory: str) -> None:
     with _stdout_silenced():
-        store = dist.FileStore(os.path.join(directory, "store"), world_size)  # type: ignore[attr-defined]
+        store = dist.FileStore(os.path.join(directory, "store"), world_size)  # type: ignore[attr-defined]  # as TCPStore
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 

@@ -1,7 +1,10 @@
 """The evidence of a diagnosis: the probes of one loss, and interventions on its samples that are measured when needed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
+
+from torch import Tensor
 
 from contrastive_zoo.testing import invariants
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -110,11 +113,11 @@ class Evidence:
     def selection(self) -> str | None:
         """Return the mistake that compares exactly the samples that every rank compares; None if there is none."""
         for mistake, selections in SELECTIONS[self.case.call].items():
-            if self.every(lambda x, s=selections: any(self._computes(x, select) for select in s)):  # type: ignore[misc]
+            if self.every(lambda x, s=selections: any(self._computes(x, select) for select in s)):  # type: ignore[misc]  # a default
                 return mistake
         return None
 
-    def _computes(self, found: Probe, select: Callable[..., list]) -> bool:  # type: ignore[type-arg]
+    def _computes(self, found: Probe, select: Callable[..., list[Any]]) -> bool:
         samples, shards, d = whole_batch(self.case, found.batch), found.batch.shards, found.batch.d
         return all(
             is_near(value_of(self.case, select(samples, shards, rank), d, self.worlds), value)
@@ -159,7 +162,7 @@ class Evidence:
         return ". ".join(str(found) for found in probes) or "no probe returned a value on several processes"
 
 
-def _equal(found: dict, expected: dict) -> bool:  # type: ignore[type-arg]
+def _equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
     return all(found[name].equal(expected[name]) for name in expected)
 
 

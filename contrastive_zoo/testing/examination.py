@@ -58,7 +58,11 @@ class Examination:
         self.tried: set[str] = set()
 
     def survey(self, max_examples: int) -> None:
-        """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
+        """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples.
+
+        Raises:
+            ValueError: the loss raises on one process for every batch.
+        """
         fixed = _fixed_batches(self.world_sizes, self.width or DEFAULT_WIDTH)
         for batch in fixed[:max_examples]:
             self._test(batch)

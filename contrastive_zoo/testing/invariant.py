@@ -20,11 +20,11 @@ T = TypeVar("T", default=Trial)
 """What an invariant is tested on: a loss on a global batch, unless another kind of trial is named."""
 
 
-class Broken(AssertionError):  # noqa: N818
+class Broken(AssertionError):
     """An invariant is broken by this loss on this batch."""
 
 
-class NotApplicable(Exception):  # noqa: N818
+class NotApplicable(Exception):
     """An invariant does not apply to this loss on this batch; the message says why."""
 
 
@@ -72,7 +72,11 @@ def invariant(*, catches: str) -> Callable[[Callable[[T], None]], Invariant[T]]:
 
 
 def require_loss(trial: Trial) -> None:
-    """Raise NotApplicable if a whole training step is under test."""
+    """Check that a loss is under test.
+
+    Raises:
+        NotApplicable: a whole training step is.
+    """
     if trial.case.step:
         raise NotApplicable("applies to losses, not to training steps")
 
@@ -89,7 +93,11 @@ def same_gradients(found: Gradients, expected: Gradients, what: str, source: str
 
 
 def close(found: Tensor, expected: Tensor, what: str, source: str) -> None:
-    """Raise Broken if a tensor differs by more than :data:`TOLERANCE`; ``source`` names that of the expected one."""
+    """Compare a tensor with the expected one, which ``source`` names.
+
+    Raises:
+        Broken: they differ by more than :data:`TOLERANCE`, or in shape.
+    """
     if found.shape != expected.shape:
         raise Broken(f"{what} of shape {list(found.shape)}; {source}: {list(expected.shape)}")
     found, expected = found.double(), expected.double()

@@ -96,8 +96,8 @@ def same_parameter_gradient(trial: Trial) -> None:
 def same_parameter_gradient_on_every_rank(trial: Trial) -> None:
     """The gradient of the loss's own parameters is the same on every rank before any all-reduce.
 
-    When it fails and the trainer does not reduce these parameters (they are rarely inside the wrapped model), each rank
-    learns its own temperature, and the ranks compute different losses from then on.
+    When it fails, each rank learns its own temperature wherever the trainer does not reduce these parameters (they are
+    rarely inside the wrapped model), and the ranks compute different losses from then on.
     """
     first, *others = [found.parameters for found in trial.on_ranks()]
     if not first:

@@ -108,7 +108,7 @@ def processes(world_sizes: Sequence[int]) -> str:
     return f"{' and '.join([', '.join(others), last] if others else [last])} processes"
 
 
-class NotInvariant(AssertionError):  # noqa: N818
+class NotInvariant(AssertionError):
     """A loss depends on the number of processes; ``report`` has the details."""
 
     def __init__(self, report: Report) -> None:

@@ -582,7 +582,7 @@ def test_weights_are_normalised_before_they_are_cast(worlds: Worlds) -> None:
 
     rows = Rows.of((5, 7), references=False)
     expected = steps(lambda x: x, rows.z, rows.labels)
-    sharded_loss = lambda x: cz.DistributedLoss(x, mode="sharded")  # noqa: E731
+    sharded_loss = lambda x: cz.DistributedLoss(x, mode="sharded")  # noqa: E731 - one line beside its like
     for shards in [(5, 7), (0, 9, 3)]:
         each = list(zip(split(rows.z, shards), split(rows.labels, shards), strict=True))
         for found in worlds.run(len(shards), lambda z, y: steps(sharded_loss, z, y), each=each):

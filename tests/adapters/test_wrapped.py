@@ -179,7 +179,7 @@ def test_an_inner_wrapper_is_refused_with_its_place(name: str) -> None:
 
 
 def test_a_miner_of_another_group_is_refused() -> None:
-    miner = cz.DistributedMiner(miners.BatchHardMiner(), process_group="another")  # type: ignore[arg-type]
+    miner = cz.DistributedMiner(miners.BatchHardMiner(), process_group="another")  # type: ignore[arg-type]  # the mistake
     with pytest.raises(ValueError, match="process group of its own"):
         cz.DistributedLoss(triplets(), miner=miner)
 

@@ -165,7 +165,7 @@ def interpret_bfloat16() -> None:
 
     plain = interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self, a, b, *rest):  # type: ignore[no-untyped-def]
+    def create_dot(self, a, b, *rest):  # type: ignore[no-untyped-def]  # Triton's own has no types
         for x in (a, b):
             if x.dtype.scalar == tl.bfloat16 and x.data.dtype == np.uint16:
                 x.data = (x.data.astype(np.uint32) << 16).view(np.float32)

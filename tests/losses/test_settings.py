@@ -240,7 +240,7 @@ def test_all_numbers_of_all_losses_are_in_the_table() -> None:
 def test_what_makes_no_sense_is_refused_when_built(name: str, setting: str) -> None:
     subject = SUBJECTS[name]
     for value in (NAN, np.float64(NAN), *subject.refused[setting]):
-        said = said_by(lambda value=value: subject(**{setting: value}))  # type: ignore[misc]
+        said = said_by(lambda value=value: subject(**{setting: value}))  # type: ignore[misc]  # a default
         assert said.startswith(f"{kind_of(name)}: "), said
         assert "got" in said, said
 
@@ -253,7 +253,7 @@ def test_what_makes_no_sense_is_refused_at_the_call(name: str, setting: str) -> 
         if isinstance(getattr(loss, setting), nn.Module) and not math.isnan(value):
             continue  # a learnt temperature is an exponential, which is positive
         set_later(loss, setting, value)
-        said = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]
+        said = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]  # a default
         assert said.startswith(f"{SPEAKS_AS.get(name, kind_of(name))}: "), said
         assert loss.settings_problem() is not None or isinstance(getattr(loss, setting), nn.Module) or name == "DINO"
 
@@ -263,11 +263,11 @@ def test_words_are_refused_when_built_and_at_the_call(name: str) -> None:
     subject = SUBJECTS[name]
     words = [x for x, held in vars(subject()).items() if isinstance(held, str) and x[0] != "_"]
     for word in words:
-        said = said_by(lambda word=word: subject(**{word: "other"}))  # type: ignore[misc]
+        said = said_by(lambda word=word: subject(**{word: "other"}))  # type: ignore[misc]  # a default
         assert said.startswith(f"{kind_of(name)}: {word} "), said
         loss = subject().double()
         setattr(loss, word, "other")
-        at_call = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]
+        at_call = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]  # a default
         assert at_call.partition(":")[2] == said.partition(":")[2]
 
 
@@ -276,11 +276,11 @@ def test_sizes_are_refused_when_built() -> None:
         good = dict.fromkeys(sizes, 2)
         for size in sizes:
             for value in (0, 1.5, NAN, "2"):
-                assert said_by(lambda: getattr(cz, name)(**{**good, size: value})).startswith(f"{name}: ")  # noqa: B023
+                assert said_by(lambda: getattr(cz, name)(**{**good, size: value})).startswith(f"{name}: ")  # noqa: B023 - called at once
     for value in (0, 2.5, NAN, "2"):
-        assert "num_classes is 1 or more" in said_by(lambda: cz.Margin(num_classes=value))  # noqa: B023
-        assert "at least 1" in said_by(lambda: cz.MemoryQueue(value, 3))  # noqa: B023
-        assert "at least 1" in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))  # noqa: B023
+        assert "num_classes is 1 or more" in said_by(lambda: cz.Margin(num_classes=value))  # noqa: B023 - called at once
+        assert "at least 1" in said_by(lambda: cz.MemoryQueue(value, 3))  # noqa: B023 - called at once
+        assert "at least 1" in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))  # noqa: B023 - called at once
     assert "not symmetric" in said_by(lambda: cz.InfoNCE(in_batch_negatives=False, symmetric=True))
     assert "initial temperature" in said_by(lambda: cz.LearnableTemperature(math.inf))
     assert "max_scale=nan" in said_by(lambda: cz.LearnableTemperature(0.1, max_scale=NAN))

@@ -427,7 +427,7 @@ def variant(dense: Any, **given: Any) -> Any:
 
 def row(name: str, cls: Any, dense: Any, call: str, views: int = 2, **given: Any) -> Entry:
     """An entry whose settings mean the same to the loss and to its oracle."""
-    return Entry(name, fixed(cls, **given), variant(dense, **given), call, views)  # type: ignore[arg-type]
+    return Entry(name, fixed(cls, **given), variant(dense, **given), call, views)  # type: ignore[arg-type]  # a str
 
 
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}

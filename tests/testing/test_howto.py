@@ -11,7 +11,7 @@ from contrastive_zoo.testing.check import Report
 from contrastive_zoo.testing.gallery import GALLERY
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
-from tests.testing.test_pytest_plugin import run  # noqa: F401
+from tests.testing.test_pytest_plugin import run  # noqa: F401 - a fixture
 from tools import gallery_measurement, gallery_page
 from tools.peers import PEERS
 
@@ -26,14 +26,14 @@ def test_the_first_file_has_ten_lines() -> None:
     assert len([line for line in TESTS[0].splitlines() if line.strip()]) <= 10
 
 
-def test_the_files_of_the_howto_pass(run, pytester: pytest.Pytester) -> None:  # noqa: F811
+def test_the_files_of_the_howto_pass(run, pytester: pytest.Pytester) -> None:  # noqa: F811 - the fixture
     for name, block in enumerate(TESTS):
         pytester.makepyfile(**{f"test_howto_{name}": block})
     run("").assert_outcomes(passed=8)
 
 
 def test_the_first_file_catches_a_loss_of_own_rows_only(
-    run,  # noqa: F811
+    run,  # noqa: F811 - the fixture
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

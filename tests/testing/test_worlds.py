@@ -217,7 +217,7 @@ def test_a_closed_pool_raises_and_can_be_closed_again():
 # --- exceptions -----------------------------------------------------------------------------------------------------
 
 
-class Boom(Exception):  # noqa: N818
+class Boom(Exception):
     def __init__(self, left, right):  # its pickle does not load: Exception keeps one argument, this wants two
         super().__init__(f"{left} and {right}")
 

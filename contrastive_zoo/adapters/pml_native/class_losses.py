@@ -48,7 +48,11 @@ def normalized_softmax(loss: Any) -> NormalizedSoftmax:
 
 
 def proxy_nca(loss: Any) -> ProxyNCA:
-    """Translate ProxyNCALoss."""
+    """Translate ProxyNCALoss.
+
+    Raises:
+        NoExactTranslation: its embeddings are not normalised, or a setting has no equivalent.
+    """
     if not euclidean_settings(loss, power=2)["normalize"]:
         raise NoExactTranslation("its embeddings are not normalised.")
     temperature = 1 / require_positive(float(loss.softmax_scale), "softmax_scale")

@@ -46,7 +46,11 @@ def contrastive(loss: Any) -> Contrastive:
 
 
 def signal_to_noise(loss: Any) -> SignalToNoise:
-    """Translate SignalToNoiseRatioContrastiveLoss."""
+    """Translate SignalToNoiseRatioContrastiveLoss.
+
+    Raises:
+        NoExactTranslation: it compares by another distance than the plain ratio, or a setting has no equivalent.
+    """
     if loss.distance.power != 1:
         raise NoExactTranslation(f"it compares by {spelled(loss.distance)}, this library's by the plain ratio.")
     margins = number_settings(loss, "pos_margin", "neg_margin")
@@ -74,7 +78,12 @@ def tuplet_margin(loss: Any) -> TupletMargin:
 
 
 def triplet(loss: Any, miner: Any) -> Triplet:
-    """Translate TripletMarginLoss and its miner."""
+    """Translate TripletMarginLoss and its miner.
+
+    Raises:
+        NoExactTranslation: it swaps anchors, draws triplets or rounds its softplus, or a setting or the miner has no
+            equivalent.
+    """
     if loss.swap:
         raise NoExactTranslation("swap compares positives with negatives.")
     if miner is None and loss.triplets_per_anchor != "all":
@@ -124,7 +133,11 @@ def _mining(loss: Any, miner: Any, reduction: Settings) -> Mining:
 
 
 def multi_similarity(loss: Any, miner: Any) -> MultiSimilarity:
-    """Translate MultiSimilarityLoss and its miner."""
+    """Translate MultiSimilarityLoss and its miner.
+
+    Raises:
+        NoExactTranslation: a setting or the miner has no equivalent.
+    """
     settings = number_settings(loss, "alpha", "beta", "base")
     common = similarity_settings(loss) | reduction_settings(loss, **MEAN_OR_SUM)
     if miner is None:
@@ -179,7 +192,11 @@ class _CircleWithThreshold(Circle):
 
 
 def margin(loss: Any) -> Margin:
-    """Translate MarginLoss."""
+    """Translate MarginLoss.
+
+    Raises:
+        NoExactTranslation: it draws triplets, or a setting has no equivalent.
+    """
     if loss.triplets_per_anchor != "all":
         raise NoExactTranslation(f"it draws {loss.triplets_per_anchor} triplets an anchor.")
     reduction_settings(loss, divisor={})

@@ -9,7 +9,7 @@ Settings = dict[str, Any]
 """Keyword arguments of this library's constructors."""
 
 
-class NoExactTranslation(Exception):  # noqa: N818
+class NoExactTranslation(Exception):
     """Says why a loss has no exact translation."""
 
 

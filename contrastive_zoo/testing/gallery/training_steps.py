@@ -80,7 +80,10 @@ class _Proxies(nn.Module):
 
 
 _step_recipe = partial(recipe, step=True)
-_world_size: Callable[[], float] = lambda: rank_and_size()[1]  # noqa: E731
+
+
+def _world_size() -> float:
+    return rank_and_size()[1]
 
 
 @_step_recipe("loss in the model", mistake=None)
