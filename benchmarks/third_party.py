@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
+from suite.processes import resident
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
@@ -126,12 +127,6 @@ def memory(name: str, implementation: str) -> float:
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
     step(loss, *given)
     return resident("VmHWM") - before
-
-
-def resident(what: str) -> float:
-    """Return the resident memory of this process in MB."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def results(name: str) -> dict[str, tuple[Tensor, Tensor]]:
