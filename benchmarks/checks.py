@@ -87,7 +87,7 @@ def nothing_agreed() -> Loss:
 
 def ours(**options: bool) -> Loss:
     """Return the loss as users have it."""
-    return cz.DistributedLoss(cz.NTXent(temperature=TEMPERATURE), **options)  # type: ignore[arg-type]
+    return cz.DistributedLoss(cz.NTXent(temperature=TEMPERATURE), **options)  # type: ignore[arg-type]  # by name
 
 
 REFERENCE = "nothing agreed, nothing checked"

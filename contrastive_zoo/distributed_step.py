@@ -89,8 +89,7 @@ class DistributedStep:
         self.history.calls += 1
         if self.observer is not None:
             assert self.opening.agreed is not None
-            with reported(self.session):
-                self.observer.observe(self.modules.loss, self.arguments.rows, self.opening.agreed.shards, self.session)
+            self.observer.observe(self.modules.loss, self.arguments.rows, self.opening.agreed.shards, self.session)
         return value
 
     def _statement(self) -> Statement:

@@ -96,7 +96,7 @@ def bound_arguments(
     """
     takes = signature(loss)
     # mypy takes a class for its instance
-    names, required = _by_position(type(loss)) if isinstance(loss, Loss) else ((), 0)  # type: ignore[arg-type]
+    names, required = _by_position(type(loss)) if isinstance(loss, Loss) else ((), 0)  # type: ignore[arg-type]  # as above
     if names and not named_rows and required <= len(rows) <= len(names):
         return inspect.BoundArguments(takes, dict(zip(names, rows, strict=False)))
     return (takes.bind_partial if partial else takes.bind)(*rows, **named_rows)
@@ -108,7 +108,7 @@ def _by_position(kind: type[Loss]) -> tuple[tuple[str, ...], int]:
 
     With them a call by position is bound in a fraction of the time that ``bind`` takes.
     """
-    parameters = _signature_of(kind).parameters.values()  # type: ignore[arg-type]
+    parameters = _signature_of(kind).parameters.values()  # type: ignore[arg-type]  # as above
     plain = all(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters)
     required = sum(x.default is x.empty for x in parameters)
     return tuple(x.name for x in parameters) if plain else (), required

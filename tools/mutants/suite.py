@@ -62,11 +62,11 @@ class Suite:
 
     def prepare(self) -> None:
         """Let forks of this process plant mutants in their ranks, and remember no failing example."""
-        hypothesis.database.DirectoryBasedExampleDatabase.save = lambda *_: None  # type: ignore[method-assign]
+        hypothesis.database.DirectoryBasedExampleDatabase.save = lambda *_: None  # type: ignore[method-assign]  # writes nothing
         with _rank.prepared_forkserver(["tools.mutants.plant"]):
             forkserver.ensure_running()
         # a fork is not the parent of the server, and must not ask how its child is
-        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]  # none runs
         _rank.main = rank_main
 
     def files(self) -> list[str]:
