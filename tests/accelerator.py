@@ -1,6 +1,6 @@
 """Run losses on an accelerator that holds no values: reading one raises, as does mixing devices.
 
-    python -m tests.accelerator     prints as JSON what each loss of the zoo reads, None if nothing
+    python -m tests.accelerator [NAME ...]    prints as JSON what each loss of the zoo reads, None if nothing
 
 The device is registered for the whole process, so this is a program and not a test.
 """
@@ -96,7 +96,8 @@ def main() -> None:
     )  # the zoo's draws its negatives from values
     call_history.read_later = lambda x: lambda: [1.0]  # the copy that a later call reads has no values here
     check_finite = "--check-finite" in sys.argv
-    found = {name: read_by(make, rows, check_finite=check_finite) for name, (make, rows) in cases.items()}
+    named = {x for x in sys.argv[1:] if not x.startswith("--")} or cases.keys()
+    found = {name: read_by(*x, check_finite=check_finite) for name, x in cases.items() if name in named}
     print(json.dumps(found, indent=1), flush=True)
     os._exit(0)  # torch may abort when it takes the device down
 

@@ -20,14 +20,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 IMPORTED_ON_RANKS = [
+    "accelerate",
+    "lightning",
+    "matplotlib",
     "pytorch_metric_learning.losses",
     "pytorch_metric_learning.miners",
     "pytorch_metric_learning.utils.distributed",
+    "sentence_transformers",
     "sklearn.datasets",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
+    "transformers.trainer",
 ]
 """Modules besides the package's own that the ranks of several tests use."""
 
@@ -47,6 +52,15 @@ def engines() -> None:
     from contrastive_zoo.engine import dense_mode
 
     dense_mode.SMALL_BATCH_ELEMENTS = -1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads() -> None:
+    """One thread for each worker of pytest-xdist: threads of several workers would wait for each other's cores."""
+    import torch
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

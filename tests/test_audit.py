@@ -30,6 +30,7 @@ from tests import audit_trainings
 from tests.audit_random import audit_random_training
 from tests.audit_runner import Runner, audit_here
 from tests.helpers import EVERY_CASE
+from tests.interpreter import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
 
@@ -281,12 +282,6 @@ def test_the_status_says_not_compared() -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
-
-
 TIMES_W = """
 import torch, contrastive_zoo as cz
 torch.distributed.init_process_group("gloo")
@@ -301,11 +296,20 @@ for _ in range(3):
 """
 
 
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkout on the path, and wide lines."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.mark.usefixtures("environment")
 def test_the_command_audits_a_script_and_writes_json(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     script, found = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(TIMES_W)
-    done = command("-m", "contrastive_zoo", "audit", str(script), "-W", "2", "--steps", "2", "--json", str(found))
+    done = python("-m", "contrastive_zoo", "audit", str(script), "-W", "2", "--steps", "2", "--json", str(found))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "gradient of the encoder" in done.stdout
     assert "the training is not the same as on one process" in " ".join(done.stdout.split())
@@ -314,10 +318,12 @@ def test_the_command_audits_a_script_and_writes_json(tmp_path: Path) -> None:
     assert world["steps"] == 2
 
 
+@pytest.mark.usefixtures("environment")
 def test_the_processes_of_torchrun_are_audited() -> None:
     pytest.importorskip("typer")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "contrastive_zoo", "audit")
-    done = command(*torchrun, str(ROOT / "benchmarks" / "audit_script.py"), "16", "--steps", "1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    audit = ["-m", "contrastive_zoo", "audit", str(ROOT / "benchmarks" / "audit_script.py"), "16", "--steps", "1"]
+    done = subprocess.run([*torchrun, *audit], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the training is the same as on one process" in done.stdout
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -162,6 +162,7 @@ def test_sharded_weights_inside_a_composition(shards, trainer, worlds: Worlds) -
 
 
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
+@settings(max_examples=settings().max_examples // 2)
 @given(batch=global_batches(kinds=["duplicates", "collinear", "zeros", "huge", "tiny"]), temperature=temperatures())
 def test_extremes_stay_finite(entry: Entry, batch, temperature, worlds: Worlds) -> None:
     finite_at_extremes(Trial(entry.case(temperature=temperature), batch, worlds))
