@@ -271,8 +271,8 @@ The relative error ‖g − g₆₄‖ / ‖g₆₄‖ of the gradient with resp
 second view is the first plus noise times a normal vector. For SupCon and MultiPositive each sample is a class, for NCA
 two are; the temperature of NCA, which divides squared distances, is 2 t. g₆₄ is computed in float64 from the same inputs.
 The target in float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of 16 bits, which moves a
-logit by up to 1 at the temperature 0.01; sums and weights are in float32. Plain torch computes
-everything in the dtype of the rows.
+logit by up to 1 at the temperature 0.01; sums and weights are in float32. NCA and MultiPositive
+round no unit rows. Plain torch computes everything in the dtype of the rows.
 The last rounding is that of the gradient to the dtype of its rows: in float16 numbers below 6e-8 are 0, which a GradScaler
 prevents and this table does not.
 
