@@ -103,7 +103,7 @@ class DistributedLoss(nn.Module, Generic[R]):
             parameters; a mesh of other ranks than the process group's; arguments that the loss does not take; labels that
             are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices mined on one
             rank's rows, or passed although there is a miner; a previous value that differs between ranks; ``pad_dims`` of
-            arguments that the call has not.
+            arguments that the call has not; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:

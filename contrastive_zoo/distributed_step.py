@@ -24,6 +24,7 @@ from contrastive_zoo.randomness import StateWatch, one_stream
 from contrastive_zoo.row_checks import first_non_finite, tolerance
 from contrastive_zoo.session import Opening, Replicate, Session, refuse
 from contrastive_zoo.small_batch import is_small
+from contrastive_zoo.uneven_ends import join_problem
 from contrastive_zoo.world import Shards, World
 from contrastive_zoo.wrapper_options import WrapperOptions
 
@@ -134,7 +135,7 @@ class DistributedStep:
                 problem = first_non_finite(arguments.rows)
         if self.options.static_shapes:
             problem = problem or history.shapes_problem(arguments)
-        return problem
+        return problem or join_problem()
 
     def _options(self) -> dict[str, str]:
         """The wrapper's options, torch's modes and the miner's settings, as ranks compare them."""

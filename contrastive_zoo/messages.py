@@ -27,9 +27,9 @@ STORE_TIMEOUT = 2.0
 """Seconds for one look into the store, whose host may be gone."""
 
 _LATE = (
-    "Usually a rank has left the training loop earlier (epochs of different length), calls the loss less often, or is "
-    "stopped or slow (a debugger, a checkpoint, a stalled data loader). Give all ranks equally many steps, or raise the "
-    "process group's timeout."
+    "Usually a rank has left the training loop earlier (epochs of different length), calls the loss less often, is "
+    "stopped or slow (a debugger, a checkpoint, a stalled data loader), or cannot be reached (a link that is down). Give "
+    "all ranks equally many steps, or raise the process group's timeout."
 )
 _GONE = (
     "Usually that rank raised an error, was killed (out of memory, a time limit) or ended early. Its log says which; read "
@@ -216,19 +216,27 @@ def _key(member: Member) -> str:
 
 
 def _in_store(function: Callable[[Any], Any]) -> Any:
-    """``function`` of the default group's store, in a thread: a store whose host is gone may never answer."""
+    """``function`` of the default group's store, in a thread: a store whose host is gone never answers. It is asked once."""
+    global _silent
     found: list[Any] = []
 
     def run() -> None:
         with suppress(Exception):  # no store, or none that answers: the error does without a note
-            found.append(function(dist.distributed_c10d._get_default_store()))
+            found.append(function(store))
 
     thread = threading.Thread(target=run, daemon=True, name="contrastive_zoo note")
-    with suppress(RuntimeError):  # no thread starts while the interpreter ends
+    with suppress(Exception):  # there is no store; no thread starts while the interpreter ends
+        store = dist.distributed_c10d._get_default_store()
+        if store is _silent:
+            return None
         thread.start()
         thread.join(STORE_TIMEOUT)
+        _silent = store if thread.is_alive() else _silent
     return found[0] if found else None
 
+
+_silent: Any = None
+"""The store that has not answered."""
 
 _inherited: Any = None
 """The default group that this process has from the rank that it was forked from."""

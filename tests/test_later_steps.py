@@ -53,6 +53,7 @@ def a_training(
     steps: Sequence[Sequence[int]],
     trainer: str = "mean",
     call: Callable[..., Tensor] = lambda loss, *args, **kwargs: loss(*args, **kwargs),
+    **options: Any,
 ) -> list[float]:
     """The largest deviation from one process at each step, in value and all gradients; run on every rank."""
     torch.set_default_dtype(torch.float64)
@@ -60,7 +61,12 @@ def a_training(
     ours = make()
     torch.manual_seed(0)
     theirs = make()
-    wrapped = cz.DistributedLoss(ours, grad_reduction=trainer, check_distinct=False)  # type: ignore[arg-type]  # a str
+    wrapped = cz.DistributedLoss(
+        ours,
+        grad_reduction=trainer,  # type: ignore[arg-type]  # a str
+        check_distinct=False,
+        **options,
+    )
     errors = []
     for step, sizes in enumerate(steps):
         args, kwargs, all_args, all_kwargs = inputs(step, sizes)

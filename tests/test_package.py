@@ -17,7 +17,7 @@ PACKAGE = Path(cz.__file__).parent
 NAME = PACKAGE.name
 
 LAYERS = [
-    {"_compat", "class_docstring", "derivations", "devices", "later"},
+    {"_compat", "class_docstring", "derivations", "devices", "later", "uneven_ends"},
     {"messages", "random_keys", "row_checks", "small_batch"},
     {"compiling", "loaded_state"},
     {"world"},

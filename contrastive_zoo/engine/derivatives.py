@@ -17,7 +17,11 @@ def saved_tensors_are_hooked() -> bool:
         >>> saved_tensors_are_hooked()
         False
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("hooked"):  # refused if there are any
+            return False
+    except RuntimeError:
+        return True
 
 
 @contextmanager

@@ -127,7 +127,12 @@ _TAGS: Any = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagra
 """A loss may read values from the device, which no CUDA graph can record."""
 
 
-@torch.library.custom_op("contrastive_zoo::loss_and_gradients", mutates_args=(), **_TAGS)
+_ARGUMENTS = "Tensor[] tensors, str call, bool[] learns"  # torch 2.6 reads no list[Tensor]
+
+
+@torch.library.custom_op(
+    "contrastive_zoo::loss_and_gradients", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]", **_TAGS
+)
 def loss_and_gradients(tensors: list[Tensor], call: str, learns: list[bool]) -> list[Tensor]:
     """Return the value of a loss function, and its gradients unless :func:`_postponed`.
 
@@ -147,7 +152,12 @@ def _(tensors: list[Tensor], call: str, learns: list[bool]) -> list[Tensor]:
     return [value] if _postponed(tensors, learns) else [value, *_gradients_like(tensors, learns)]
 
 
-@torch.library.custom_op("contrastive_zoo::loss_gradients", mutates_args=(), **_TAGS)
+@torch.library.custom_op(
+    "contrastive_zoo::loss_gradients",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, {_ARGUMENTS}) -> Tensor[]",
+    **_TAGS,
+)
 def loss_gradients(grad_output: Tensor, tensors: list[Tensor], call: str, learns: list[bool]) -> list[Tensor]:
     """Return the gradients of :func:`loss_and_gradients`, times ``grad_output``; the loss is computed again."""
     return _computed(tensors, call, learns, grad_output)[1]

@@ -34,6 +34,7 @@ def align_uniform(
         loss = mean_i ‖a_i − b_i‖^α  +  λ/2 Σ_{z∈{a,b}} log mean_{i≠j} exp(−t ‖z_i − z_j‖²)
 
     On the sphere ‖z_i − z_j‖² = 2 − 2 z_i·z_j, so the second term is a log-sum-exp of similarities, 0 without a pair.
+    A zero row counts there as a point at right angles to all others.
     α = t = 2 and λ = 1 are the paper's defaults; lightly's HypersphereLoss has t = 1.
 
     Args:

@@ -1,0 +1,95 @@
+"""Losses at the edge of the numbers, against their formulas in float64; the range that float16 leaves under a GradScaler.
+
+python benchmarks/extremes.py [--docs]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import dense_mode
+from tests.extremes import GOAL, SITUATIONS, Comparison, Result, compare
+from tests.test_extremes import EVERY
+
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "extreme-numbers.md"
+MARKS = {
+    "situations": "<!-- situations, measured by benchmarks/extremes.py -->\n",
+    "float16": "<!-- float16, measured by benchmarks/extremes.py -->\n",
+}
+LARGEST_FLOAT16, WORLD_SIZES = torch.finfo(torch.float16).max, (1, 8, 64, 512)
+
+
+def errors(found: Sequence[Comparison]) -> str:
+    """Return the median error, and the largest one as a part of what is allowed."""
+    defined = [x for x in found if x.exact is not None and isinstance(x.found, Result)]
+    return f"{median(x.error for x in defined):.0e} | {max(x.error / x.allowed for x in defined):.2f}"
+
+
+def situations() -> list[str]:
+    """Return the table of all losses in each situation."""
+    lines = ["| batch | losses | formula undefined | float64: median error | largest / allowed "
+             "| float32: median error | largest / allowed |", "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for name, situation in SITUATIONS.items():
+        entries = EVERY[::4] if "65,536" in name else EVERY  # pair by pair, such rows take minutes
+        by_dtype = {
+            dtype: [x for entry in entries if (x := compare(entry, situation, dtype)) is not None] for dtype in GOAL
+        }
+        of_double = by_dtype[torch.float64]
+        undefined = sum(x.exact is None for x in of_double)
+        columns = " | ".join(errors(found) for found in by_dtype.values())
+        lines.append(f"| {name} | {len(of_double)} | {undefined} | {columns} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def float16() -> list[str]:
+    """Return the table of what float16 keeps of the gradient of embeddings, at the largest scale without an overflow.
+
+    The gradient of a rank's embeddings is rounded to float16 and multiplied by W. Training with a loss of each rank's
+    own batch has gradients of this size, too, without the rounding before.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(512, 128, generator=generator)]
+    rows.append(rows[0] + 0.5 * torch.randn(512, 128, generator=generator))
+    views = [x.requires_grad_() for x in rows]
+    cz.Clip(temperature=0.05)(*views).backward()
+    gradient = torch.cat([x.grad for x in views if x.grad is not None])
+    largest = gradient.abs().max().item()
+    lines = ["| W | scale | gradients that become 0 | relative error of the gradient |", "|---:|---:|---:|---:|"]
+    for size in WORLD_SIZES:
+        scale = 2.0 ** int(torch.tensor(LARGEST_FLOAT16 / (size * largest)).log2().floor())
+        found = (scale * gradient).half() * size
+        assert found.isfinite().all()
+        lost = ((found == 0) & (gradient != 0)).double().mean().item()
+        relative = ((found.double() / scale / size - gradient).norm() / gradient.norm()).item()
+        lines.append(f"| {size} | 2^{torch.tensor(scale).log2().int().item()} | {lost:.1e} | {relative:.1e} |")
+    return lines
+
+
+def main() -> None:
+    """Measure, and print or write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", action="store_true", help=f"write the tables into {PAGE.name}")
+    options = parser.parse_args()
+    dense_mode.SMALL_BATCH_ELEMENTS = -1  # the engines, not plain autograd
+    tables = {"situations": situations(), "float16": float16()}
+    print("\n\n".join("\n".join(table) for table in tables.values()))
+    if options.docs:
+        page = PAGE.read_text(encoding="utf-8")
+        for name, mark in MARKS.items():
+            before, _, after = page.split(mark)
+            page = f"{before}{mark}\n{chr(10).join(tables[name])}\n\n{mark}{after}"
+        PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

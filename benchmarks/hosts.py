@@ -1,0 +1,144 @@
+"""Two hosts on one machine: network namespaces with an address each, joined by a pair of virtual interfaces.
+
+A namespace has no name, and exists as long as a process is in it: nothing is left behind, however a run ends. Linux and root
+are needed, and the programs ip (iproute2), nsenter and unshare (util-linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+INTERFACE = "eth0"
+"""The name of the interface of each host, for ``GLOO_SOCKET_IFNAME``."""
+
+CUT = ("ip", "link", "set", INTERFACE, "down")
+"""The command that cuts the link, run on either host."""
+
+Agent = subprocess.Popen[bytes]
+"""The torchrun of one host."""
+
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace.
+
+    Args:
+        address: its IPv4 address.
+        pid: of the process that keeps it.
+    """
+
+    address: str
+    pid: int
+
+    @property
+    def namespace(self) -> Path:
+        """The file that stands for the namespace."""
+        return Path(f"/proc/{self.pid}/ns/net")
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the command that runs another one on this host."""
+        return ["nsenter", f"--net={self.namespace}", *arguments]
+
+    def enter(self) -> None:
+        """Move the calling thread, and all that it starts, to this host."""
+        with self.namespace.open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+
+    def processes(self) -> list[int]:
+        """Return the processes on this host, except for the one that keeps it."""
+        own, found = os.readlink(self.namespace), []
+        for path in Path("/proc").glob("[0-9]*/ns/net"):
+            with suppress(OSError):  # it has ended
+                if os.readlink(path) == own:
+                    found.append(int(path.parts[2]))
+        return [pid for pid in found if pid != self.pid]
+
+    def end_processes(self) -> None:
+        """Kill every process on this host, and wait for their end."""
+        while pids := self.processes():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Make two hosts with a link between them; at the end, kill their processes and remove them.
+
+    Raises:
+        OSError: namespaces are not permitted here, or a program is missing; the text says which.
+    """
+    with ExitStack() as stack:
+        one, other = (stack.enter_context(_host(f"192.0.2.{number}")) for number in (1, 2))
+        pair = ("type", "veth", "peer", "name", INTERFACE, "netns", str(other.pid))
+        _run("ip", "link", "add", INTERFACE, "netns", str(one.pid), *pair)
+        for host in (one, other):
+            _run(*host.command("ip", "link", "set", "lo", "up"))
+            _run(*host.command("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE))
+            _run(*host.command("ip", "link", "set", INTERFACE, "up"))
+        yield one, other
+
+
+@contextmanager
+def _host(address: str) -> Iterator[Host]:
+    """Make a host that lasts until the end of the block or of this process, whose pipe its keeper reads."""
+    command, pipe = ["unshare", "--net", "sh", "-c", "echo ready; exec cat"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as keeper:
+        assert keeper.stdout is not None
+        if (answer := keeper.stdout.readline()) != "ready\n":
+            raise OSError(f"no network namespace: {answer.strip()}")
+        host = Host(address, keeper.pid)
+        try:
+            yield host
+        finally:
+            host.end_processes()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def torchrun(
+    hosts: Sequence[Host], processes: Sequence[int], log: Path, *program: str
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run a program under torchrun, which is started on each host; at the end, end all processes of the hosts.
+
+    Args:
+        hosts: the first is the master.
+        processes: the number of ranks on each host.
+        log: the file for the output of all.
+        program: what torchrun runs, with its arguments.
+    """
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    port = random.randrange(20_000, 30_000)  # nobody else is in these namespaces
+    agents: list[Agent] = []
+    with log.open("wb") as output:
+        for node, (host, count) in enumerate(zip(hosts, processes, strict=True)):
+            options = [f"--nnodes={len(hosts)}", f"--node-rank={node}", f"--nproc-per-node={count}"]
+            options += [f"--master-addr={hosts[0].address}", f"--master-port={port}", f"--local-addr={host.address}"]
+            command = host.command(sys.executable, "-m", "torch.distributed.run", *options, *program)
+            agents.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+    try:
+        yield agents
+    finally:
+        for host in hosts:
+            host.end_processes()
+        for agent in agents:
+            agent.wait()

@@ -1,0 +1,190 @@
+"""Numbers at the edge: every loss equals its formula in float64, or says what is wrong; and the same bits twice."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine.similarity_budget import memory_budget
+from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.testing.worlds import Worlds
+from tests.extremes import GOAL, SITUATIONS, Result, compare, deviation, formula, loss, nudged, ordinary
+from tests.helpers import EVERY_CASE, local_shard, numbers
+from tests.losses import zoo_softmax
+from tests.test_contract import WHOLE_ZOO
+from tests.zoo import Entry, dense_clip
+
+EVERY = [*WHOLE_ZOO, *zoo_softmax.ORDERED]
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("dtype", GOAL, ids=str)
+def test_every_loss_is_its_formula(name: str, dtype: torch.dtype) -> None:
+    """A sixth of the losses in each situation and dtype; in the long search, and for the page, all of them."""
+    first = (2 * list(SITUATIONS).index(name) + list(GOAL).index(dtype)) % 6
+    entries = EVERY if EVERY_CASE else EVERY[first::6]
+    found = {entry.name: compare(entry, SITUATIONS[name], dtype) for entry in entries}
+    assert {entry: x for entry, x in found.items() if x is not None and not x.right} == {}
+
+
+def two_pass(*rows: Tensor, temperature: float) -> Tensor:
+    """CLIP without the maximum: exp(10,000) is infinite."""
+    a, b = (torch.nn.functional.normalize(x, dim=1) for x in rows)
+    weights = (a @ b.T / temperature).exp()
+    positive = weights.diagonal()
+    return -((positive / weights.sum(1)).log() + (positive / weights.sum(0)).log()).mean() / 2
+
+
+def test_a_formula_that_overflows_would_not_pass() -> None:
+    entry = Entry("CLIP", lambda **settings: functools.partial(two_pass, **settings), dense_clip)
+    ordinary, extreme = SITUATIONS["every row twice"], SITUATIONS["temperature 0.0001, logits to ±10,000"]
+    assert compare(entry, ordinary, torch.float64).right
+    assert not compare(entry, extreme, torch.float64).right
+
+
+# --------------------------------------------------------------------------------------------------------- paths, ranks
+
+PATHS = {"small batch": (False, {}), "split": (True, {}), "ring": (True, {"ring": True})}
+"""Whether ranks split the work of a small batch, and the wrapper's options."""
+
+Drawn = tuple[Entry, list[Tensor], float]
+
+
+def drawn() -> list[Drawn]:
+    """Every loss in one situation, every situation with several losses; all of them in the long search."""
+    situations = list(SITUATIONS.values())
+    pairs = [
+        (entry, situation)
+        for i, entry in enumerate(EVERY)
+        for situation in (situations if EVERY_CASE else [situations[i % len(situations)]])
+    ]
+    cases = [(entry, situation.rows(entry), situation.temperature) for entry, situation in pairs]
+    return [(entry, rows, temperature) for entry, rows, temperature in cases if rows is not None]
+
+
+def shards_of(n: int) -> list[int]:
+    """Uneven, and nothing on the second of three ranks."""
+    return [n // 3, 0, n - n // 3]
+
+
+def on_a_rank(cases: list[Drawn]) -> list[dict[str, list[Result] | str]]:
+    """For each case and path the results of two runs, or the error of the first."""
+    torch.set_default_dtype(torch.float32)  # that of this process, which rounds constants of some losses
+    found = []
+    for entry, rows, temperature in cases:
+        local = [local_shard(x, shards_of(len(x))) for x in rows]
+        of_path: dict[str, list[Result] | str] = {}
+        for name, (split, options) in PATHS.items():
+            with splitting(always=split):
+                try:
+                    of_path[name] = [once(entry, local, temperature, options) for _ in range(2)]
+                except ValueError as error:
+                    of_path[name] = str(error)
+        found.append(of_path)
+    return found
+
+
+def once(entry: Entry, rows: list[Tensor], temperature: float, options: dict[str, Any]) -> Result:
+    torch.manual_seed(0)
+    made = entry.make(temperature=temperature)
+    made = made.double() if hasattr(made, "double") else made
+    wrapped: Callable[..., Tensor] = cz.DistributedLoss(made, check_distinct=False, **options)
+    return Result.of(wrapped, rows)
+
+
+def test_every_path_of_three_ranks_is_one_process_and_gives_the_same_bits_twice(worlds: Worlds) -> None:
+    cases = drawn()
+    by_rank = worlds.run(3, on_a_rank, cases, timeout=120.0)
+    for i, (entry, rows, temperature) in enumerate(cases):
+        one = loss(entry, rows, temperature)
+        for path in PATHS:
+            ranks = [found[i][path] for found in by_rank]
+            if isinstance(ranks[0], str):
+                assert len(set(map(str, ranks))) == 1, (entry, path, ranks)
+                assert path == "ring" or isinstance(one, str), (entry, path, ranks[0])
+                continue
+            assert isinstance(one, Result), (entry, path, one)
+            for first, second in ranks:
+                assert first.equals(second), (entry, path)
+                assert torch.equal(first.value, ranks[0][0].value), (entry, path)
+            gathered = [torch.cat(parts) / 3 for parts in zip(*(x[0].gradients for x in ranks), strict=True)]
+            found, near = Result(ranks[0][0].value, gathered), loss(entry, nudged(rows, torch.float64), temperature)
+            assert found.finite == one.finite, (entry, path)
+            if one.finite and isinstance(near, Result):
+                off, moved = (deviation(x, one, rows, temperature) for x in (found, near))
+                assert off <= 1e-10 + 8 * moved, (entry, path, off)
+
+
+BUDGETS = {"default": None, "nothing is cached": 0, "everything": 2**40}
+
+
+def with_budget(entry: Entry, rows: list[Tensor], size: int | None, dtype: torch.dtype) -> Result:
+    if size is None:
+        found = loss(entry, rows, 0.1, dtype)
+    else:
+        with memory_budget(size):
+            found = loss(entry, rows, 0.1, dtype)
+    assert isinstance(found, Result), found
+    return found
+
+
+@pytest.mark.parametrize("dtype", GOAL, ids=str)
+def test_budgets_agree_within_the_bound_and_each_gives_the_same_bits_twice(dtype: torch.dtype) -> None:
+    for entry in EVERY:
+        rows = [x.to(dtype).double() if x.is_floating_point() else x for x in ordinary(entry, 12, 5)]
+        exact = formula(entry, rows, 0.1)
+        near = formula(entry, nudged(rows, dtype), 0.1)
+        assert exact is not None
+        assert near is not None
+        allowed = GOAL[dtype] + 8 * deviation(near, exact, rows)
+        for name, size in BUDGETS.items():
+            first, second = (with_budget(entry, rows, size, dtype) for _ in range(2))
+            assert first.equals(second), (entry, name)
+            assert deviation(first, exact, rows) <= allowed, (entry, name)
+
+
+# --------------------------------------------------------------------------------------------------- float16, GradScaler
+
+SPLITS = {1: (12,), 2: (7, 5), 4: (5, 0, 4, 3)}
+
+
+def scaled_training(world_size: int) -> tuple[list[float], int, list[Tensor]]:
+    """Train an encoder under float16 from a scale that overflows; the scales, the skipped steps and the parameters."""
+    torch.manual_seed(0)
+    model, loss_fn = torch.nn.Linear(6, 4), cz.DistributedLoss(cz.Clip(temperature=cz.LearnableTemperature(0.1)))
+    parameters = [*model.parameters(), *loss_fn.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=100)
+    scales, skipped = [], 0
+    for step in range(16):
+        whole = [numbers(12, 6, seed=10 * step + view).float() for view in range(2)]
+        views = whole if world_size == 1 else [local_shard(x, SPLITS[world_size]) for x in whole]
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            value = loss_fn(*(model(x) for x in views))
+        scaler.scale(value).backward()
+        cz.average_gradients(model)
+        before = [x.detach().clone() for x in parameters]
+        scaler.step(optimizer)
+        skipped += all(torch.equal(x, y) for x, y in zip(before, parameters, strict=True))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, skipped, [x.detach() for x in parameters]
+
+
+def test_an_overflow_of_float16_skips_the_same_steps_on_every_rank(worlds: Worlds) -> None:
+    """The gradient of a rank's rows is W times as large as on one process: the scaler finds a scale W times smaller."""
+    by_size = {size: worlds.run(size, scaled_training, size) for size in SPLITS}
+    ((scales, skipped, _),) = by_size[1]
+    assert skipped > 0
+    for size, ranks in by_size.items():
+        for found in ranks:
+            assert found[:2] == ranks[0][:2]
+            assert all(torch.equal(x, y) for x, y in zip(found[2], ranks[0][2], strict=True))
+            assert all(x.isfinite().all() for x in found[2])
+        assert ranks[0][0][-1] * size == scales[-1]
+        assert 2 ** (ranks[0][1] - skipped) == size

@@ -1,0 +1,186 @@
+"""What a rank of tests/test_two_hosts.py runs under torchrun: a training that is cut off, or what continues it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.random_keys import random_keys
+from contrastive_zoo.small_batch import splitting
+from tests.helpers import numbers
+from tests.test_later_steps import a_training, labelled, two_towers
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+from hosts import CUT
+
+SAMPLES, BATCH, STEPS, SAVED, CUT_AT = 50, 12, 12, 7, 9
+"""Two epochs of batches of 12, 12, 12, 12 and 2, and two steps of a third; the checkpoint is in the middle of the second."""
+
+TIMEOUT = 3.0
+"""Seconds of the training's process group."""
+
+WEIGHTS = {1: None, 3: (1, 0, 2), 4: (3, 1, 0, 2)}
+"""The shares of the ranks: uneven, and of one rank nothing."""
+
+SHARDS = [(3, 0, 2, 4), (1, 5, 0, 0), (2, 2, 2, 2), (0, 0, 0, 3), (4, 1, 3, 0)]
+
+
+class Training:
+    """An encoder, a loss with a memory and a learnt temperature, one with random numbers, AdamW, and a sampler.
+
+    Args:
+        group: the ranks; None is this process alone.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        torch.manual_seed(0)
+        self.group, self.world_size = group, dist.get_world_size(group) if group is not None else 1
+        self.images, self.labels = numbers(SAMPLES, 6, seed=1), torch.arange(SAMPLES) % 7
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        memory = cz.CrossBatchMemory(cz.SupCon(temperature=cz.LearnableTemperature(0.5)), 20, 4, dtype=torch.float64)
+        self.loss_fn = cz.DistributedLoss(memory.double(), process_group=group)
+        self.random_loss = cz.DistributedLoss(projected, process_group=group)
+        parameters = [*self.encoder.parameters(), *self.loss_fn.parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        self.sampler = cz.GlobalBatchSampler(
+            SAMPLES, batch_size=BATCH, seed=3, rank_weights=WEIGHTS[self.world_size], process_group=group
+        )
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on; the random numbers are those of rank 0."""
+        return {
+            "encoder": self.encoder.state_dict(),
+            "loss": self.loss_fn.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "sampler": self.sampler.state_dict(step=self.steps - len(self.sampler) * self.sampler.epoch),
+            "random": torch.get_rng_state(),
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at this state."""
+        for part in ("encoder", "loss", "optimizer", "sampler"):
+            getattr(self, {"loss": "loss_fn"}.get(part, part)).load_state_dict(state[part])
+        torch.set_rng_state(state["random"])
+        self.steps = state["steps"]
+
+    def run(self, until: int, before: Callable[[int], None] = lambda step: None) -> Iterator[float]:
+        """Train, and yield the loss of each step.
+
+        Args:
+            until: the number of steps since the beginning.
+            before: is called before each step.
+        """
+        while self.steps < until:
+            self.sampler.set_epoch(self.steps // len(self.sampler))
+            for indices in self.sampler:
+                if self.steps == until:
+                    return
+                before(self.steps + 1)
+                yield self.step(indices)
+                self.steps += 1
+
+    def step(self, indices: list[int]) -> float:
+        """One step, on this rank's part of a batch."""
+        self.optimizer.zero_grad()
+        z = self.encoder(self.images[indices] + 0.1 * self.noise(indices))
+        value = self.loss_fn(z, self.labels[indices]) + 0.1 * self.random_loss(z)
+        value.backward()
+        cz.average_gradients(self.encoder, self.group)
+        self.optimizer.step()
+        return value.item()
+
+    def noise(self, indices: list[int]) -> Tensor:
+        """An augmentation of each sample: a function of the sample and the epoch, whichever rank draws it."""
+        keys = random_keys(5, self.sampler.epoch, torch.tensor(indices, dtype=torch.int64)[:, None], torch.arange(6))
+        return torch.from_numpy(keys.astype(float)) / 2**63 - 1
+
+
+def projected(embeddings: Tensor) -> Tensor:
+    """A third-party loss with random numbers."""
+    return (embeddings @ torch.randn(4, 3, dtype=embeddings.dtype)).square().mean()
+
+
+def contract() -> dict[str, float]:
+    """The largest deviation from one process, of several losses over several steps with uneven and empty shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    hosts = init_device_mesh("cpu", (2, 2))  # its rows are the hosts
+
+    def clip() -> nn.Module:
+        return cz.Clip(temperature=cz.LearnableTemperature(0.5))
+
+    def triplets() -> nn.Module:
+        return cz.Triplet(mining="hard")
+
+    found = {"small batches": a_training(clip, two_towers, SHARDS)}
+    with splitting(always=True):
+        found["two towers"] = a_training(clip, two_towers, SHARDS)
+        found["two towers, ring of two levels"] = a_training(clip, two_towers, SHARDS, ring=hosts)
+        found["anchors, ring of two levels"] = a_training(triplets, labelled, SHARDS, ring=hosts)
+    return {name: max(errors) for name, errors in found.items()}
+
+
+def cut_off(folder: Path) -> dict[str, Any]:
+    """Check the contract; train, save a checkpoint, and go on until the link is cut."""
+    found: dict[str, Any] = {"contract": contract(), "values": []}
+    torch.set_default_dtype(torch.float32)
+    training, began = Training(dist.new_group(timeout=timedelta(seconds=TIMEOUT))), 0.0
+
+    def before(step: int) -> None:
+        nonlocal began
+        began = time.monotonic()
+        if step == SAVED + 1 and dist.get_rank() == 0:
+            torch.save(training.state_dict(), folder / "checkpoint.pt")
+        if step == CUT_AT and dist.get_rank() == 3:
+            subprocess.run(CUT, check=True)
+
+    torch.manual_seed(dist.get_rank())  # each rank's own; those of rank 0 count
+    try:
+        for value in training.run(STEPS, before):
+            found["values"].append(value)
+    except BaseException as error:
+        found |= {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - began}
+    return found
+
+
+def continued(folder: Path) -> dict[str, Any]:
+    """Train on from the checkpoint to the end."""
+    training = Training(dist.new_group())
+    torch.manual_seed(100 + dist.get_rank())
+    training.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True))
+    values = list(training.run(STEPS))
+    torch.save(training.state_dict(), folder / f"end-{dist.get_rank()}.pt")
+    return {"values": values}
+
+
+def main() -> None:
+    """Run one of the two, and write what it found."""
+    torch.set_num_threads(1)
+    job, folder = {"cut_off": cut_off, "continued": continued}[sys.argv[1]], Path(sys.argv[2])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found = job(folder)
+    file = folder / f"{job.__name__}-{dist.get_rank()}"
+    file.write_text(json.dumps(found))
+    file.rename(file.with_suffix(".json"))  # complete
+    if "error" in found:
+        os._exit(0)  # torchrun ends the other ranks of a host if one has failed; they have not written yet
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
