@@ -1,5 +1,6 @@
 """Losses on an accelerator: they read none of its values, and their own ways of computing there are right."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import torch
 
 import contrastive_zoo as cz
 from contrastive_zoo import devices
+from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, TOLERANCE
 from contrastive_zoo.testing.trial import Trial, whole_batch
@@ -117,3 +119,14 @@ def test_a_scale_that_stays_a_tensor_gets_its_gradient(make, monkeypatch: pytest
     expected = gradients()
     monkeypatch.setattr(devices, "on_cpu", lambda x: False)
     torch.testing.assert_close(gradients(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("check_finite", [True, False])
+def test_rows_of_an_accelerator_are_refused_one_call_later(check_finite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "on_cpu", lambda x: False)
+    monkeypatch.setattr(Arguments, "on_accelerator", True)
+    bad, rows = torch.full((2, 3), torch.nan), torch.eye(2, 3)
+    loss_fn = cz.DistributedLoss(cz.NTXent(), check_finite=check_finite)
+    assert loss_fn(bad, rows).isnan()
+    with pytest.raises(ValueError, match="at the previous call") if check_finite else contextlib.nullcontext():
+        loss_fn(rows, rows)

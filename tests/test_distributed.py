@@ -632,3 +632,14 @@ def test_miners_of_different_settings_are_refused(worlds: Worlds) -> None:
     assert first == second
     assert first is not None
     assert "miner.share" in first
+
+
+def test_attributes_of_the_loss_are_set_through_the_wrapper() -> None:
+    loss_fn = cz.DistributedLoss(cz.Triplet(margin=0.1))
+    loss_fn.margin, loss_fn.check_equal, loss_fn._private, loss_fn.other = 0.7, False, 1, 2
+    assert loss_fn.loss.margin == loss_fn.margin == 0.7
+    assert vars(loss_fn).keys() >= {"check_equal", "_private", "other"}
+    assert not vars(loss_fn.loss).keys() & {"check_equal", "_private", "other"}
+    assert loss_fn.mining == loss_fn.loss.mining
+    with pytest.raises(AttributeError):
+        loss_fn.nothing  # noqa: B018 - it is read

@@ -4,9 +4,12 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import contrastive_zoo as cz
 from contrastive_zoo.engine import malloc
 
 FAULTS = """
@@ -40,3 +43,38 @@ def test_freed_memory_stays_unless_the_user_tells_malloc_otherwise(monkeypatch: 
     kept = faults()
     for other in (faults(GLIBC_TUNABLES=""), faults(CONTRASTIVE_ZOO_MALLOPT="0")):
         assert all(3 * few < many for few, many in zip(kept, other, strict=True)), (kept, other)
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What malloc is told, in place of telling it."""
+    told: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *of: told.append(of))
+    monkeypatch.setattr(malloc, "ctypes", SimpleNamespace(CDLL=lambda name: library))
+    monkeypatch.setattr(malloc, "platform", SimpleNamespace(libc_ver=lambda: ("glibc", "2.36")))
+    monkeypatch.setattr(malloc, "_threshold", 0)
+    for name in (malloc._SWITCH, *malloc._GLIBC_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    return told
+
+
+def keep(budget: int, device: str = "cpu") -> None:
+    with cz.memory_budget(budget):
+        malloc.keep_freed_memory(torch.empty(1, device=device))
+
+
+def test_a_threshold_only_grows_up_to_what_an_int_holds(settings: list[tuple[int, int]]) -> None:
+    mib, heap = 2**20, (-3, 5 * 2**20)
+    for budget in (mib, mib, 0, 3 * mib, 2**40):
+        keep(budget)
+    assert settings == [heap, (-1, 34 * mib), heap, (-1, 38 * mib), heap, (-1, 2**31 - 1)]
+
+
+@pytest.mark.parametrize("name", [malloc._SWITCH, *malloc._GLIBC_VARIABLES, "another C library", "an accelerator"])
+def test_malloc_is_left_alone(name: str, settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "another C library":
+        monkeypatch.setattr(malloc, "platform", SimpleNamespace(libc_ver=lambda: ("", "")))
+    elif name.isupper() or name.endswith("_"):
+        monkeypatch.setenv(name, "0")
+    keep(2**20, "meta" if name == "an accelerator" else "cpu")
+    assert settings == []

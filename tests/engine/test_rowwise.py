@@ -13,6 +13,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import dense_mode, masked, pairwise, rowwise_sweep, tiling
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
 from contrastive_zoo.engine.row_statistics import Maximum
+from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.losses import triplet
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
@@ -21,6 +22,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import Shards
 from tests.helpers import close, numbers
 
 # ---------------------------------------------------------------------------------------- hand-written, plain formula
@@ -360,3 +362,20 @@ def test_only_blocks_that_attain_the_extreme_count_as_ties() -> None:
     for first, second in ((one, other), (other, one)):
         merged = first.merge(first.state(first.partial()), second.state(second.partial()))
         assert [x.tolist() for x in merged] == [[3.0], [1]]
+
+
+@pytest.mark.parametrize(("terms", "passes"), [(1, 1), (2, 2)])
+def test_no_block_is_computed_again_where_weights_are_known(terms: int, passes: int) -> None:
+    """The gradient of one mean is taken in the forward pass; those of several means wait for their counts."""
+    computed: list[int] = []
+
+    class Terms(torch.nn.Module):
+        def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+            computed.append(len(block.anchors))
+            losses = (block.anchors @ block.candidates.T).exp().sum(1)
+            return torch.stack([losses] * terms, 1), torch.ones(len(losses), terms)
+
+    loss, z, shards = Terms(), numbers(6, 3, seed=0).requires_grad_(), Shards((6,))
+    loss.terms = terms
+    sum_over_anchors(loss, z, torch.arange(6), shards=shards, world=cz.ALONE).backward()
+    assert computed == [6] * passes

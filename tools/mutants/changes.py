@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ class Mutant(NamedTuple):
         path: the module, relative to the package.
         number: of the change in this module.
         place: where it is.
-        change: what is changed, in words.
+        change: what is changed, in words; the second equal one of a function ends with ``(2)``.
     """
 
     path: str
@@ -76,8 +77,12 @@ def modules() -> list[str]:
 
 def mutants_of(path: str) -> list[Mutant]:
     """All mutants of a module."""
-    tree = original(path)
-    return [Mutant(path, number, place, words) for number, (place, words) in enumerate(changes(tree))]
+    found, seen = [], Counter[tuple[str, str]]()
+    for number, (place, words) in enumerate(changes(original(path))):
+        seen[place.function, words] += 1
+        again = seen[place.function, words]
+        found.append(Mutant(path, number, place, words if again == 1 else f"{words} ({again})"))
+    return found
 
 
 def original(path: str) -> ast.Module:
@@ -152,6 +157,7 @@ def _code(node: ast.AST, place: Place, prefix: str = "") -> Iterator[tuple[ast.A
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             skipped = isinstance(child, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom))
+            skipped |= isinstance(child, ast.keyword) and child.arg == "strict"  # zip's assertion
             of_class = isinstance(node, ast.ClassDef) and not isinstance(child, ast.FunctionDef)
             if isinstance(child, ast.AST) and not (skipped or of_class or name in left_out or _is_text(child)):
                 yield from _code(child, place, prefix)

@@ -76,6 +76,7 @@ def _differences(before: CodeType, after: CodeType) -> Iterator[tuple[CodeType, 
 
 def functions(file: str) -> list[FunctionType]:
     """All functions of a file that exist, also those that a decorator holds."""
+    gc.unfreeze()  # frozen objects are not listed
     return [x for x in gc.get_objects() if type(x) is FunctionType and x.__code__.co_filename == file]
 
 
