@@ -12,6 +12,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import dense_mode, masked, pairwise, rowwise_sweep, tiling
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
+from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.engine.row_statistics import Maximum
 from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.losses import triplet
@@ -22,7 +23,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import Shards
+from contrastive_zoo.world import Shards, World
 from tests.helpers import close, numbers
 
 # ---------------------------------------------------------------------------------------- hand-written, plain formula
@@ -379,3 +380,11 @@ def test_no_block_is_computed_again_where_weights_are_known(terms: int, passes: 
     loss.terms = terms
     sum_over_anchors(loss, z, torch.arange(6), shards=shards, world=cz.ALONE).backward()
     assert computed == [6] * passes
+
+
+def test_few_anchors_of_several_ranks_have_one_mean(worlds: Worlds) -> None:
+    def mean() -> float:
+        world = World.of()
+        return reduce_anchors(torch.full((1 + world.rank,), float(world.rank)), world=world).item()
+
+    assert worlds.run(2, mean) == pytest.approx([2 / 3, 2 / 3])
