@@ -1,5 +1,8 @@
-"""Names that torch.distributed spells differently from version to version, in one place."""
+"""What differs from version to version of torch, in one place."""
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -7,3 +10,27 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """A sum of which each rank keeps its part: ``reduce_scatter_tensor`` until torch 2.12, ``reduce_scatter_single`` since."""
+
+_TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
+
+
+def graph_break(reason: str) -> None:
+    """Break the graph that is being compiled; from torch 2.7 on the compiler's message holds the reason."""
+    if _TORCH >= (2, 7):
+        torch._dynamo.graph_break(msg=reason)
+    else:
+        torch._dynamo.graph_break()
+
+
+def in_order(operator: Any) -> bool:
+    """Keep an operator in compiled graphs, in the order of the program, also where its value is not used.
+
+    Return whether this torch can do so; from 2.10 on. ``operator.register_effect`` does the same, but loads the compiler.
+    """
+    try:
+        from torch._library.effects import EffectType
+    except ImportError:
+        return False
+    registered: Any = torch._library.simple_registry.singleton.find(operator._qualname)
+    registered.effect.register(EffectType.ORDERED)
+    return True

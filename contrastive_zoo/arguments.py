@@ -149,8 +149,9 @@ class Arguments:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the first rows lie; None if there are none."""
-        return next((x.device for x in self.rows.values()), None)
+        """Where the first embeddings are, or the first rows; None if there are none."""
+        rows = sorted(self.rows.values(), key=lambda x: not x.is_floating_point())
+        return next((x.device for x in rows), None)
 
     @property
     def same(self) -> int:
@@ -166,9 +167,11 @@ class Arguments:
         A tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about.
         """
         count = len(self.rows)
-        here = [_movable(x, world) for x in self._as_wide_as(agreed.shards[count:])]
+        here, moves = self._as_wide_as(agreed.shards[count:]), self.on_accelerator or world.on_accelerators
+        if moves:  # tensors of one message are on one device
+            here = [x.to(world.device if world.on_accelerators else self.device) for x in here]
         found = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
-        if world.on_accelerators:
+        if moves:
             found = [x.to(own.device) for x, own in zip(found, self.rows.values(), strict=True)]
         for index, (i, j) in enumerate(itertools.combinations(range(min(len(found), _COMPARED)), 2)):
             if max(agreed.same - 1, 0) >> index & 1:
@@ -192,11 +195,6 @@ def _resized(rows: Tensor, dim: int, size: int) -> Tensor:
     """The rows with zeros behind ``dim``; rows of a rank that holds none may be cut."""
     behind = [0, 0] * (rows.ndim - 1 - dim) + [0, size - rows.shape[dim]]
     return F.pad(rows, behind)
-
-
-def _movable(rows: Tensor, world: World) -> Tensor:
-    """Where messages are; labels may have been left on the CPU."""
-    return rows.to(world.device) if world.on_accelerators else rows
 
 
 def _path(path: Any) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.arguments import Arguments
+from contrastive_zoo.devices import sum_dtype
 from contrastive_zoo.later import read_later
 from contrastive_zoo.loss_summary import LossModules, StateSums
 
@@ -51,7 +52,9 @@ class CallHistory:
         if self.calls < FIRST_VALUES or self.calls % EVERY_NTH_CALL == 0:
             # tensors only: other results, such as a time, may differ between ranks
             tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-            self._value = read_later(torch.stack([x.detach().sum().double() for x in tensors])) if tensors else None
+            self._value = (
+                read_later(torch.stack([x.detach().sum().to(sum_dtype(x)) for x in tensors])) if tensors else None
+            )
 
     def last_value(self) -> float | None:
         """The sum of what the previous call returned, once; None if it is not compared."""

@@ -1,21 +1,29 @@
 """What ``torch.compile`` is to leave as it is: losses, which write their passes by hand, and messages between ranks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from contrastive_zoo._compat import graph_break
 from contrastive_zoo.messages import report
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+BETWEEN_RANKS = "it sends messages between ranks, or searches all embeddings, and runs as without compilation."
+"""Why the graph breaks at a function of this library, unless there is a better reason."""
+
+
 def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = None) -> Callable[P, R]:
     """``function``, at which a graph that is being compiled breaks off, and after which it goes on.
 
-    If ``traced`` is given, compiled code calls that instead, and the graph breaks off only where it returns None.
+    If ``traced`` is given, compiled code calls that instead, and the graph breaks off only where it returns a text: the
+    reason, which the compiler repeats.
 
     Tracing it would wait for other ranks, and fix their numbers of rows. ``torch.compiler.disable`` says the same, but
     loads the compiler, for more than a second, also for those who never compile.
@@ -31,8 +39,10 @@ def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            if traced is not None and (result := traced(*args, **kwargs)) is not None:
+            result: Any = BETWEEN_RANKS if traced is None else traced(*args, **kwargs)
+            if not isinstance(result, str):
                 return result
+            graph_break(f"{function.__qualname__}: {result}")
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -43,7 +53,7 @@ def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = 
 def traced_as(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator by which compiled code calls ``traced`` in place of a function.
 
-    Where ``traced`` returns None, the graph breaks off as at :func:`uncompiled`.
+    Where ``traced`` returns a text, the graph breaks off as at :func:`uncompiled`.
 
     Examples:
         >>> @traced_as(lambda x: x + x)
@@ -57,6 +67,32 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable
         return uncompiled(function, traced=traced)
 
     return decorate
+
+
+_in_forward: ContextVar[bool] = ContextVar("in_forward", default=False)
+
+
+@contextmanager
+def gradients_in_forward(are: bool) -> Iterator[None]:
+    """Within it a loss computes its gradients, and sends their messages, in the forward pass, if ``are``."""
+    token = _in_forward.set(are)
+    try:
+        yield
+    finally:
+        _in_forward.reset(token)
+
+
+def gradients_are_computed() -> str:
+    """Return when a loss computes its gradients, in words that ranks compare: their messages must come in one order.
+
+    Examples:
+        >>> gradients_are_computed()
+        'in the backward pass'
+        >>> with gradients_in_forward(True):
+        ...     gradients_are_computed()
+        'in the forward pass, by a compiled graph'
+    """
+    return "in the forward pass, by a compiled graph" if _in_forward.get() else "in the backward pass"
 
 
 class Function(torch.autograd.Function):

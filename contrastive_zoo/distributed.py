@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import TypeVar
 
@@ -16,6 +16,7 @@ from contrastive_zoo.collectives import broadcast, scale_gradient
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.distributed_step import DistributedStep, Observer
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import LossCall, bound_arguments, loss_name, signature, without_ddp
 from contrastive_zoo.loss_summary import LossModules
@@ -43,7 +44,7 @@ R = TypeVar("R", default=Any)
 """What the loss returns."""
 
 
-class DistributedLoss(nn.Module, Generic[R]):
+class DistributedLoss(GraphModule, Generic[R]):
     """``loss`` on the rows of all ranks: its value, its encoder gradient and the gradient of its own parameters.
 
     Let z₁ … z_N be the rows of all ranks in rank order, and L the loss that one process computes from them. On every rank,
@@ -164,17 +165,14 @@ class DistributedLoss(nn.Module, Generic[R]):
         self._observer: Observer | None = None
         self.loss = loss
 
-    def _traced_forward(self, *rows: Any, **named_rows: Any) -> Any:
-        """Return :meth:`forward` on one process as an operator of the graph that is being compiled; None: it breaks off."""
-        loss = self.loss
-        plain = self.miner is None and self._replaced is None and self._observer is None and self.process_group is None
-        if not (
-            plain and isinstance(loss, Loss) and getattr(type(loss).forward, "traced", None) is Loss.traced_forward
-        ):
-            return None
-        return loss.traced_forward(*rows, check_finite=self.check_finite, **named_rows)
+    def graph_problem(self) -> str | None:
+        if self._replaced is not None or not isinstance(self.loss, Loss):
+            return THIRD_PARTY
+        if getattr(type(self.loss).forward, "traced", None) is not GraphModule.traced_forward:
+            return f"{type(self.loss).__name__}.forward may return anything."
+        return None if self.miner is None else "a miner searches values."
 
-    @traced_as(_traced_forward)
+    @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
         """The loss of all ranks' rows, from this rank's.
 
@@ -183,6 +181,8 @@ class DistributedLoss(nn.Module, Generic[R]):
             named_rows: as the loss takes them.
         """
         bare = without_ddp(self.loss)
+        if isinstance(bare, Loss):
+            rows, named_rows = devices.beside_rows(rows, named_rows)
         session, problem = self._session(bare)
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)

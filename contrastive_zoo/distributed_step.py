@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.call_history import CallHistory
 from contrastive_zoo.collectives import scale_gradient
+from contrastive_zoo.compiling import gradients_are_computed
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.handshake import Statement, refuse_empty
 from contrastive_zoo.loss_call import LossCall, loss_name, paired_problem, unequal_problem, without_ddp
@@ -142,6 +143,7 @@ class DistributedStep:
         compared = self.options.compared()
         compared["dense()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
+        compared["gradients are computed"] = gradients_are_computed()
         if self.observer is not None:
             compared["the monitor"] = self.observer.compared()
         if self.call.miner is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
+from contrastive_zoo.devices import sum_dtype
 from contrastive_zoo.later import read_later
 from contrastive_zoo.row_checks import in_one_line
 
@@ -142,7 +143,7 @@ class StateSums:
         if not state:
             return lambda: cls(0.0, 0.0, {})
         device = next(iter(state.values())).device
-        sums = [[x.detach().double().norm().to(device), _projection(x).to(device)] for x in state.values()]
+        sums = [[x.detach().to(sum_dtype(x)).norm().to(device), _projection(x).to(device)] for x in state.values()]
         read = read_later(torch.stack([torch.stack(x) for x in sums]).T)
 
         def found() -> "StateSums":
@@ -156,10 +157,11 @@ class StateSums:
 
 def _projection(x: Tensor) -> Tensor:
     """On a direction that any rank can make again, a piece at a time."""
-    flat, total = x.detach().flatten(), torch.zeros((), dtype=torch.float64, device=x.device)
+    flat, dtype = x.detach().flatten(), sum_dtype(x)
+    total = torch.zeros((), dtype=dtype, device=x.device)
     for start, part in zip(range(0, len(flat), _CHUNK), flat.split(_CHUNK), strict=True):
-        direction = torch.arange(start, start + len(part), dtype=torch.float64, device=x.device).add_(1).sin_()
-        total += part.double() @ direction
+        direction = torch.arange(start, start + len(part), dtype=dtype, device=x.device).add_(1).sin_()
+        total += part.to(dtype) @ direction
     return total
 
 

@@ -160,12 +160,14 @@ def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
 
 def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]) -> Tensor:
     """Return a copy of x that ``run`` has reduced in place; 16-bit numbers are reduced in 32 bits."""
-    wide = x.detach().to(torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype, copy=True)
-    wide = wide.contiguous()
+    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    # a temperature may have been left on the CPU, from where NCCL does not send
+    device = world.device if world.on_accelerators else x.device
+    wide = x.detach().to(device, dtype, copy=True).contiguous()
     run(wide)
     if op == "mean":
         wide = wide / world.size
-    return wide.to(x.dtype) if x.is_floating_point() else wide
+    return wide.to(x.device, x.dtype if x.is_floating_point() else wide.dtype)
 
 
 def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:

@@ -13,6 +13,8 @@ from contrastive_zoo.compiling import Function
 def saved_tensors_are_hooked() -> bool:
     """Return whether an activation checkpoint, or another hook, intercepts the tensors saved for the backward pass.
 
+    True with a torch that cannot tell, such as 2.6: logits are then recomputed, never cached.
+
     Examples:
         >>> saved_tensors_are_hooked()
         False

@@ -7,6 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.devices import sum_dtype
 from contrastive_zoo.engine.dense_mode import is_small_batch
 from contrastive_zoo.world import World
 
@@ -48,8 +49,8 @@ def reduce_anchors(
         return losses if losses.ndim == 1 else losses.sum(1)
     if valid is None and world.size == 1 and reduction == "mean" and is_small_batch(len(losses)):
         return losses.mean() if losses.ndim == 1 else losses.mean(0).sum()
-    total = losses.sum(0, dtype=torch.float64)
-    count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=torch.float64)
+    total = losses.sum(0, dtype=sum_dtype(losses))
+    count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=sum_dtype(losses))
     total = torch.stack([total, count])
     # every rank derives the same value from the sum, so the gradient on each rank is already complete
     total, count = sum_over_ranks(total, gradient="complete", world=world).unbind()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import all_gather, gather_rows, narrowest, replicated, sum_over_ranks
 from contrastive_zoo.compiling import Function
+from contrastive_zoo.devices import sum_dtype
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.derivatives import differentiable_once
@@ -198,7 +199,7 @@ class _SumOverAnchors(Function):
             ctx.save_for_backward(*inputs, *gradients)
         else:  # each term has its own weight, which is known after the whole sweep
             losses, counts = sweep.losses()
-        sums = [x.sum(0, dtype=torch.float64) for x in (losses, counts)]
+        sums = [x.sum(0, dtype=sum_dtype(x)) for x in (losses, counts)]
         if changes:
             sums.append(torch.full_like(sums[0], changes()))
         total, count, *changed = sum_over_ranks(torch.stack(sums), gradient="complete", world=layout.world).unbind()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.compiling import Function
+from contrastive_zoo.devices import sum_dtype
 from contrastive_zoo.engine.class_pairs import class_numbers_as_floats
 from contrastive_zoo.engine.derivatives import differentiable_once
 from contrastive_zoo.engine.exchange import GatherExchange
@@ -96,7 +97,7 @@ class _SigmoidPairs(Function):
         ctx.save_for_backward(anchors, candidates, scale, bias, *gradients)
         if reduction == "none":
             return losses
-        total = sum_over_ranks(losses.sum(dtype=torch.float64), gradient="complete", world=sweep.world)
+        total = sum_over_ranks(losses.sum(dtype=sum_dtype(losses)), gradient="complete", world=sweep.world)
         ctx.count = max(1, sweep.shards.total) if reduction == "mean" else 1
         return (total / ctx.count).to(anchors.dtype)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec
 import numpy as np
 from torch import Tensor, nn
 
+from contrastive_zoo.devices import beside_rows
 from contrastive_zoo.loss_base.graph_operator import in_graph
 from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import refuse
@@ -48,9 +49,10 @@ def checked(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
         if (problem := _problem(_expected(run), args, kwargs)) is not None:
             world: Any = kwargs.get("world", ALONE)
             refuse(getattr(function, "loss_name", function.__name__), problem, world=world)
+        rows, named = beside_rows(args, kwargs)
         # numbers of NumPy compute in their own precision, and Python's in that of the tensors
-        plain: Any = {name: x.item() if isinstance(x, np.generic) else x for name, x in kwargs.items()}
-        return function(*args, **plain)
+        plain: Any = {name: x.item() if isinstance(x, np.generic) else x for name, x in named.items()}
+        return function(*rows, **plain)
 
     decorated = in_graph(run)
     _unchecked[decorated] = function

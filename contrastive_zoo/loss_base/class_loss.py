@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import gather_rows, scale_gradient
+from contrastive_zoo.devices import state_problem
 from contrastive_zoo.engine.classes import (
     CenterPooling,
     class_shard,
@@ -233,7 +234,7 @@ def _weights_problem(embeddings: Tensor, weights: Tensor) -> str | None:
             f"weights are [classes, d] or [classes, centres, d] and as wide as embeddings, got {kind(weights)} for "
             f"embeddings {kind(embeddings)}. Construct the loss with embedding_size={embeddings.shape[-1]}."
         )
-    return None
+    return state_problem("weights", weights, embeddings)
 
 
 def _classes_problem(labels: Tensor | None, classes: int) -> str | None:

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.loss_base.checks import instance_problem, is_number
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.row_checks import described
 from contrastive_zoo.session import Session, refuse
@@ -92,7 +93,7 @@ class Composition(Loss):
         problems = ((loss, loss.ring_problem()) for loss in self.members())
         return next((f"{type(loss).__name__}: {problem}" for loss, problem in problems if problem), None)
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
         """Return the weighted sum.
 

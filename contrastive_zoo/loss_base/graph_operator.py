@@ -1,26 +1,28 @@
-"""Losses of one process as a ``torch.library`` operator, so that ``torch.compile`` keeps them in its graph.
+"""Losses as a ``torch.library`` operator, so that ``torch.compile`` keeps them in its graph.
 
-The operator ``contrastive_zoo::loss_and_gradients`` runs a loss function eagerly, forward and backward, and returns its
-value and the gradients; its autograd formula multiplies them by the incoming gradient. The compiler sees a single operation,
-so it traces neither the passes that a loss writes by hand nor the sizes of its blocks. Only compiled code calls the
-operator: the dispatch of a custom operator takes longer than the loss of a small batch.
+The operator ``contrastive_zoo::loss_and_gradients`` runs a loss eagerly, forward and backward with all messages between
+ranks, and returns its value and the gradients; its autograd formula multiplies them by the incoming gradient. The compiler
+sees a single operation: it traces neither the passes that a loss writes by hand nor the sizes of its blocks, and sends no
+message. Only compiled code calls the operator: the dispatch of a custom operator takes longer than the loss of a small
+batch.
 """
 
 import ast
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ParamSpec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, ParamSpec
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from contrastive_zoo.compiling import traced_as
+from contrastive_zoo._compat import in_order
+from contrastive_zoo.compiling import gradients_in_forward, traced_as
 from contrastive_zoo.engine.precision import at_least_float32
-from contrastive_zoo.session import Session
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.world import ALONE, World, alone
 
 P = ParamSpec("P")
 
@@ -28,7 +30,11 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {}
 """The loss functions that the operator can compute, by name."""
 
 MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-"""The losses that are modules without a function, by id."""
+"""The losses that the operator can compute, by id."""
+
+NOT_REDUCED = "reduction='none' returns one value per anchor, and the operator of a compiled graph returns one number."
+
+THIRD_PARTY = "it computes a third-party loss, which may return anything."
 
 
 def in_graph(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -45,75 +51,92 @@ def in_graph(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """
     name = function.__name__
 
-    def traced(*rows: Any, world: World | None = None, **named: Any) -> Tensor | None:
-        # a session has options of its own
-        return operator_call(name, rows, named) if world is None or world == ALONE else None
+    def traced(*rows: Any, world: World | None = None, **named: Any) -> Tensor | str:
+        if world is not None and world != ALONE:  # a session has options of its own
+            return "world= holds several ranks, or a session. In compiled code call DistributedLoss."
+        if named.get("reduction") == "none":
+            return NOT_REDUCED
+        settings = {key: x for key, x in named.items() if not isinstance(x, Tensor)}
+        other = [key for key, x in settings.items() if not _is_literal(x)]
+        if other:
+            return f"{other[0]} is neither a tensor nor a plain value."
+        return _called(name, rows, {key: x for key, x in named.items() if key not in settings}, {}, settings)
 
     FUNCTIONS[name] = decorated = traced_as(traced)(function)
     return decorated
 
 
-def operator_call(
-    name: str, rows: Sequence[Tensor | None], named: Mapping[str, Any], *, check_finite: bool = True
-) -> Tensor | None:
-    """Return a loss function's value by the operator, or None where the operator cannot compute it.
+class GraphModule(nn.Module):
+    """A module that compiled code calls as an operator.
 
-    Args:
-        name: the function's name.
-        rows: its positional arguments.
-        named: its keyword arguments without ``world``.
-        check_finite: whether NaN and infinite rows are refused.
+    Attributes other than parameters are read when the operator runs, so that a changed one needs no other graph. Buffers
+    may change then; the value is a number of dtype float32, or float64 for float64 rows.
 
     Examples:
         >>> import contrastive_zoo as cz
-        >>> operator_call("nt_xent", (torch.eye(2), torch.eye(2)), {"temperature": 1.0})
-        tensor(0.5514)
-    """
-    while rows and rows[-1] is None:
-        rows = rows[:-1]
-    learnable = {key: x for key, x in named.items() if isinstance(x, Tensor)}
-    settings = [(key, x) for key, x in named.items() if not isinstance(x, Tensor)]
-    if named.get("reduction") == "none" or not all(_is_literal(x) for _, x in settings):
-        return None
-    return _called(name, rows, learnable, settings, check_finite)
-
-
-def module_call(
-    module: nn.Module, rows: Sequence[Tensor | None], named_rows: Mapping[str, Tensor], *, check_finite: bool = True
-) -> Tensor | None:
-    """Return the value of a module whose state is its parameters by the operator, or None where that cannot compute it.
-
-    Other attributes of the module are read when the operator runs, so that a changed one needs no other graph.
-
-    Args:
-        module: a loss; :data:`MODULES` holds it.
-        rows: its positional arguments.
-        named_rows: its keyword arguments without ``world``.
-        check_finite: whether NaN and infinite rows are refused.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> module_call(cz.Triplet(margin=0.5), (torch.eye(3)[[0, 0, 1]], torch.tensor([0, 0, 1])), {})
+        >>> loss = cz.Triplet(margin=0.5)
+        >>> loss.traced_forward(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 0, 1]))
         tensor(0.)
     """
-    has_state = any(True for _ in module.children()) or any(True for _ in module.buffers())
-    if has_state or named_rows or getattr(module, "reduction", "none") == "none":
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Register the module for compiled graphs; copies and unpickled modules come by here, too."""
+        module = super().__new__(cls)
+        MODULES[id(module)] = module
+        return module
+
+    def graph_problem(self) -> str | None:
+        """Return why a module that contains this one cannot be an operator, in words, or None; not for its submodules."""
         return None
-    return _called(id(module), rows, dict(module.named_parameters()), [], check_finite)
+
+    def traced_forward(self, *rows: Any, world: World | None = None, **named_rows: Any) -> Tensor | str:
+        """Return :meth:`forward` as an operator of the graph that is being compiled, or why it cannot be one."""
+        if world is not None:
+            return "world= is passed. In compiled code call DistributedLoss, which passes its own."
+        for module in self.modules():
+            if isinstance(module, GraphModule) and (problem := module.graph_problem()) is not None:
+                return problem
+        has_buffers = any(True for _ in self.buffers())
+        if has_buffers and any(
+            isinstance(x, Tensor) and x.dtype == torch.float16 for x in (*rows, *named_rows.values())
+        ):
+            return (
+                "float16 gradients are computed again in the backward pass, where its buffers would move a second time."
+            )
+        if not IN_ORDER and (has_buffers or not alone()):
+            return "its messages or its buffers need operators that run in order, which torch has from 2.10 on."
+        named_rows = {key: x for key, x in named_rows.items() if x is not None}
+        return _called(id(self), rows, named_rows, dict(self.named_parameters()), {})
+
+
+class _Call(NamedTuple):
+    """A call without its tensors."""
+
+    loss: str | int
+    """Name of a function, or id of a module."""
+    given: list[bool]
+    """Whether each positional argument is a tensor; otherwise it is None."""
+    names: list[str]
+    """Names of the tensors that are passed by name."""
+    parameters: list[str]
+    """Names of the module's parameters."""
+    settings: dict[str, Any]
+    """Other arguments of a function."""
 
 
 def _called(
-    name: str | int,
+    loss: str | int,
     rows: Sequence[Tensor | None],
     named: Mapping[str, Tensor],
-    settings: list[tuple[str, Any]],
-    check_finite: bool,
-) -> Tensor | None:
-    tensors = [x for x in (*rows, *named.values()) if x is not None]
-    if not rows or len(tensors) < len(rows) + len(named) or not all(isinstance(x, Tensor) for x in tensors):
-        return None
+    parameters: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+) -> Tensor | str:
+    tensors: Any = [*(x for x in rows if x is not None), *named.values(), *parameters.values()]
+    if not all(isinstance(x, Tensor) for x in tensors) or not (rows or named):
+        return "an argument is no tensor."
+    call = (loss, [x is not None for x in rows], list(named), list(parameters), dict(settings))
     learns = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
-    return loss_and_gradients(tensors, f"{(name, list(named), settings, check_finite)!r}", learns)[0]
+    return loss_and_gradients(tensors, f"{call!r}", learns)[0]
 
 
 def _is_literal(x: object) -> bool:
@@ -134,12 +157,11 @@ _ARGUMENTS = "Tensor[] tensors, str call, bool[] learns"  # torch 2.6 reads no l
     "contrastive_zoo::loss_and_gradients", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]", **_TAGS
 )
 def loss_and_gradients(tensors: list[Tensor], call: str, learns: list[bool]) -> list[Tensor]:
-    """Return the value of a loss function, and its gradients unless :func:`_postponed`.
+    """Return the value of a loss, and its gradients unless :func:`_postponed`.
 
     Args:
-        tensors: rows, then the tensors among the settings.
-        call: function name or id of a module, names of those settings, other settings, whether values are checked; a Python
-            literal.
+        tensors: rows, then the tensors among the settings, or a module's parameters.
+        call: a :class:`_Call` as a Python literal.
         learns: whether each tensor needs a gradient.
     """
     value, gradients = _computed(tensors, call, [x and not _postponed(tensors, learns) for x in learns])
@@ -168,6 +190,10 @@ def _(grad_output: Tensor, tensors: list[Tensor], call: str, learns: list[bool])
     return _gradients_like(tensors, learns)
 
 
+IN_ORDER = all([in_order(loss_and_gradients), in_order(loss_gradients)])
+"""Whether the compiler keeps operators in the order of the program: their messages are in the same order on every rank."""
+
+
 def _postponed(tensors: Sequence[Tensor], learns: Sequence[bool]) -> bool:
     """Return whether the backward pass computes the gradients.
 
@@ -183,23 +209,48 @@ def _gradients_like(tensors: Sequence[Tensor], learns: Sequence[bool]) -> list[T
 def _computed(
     tensors: Sequence[Tensor], call: str, learns: Sequence[bool], grad_output: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the value of a loss function and the gradients of some tensors, none of which shares memory."""
-    name, names, settings, check_finite = _parsed(call)
-    with _autograd(), torch.set_grad_enabled(any(learns)):
+    """Return the value of a loss and the gradients of some tensors, none of which shares memory."""
+    loss, given, names, parameters, settings = _parsed(call)
+    with _autograd(), torch.set_grad_enabled(any(learns)), gradients_in_forward(any(learns)):
         tensors = [x.detach().requires_grad_(learning) for x, learning in zip(tensors, learns, strict=True)]
-        count = len(tensors) - len(names)
-        named = dict(zip(names, tensors[count:], strict=True))
-        world = Session.of(World(), check_finite=check_finite)
-        if isinstance(name, str):
-            value = FUNCTIONS[name](*tensors[:count], **named, **dict(settings), world=world)
+        remaining = iter(tensors)
+        args = tuple(next(remaining) if is_given else None for is_given in given)
+        named = {name: next(remaining) for name in names}
+        if isinstance(loss, str):
+            value = FUNCTIONS[loss](*args, **named, **settings)
         else:
-            value = torch.func.functional_call(MODULES[name], named, tuple(tensors[:count]), {"world": world})
+            with _holding(MODULES[loss], dict(zip(parameters, remaining, strict=True))):
+                value = MODULES[loss](*args, **named)
         learnt = [x for x in tensors if x.requires_grad]
         gradients = torch.autograd.grad(value, learnt, grad_output, materialize_grads=True) if learnt else ()
     return value.detach().clone(), [x.clone(memory_format=torch.contiguous_format) for x in gradients]
 
 
-_parsed = functools.lru_cache(1024)(ast.literal_eval)
+@contextmanager
+def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it a module's parameters are these tensors.
+
+    After ``torch.func.functional_call`` a submodule that occurs twice, such as a shared temperature, keeps the tensor.
+    """
+    new = {id(module.get_parameter(name)): x for name, x in tensors.items()}
+    held: list[tuple[dict[str, Any], str, Tensor]] = [
+        (part._parameters, name, x)
+        for part in module.modules()
+        for name, x in part._parameters.items()
+        if x is not None
+    ]
+    try:
+        for parameters, name, x in held:
+            parameters[name] = new[id(x)]
+        yield
+    finally:
+        for parameters, name, x in held:
+            parameters[name] = x
+
+
+@functools.lru_cache(1024)
+def _parsed(call: str) -> _Call:
+    return _Call(*ast.literal_eval(call))
 
 
 def _autograd() -> AbstractContextManager[Any]:

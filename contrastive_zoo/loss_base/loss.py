@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from contrastive_zoo.class_docstring import class_docstring
 from contrastive_zoo.compiling import traced_as
@@ -16,18 +15,18 @@ from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base import argument_types
 from contrastive_zoo.loss_base.argument_types import unchecked
 from contrastive_zoo.loss_base.checks import shared_problem
-from contrastive_zoo.loss_base.graph_operator import FUNCTIONS, MODULES, module_call, operator_call
+from contrastive_zoo.loss_base.graph_operator import NOT_REDUCED, GraphModule
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
 from contrastive_zoo.loss_summary import attribute
 from contrastive_zoo.row_checks import tensor_problem
 from contrastive_zoo.session import Session, refuse
-from contrastive_zoo.world import World, alone
+from contrastive_zoo.world import World
 
 SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
 """Why a loss of moments, or of class weights, refuses a ring."""
 
 
-class Loss(nn.Module):
+class Loss(GraphModule):
     """A loss function with its settings; the base class of every loss of this library.
 
     The settings are the keyword-only arguments of the function that a class is declared with, as in
@@ -105,12 +104,6 @@ class Loss(nn.Module):
         finite = inspect.Parameter("check_finite", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
         return inspect.Signature([*first, *of_function, finite])
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Register the loss for compiled graphs; copies and unpickled losses come by here, too."""
-        loss = super().__new__(cls)
-        MODULES[id(loss)] = loss
-        return loss
-
     def __init__(self, *, check_finite: bool = True, **settings: Any) -> None:
         super().__init__()
         self.check_finite = check_finite
@@ -177,21 +170,15 @@ class Loss(nn.Module):
         else:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
-    def traced_forward(
-        self, *rows: Tensor, world: World | None = None, check_finite: bool = True, **named_rows: Tensor
-    ) -> Tensor | None:
-        """Return :meth:`forward` as an operator of the graph that is being compiled, or None if it cannot be one."""
-        if world is not None or not alone():
+    def graph_problem(self) -> str | None:
+        if getattr(self, "reduction", None) == "none":
+            return NOT_REDUCED
+        function = getattr(type(self), "function", None)
+        if function is None or function.__module__.startswith("contrastive_zoo."):
             return None
-        check_finite = check_finite and self.check_finite
-        if not hasattr(type(self), "function"):
-            return module_call(self, rows, named_rows, check_finite=check_finite)
-        name = type(self).function.__name__
-        if FUNCTIONS.get(name) is not type(self).function:
-            return None
-        return operator_call(name, rows, {**named_rows, **self.settings()}, check_finite=check_finite)
+        return f"{function.__name__} is no function of this library, and may return anything."
 
-    @traced_as(traced_forward)
+    @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         """Return the function's value.
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.collectives import derived
+from contrastive_zoo.devices import device_problem
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.precision import at_least_float32, rounded
 from contrastive_zoo.engine.unit_rows import unit_rows
@@ -41,8 +42,8 @@ def begin(
         ...
         ValueError: NTXent: temperature must be positive and finite, got 0.0. For a logit scale s pass temperature=1/s.
     """
-    problem = problem or shared_problem(temperature, reduction)
     given_rows = {name: x for name, x in rows.items() if x is not None}
+    problem = problem or shared_problem(temperature, reduction) or device_problem(given_rows)
     settings = {"reduction": reduction, "temperature": temperature, **settings}
     fixed = {name: x for name, x in settings.items() if not isinstance(x, Tensor)}
     shards = meet(caller, given_rows, world=world, problem=problem, settings=fixed)

@@ -7,11 +7,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.devices import beside_rows
 from contrastive_zoo.engine.pairwise import dot_products
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.loss_base.checks import flag_problem, labelled_problem, shared_problem
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_labelled, begin_views, concat_views, sample_indices
 from contrastive_zoo.session import refuse
@@ -99,7 +101,7 @@ class RowLoss(Loss):
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""
         return self.rows(self.similarity(block.anchors, block.candidates), block.positive, block.negative)
 
-    @traced_as(Loss.traced_forward)
+    @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
         """Return the reduced loss.
 
@@ -114,6 +116,7 @@ class RowLoss(Loss):
             unknown = f"compares embeddings with labels, or views; got {', '.join(named_rows)} as well. Leave them out."
             refuse(type(self).__name__, unknown, world=world)
         self.refuse_other_than_tensors(rows, {}, world)
+        rows, _ = beside_rows(rows, {})
         settings: Any = {"normalize": self.normalize, "reduction": self.reduction, "world": world}
         settings["problem"] = self.settings_problem()
         if len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows):

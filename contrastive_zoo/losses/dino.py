@@ -8,20 +8,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.devices import state_problem
 from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
 @checked
 def dino(
     student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
@@ -119,7 +120,7 @@ class DINO(ConstructingLoss, function=dino, check=_settings_problem):
         super().__init__(centre=nn.Buffer(torch.zeros(out_dim)), **settings)
         self.out_dim, self.centre_momentum = out_dim, centre_momentum
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
         """Return the loss, and move the centre by one step.
 
@@ -158,4 +159,4 @@ def _problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:
         )
     if centre.shape != student.shape[-1:]:
         return f"the centre is as wide as outputs, got {kind(centre)} for {kind(student)}. Construct DINO(out_dim=…)."
-    return None
+    return state_problem("centre values", centre, student)

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.masked import masked_min
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -17,6 +17,7 @@ from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.distances import distances
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin_views, sample_indices
 from contrastive_zoo.world import ALONE, Shards, World
 
@@ -97,7 +98,7 @@ class DynamicSoftMargin(ConstructingLoss, function=dynamic_soft_margin, check=_s
         """Return the number of steps."""
         return len(self.histogram) - 1
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(self, anchors: Tensor, positives: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
         """Return the loss, and move the histogram by one step.
 

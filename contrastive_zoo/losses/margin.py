@@ -4,11 +4,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.loss_base.checks import flag_problem, number_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, distances, row_sums
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.row_checks import tensor_problem
@@ -98,7 +99,7 @@ class Margin(MetricLoss):
         has_triplets = (positives * negatives > 0).to(sums.dtype)
         return losses, active.to(sums.dtype) + torch.finfo(sums.dtype).tiny * has_triplets
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         """Return the reduced loss.
 

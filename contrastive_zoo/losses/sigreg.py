@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem, rows_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, Shards, World
 
 
-@uncompiled
 @checked
 def sigreg(
     embeddings: Float[Tensor, "n d"],
@@ -136,7 +136,7 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
         )
         return {**super().settings(), "directions": drawn}
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         """Return the loss, and count the step.
 

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import replicated
+from contrastive_zoo.devices import state_problem
 from contrastive_zoo.engine.classes import draw_weights
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
@@ -123,4 +124,5 @@ def _problem(
 ) -> str | None:
     if prototypes.ndim != 2 or prototypes.shape[1] != views[0].shape[1]:
         return f"prototypes are [clusters, d] with d={views[0].shape[1]} as views, got {list(prototypes.shape)}."
-    return _settings_problem(epsilon, iterations, code_views, views=len(views))
+    problem = state_problem("prototypes", prototypes, views[0])
+    return problem or _settings_problem(epsilon, iterations, code_views, views=len(views))

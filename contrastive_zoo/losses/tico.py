@@ -7,18 +7,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, number_problem, views_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin_views, prepare_rows
 from contrastive_zoo.world import ALONE, World
 
 
-@uncompiled
 @checked
 def tico(
     view1: Float[Tensor, "n d"],
@@ -99,7 +99,7 @@ class TiCo(ConstructingLoss, function=tico, check=_settings_problem):
         super().__init__(covariance=nn.Buffer(torch.zeros(embedding_size, embedding_size)), **settings)
         self.embedding_size = embedding_size
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(self, view1: Tensor, view2: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
         """Return the loss, and move the covariance by one step.
 

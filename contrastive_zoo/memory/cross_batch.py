@@ -8,11 +8,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, gather_rows
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.devices import beside_rows
 from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.loss_base.checks import labelled_problem, rows_problem
+from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.row_loss import RowLoss
@@ -99,7 +101,10 @@ class CrossBatchMemory(Loss):
         self.miner = miner
         self.memory = MemoryQueue(size, embedding_size, dtype=dtype)
 
-    @uncompiled
+    def graph_problem(self) -> str | None:
+        return None if isinstance(self.loss, Loss) else THIRD_PARTY
+
+    @traced_as(GraphModule.traced_forward)
     def forward(  # type: ignore[override]  # rows by name
         self,
         rows: Tensor,
@@ -118,6 +123,7 @@ class CrossBatchMemory(Loss):
             world: the ranks that hold rows; None is this process alone. ``DistributedLoss`` passes its process group.
         """
         world = self.local() if world is None else world
+        (rows, partners, enqueue_mask), _ = beside_rows((rows, partners, enqueue_mask), {})
         shards = self._begin(rows, partners, enqueue_mask, world)
         if self.memory_input in ("negatives", "sharded negatives"):
             value = self._against_negatives(rows, partners, shards, world)

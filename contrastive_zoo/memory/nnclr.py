@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as, uncompiled
 from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.tiling import row_blocks
 from contrastive_zoo.loss_base.checks import towers_problem
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
@@ -90,7 +91,7 @@ class NNCLR(MemoryLoss, function=nnclr):
         (tensor(0.3133), tensor(0.8133))
     """
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(  # type: ignore[override]  # rows by name
         self,
         projections1: Tensor,

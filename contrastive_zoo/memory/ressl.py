@@ -4,10 +4,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as, uncompiled
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.loss_base.checks import positive_problem, towers_problem
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
@@ -83,7 +84,7 @@ class ReSSL(MemoryLoss, function=ressl, check=_settings_problem):
         (tensor(0.), tensor(0.3133))
     """
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(self, student: Tensor, teacher: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
         """Return the loss, and add the teacher's rows to the memory.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from contrastive_zoo.devices import in_float64
 from contrastive_zoo.evaluation.exact import norms
 from contrastive_zoo.world import Shards
 
@@ -62,11 +63,9 @@ class Samples:
         views = [first] if first.ndim == 2 else list(first.unbind(1))
         following = named[1] if len(named) > 1 else None
         if following is not None and _are_labels(following[1]) and following[2].sizes == of.sizes:
-            labels = following[1].to(first.device)
-            stacked = torch.cat([x.detach() for x in views])
-            return cls(
-                {"embeddings": [_unit(stacked)]}, {"embeddings": of.times(len(views))}, labels.repeat(len(views))
-            )
+            stacked = _unit(torch.cat([x.detach() for x in views]))
+            labels = following[1].to(stacked.device).repeat(len(views))
+            return cls({"embeddings": [stacked]}, {"embeddings": of.times(len(views))}, labels)
         if first.ndim == 2 and name.startswith("view"):
             views += [x for other, x, _ in named[1:] if other.startswith("view") and x.shape[1:] == first.shape[1:]]
         elif following is not None and first.ndim == 2 and _is_other_encoder(following[1], first):
@@ -96,6 +95,6 @@ def _is_other_encoder(x: Tensor, first: Tensor) -> bool:
 
 def _unit(rows: Tensor) -> Tensor:
     """Return rows of unit length in float64, each a function of its row alone; a row of zeros stays as it is."""
-    rows = rows.detach().double()
+    rows = in_float64(rows.detach())
     lengths = norms(rows)
     return rows / lengths.masked_fill(lengths == 0, 1.0)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.world import World
@@ -27,7 +28,7 @@ class ZeroBelowCount(RowLoss):
         """Blocks are counted as they are computed, which happens several times in a ring."""
         return False
 
-    @uncompiled
+    @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
         world = self.local() if world is None else world
         self._counts: list[Tensor] = []

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.adapters.pml_sharded.anchor_batch import AnchorBatch, Info
 from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.devices import sum_dtype
 from contrastive_zoo.engine.reduction import mean_divisor
 
 
@@ -21,7 +22,7 @@ def reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, *,
         batch: the local anchors.
         connected: tensors that stay in the graph, so that every rank takes part in the backward pass.
     """
-    nothing = torch.stack([x.flatten()[:0].sum(dtype=torch.float64) for x in connected]).sum()
+    nothing = torch.stack([x.flatten()[:0].sum(dtype=sum_dtype(x)) for x in connected]).sum()
     terms = [
         _sum_and_count(reducer, name, info, batch)
         if isinstance(info["losses"], Tensor)
@@ -37,7 +38,7 @@ def reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, *,
 def _sum_and_count(reducer: Any, name: str, info: Info, batch: AnchorBatch) -> tuple[Tensor, Tensor]:
     """Return this rank's part of a sub-loss's sum, and of the count that divides it."""
     if info["reduction_type"] == "already_reduced":
-        value = info["losses"].sum(dtype=torch.float64)
+        value = info["losses"].sum(dtype=sum_dtype(info["losses"]))
         if "count" in info:
             return value, value.new_tensor(info["count"])
         once = batch.world.rank == 0  # every rank has the same value
@@ -45,7 +46,8 @@ def _sum_and_count(reducer: Any, name: str, info: Info, batch: AnchorBatch) -> t
     if type(reducer) is reducers.MultipleReducers:
         reducer = dict(reducer.reducers).get(name, reducer.default_reducer)
     values, count = REDUCERS[type(reducer)](reducer, info, batch)
-    return values.sum(dtype=torch.float64), torch.as_tensor(count, dtype=torch.float64, device=values.device)
+    dtype = sum_dtype(values)
+    return values.sum(dtype=dtype), torch.as_tensor(count, dtype=dtype, device=values.device)
 
 
 def already_averaged(values: Tensor, count: int) -> Info:

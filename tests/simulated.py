@@ -1,0 +1,160 @@
+"""A second device on a machine that has none: tensors that say they are there, hold values, and mix with no others.
+
+Their values are on the CPU. Every operation is run there after a check: all tensors of more than one number are on one
+device, except those that a copy takes from one to the other. A message of torch.distributed is such an operation, too. With
+``float64=False`` the device refuses float64, as MPS does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+
+READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "masked_select",
+    "equal",
+    "bincount",
+}
+"""Operations for whose result, or its size, the host waits."""
+
+INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+COPIES = {"_to_copy", "copy_", "copy", "_copy_from", "_local_scalar_dense"}
+"""Operations that read from another device."""
+
+
+class OnDevice(Tensor):
+    """A tensor on the simulated device."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor, device: torch.device) -> "OnDevice":
+        found = Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            layout=values.layout,
+            device="meta",
+            requires_grad=values.requires_grad,
+        )
+        found.values, found.place = values.detach(), device
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        return self.place
+
+    @property
+    def is_meta(self) -> bool:
+        return False
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnDevice({self.values!r})"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def new_tensor(self, data: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return current().put(torch.tensor(data, dtype=dtype or self.dtype))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with current():
+            return function(*args, **(kwargs or {}))
+
+
+class Simulated(TorchDispatchMode):
+    """Within it a device exists.
+
+    Args:
+        device: of a type for which torch initialises nothing.
+        float64: whether it has float64.
+    """
+
+    def __init__(self, device: str = "ipu:0", *, float64: bool = True) -> None:
+        super().__init__()
+        self.place, self.float64 = torch.device(device), float64
+        self.reads: list[str] = []
+        """Operations that read values of the device."""
+        self.host_messages: list[int] = []
+        """Bytes of the messages of CPU tensors."""
+
+    def put(self, x: Tensor) -> Tensor:
+        """Return x on the device."""
+        return OnDevice(x, self.place) if not isinstance(x, OnDevice) else x
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = function._schema.name.split("::")[1]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        here = [x for x in tensors if isinstance(x, OnDevice)]
+        target = kwargs.get("device")
+        if here and name not in COPIES:
+            indices = args[1] if name in INDEXED and isinstance(args[0], OnDevice) else ()
+            allowed = {id(x) for x in indices}  # torch takes indices from the CPU, too
+            mixed = [x for x in tensors if not isinstance(x, OnDevice) and x.ndim > 0 and id(x) not in allowed]
+            assert not mixed, f"{name}: tensors on {self.place} and on the CPU, of shapes {[x.shape for x in tensors]}"
+        if target is not None:
+            kwargs["device"] = torch.device("cpu")
+        if name == "_pin_memory" or kwargs.pop("pin_memory", None):
+            self.reads.append("pinned memory")
+        if function.namespace == "c10d" and tensors and not here:
+            self.host_messages.append(max(x.nbytes for x in tensors))
+        plain_args, plain = tree_map(lambda x: x.values if isinstance(x, OnDevice) else x, (args, kwargs))
+        found = function(*plain_args, **plain)
+        # C++ takes tensors of the device for meta tensors, and asks for others like them
+        on_device = torch.device(target).type in (self.place.type, "meta") if target is not None else bool(here)
+        if name in ("copy_", "copy"):
+            on_device = isinstance(args[0], OnDevice)
+        indices = [x for x in tree_leaves(args[1:2]) if isinstance(x, Tensor)]
+        by_mask = name in INDEXED and any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+        if by_mask and name != "index" and args[2].numel() == 1:
+            by_mask = False  # one number is written by masked_fill
+        if here and (name in READS or by_mask or (name in COPIES and not on_device)):
+            self.reads.append(name)
+        mutated = {id(x.values): x for x in here} | {id(x): x for x in tensors}
+
+        def wrapped(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) in mutated:
+                return mutated[id(x)]
+            if on_device:
+                assert self.float64 or x.dtype != torch.float64, f"{name}: {self.place} has no float64"
+            return self.put(x) if on_device else x
+
+        return tree_map(wrapped, found)
+
+
+_modes: list[Simulated] = []
+
+
+def current() -> Simulated:
+    """Return a mode like the one that the tensors came from: autograd calls them outside of it."""
+    return _modes[-1]
+
+
+@contextmanager
+def simulated(device: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
+    """Simulate a device, also in backward passes."""
+    mode = Simulated(device, float64=float64)
+    _modes.append(mode)
+    try:
+        with mode:
+            yield mode
+    finally:
+        _modes.pop()

@@ -1,0 +1,262 @@
+"""A whole step between several ranks is one graph: encoder, DistributedLoss and the backward pass."""
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base import graph_operator
+from contrastive_zoo.testing.batch import FEATURES
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import common_error, error_message
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(worlds: Worlds) -> None:
+    """Load the compiler on both ranks first, which takes seconds."""
+    worlds.run(2, lambda: compiled(torch.sin)(torch.ones(2)), timeout=120)
+
+
+SIZES = [(5, 2), (3, 6), (4, 4), (2, 7), (5, 2)]
+"""Rows of each rank at each step."""
+
+
+class Found(NamedTuple):
+    """What a training of a few steps comes to."""
+
+    steps: list[list[Tensor]]
+    """Value, averaged gradients of the encoder, gradients of the loss, at each step."""
+    state: list[Tensor]
+    """Parameters and buffers of the loss at the end."""
+    graphs: int
+
+
+def two_views(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: cz.DistributedLoss(cz.NTXent(temperature=cz.LearnableTemperature(0.3)), **options)
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module]
+    labels: bool = False
+    sizes: list[tuple[int, ...]] = SIZES
+    dtype: torch.dtype = torch.float64
+
+
+CASES = {
+    "NTXent": Case(two_views()),
+    "static shapes": Case(two_views(static_shapes=True), sizes=[(5, 2)] * 4),
+    "static shapes, a ring, a sum": Case(
+        two_views(static_shapes=True, ring=True, grad_reduction="sum"), sizes=[(3, 4)] * 4
+    ),
+    "an empty shard": Case(two_views(), sizes=[(4, 3), (6, 0), (5, 5), (0, 7)]),
+    "Clip, unchecked": Case(lambda: cz.DistributedLoss(cz.Clip(), check_finite=False, check_equal=False)),
+    "SigLIP": Case(lambda: cz.DistributedLoss(cz.SigLIP())),
+    "Triplet": Case(lambda: cz.DistributedLoss(cz.Triplet()), labels=True),
+    "ArcFace": Case(lambda: cz.DistributedLoss(cz.ArcFace(num_classes=3, embedding_size=4)), labels=True),
+    "Margin": Case(lambda: cz.DistributedLoss(cz.Margin()), labels=True),
+    "VICReg": Case(lambda: cz.DistributedLoss(cz.VICReg())),
+    "WeightedSum": Case(lambda: cz.DistributedLoss(cz.WeightedSum([cz.NTXent(), cz.SigLIP()], weights=[1.0, 0.3]))),
+    "WeightedSum, one temperature": Case(lambda: cz.DistributedLoss(with_one_temperature())),
+    "Matryoshka": Case(lambda: cz.DistributedLoss(cz.Matryoshka(cz.InfoNCE(), dims=(2, 4)))),
+    "DINO": Case(lambda: cz.DistributedLoss(cz.DINO(4))),
+    "TiCo": Case(lambda: cz.DistributedLoss(cz.TiCo(4))),
+    "SIGReg": Case(lambda: cz.DistributedLoss(cz.LeJEPA(4))),
+    "NNCLR": Case(lambda: cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), size=8, embedding_size=4))),
+    "a monitor": Case(lambda: monitored(cz.DistributedLoss(cz.NTXent()))),
+}
+
+
+def with_one_temperature() -> cz.WeightedSum:
+    temperature = cz.LearnableTemperature(0.3)
+    return cz.WeightedSum([cz.NTXent(temperature=temperature), cz.InfoNCE(temperature=temperature)])
+
+
+def monitored(loss: cz.DistributedLoss) -> cz.DistributedLoss:
+    cz.Monitor(loss, every=1)
+    return loss
+
+
+def trained(case: Case, *, compiled: bool, rank: int, ranks: int) -> Found:
+    """Train an encoder; ``rank`` of ``ranks`` holds its shard of every batch, and rank −1 all of it."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    encoder, loss = nn.Linear(FEATURES, 4).to(case.dtype), case.make().to(case.dtype)
+    counter = CompileCounterWithBackend("aot_eager")
+    learnt = [*encoder.parameters(), *loss.parameters()]
+    optimizer = torch.optim.SGD(learnt, lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return loss(encoder(x), y if case.labels else encoder(y))
+
+    run = torch.compile(step, fullgraph=True, backend=counter) if compiled else step
+    draw, found = torch.Generator().manual_seed(1), []
+    for sizes in case.sizes:
+        x, y = torch.randn(2, sum(sizes), FEATURES, generator=draw, dtype=torch.float64).to(case.dtype)
+        y = torch.randint(3, (sum(sizes),), generator=draw) if case.labels else y
+        if rank >= 0:
+            x, y = x.split(sizes)[rank], y.split(sizes)[rank]
+        optimizer.zero_grad()
+        value = run(x, y)
+        value.backward()
+        if rank >= 0:
+            sums = getattr(loss, "grad_reduction", "mean") == "sum"
+            for p in learnt if sums else encoder.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= 1 if sums else ranks
+        found.append([value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in learnt)])
+        optimizer.step()
+    torch._dynamo.reset()
+    gc.collect()
+    return Found(found, [x.detach().clone() for x in loss.state_dict().values()], counter.frame_count)
+
+
+def on_rank(name: str) -> Found:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        return trained(CASES[name], compiled=True, rank=dist.get_rank(), ranks=dist.get_world_size())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_step_of_two_ranks_is_that_of_one_process(name: str, worlds: Worlds) -> None:
+    case = CASES[name]
+    expected = trained(case, compiled=False, rank=-1, ranks=2)
+    for found in worlds.run(2, on_rank, name, timeout=60):
+        torch.testing.assert_close(found.steps, expected.steps, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(found.state, expected.state, rtol=1e-9, atol=1e-10)
+        assert found.graphs <= (1 if "static" in name else 4 if "empty" in name else 2)
+
+
+def test_a_loss_of_this_rank_alone_would_be_noticed(worlds: Worlds) -> None:
+    """The mutant: the operator computes the loss of the local rows."""
+    expected = trained(CASES["NTXent"], compiled=False, rank=-1, ranks=2)
+
+    def job() -> Found:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            local = Case(lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)))
+            return trained(local, compiled=True, rank=dist.get_rank(), ranks=2)
+
+    found = worlds.run(2, job, timeout=60)[0]
+    assert (found.steps[0][0] - expected.steps[0][0]).abs() > 0.01
+
+
+# --------------------------------------------------------------------------------------------------------- messages
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile as one graph, without the compiler's warnings."""
+    torch._dynamo.reset()
+    run = torch.compile(function, fullgraph=True, backend="aot_eager")
+
+    def quiet(*args: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run(*args)
+
+    return quiet
+
+
+def views(*, requires_grad: bool = True, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    drawn = torch.randn(2, 3 + dist.get_rank(), 4, generator=draw, dtype=torch.float64)
+    return [x.to(dtype).requires_grad_(requires_grad) for x in drawn]
+
+
+def well() -> float:
+    """Return a value that shows that messages are in step."""
+    return cz.DistributedLoss(cz.NTXent())(*views()).item()
+
+
+def test_a_rank_that_is_not_compiled_is_refused(worlds: Worlds) -> None:
+    """Its backward pass would send messages later than those of the other ranks."""
+
+    def bad() -> None:
+        loss = cz.DistributedLoss(cz.NTXent())
+        (compiled(loss) if dist.get_rank() else loss)(*views())
+
+    text, _ = common_error(worlds, 2, bad, well)
+    assert "by a compiled graph" in text
+    assert "in the backward pass" in text
+
+
+def test_ranks_that_need_other_gradients_are_refused(worlds: Worlds) -> None:
+    def bad() -> None:
+        a, b = views()
+        compiled(cz.DistributedLoss(cz.Clip(temperature=0.5)))(a, b.detach() if dist.get_rank() else b)
+
+    text, _ = common_error(worlds, 2, bad, well)
+    assert "with gradient" in text
+
+
+def test_a_graph_refuses_on_every_rank(worlds: Worlds) -> None:
+    def bad() -> None:
+        a, b = views(requires_grad=False)
+        if dist.get_rank():
+            a[0] = torch.nan
+        compiled(cz.DistributedLoss(cz.NTXent()))(a.requires_grad_(), b.requires_grad_())
+
+    text, _ = common_error(worlds, 2, bad, well)
+    assert "NaN" in text
+
+
+def test_without_gradients_compiled_and_other_ranks_agree(worlds: Worlds) -> None:
+    def job() -> tuple[float, float]:
+        loss = cz.DistributedLoss(cz.NTXent())
+        with torch.no_grad():
+            return (compiled(loss) if dist.get_rank() else loss)(*views()).item(), loss(*views()).item()
+
+    for found, expected in worlds.run(2, job, timeout=60):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_operators_run_in_order_and_also_unused(worlds: Worlds) -> None:
+    """Rank 1 drops the first of three losses, whose messages rank 0 waits for."""
+
+    def job() -> tuple[list[float], list[float]]:
+        losses = [cz.DistributedLoss(cz.NTXent(temperature=t)) for t in (0.1, 0.5, 2.0)]
+
+        def step(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            first, second, third = (loss(a, b) for loss in losses)
+            return (third, second) if dist.get_rank() else (third, second, first)
+
+        found = compiled(step)(*views())
+        sum(found).backward()
+        return [x.item() for x in found][:2], [loss(*views()).item() for loss in (losses[2], losses[1])]
+
+    for found, expected in worlds.run(2, job, timeout=60):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_float16_on_two_ranks(worlds: Worlds) -> None:
+    def job() -> tuple[list[Tensor], list[Tensor]]:
+        loss = cz.DistributedLoss(cz.Clip(temperature=0.5))
+        results = []
+        for run in (loss, compiled(loss)):
+            rows = [x.detach().requires_grad_() for x in views(dtype=torch.float16)]
+            value = run(*rows)
+            results.append([value.detach(), *torch.autograd.grad(2.0**10 * value, rows)])
+        return results[0], results[1]
+
+    for expected, found in worlds.run(2, job, timeout=60):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_torch_that_cannot_keep_the_order_breaks_the_graph(worlds: Worlds) -> None:
+    def job() -> str | None:
+        graph_operator.IN_ORDER = False
+        try:
+            step = compiled(cz.DistributedLoss(cz.NTXent()))
+            return error_message(lambda: step(*views()), Exception)
+        finally:
+            graph_operator.IN_ORDER = True
+
+    for text in worlds.run(2, job, timeout=60):
+        assert text is not None
+        assert "from 2.10 on" in text

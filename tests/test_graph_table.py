@@ -1,0 +1,128 @@
+"""The table of docs/pages/accelerator.md: what torch.compile keeps in one graph, and why it breaks elsewhere."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import losses
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import World
+
+PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"
+
+
+class Tempered(cz.RowLoss):
+    """A user's loss with a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = cz.LearnableTemperature(0.3)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        logits = similarity / self.temperature()
+        return torch.logsumexp(logits, 1) - logits.where(positive, 0).sum(1), positive.any(1)
+
+
+def squared(a: Tensor, b: Tensor, *, world: Any = None) -> Tensor:
+    return (a - b).square().mean()
+
+
+class OfFunction(Loss, function=squared):
+    """A user's loss with a function."""
+
+
+def wrapped(*make: Callable[[], Any], **options: Any) -> list[Callable[[], nn.Module]]:
+    return [lambda x=x: cz.DistributedLoss(x(), **options) for x in make]
+
+
+TABLE: dict[str, list[Callable[[], Any]]] = {
+    "losses with views, two towers or labels": wrapped(cz.NTXent, cz.Clip, cz.SigLIP, cz.SupCon, cz.Triplet, cz.VICReg),
+    "compositions: `WeightedSum`, `Matryoshka`": wrapped(
+        lambda: cz.WeightedSum([cz.NTXent(), cz.Clip()]), lambda: cz.Matryoshka(cz.NTXent(), dims=(2, 4))
+    ),
+    "losses with a state: `DINO`, `TiCo`, `LeJEPA`, `DynamicSoftMargin`, `NNCLR`, `ReSSL`, `CrossBatchMemory`": wrapped(
+        lambda: cz.DINO(4),
+        lambda: cz.TiCo(4),
+        lambda: cz.LeJEPA(4),
+        lambda: cz.DynamicSoftMargin(8),
+        lambda: cz.NNCLR(9, 4),
+        lambda: cz.ReSSL(9, 4),
+        lambda: cz.CrossBatchMemory(cz.InfoNCE(), 9, 4),
+    ),
+    "your own `RowLoss`, also with submodules": wrapped(Tempered),
+    "a loss without `DistributedLoss`": [cz.NTXent, cz.Clip],
+    "a function, such as `nt_xent`": [lambda: lambda a, b: cz.nt_xent(a, b, world=World.of())],
+    '`reduction="none"`': wrapped(
+        lambda: cz.NTXent(reduction="none"), lambda: cz.WeightedSum([cz.Clip(reduction="none")])
+    ),
+    "third-party losses": wrapped(losses.TripletMarginLoss, lambda: torch.dist),
+    "`prefer_native=True`": wrapped(losses.TripletMarginLoss, prefer_native=True),
+    "a loss with a function of your own": wrapped(OfFunction),
+    "a state and float16": wrapped(lambda: cz.DINO(4)),
+}
+"""The first column, and what is tried."""
+
+REASONS = {
+    "a function, such as `nt_xent`": "DistributedLoss",
+    '`reduction="none"`': "one value per anchor",
+    "third-party losses": "third-party loss",
+    "`prefer_native=True`": "third-party loss",
+    "a loss with a function of your own": "squared is no function of this library",
+    "a state and float16": "float16 gradients",
+}
+"""What the compiler says where the graph breaks."""
+
+LABELLED = ("Triplet", "SupCon", "TripletMarginLoss")
+
+
+def stated() -> dict[str, list[str]]:
+    """Return the other columns by the first."""
+    lines = PAGE.read_text().split("| in one graph? |")[1].split("\n\n")[0].splitlines()[2:]
+    cells = ([x.strip() for x in line.strip("|").split("|")] for line in lines)
+    return {first: rest for first, *rest in cells}
+
+
+def tried(make: Callable[[], Any], name: str) -> str | None:
+    """Return why the compiler breaks the graph; None if there is one graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        torch.manual_seed(int(torch.distributed.is_initialized() and torch.distributed.get_rank()))
+        loss = make()
+        kind = type(getattr(loss, "loss", loss)).__name__
+        dtype = torch.float16 if "float16" in name else torch.float32
+        rows = [torch.randn(5, 4, dtype=dtype, requires_grad=True) for _ in range(4 if kind == "NNCLR" else 2)]
+        if kind in LABELLED:
+            rows[1:] = [torch.arange(5) // 2]
+        try:
+            torch.compile(loss, fullgraph=True, backend="aot_eager")(*rows).backward()
+        except torch._dynamo.exc.Unsupported as error:
+            return str(error)
+        finally:
+            torch._dynamo.reset()
+    return None
+
+
+def all_tried(name: str) -> list[str | None]:
+    return [tried(make, name) for make in TABLE[name]]
+
+
+def test_the_table_has_these_rows() -> None:
+    assert list(stated()) == list(TABLE)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_is_true(name: str, worlds: Worlds) -> None:
+    for column, found in zip(
+        stated()[name], [all_tried(name), worlds.run(2, all_tried, name, timeout=60)[0]], strict=True
+    ):
+        for reason in found:
+            assert (reason is None) == (column == "yes"), reason
+            assert reason is None or REASONS[name] in reason
