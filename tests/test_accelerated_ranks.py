@@ -37,8 +37,8 @@ def accelerated() -> Iterator[Worlds]:
     """Worlds whose backend sends from the simulated device only."""
 
     def pretend() -> None:
-        World.on_accelerators = property(lambda world: world.size > 1)  # type: ignore[assignment]
-        World.device = property(lambda world: torch.device("ipu:0"))  # type: ignore[assignment]
+        World.on_accelerators = property(lambda world: world.size > 1)  # type: ignore[assignment]  # a cached property
+        World.device = property(lambda world: torch.device("ipu:0"))  # type: ignore[assignment]  # a cached property
 
     with Worlds() as pool:
         pool.run(2, pretend)
