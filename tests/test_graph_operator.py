@@ -54,7 +54,8 @@ def test_one_graph_for_every_batch_size(make: Callable[[], Any]) -> None:
         x, y = torch.randn(2, n, 6)
         found, expected = compiled(x, y), step(x, y)
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found, learnt), torch.autograd.grad(expected, learnt))
+        found, expected = (torch.autograd.grad(value, learnt) for value in (found, expected))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)  # gradients of a bias cancel
     assert counter.frame_count == 2
 
 
