@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
 from contrastive_zoo.devices import sum_dtype
@@ -143,7 +144,9 @@ class StateSums:
         if not state:
             return lambda: cls(0.0, 0.0, {})
         device = next(iter(state.values())).device
-        sums = [[x.detach().to(sum_dtype(x)).norm().to(device), _projection(x).to(device)] for x in state.values()]
+        sums = [
+            [vector_norm(x.detach().to(sum_dtype(x))).to(device), _projection(x).to(device)] for x in state.values()
+        ]
         read = read_later(torch.stack([torch.stack(x) for x in sums]).T)
 
         def found() -> "StateSums":

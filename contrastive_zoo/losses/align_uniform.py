@@ -5,6 +5,7 @@ import math
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
 from contrastive_zoo.engine.reduction import reduce_anchors
@@ -57,7 +58,7 @@ def align_uniform(
     """
     problem, weights = _settings_problem(alpha, t, uniformity), (alpha, t, uniformity)
     (a, b), shards = begin_views("AlignUniform", (view1, view2), problem=problem, weights=weights, world=world)
-    loss, n = reduce_anchors((a - b).norm(dim=1) ** alpha, world=world), shards.total
+    loss, n = reduce_anchors(vector_norm(a - b, dim=1) ** alpha, world=world), shards.total
     potentials = [
         self_log_sum_exp(z, scale=2 * real(t), unit_norm=True, shards=shards, world=world)[0].logsumexp(0)
         for z in (a, b)

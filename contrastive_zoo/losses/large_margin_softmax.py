@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn import functional as F
 
 from contrastive_zoo.collectives import replicated
@@ -72,7 +73,9 @@ def large_margin_softmax(
         reduction=reduction, world=world, **settings,
     )  # fmt: skip
     target, negatives = target_and_negatives(x, targets, centers, scale=real(scale), shards=shards, world=world)
-    norms = x.norm(dim=1) * replicated(centers.norm(dim=2)[:, 0], process_group=world).index_select(0, targets)
+    norms = vector_norm(x, dim=1) * replicated(vector_norm(centers, dim=2)[:, 0], process_group=world).index_select(
+        0, targets
+    )
     cosine = (target / norms.clamp(min=MIN_NORM)).clamp(-1, 1)
     return reduce_anchors(
         -F.logsigmoid(scale * norms * _psi(cosine, margin) - negatives), reduction=reduction, world=world

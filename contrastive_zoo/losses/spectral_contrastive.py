@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.reduction import reduce_anchors
@@ -62,4 +63,4 @@ class SpectralContrastive(Loss, function=spectral_contrastive, check=_settings_p
 
 
 def _clip_norms(z: Tensor, max_norm: float) -> Tensor:
-    return z if max_norm == torch.inf else z * (max_norm / z.norm(dim=1, keepdim=True).clamp(min=max_norm))
+    return z if max_norm == torch.inf else z * (max_norm / vector_norm(z, dim=1, keepdim=True).clamp(min=max_norm))

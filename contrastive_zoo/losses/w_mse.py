@@ -5,6 +5,7 @@ from itertools import combinations
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from contrastive_zoo import devices
 from contrastive_zoo.collectives import sum_over_ranks
@@ -78,7 +79,7 @@ class WMSE(Loss, function=w_mse, check=_settings_problem): ...
 def _whitened(z: Tensor, eps: float, shards: Shards, world: World) -> tuple[Tensor, Tensor]:
     """Return the whitened local rows with unit length, and which of them differ from the mean."""
     x, d = centered(z, shards=shards, world=world), z.shape[1]
-    directed = x.detach().norm(dim=1) > _LEAST_DISTANCE * z.detach().norm(dim=1)
+    directed = vector_norm(x.detach(), dim=1) > _LEAST_DISTANCE * vector_norm(z.detach(), dim=1)
     # each rank whitens its local rows only, so gradients are summed over ranks
     covariance = sum_over_ranks(matmul(x.T, x), gradient="partial", world=world) / max(1, shards.total - 1)
     variance = covariance.trace() / d

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from contrastive_zoo.monitor.pairs import BINS
 from contrastive_zoo.monitor.statistics import Totals
@@ -103,8 +104,10 @@ class Measurement:
         found = {} if math.isnan(temperature) else {"temperature": temperature}
         for name, x in self.totals.items():
             if name.endswith(" sketch") and bool((sketches := x.cpu()).any()):
-                distance = (sketches - sketches[0]).norm(dim=1).max().item()
-                found[f"{name.removesuffix(' sketch')}_drift"] = distance / sketches[0].norm().clamp(min=1e-300).item()
+                distance = vector_norm(sketches - sketches[0], dim=1).max().item()
+                found[f"{name.removesuffix(' sketch')}_drift"] = (
+                    distance / vector_norm(sketches[0]).clamp(min=1e-300).item()
+                )
         return found
 
 
