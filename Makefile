@@ -40,7 +40,8 @@ search: .venv/.installed
 		tests/test_compiling.py tests/test_precision.py tests/test_solved_batches.py tests/test_faults.py tests/test_training.py \
 		tests/test_memory_queue.py tests/test_later_steps.py tests/test_accelerator.py tests/test_graph_operator.py \
 		tests/losses/test_settings.py tests/engine/test_softmax.py tests/engine/test_ring.py \
-		tests/engine/test_ring_16_bits.py tests/test_extremes.py
+		tests/engine/test_ring_16_bits.py tests/test_extremes.py tests/test_graph_ranks.py tests/test_devices.py \
+		tests/test_accelerated_ranks.py
 	HYPOTHESIS_PROFILE=long HYPOTHESIS_EXAMPLES=200 $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_fuzz.py
 
 lint: .venv/.installed

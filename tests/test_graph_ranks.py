@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base import graph_operator
 from contrastive_zoo.testing.batch import FEATURES
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import common_error, error_message
+from tests.helpers import EVERY_CASE, common_error, error_message
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,7 +123,7 @@ def on_rank(name: str) -> Found:
         return trained(CASES[name], compiled=True, rank=dist.get_rank(), ranks=dist.get_world_size())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", list(CASES)[:: 1 if EVERY_CASE else 2])
 def test_a_compiled_step_of_two_ranks_is_that_of_one_process(name: str, worlds: Worlds) -> None:
     case = CASES[name]
     expected = trained(case, compiled=False, rank=-1, ranks=2)
