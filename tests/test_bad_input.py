@@ -1,6 +1,7 @@
 """Bad input is one clear sentence, the same on every rank, and the next step finds every rank ready."""
 
 import random
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -566,3 +567,19 @@ def test_the_other_ranks_keep_their_own_stream_when_the_loss_raises(worlds: Worl
     np.random.set_state(kept[1])
     torch.set_rng_state(kept[2])
     assert worlds.run(2, job)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: cz.MILNCE()(torch.tensor(1.0), torch.ones(4, 2, 3)), "MILNCE: videos are floating-point rows"),
+        (lambda: cz.LeJEPA(3)(torch.tensor(1.0), torch.tensor(1.0)), "LeJEPA: "),
+        (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), 1j), "Margin: β of a class needs labels"),
+        (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), torch.tensor(1)), "Margin: labels are one integer per row"),
+        (lambda: cz.SigLIP(logit_bias=torch.empty(1, device="meta")), "SigLIP: logit_bias is a number"),
+        (lambda: cz.Triplet(mining=np.zeros(0)), "Triplet: mining is one of"),  # type: ignore[arg-type]  # why: wrong on purpose
+    ],
+)
+def test_what_is_no_row_label_or_setting_is_named(call, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        call()

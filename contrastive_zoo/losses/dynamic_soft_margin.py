@@ -124,7 +124,7 @@ def _evaluate(
     if problem is None and (histogram.ndim != 1 or len(histogram) < 2):
         problem = f"the histogram has two or more nodes, [nodes], got {kind(histogram)}."
     (a, p), shards = begin_views(
-        "DynamicSoftMargin", (anchors, positives), problem=problem, momentum=momentum, nodes=len(histogram),
+        "DynamicSoftMargin", (anchors, positives), problem=problem, momentum=momentum, nodes=histogram.numel(),
         reduction=reduction, world=world,
     )  # fmt: skip
     difference = _differences(a, p, shards, world)

@@ -56,7 +56,7 @@ def lejepa(
     problem = _settings_problem(lambda_, global_views, num_points, limit)
     if problem is None and global_views > len(views):
         problem = f"the first global_views of the views are global, got {global_views} of {len(views)} views."
-    if problem is None and views and (directions.ndim != 2 or len(directions) != views[0].shape[-1]):
+    if problem is None and views and (directions.ndim != 2 or directions.shape[:1] != views[0].shape[-1:]):
         problem = f"directions are [d, m], got {kind(directions)} for views {kind(views[0])}."
     settings: Any = {"num_points": num_points, "limit": limit}
     rows, shards = begin_views(

@@ -111,7 +111,7 @@ class Margin(MetricLoss):
         world = self.local() if world is None else world
         labels = named_rows.get("labels", rows[-1] if len(rows) == 2 else None)
         if self.num_classes is not None:
-            reads_labels = labels is None or values_are_read(labels, world)
+            reads_labels = not isinstance(labels, Tensor) or values_are_read(labels, world)
             if problem := _classes_problem(labels, self.num_classes, reads_labels):
                 refuse(type(self).__name__, problem, world=world)
         value = super().forward(*rows, world=world, **named_rows)
@@ -123,6 +123,6 @@ class Margin(MetricLoss):
 def _classes_problem(labels: Tensor | None, num_classes: int, reads_labels: bool) -> str | None:
     if labels is None or tensor_problem("labels", labels) or labels.is_floating_point():
         return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
-    if reads_labels and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+    if reads_labels and labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         return f"labels are 0 … {num_classes - 1}, got {int(labels.min())} … {int(labels.max())}."
     return None

@@ -62,8 +62,8 @@ def mil_nce(
     Source: Miech et al. 2020, eq. 1, https://arxiv.org/abs/1912.06430
     """
     problem = rows_problem("videos", videos)
-    fits = texts.ndim == 3 and len(texts) == len(videos) and texts.shape[1] >= 1
-    if not fits or texts.shape[-1] != videos.shape[-1] or texts.dtype != videos.dtype:
+    fits = texts.ndim == 3 and videos.ndim > 0 and len(texts) == len(videos) and texts.shape[1] >= 1
+    if problem is None and (not fits or texts.shape[-1] != videos.shape[-1] or texts.dtype != videos.dtype):
         problem = f"texts are k >= 1 candidates per video, [n, k, d], got {kind(texts)} for videos {kind(videos)}."
     problem = problem or _settings_problem(denominator)
     settings: dict[str, Any] = {"temperature": temperature, "denominator": denominator}

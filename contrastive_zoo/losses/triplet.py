@@ -69,7 +69,9 @@ class Triplet(DissimilarityLoss):
 
     def settings_problem(self) -> str | None:
         least, rule = (
-            (0, "semi-hard negatives lie within a positive margin") if self.mining == "semi-hard" else (None, None)
+            (0, "semi-hard negatives lie within a positive margin")
+            if isinstance(self.mining, str) and self.mining == "semi-hard"
+            else (None, None)
         )
         return (
             super().settings_problem()
