@@ -66,7 +66,7 @@ class Suite:
         with _rank.prepared_forkserver(["tools.mutants.plant"]):
             forkserver.ensure_running()
         # a fork is not the parent of the server, and must not ask how its child is
-        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]  # none runs
+        forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[method-assign]  # no-op
         _rank.main = rank_main
 
     def files(self) -> list[str]:
