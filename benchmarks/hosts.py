@@ -127,7 +127,7 @@ def torchrun(
         program: what torchrun runs, with its arguments.
     """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
-    port = random.randrange(20_000, 30_000)  # nobody else is in these namespaces
+    port = random.randrange(20_000, 30_000)  # no other program is in these namespaces
     agents: list[Agent] = []
     with log.open("wb") as output:
         for node, (host, count) in enumerate(zip(hosts, processes, strict=True)):
