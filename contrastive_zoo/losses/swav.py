@@ -114,6 +114,7 @@ class SwAV(ConstructingLoss, function=swav, check=_settings_problem):
     def __init__(self, num_prototypes: int, embedding_size: int, **settings: Any) -> None:
         if not (is_number(num_prototypes, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)):
             raise ValueError(f"SwAV: there are prototypes and features, got {num_prototypes} and {embedding_size}.")
+        num_prototypes, embedding_size = int(num_prototypes), int(embedding_size)
         drawn = draw_weights(num_prototypes, embedding_size, local=slice(0, num_prototypes))
         super().__init__(prototypes=nn.Parameter(drawn), **settings)
         self.num_prototypes, self.embedding_size = num_prototypes, embedding_size

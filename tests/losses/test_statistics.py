@@ -243,3 +243,8 @@ def test_koleo_keeps_the_digits_of_near_neighbours(dense: bool) -> None:
             cz.KoLeo(normalize=False).double()(z).backward()
     assert single.grad is not None
     torch.testing.assert_close(single.grad.double(), double.grad, rtol=1e-5, atol=0.0)
+
+
+def test_a_number_of_prototypes_may_be_a_small_tensor() -> None:
+    """4,096 prototypes are drawn at a time, a number that eight bits do not hold."""
+    assert SwAV(torch.tensor(39, dtype=torch.uint8), 3).prototypes.shape == (39, 3)
