@@ -249,18 +249,6 @@ class Session(World):
             raise Replicate
 
 
-def inside(world: World) -> World:
-    """Return the world of a loss that another loss computes inside of itself, after it has met the other ranks.
-
-    The inner loss meets them by itself: declarations that have been agreed on before are those of outer losses.
-
-    Examples:
-        >>> inside(World())
-        World(rank=0, size=1, group=None)
-    """
-    return replace(world, progress=_Progress()) if isinstance(world, Session) else world
-
-
 def meet(
     caller: str,
     rows: Mapping[str, Tensor],

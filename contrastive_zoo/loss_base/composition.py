@@ -10,6 +10,7 @@ from torch import Tensor
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.loss_base.checks import instance_problem, is_number
 from contrastive_zoo.loss_base.graph_operator import GraphModule
+from contrastive_zoo.loss_base.kept_state import state_kept_on_error
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.row_checks import described
 from contrastive_zoo.session import Session, refuse
@@ -108,7 +109,8 @@ class Composition(Loss):
         session = outer.with_cache()
         terms = self.terms(rows, named_rows, session)
         session.declare(type(self).__name__, terms)
-        values = [term() for term in terms]
+        with state_kept_on_error(self):  # a term may raise after an earlier one has moved its state
+            values = [term() for term in terms]
         if session is not outer and session.cache is not None:
             session.cache.clear()
         return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)

@@ -1,6 +1,7 @@
 """A loss that compares the batch with a memory of earlier batches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.loss_base.checks import labelled_problem, rows_problem
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
+from contrastive_zoo.loss_base.kept_state import state_kept_on_error
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.row_loss import RowLoss
@@ -22,7 +24,7 @@ from contrastive_zoo.loss_call import loss_name
 from contrastive_zoo.memory.memory_input import memory_input
 from contrastive_zoo.memory.queue import MemoryQueue, present
 from contrastive_zoo.randomness import one_stream
-from contrastive_zoo.session import inside
+from contrastive_zoo.session import Session
 from contrastive_zoo.world import Shards, World
 
 
@@ -122,45 +124,59 @@ class CrossBatchMemory(Loss):
                 anchors and do not enter. With keys: which of them enter; all are compared.
             world: the ranks that hold rows; None is this process alone. ``DistributedLoss`` passes its process group.
         """
-        world = self.local() if world is None else world
+        session = Session.of(self.local() if world is None else world)
         (rows, partners, enqueue_mask), _ = beside_rows((rows, partners, enqueue_mask), {})
-        shards = self._begin(rows, partners, enqueue_mask, world)
+        shards = self._begin(rows, partners, enqueue_mask, session)
         if self.memory_input in ("negatives", "sharded negatives"):
-            value = self._against_negatives(rows, partners, shards, world)
-            self._enqueue(partners, None, enqueue_mask, shards, world)
+            value = self._against_negatives(rows, partners, shards, session)
+            self._enqueue(partners, None, enqueue_mask, shards, session)
             return value
-        slots = self._enqueue(rows, partners, enqueue_mask, shards, world)
-        if enqueue_mask is not None:
-            all_masks = gather_rows(enqueue_mask, shards, world).to(slots.device)
-            rows, partners, slots = rows[~enqueue_mask], partners[~enqueue_mask], slots[~all_masks]
-            shards = world.shards(rows)
-        if self.memory_input == "candidates":
-            return self._against_candidates(rows, partners, slots, shards, world)
-        return self._against_references(rows, partners, slots, shards, world)
+        with state_kept_on_error(self):  # the batch is part of the memory that it is compared with
+            slots = self._enqueue(rows, partners, enqueue_mask, shards, session)
+            if enqueue_mask is not None:
+                all_masks = gather_rows(enqueue_mask, shards, session).to(slots.device)
+                rows, partners, slots = rows[~enqueue_mask], partners[~enqueue_mask], slots[~all_masks]
+                shards = session.shards(rows)
+            if self.memory_input == "candidates":
+                return self._against_candidates(rows, partners, slots, shards, session)
+            return self._against_references(rows, partners, slots, shards, session)
 
-    def _begin(self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, world: World) -> Shards:
-        """Agree with all ranks on the rows and the memory; return the shard sizes."""
+    def _begin(self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, session: Session) -> Shards:
+        """Agree with all ranks on the rows, the memory and what the loss compares; return the shard sizes."""
         with_labels = self.memory_input in ("candidates", "references")
         names = ("embeddings", "labels") if with_labels else ("queries", "keys")
         named = dict(zip(names, (rows, partners), strict=True)) | present(enqueue_mask=enqueue_mask)
-        if with_labels:
-            problem = labelled_problem(rows, partners)
+        problem = self._problem(rows, partners, enqueue_mask, names)
+        compared = self._inner_settings() | self.memory.compared_state()
+        own = partial(begin, "CrossBatchMemory", named, problem=problem, world=session, **compared)
+        if self.memory_input == "sharded negatives" and problem is None:
+            session.declare("CrossBatchMemory", [own, partial(self._against_shards, rows, partners, session)])
+        return own()[0]
+
+    def _problem(
+        self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, names: tuple[str, str]
+    ) -> str | None:
+        """Return why this batch cannot be compared with the memory or enter it, in words; None if it can."""
+        if names[1] == "labels":
+            problem, entering, name = labelled_problem(rows, partners), rows, names[0]
         else:
-            problem = rows_problem("queries", rows) or rows_problem("keys", partners)
+            problem, entering, name = (
+                rows_problem(names[0], rows) or rows_problem(names[1], partners),
+                partners,
+                names[1],
+            )
             if not problem and len(partners) != len(rows):
                 problem = f"row i of queries belongs to row i of keys, got {kind(rows)} and {kind(partners)}."
-        problem = problem or self.memory.problem(
-            rows if with_labels else partners, enqueue_mask=enqueue_mask, name=names[0] if with_labels else names[1]
-        )
-        settings: dict[str, Any] = {}
-        if isinstance(self.loss, RowLoss):
-            settings = {"reduction": self.loss.reduction, "normalize": self.loss.normalize}
-        elif isinstance(self.loss, Loss):
-            settings = dict(self.loss.settings())
+        problem = problem or self.memory.problem(entering, enqueue_mask=enqueue_mask, name=name)
         if isinstance(self.loss, Loss) and (settings_problem := self.loss.settings_problem()):
             problem = problem or f"{loss_name(self.loss)}: {settings_problem}"
-        compared = settings | self.memory.compared_state()
-        return begin("CrossBatchMemory", named, problem=problem, world=world, **compared)[0]
+        return problem
+
+    def _inner_settings(self) -> dict[str, Any]:
+        """Return the settings of the loss that ranks compare."""
+        if isinstance(self.loss, RowLoss):
+            return {"reduction": self.loss.reduction, "normalize": self.loss.normalize}
+        return dict(self.loss.settings()) if isinstance(self.loss, Loss) else {}
 
     def _enqueue(
         self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
@@ -170,19 +186,21 @@ class CrossBatchMemory(Loss):
             return self.memory.write(rows.detach(), labels, mask, shards, world)
         return torch.full((shards.total,), -1, device=self.memory.ids.device)
 
-    def _stored(self, like: Tensor) -> Tensor:
-        """Return the embeddings in the memory, in the dtype and on the device of ``like``."""
-        return self.memory.rows.to(like)
+    def _stored(self, like: Tensor, share: slice = slice(None)) -> Tensor:
+        """Return a copy of the embeddings in the memory, or a share of them, in the dtype and on the device of ``like``."""
+        return self.memory.embeddings[: len(self.memory)][share].to(like, copy=True)
 
-    def _against_negatives(self, queries: Tensor, keys: Tensor, shards: Shards, world: World) -> Tensor:
-        negatives = self._stored(keys)
-        if (
-            self.memory_input == "sharded negatives"
-        ):  # the loss gathers them, so each rank passes its shard of the memory
-            return self.loss(queries, keys, negatives=negatives[self.memory.shards(world).local], world=inside(world))
-        gathered = (all_gather(x, gradient="complete", shards=shards, process_group=world) for x in (queries, keys))
-        with one_stream(world, queries.device):
-            return self.loss(*gathered, negatives=negatives)
+    def _against_negatives(self, queries: Tensor, keys: Tensor, shards: Shards, session: Session) -> Tensor:
+        if self.memory_input == "sharded negatives":
+            return self._against_shards(queries, keys, session)
+        gathered = (all_gather(x, gradient="complete", shards=shards, process_group=session) for x in (queries, keys))
+        with one_stream(session, queries.device):
+            return self.loss(*gathered, negatives=self._stored(keys))
+
+    def _against_shards(self, queries: Tensor, keys: Tensor, session: Session) -> Tensor:
+        """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
+        share = self.memory.shards(session).local
+        return self.loss(queries, keys, negatives=self._stored(keys, share), world=session)
 
     def _against_candidates(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
         """Compare the local anchors with the memory; each rank provides its shard of the memory as candidates."""
@@ -190,7 +208,7 @@ class CrossBatchMemory(Loss):
         block_loss = loss.block_loss() if isinstance(loss, LabelledLoss) else loss
         normalize = getattr(loss, "normalize", True)  # a loss without this setting always normalizes
         share = self.memory.shards(world)
-        columns = self._stored(rows)[share.local]
+        columns = self._stored(rows, share.local)
         return sum_over_anchors(
             block_loss,
             prepare_rows(rows, normalize=normalize, world=world),

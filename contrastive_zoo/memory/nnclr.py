@@ -1,5 +1,7 @@
 """NNCLR: the nearest neighbour in a memory of earlier embeddings as the positive."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.losses.info_nce import info_nce
 from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
-from contrastive_zoo.session import inside, refuse
+from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import ALONE, World
 
 
@@ -73,12 +75,17 @@ def nnclr(
     if problem is not None:
         refuse("NNCLR", problem, world=world)
     settings: Any = {"temperature": temperature, "reduction": reduction}
-    begin("NNCLR", named, memory=list(memory.shape), world=world, **settings)
-    positives = [
-        _neighbours(prepare_rows(z.detach(), normalize=True, world=world), memory) for z in (projections1, projections2)
-    ]
-    predictions = (prepare_rows(p, normalize=False, world=world) for p in (predictions2, predictions1))
-    losses = [info_nce(q, p, world=inside(world), **settings) for q, p in zip(positives, predictions, strict=True)]
+    session = Session.of(world)
+    own = partial(begin, "NNCLR", named, memory=list(memory.shape), world=session, **settings)
+
+    def compared(positives: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+        predictions = (prepare_rows(p, normalize=False, world=session) for p in (predictions2, predictions1))
+        return [partial(info_nce, q, p, world=session, **settings) for q, p in zip(positives, predictions, strict=True)]
+
+    projections = [prepare_rows(z.detach(), normalize=True, world=session) for z in (projections1, projections2)]
+    session.declare("NNCLR", [own, *compared(projections)])  # neighbours have the shape and dtype of projections
+    own()
+    losses = [loss() for loss in compared([_neighbours(z, memory) for z in projections])]
     return (losses[0] + losses[1]) / 2
 
 

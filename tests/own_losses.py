@@ -1,0 +1,68 @@
+"""Every loss of this library with the arguments of a call: those of the catalogue, memories, and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.vectors.cases import CASES, LABELLED, SPLITS, VIEWS, WIDTH, Case
+from tests.zoo import BatchHard
+
+SIZE = 20
+"""Number of embeddings in a memory."""
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A loss and the kinds of its arguments, as the conformance vectors name them."""
+
+    make: Callable[[], Loss]
+    kinds: Mapping[str, str]
+
+    def arguments(self, rank: int = 0, world_size: int = 1) -> dict[str, Tensor]:
+        """Return a rank's shard of one batch; shards are uneven."""
+        whole = Case("own losses", "", dict(self.kinds)).arguments()
+        splits = {name: next(x for x in SPLITS[len(of)] if len(x) == world_size) for name, of in whole.items()}
+        if world_size == 2:
+            splits = {name: SPLITS[len(of)][2] for name, of in whole.items()}
+        shards = {name: torch.from_numpy(of).split(splits[name])[rank].clone() for name, of in whole.items()}
+        return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in shards.items()}
+
+
+def memory(loss: Callable[[], Any]) -> Callable[[], Loss]:
+    return lambda: cz.CrossBatchMemory(loss(), SIZE, WIDTH, dtype=torch.float64)
+
+
+def squares(embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor) -> Tensor:
+    """Return a third-party loss against reference embeddings."""
+    return (embeddings.sum(0) - ref_emb.sum(0)).square().sum()
+
+
+TOWERS = CASES["info-nce"].kinds
+OF_CATALOGUE = {
+    name: OwnLoss(partial(getattr(cz, case.loss), **case.settings), case.kinds) for name, case in CASES.items()
+} | {
+    "sigreg": OwnLoss(lambda: cz.SIGReg(WIDTH), {"embeddings": "rows"}),
+    "lejepa": OwnLoss(lambda: cz.LeJEPA(WIDTH), VIEWS),
+}
+MEMORIES = {
+    "memory of InfoNCE": OwnLoss(memory(cz.InfoNCE), TOWERS),
+    "memory of MNRL": OwnLoss(memory(cz.MNRL), TOWERS),
+    "memory of SupCon": OwnLoss(memory(cz.SupCon), LABELLED),
+    "memory of a row loss": OwnLoss(memory(BatchHard), LABELLED),
+    "memory of a third-party loss": OwnLoss(memory(lambda: squares), LABELLED),
+}
+SUMS = {
+    "sum of NTXent and Clip": OwnLoss(lambda: cz.WeightedSum([cz.NTXent(), cz.Clip()]), VIEWS),
+    "sum of DINO and a memory": OwnLoss(lambda: cz.WeightedSum([cz.DINO(WIDTH), memory(cz.InfoNCE)()]), TOWERS),
+    "prefixes of InfoNCE": OwnLoss(lambda: cz.Matryoshka(cz.InfoNCE(), (2, WIDTH)), TOWERS),
+    "sum of sums": OwnLoss(lambda: cz.WeightedSum([cz.Matryoshka(cz.NTXent(), (2, 3)), cz.TiCo(WIDTH)]), VIEWS),
+}
+OWN_LOSSES = OF_CATALOGUE | MEMORIES | SUMS

@@ -1,0 +1,239 @@
+"""A call that raises moves nothing: the state of a loss stays what it was, bit by bit, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.preparation import begin
+from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.testing.invariant import Broken, invariant
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.vectors.cases import LABELLED, VIEWS, WIDTH
+from contrastive_zoo.world import World
+from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
+
+STATEFUL = {
+    name: OWN_LOSSES[name] for name in ("dino", "tico", "sigreg", "lejepa", "dynamic-soft-margin", "nnclr", "ressl")
+} | MEMORIES
+
+
+State = list[tuple[str, Tensor]]
+"""The buffers of a loss, by name."""
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """A loss that is called once, and then fails.
+
+    Args:
+        case: the loss and its arguments.
+        worlds: the process groups to run on.
+        split: whether ranks compute parts of the loss.
+        damage: changes the loss into one with a mistake.
+        mistake: names of functions that are replaced by a context that does nothing.
+    """
+
+    case: OwnLoss
+    worlds: Worlds
+    split: bool
+    damage: Callable[[Any], None] = lambda loss: None
+    mistake: tuple[str, ...] = ()
+
+    def states(self, world_size: int, fail: Callable[[Any, dict[str, Tensor]], Any]) -> list[tuple[State, State]]:
+        """Return each rank's state before and after ``fail``, which is given the loss and its arguments."""
+        return self.worlds.run(world_size, before_and_after, self.case, self.split, self.damage, self.mistake, fail)
+
+
+def before_and_after(
+    case: OwnLoss,
+    split: bool,
+    damage: Callable[[Any], None],
+    mistake: Sequence[str],
+    fail: Callable[[Any, dict[str, Tensor]], Any],
+) -> tuple[State, State]:
+    torch.manual_seed(0)
+    loss = case.make().double()
+    arguments = case.arguments(dist.get_rank(), dist.get_world_size())
+    with splitting(always=split), ExitStack() as mistakes:
+        cz.DistributedLoss(loss, check_distinct=False)(*arguments.values())
+        before = copied(loss)
+        damage(loss)
+        for name in mistake:
+            mistakes.enter_context(patch(name, nullcontext))
+        with pytest.raises((ValueError, RuntimeError)):
+            fail(loss, arguments)
+    return before, copied(loss)
+
+
+def copied(loss: nn.Module) -> State:
+    return [(name, x.clone()) for name, x in loss.named_buffers()]
+
+
+def require_equal(ranks: list[tuple[State, State]]) -> None:
+    for rank, (before, after) in enumerate(ranks):
+        for (name, old), (_, new) in zip(before, after, strict=True):
+            if not torch.equal(old, new):
+                raise Broken(f"on rank {rank} {name} has moved in a call that failed")
+
+
+def refused(loss: Loss, arguments: dict[str, Tensor]) -> None:
+    """Call the loss with a batch that has a NaN on the last rank."""
+    first = next(iter(arguments.values())).detach().clone()
+    first[0, 0] = torch.nan if dist.get_rank() == dist.get_world_size() - 1 else 0.0
+    cz.DistributedLoss(loss, check_distinct=False)(first, *list(arguments.values())[1:])
+
+
+def raising(*rows: Tensor, world: World) -> Tensor:
+    begin("Raising", {f"argument {i}": x for i, x in enumerate(rows)}, world=world)
+    raise RuntimeError("the term failed")
+
+
+class Raising(Loss, function=raising):
+    """A loss that fails after the handshake."""
+
+
+def fails_in_a_sum(loss: Loss, arguments: dict[str, Tensor]) -> None:
+    cz.DistributedLoss(cz.WeightedSum([loss, Raising()]), check_distinct=False)(*arguments.values())
+
+
+@invariant(catches="moved first")
+def refused_batch_moves_nothing(trial: FailedCall) -> None:
+    """A batch that one rank refuses leaves the state of every rank as it was."""
+    for world_size in (1, 2):
+        require_equal(trial.states(world_size, refused))
+
+
+@invariant(catches="not restored")
+def failed_term_moves_nothing(trial: FailedCall) -> None:
+    """A term of a sum that raises leaves the state of the other terms as it was."""
+    for world_size in (1, 2):
+        require_equal(trial.states(world_size, fails_in_a_sum))
+
+
+def moved_first(loss: Any) -> None:
+    """Let the state move before the batch is checked."""
+
+    def forward(self: Any, *rows: Tensor, world: World | None = None) -> Tensor:
+        for buffer in self.buffers():
+            buffer.add_(1)
+        value: Tensor = super(type(self), self).forward(*rows, world=world)
+        return value
+
+    loss.__class__ = type(type(loss).__name__, (type(loss),), {"forward": forward})
+
+
+NOT_RESTORED = ("contrastive_zoo.loss_base.composition.state_kept_on_error",)
+MISTAKES: dict[str, dict[str, Any]] = {
+    "moved first": {"damage": moved_first},
+    "not restored": {"mistake": NOT_RESTORED},
+}
+INVARIANTS = (refused_batch_moves_nothing, failed_term_moves_nothing)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_invariants_hold(name: str, worlds: Worlds) -> None:
+    for number, check in enumerate(INVARIANTS):
+        split = (number + list(STATEFUL).index(name)) % 2 == 0
+        assert check(FailedCall(STATEFUL[name], worlds, split))
+
+
+@pytest.mark.parametrize("check", INVARIANTS, ids=str)
+@pytest.mark.parametrize("name", ["dino", "nnclr", "memory of SupCon"])
+def test_each_invariant_catches_its_mistake(name: str, check: Any, worlds: Worlds) -> None:
+    with pytest.raises(Broken, match="has moved in a call that failed"):
+        check(FailedCall(STATEFUL[name], worlds, split=True, **MISTAKES[check.catches]))
+
+
+class RaisingRows(cz.RowLoss):
+    """A user's loss that fails at some calls."""
+
+    fails = False
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fails:
+            raise RuntimeError("the user's loss failed")
+        return similarity.sum(1), positive.any(1)
+
+
+class RaisingReferences(nn.Module):
+    """A third-party loss that fails at some calls."""
+
+    fails = False
+
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
+    ) -> Tensor:
+        if self.fails:
+            raise RuntimeError("the third-party loss failed")
+        return (embeddings.sum(0) - ref_emb.sum(0)).square().sum()
+
+
+class RaisingNegatives(nn.Module):
+    """A third-party loss of two towers that fails at some calls."""
+
+    fails = False
+
+    def forward(self, queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("the third-party loss failed")
+        return (queries * keys).sum() + negatives.sum()
+
+
+def fails_inside(loss: Any, arguments: dict[str, Tensor]) -> None:
+    loss.loss.fails = True
+    cz.DistributedLoss(loss, check_distinct=False)(*arguments.values())
+
+
+@invariant(catches="not restored")
+def failed_loss_enters_nothing(trial: FailedCall) -> None:
+    """A batch whose loss against the memory raises does not enter it."""
+    for world_size in (1, 2):
+        require_equal(trial.states(world_size, fails_inside))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("inner", "kinds"), [(RaisingRows, LABELLED), (RaisingReferences, LABELLED), (RaisingNegatives, VIEWS)]
+)
+def test_a_batch_whose_loss_fails_does_not_enter(
+    inner: Callable[[], Any], kinds: dict[str, str], split: bool, worlds: Worlds
+) -> None:
+    assert failed_loss_enters_nothing(FailedCall(OwnLoss(memory(inner), kinds), worlds, split))
+
+
+def test_a_memory_that_is_not_restored_is_caught(worlds: Worlds) -> None:
+    mistake = ("contrastive_zoo.memory.cross_batch.state_kept_on_error",)
+    with pytest.raises(Broken, match="has moved in a call that failed"):
+        failed_loss_enters_nothing(
+            FailedCall(OwnLoss(memory(RaisingReferences), LABELLED), worlds, True, mistake=mistake)
+        )
+
+
+def test_a_replaced_buffer_comes_back() -> None:
+    """A third-party module may assign a buffer instead of writing into it."""
+    norm = nn.BatchNorm1d(1)
+    kept = norm.running_mean
+
+    class Assigns(cz.RowLoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+            self.norm.running_mean = torch.ones(1)
+            raise RuntimeError("the user's loss failed")
+
+    with pytest.raises(RuntimeError, match="the user's loss failed"):
+        cz.WeightedSum([Assigns()])(torch.eye(WIDTH), torch.arange(WIDTH) % 2)
+    assert norm.running_mean is kept

@@ -1,0 +1,58 @@
+"""One handshake opens a step of any loss of this library, and there is no other one in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.handshake import shake_hands
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.preparation import begin
+from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.vectors.cases import VIEWS
+from tests.helpers import drawn
+from tests.own_losses import OWN_LOSSES, OwnLoss
+
+WHOLE = drawn(OWN_LOSSES, (False,), one_in=6)
+
+
+def in_a_step(case: OwnLoss, *, in_parts: bool) -> int:
+    """Return the number of handshakes of a rank in a forward and backward pass."""
+    torch.manual_seed(0)
+    loss = cz.DistributedLoss(case.make(), check_distinct=False).double()
+    arguments = case.arguments(dist.get_rank(), dist.get_world_size())
+    with splitting(always=in_parts), patch("contrastive_zoo.session.shake_hands", wraps=shake_hands) as handshakes:
+        loss(*arguments.values()).sum().backward()
+    return handshakes.call_count
+
+
+def test_every_step_has_one(worlds: Worlds) -> None:
+    """A batch that ranks compute in parts has; so has one that every rank computes whole, in a part of the cases."""
+    table = dict.fromkeys([*drawn(OWN_LOSSES, (True,), one_in=1), *WHOLE], 1)
+
+    def job() -> dict[tuple[str, bool], int]:
+        return {key: in_a_step(OWN_LOSSES[key[0]], in_parts=key[1]) for key in table}
+
+    assert worlds.run(2, job) == [table] * 2
+
+
+def meets_twice(view1: Tensor, view2: Tensor, *, world: Any) -> Tensor:
+    for view in (view1, view2):
+        begin("MeetsTwice", {"view": view}, world=world)
+    return view1.sum()
+
+
+class MeetsTwice(Loss, function=meets_twice):
+    """A loss with a handshake for each view."""
+
+
+def test_a_second_one_is_counted(worlds: Worlds) -> None:
+    found = worlds.run(2, lambda: in_a_step(OwnLoss(MeetsTwice, VIEWS), in_parts=True))
+    assert Counter(found) == {2: 2}
