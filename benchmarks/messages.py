@@ -1,4 +1,5 @@
-"""Number of collectives of a step of typical losses on two ranks: forward and backward, small and large batch.
+"""Number of collectives of a step of typical losses on two ranks: forward and backward, small and large batch; one of
+them is the handshake.
 
 python benchmarks/messages.py
 """
@@ -27,10 +28,14 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "Triplet": lambda: cz.DistributedLoss(cz.Triplet()),
     "ProxyAnchor": lambda: cz.DistributedLoss(cz.ProxyAnchor(CLASSES, D)),
     "WeightedSum of NTXent and Clip": lambda: cz.DistributedLoss(cz.WeightedSum([cz.NTXent(), cz.Clip()])),
+    "NNCLR": lambda: cz.DistributedLoss(cz.NNCLR(4 * N, D)),
+    "CrossBatchMemory of InfoNCE": lambda: cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 4 * N, D)),
     "pml TripletMarginLoss, miner": lambda: cz.DistributedLoss(
         losses.TripletMarginLoss(), miner=miners.MultiSimilarityMiner()
     ),
 }
+TENSORS = {"NNCLR": 4}
+"""Number of arguments, where it is not 2."""
 LABELLED = {"SupCon", "Triplet", "ProxyAnchor", "pml TripletMarginLoss, miner"}
 
 
@@ -41,10 +46,12 @@ def collectives(name: str) -> list[int]:
     found = []
     for large in (False, True):
         for _ in range(3):
-            a, b = (torch.randn(N, D, generator=torch.Generator().manual_seed(2 * dist.get_rank() + k)) for k in (0, 1))
-            second = torch.arange(N) % CLASSES if name in LABELLED else b.requires_grad_()
+            count = TENSORS.get(name, 2)
+            seeds = (count * dist.get_rank() + k for k in range(count))
+            rows = [torch.randn(N, D, generator=torch.Generator().manual_seed(x)).requires_grad_() for x in seeds]
+            given = [rows[0], torch.arange(N) % CLASSES] if name in LABELLED else rows
             with splitting(always=large), Messages() as messages:
-                loss(a.requires_grad_(), second).backward()
+                loss(*given).backward()
         found.append(len(messages.sent))
     return found
 

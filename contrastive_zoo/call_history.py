@@ -25,6 +25,7 @@ class CallHistory:
         calls: how many have been completed between several ranks.
         draws: whether the loss has drawn random numbers or changed its buffers while it declared itself.
         keeps_state: whether the last call changed the loss's buffers.
+        sizes: the numbers of samples of the last call, by argument; None before the first.
         has_broadcast: whether parameters and buffers have been broadcast from rank 0.
 
     Examples:
@@ -38,7 +39,7 @@ class CallHistory:
         self.draws = False
         self.keeps_state = False
         self.has_broadcast = False
-        self._sizes: list[int] | None = None
+        self.sizes: list[int] | None = None
         self._value: Callable[[], list[float]] | None = None
         self._sums: Callable[[], StateSums] | None = None
         self._finite: dict[str, Callable[[], list[float]]] = {}
@@ -86,12 +87,10 @@ class CallHistory:
         )
 
     def shapes_problem(self, arguments: Arguments) -> str | None:
-        """Why ``static_shapes=True`` does not hold: the sizes differ from the first call's; None if they are equal."""
-        if self._sizes is None:
-            self._sizes = arguments.sizes
-        if arguments.sizes == self._sizes:
+        """Why ``static_shapes=True`` does not hold: the sizes differ from the previous call's; None if they are equal."""
+        if self.sizes is None or arguments.sizes == self.sizes:
             return None
         return (
             f"static_shapes=True, but this rank brought {arguments.sizes} rows of {', '.join(arguments.rows)} after "
-            f"{self._sizes}. Drop the last incomplete batch, or leave static_shapes out."
+            f"{self.sizes}. Drop the last incomplete batch, or leave static_shapes out."
         )

@@ -274,6 +274,8 @@ class DistributedLoss(GraphModule, Generic[R]):
             refuse(loss_name(without_ddp(self.loss)), problem, world=session)
         session = self._looking_later(call, session)
         own, rows = call.is_own, Arguments.of(call.bound.arguments).rows if self._observing else {}
+        if self._observing is not None and (problem := self._observing.problem(rows)) is not None:
+            refuse(loss_name(without_ddp(self.loss)), problem, world=session)
         value = call.loss(*call.bound.args, **call.bound.kwargs, world=session) if own else call.mine_and_compute()
         if (observer := self._observing) is not None:
             observer.observe(without_ddp(self.loss), rows, [Shards((len(x),)) for x in rows.values()], session)

@@ -36,6 +36,9 @@ class Observer(Protocol):
     def compared(self) -> str:
         """Return what must be equal on every rank, so that all send the same messages in ``observe``."""
 
+    def problem(self, rows: Mapping[str, Tensor]) -> str | None:
+        """Return why these tensors of a call cannot be observed, in words; None if they can."""
+
     def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
         """Look at the bare loss and this rank's tensors by name, given the split of each over the ranks."""
 
@@ -89,6 +92,7 @@ class DistributedStep:
             raise
         self.history.keeps_state = self.modules.buffers_changed(before)
         self.history.calls += 1
+        self.history.sizes = self.arguments.sizes
         if self.observer is not None:
             assert self.opening.agreed is not None
             self.observer.observe(self.modules.loss, self.arguments.rows, self.opening.agreed.shards, self.session)
@@ -136,6 +140,8 @@ class DistributedStep:
                 problem = first_non_finite(arguments.rows)
         if self.options.static_shapes:
             problem = problem or history.shapes_problem(arguments)
+        if self.observer is not None:
+            problem = problem or self.observer.problem(arguments.rows)
         return problem or join_problem()
 
     def _options(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from contrastive_zoo.testing.invariant import Broken, invariant
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.vectors.cases import LABELLED, VIEWS, WIDTH
 from contrastive_zoo.world import World
+from tests.helpers import error_message
 from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
 
 STATEFUL = {
@@ -237,3 +238,51 @@ def test_a_replaced_buffer_comes_back() -> None:
     with pytest.raises(RuntimeError, match="the user's loss failed"):
         cz.WeightedSum([Assigns()])(torch.eye(WIDTH), torch.arange(WIDTH) % 2)
     assert norm.running_mean is kept
+
+
+class OfScores(Loss, function=lambda scores, *, world: scores.sum()):
+    """A loss of numbers, which keeps how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, scores: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
+        begin("OfScores", {"scores": scores}, world=self.local() if world is None else world)
+        self.calls.add_(1)
+        return scores.sum()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_monitor_refuses_before_the_loss_moves(world_size: int, worlds: Worlds) -> None:
+    def job() -> tuple[str | None, float, dict[str, Any]]:
+        loss_fn = cz.DistributedLoss(OfScores(), check_distinct=False)
+        monitor = cz.Monitor(loss_fn)
+        text = error_message(lambda: loss_fn(torch.ones(3)))
+        return text, loss_fn.loss.calls.item(), monitor.state_dict()
+
+    for text, calls, state in worlds.run(world_size, job):
+        assert text is not None
+        assert text.startswith("OfScores: ")
+        assert "holds embeddings" in text
+        assert (calls, state) == (0.0, {"calls": 0})
+
+
+def test_a_refused_first_batch_does_not_fix_the_shapes(worlds: Worlds) -> None:
+    def job() -> None:
+        loss_fn = cz.DistributedLoss(cz.SupCon(), static_shapes=True, check_distinct=False)
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            loss_fn(torch.full((2, 3), torch.nan), torch.arange(2))
+        loss_fn(torch.eye(3), torch.arange(3) % 2)
+        with pytest.raises(ValueError, match=r"brought \[2, 2\] rows of embeddings, labels after \[3, 3\]"):
+            loss_fn(torch.ones(2, 3), torch.arange(2))
+
+    worlds.run(2, job)
+
+
+def test_judgements_are_collected_together_or_not_at_all() -> None:
+    """Complex grades are no numbers: their conversion warns, and a warning may be an error."""
+    metrics = cz.RetrievalMetrics("ndcg@2")
+    with pytest.raises(UserWarning, match="imaginary"):
+        metrics.update_judgements(torch.arange(2), torch.arange(2), torch.ones(2, dtype=torch.complex64))
+    assert metrics.batches == {}

@@ -149,10 +149,13 @@ class RetrievalMetrics(nn.Module):
         if problem := next(filter(None, (_problem(name, x, given) for name, x in given.items())), None):
             raise ValueError(f"RetrievalMetrics: {problem}")
         self._refuse_other_widths(given)
+        copies = {}
         for name, x in given.items():
             # of one dtype on every rank, also on one that has collected nothing
             dtype = x.dtype if name in _ROWS else torch.float64 if name == "grades" else torch.int64
-            self.batches.setdefault(name, []).append(x.detach().to("cpu", dtype, copy=True))
+            copies[name] = x.detach().to("cpu", dtype, copy=True)
+        for name, copied in copies.items():
+            self.batches.setdefault(name, []).append(copied)
 
     def _refuse_other_widths(self, given: Mapping[str, Tensor]) -> None:
         for name, x in given.items():

@@ -45,7 +45,7 @@ class CrossBatchMemory(Loss):
       negatives; then the keys enter it. InfoNCE also compares a query with the batch's other keys; with
       ``in_batch_negatives=False`` it is MoCo's loss, which compares a query with its own key and M alone.
 
-    Slots that are not yet filled are never compared. In eval mode M does not change.
+    Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises.
 
     Args:
         loss: as above.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contrastive_zoo.distributed import DistributedLoss
 from contrastive_zoo.monitor.drift import sketch
 from contrastive_zoo.monitor.figures import Measurement
-from contrastive_zoo.monitor.samples import Samples
+from contrastive_zoo.monitor.samples import Samples, samples_problem
 from contrastive_zoo.monitor.statistics import totals
 from contrastive_zoo.row_checks import described, is_integer
 from contrastive_zoo.world import Shards, World
@@ -148,6 +148,10 @@ class Monitor:
         """Return what must be equal on every rank, as text."""
         return f"{self!r}, call {self._calls}"
 
+    def problem(self, rows: Mapping[str, Tensor]) -> str | None:
+        """Return why a call with these arguments cannot be measured, in words; None if it can, or is not due."""
+        return None if self._calls % self.every else samples_problem(rows)
+
     def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
         """Measure a call if it is due. Every rank calls this after the loss, with what all have agreed on.
 
@@ -157,8 +161,6 @@ class Monitor:
             shards: the split of each over the ranks.
             world: the ranks.
 
-        Raises:
-            ValueError: the first argument holds no embeddings.
         """
         call, self._calls = self._calls, self._calls + 1
         if call % self.every:

@@ -40,9 +40,6 @@ class Samples:
             rows: the tensors of the call, by name.
             shards: the split of each over the ranks.
 
-        Raises:
-            ValueError: the first tensor holds no embeddings.
-
         Examples:
             >>> x, one = torch.ones(2, 3), Shards((2,))
             >>> {name: len(of) for name, of in Samples.of({"view1": x, "view2": x}, [one, one]).encoders.items()}
@@ -52,13 +49,8 @@ class Samples:
             >>> Samples.of({"embeddings": x, "labels": torch.tensor([0, 7])}, [one, one]).labels
             tensor([0, 7])
         """
+        assert samples_problem(rows) is None
         named = [(name, x, of) for (name, x), of in zip(rows.items(), shards, strict=True)]
-        if not named or not named[0][1].is_floating_point() or named[0][1].ndim not in (2, 3):
-            kinds = ", ".join(f"{name} of {x.ndim} dimensions" for name, x, _ in named) or "no tensor"
-            raise ValueError(
-                f"Monitor: the first argument of the loss holds embeddings, [n, d] or [n, views, d], got {kinds}. "
-                "Monitor a loss of embeddings, or call monitor.remove()."
-            )
         name, first, of = named[0]
         views = [first] if first.ndim == 2 else list(first.unbind(1))
         following = named[1] if len(named) > 1 else None
@@ -83,6 +75,23 @@ class Samples:
             return []
         views = [x for of_encoder in self.encoders.values() for x in of_encoder]
         return [(a, b) for index, a in enumerate(views) for b in views[index + 1 :]]
+
+
+def samples_problem(rows: Mapping[str, Tensor]) -> str | None:
+    """Return why a monitor finds no embeddings among these arguments, in words; None if it finds some.
+
+    Examples:
+        >>> samples_problem({"embeddings": torch.ones(2, 3)}) is None
+        True
+    """
+    first = next(iter(rows.values()), None)
+    if first is not None and first.is_floating_point() and first.ndim in (2, 3):
+        return None
+    kinds = ", ".join(f"{name} of {x.ndim} dimensions" for name, x in rows.items()) or "no tensor"
+    return (
+        f"for its monitor the first argument of the loss holds embeddings, [n, d] or [n, views, d], got {kinds}. Monitor a "
+        "loss of embeddings, or call monitor.remove()."
+    )
 
 
 def _are_labels(x: Tensor) -> bool:
