@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_map
 from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.call_history import CallHistory
 from contrastive_zoo.collectives import scale_gradient
+from contrastive_zoo.common_failure import failing_together
 from contrastive_zoo.compiling import gradients_are_computed
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.handshake import Statement, refuse_empty
+from contrastive_zoo.loss_base.kept_state import state_kept_on_error
 from contrastive_zoo.loss_call import LossCall, loss_name, paired_problem, unequal_problem, without_ddp
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.messages import report
@@ -204,13 +206,19 @@ class DistributedStep:
         call.bound.arguments = self.arguments.gathered(agreed, self.session)
         draws = not self.is_own or self.modules.runs_third_party_code
         with one_stream(self.session, self.arguments.device) if draws else nullcontext():
-            if self.is_own:
-                value = call.loss(*call.bound.args, **call.bound.kwargs, world=self.session.of_all_rows())
-            else:
-                value = call.mine_and_compute()
+            value = self._computed_on_every_rank() if self.is_own else call.mine_and_compute()
         if self.options.check_equal:
             self.history.remember_value(value)
         return value
+
+    def _computed_on_every_rank(self) -> Any:
+        """An own loss of the gathered rows; one that keeps a state and may fail on some ranks only fails on all of them."""
+        bound, modules = self.call.bound, self.modules
+        compute = functools.partial(self.call.loss, *bound.args, **bound.kwargs, world=self.session.of_all_rows())
+        if not (modules.runs_third_party_code and modules.buffer_versions()):
+            return compute()
+        with state_kept_on_error(modules.loss):
+            return failing_together(self.name, compute, self.session)
 
 
 _COMPUTED_AGAIN = (

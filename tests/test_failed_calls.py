@@ -171,12 +171,14 @@ class RaisingReferences(nn.Module):
     """A third-party loss that fails at some calls."""
 
     fails = False
+    on_rank: int | None = None
+    """The rank that fails; None for all."""
 
     def forward(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
     ) -> Tensor:
-        if self.fails:
-            raise RuntimeError("the third-party loss failed")
+        if self.fails and (self.on_rank is None or dist.get_rank() == self.on_rank):
+            raise RuntimeError("the third-party loss failed.")
         return (embeddings.sum(0) - ref_emb.sum(0)).square().sum()
 
 
@@ -211,6 +213,26 @@ def test_a_batch_whose_loss_fails_does_not_enter(
     inner: Callable[[], Any], kinds: dict[str, str], split: bool, worlds: Worlds
 ) -> None:
     assert failed_loss_enters_nothing(FailedCall(OwnLoss(memory(inner), kinds), worlds, split))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_loss_that_fails_on_one_rank_fails_on_all(split: bool, worlds: Worlds) -> None:
+    """The memory of no rank moves, also not that of the rank whose loss has a value; and the next call is as any other."""
+
+    def job() -> list[Any]:
+        torch.manual_seed(0)
+        loss = memory(RaisingReferences)()
+        loss_fn: Any = cz.DistributedLoss(loss).double()
+        arguments = OwnLoss(lambda: loss, LABELLED).arguments(dist.get_rank(), 2).values()
+        loss.loss.on_rank = 1
+        found: list[Any] = []
+        with splitting(always=split):
+            for loss.loss.fails in (False, True, False):
+                found.append(error_message(lambda: loss_fn(*arguments)) or len(loss.memory))
+        return found
+
+    text = "CrossBatchMemory: rank 1: RuntimeError: the third-party loss failed."
+    assert worlds.run(2, job) == [[8, text, 16]] * 2
 
 
 def test_a_memory_that_is_not_restored_is_caught(worlds: Worlds) -> None:

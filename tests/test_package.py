@@ -22,7 +22,7 @@ LAYERS = [
     {"compiling", "loaded_state"},
     {"world"},
     {"differences", "gather_cache"},
-    {"handshake"},
+    {"handshake", "common_failure"},
     {"session"},
     {"collectives"},
     {"masks", "randomness", "averaging", "arguments", "loss_summary", "wrapped"},

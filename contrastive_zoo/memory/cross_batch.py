@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, gather_rows
+from contrastive_zoo.common_failure import failing_together
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.devices import beside_rows
 from contrastive_zoo.engine.rowwise import sum_over_anchors
@@ -45,7 +46,8 @@ class CrossBatchMemory(Loss):
       negatives; then the keys enter it. InfoNCE also compares a query with the batch's other keys; with
       ``in_batch_negatives=False`` it is MoCo's loss, which compares a query with its own key and M alone.
 
-    Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises.
+    Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises, on
+    any rank.
 
     Args:
         loss: as above.
@@ -194,8 +196,9 @@ class CrossBatchMemory(Loss):
         if self.memory_input == "sharded negatives":
             return self._against_shards(queries, keys, session)
         gathered = (all_gather(x, gradient="complete", shards=shards, process_group=session) for x in (queries, keys))
+        compute = partial(self.loss, *gathered, negatives=self._stored(keys))
         with one_stream(session, queries.device):
-            return self.loss(*gathered, negatives=self._stored(keys))
+            return failing_together("CrossBatchMemory", compute, session)
 
     def _against_shards(self, queries: Tensor, keys: Tensor, session: Session) -> Tensor:
         """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
@@ -228,12 +231,17 @@ class CrossBatchMemory(Loss):
         labels = all_gather(labels, shards=shards, process_group=world)
         slots = slots.to(rows.device)
         references, ref_labels = self._stored(rows), self.memory.labels.to(labels)
-        with one_stream(world, rows.device):
+
+        def compute() -> Tensor:
             if self.miner is None:
                 indices = _all_pairs(labels, ref_labels)
             else:
                 indices = tuple(self.miner(rows, labels, references, ref_labels))
-            return self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
+            value: Tensor = self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
+            return value
+
+        with one_stream(world, rows.device):
+            return failing_together("CrossBatchMemory", compute, world)
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
