@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastive_zoo.testing.worlds import Worlds
 
@@ -99,3 +100,15 @@ def groups(*of: Sequence[int]) -> Iterator[Any]:
     yield own
     dist.barrier()  # not after an error: the other ranks may not reach it
     dist.destroy_process_group(own)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation within it returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else [found]:
+            self.elements = max(self.elements, x.numel() if isinstance(x, Tensor) else 0)
+        return found

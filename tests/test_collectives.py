@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import contrastive_zoo as cz
 from contrastive_zoo import world as world_module
 from contrastive_zoo.collectives.adjoints import extreme_shares
+from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
@@ -220,6 +221,22 @@ def test_16_bit_numbers_are_summed_in_32_bits(worlds: Worlds) -> None:
     everywhere, on_root, scattered, naive = zip(*found, strict=True)
     assert {y for ys in (*everywhere, on_root[0], *scattered) for y in ys} == {260.0}
     assert set(naive[0]) != {260.0}
+
+
+def test_a_sum_is_one_message(worlds: Worlds) -> None:
+    """After the handshake. An extreme needs another one or two, for how many ranks attain it."""
+
+    def job() -> list[list[int]]:
+        found = []
+        for collective in (cz.all_reduce, lambda x, op: cz.reduce(x, dst=0, op=op)):
+            found.append([])
+            for op in ("sum", "mean", "max"):
+                with Messages() as messages:
+                    collective(torch.ones(3), op=op)
+                found[-1].append(len(messages.sent))
+        return found
+
+    assert worlds.run(2, job) == [[[2, 2, 3], [2, 2, 4]]] * 2
 
 
 def test_an_input_is_never_changed(worlds: Worlds) -> None:

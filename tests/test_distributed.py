@@ -18,8 +18,10 @@ import contrastive_zoo as cz
 from contrastive_zoo import world as worlds_module
 from contrastive_zoo.arguments import GlobalIndices
 from contrastive_zoo.call_history import EVERY_NTH_CALL, FIRST_VALUES
+from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
 from contrastive_zoo.mining import DistributedMiner
 from contrastive_zoo.session import meet
+from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
 from tests.helpers import EXACT, close, common_error, distance, error_message, local_shard, numbers
@@ -50,6 +52,23 @@ def foreign(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Te
 
 def good() -> float:
     return cz.DistributedLoss(foreign)(z(), y()).item()
+
+
+class Overriding(cz.Clip):
+    """A user's loss that computes something else."""
+
+    def forward(self, *rows: Any, **named_rows: Any) -> Tensor:
+        return super().forward(*rows, **named_rows) + 1
+
+
+def test_what_is_no_operator_of_a_compiled_graph() -> None:
+    assert cz.DistributedLoss(cz.Clip()).graph_problem() is None
+    for loss, words in (
+        (foreign, THIRD_PARTY),
+        (losses.SupConLoss(), THIRD_PARTY),
+        (Overriding(), "Overriding.forward may return anything."),
+    ):
+        assert cz.DistributedLoss(loss).graph_problem() == words
 
 
 # ----------------------------------------------------------------------------------------------- what a loss may return
@@ -512,6 +531,21 @@ def test_wide_rows_are_sooner_many(worlds: Worlds) -> None:
         return found
 
     assert worlds.run(2, job) == [[False, True]] * 2
+
+
+def test_many_rows_of_a_loss_that_is_no_mean_over_anchors(worlds: Worlds) -> None:
+    """Every rank computes such a loss of all rows, however many there are."""
+
+    def variance_of_products(rows: Tensor) -> Tensor:
+        return (rows @ rows.T).var()
+
+    def job() -> Tensor:
+        with splitting(always=True):
+            return cz.DistributedLoss(variance_of_products)(z()).detach()
+
+    expected = variance_of_products(torch.cat([z(of_rank=0), z(of_rank=1)]).detach())
+    for found in worlds.run(2, job):
+        close(found, expected)
 
 
 def test_many_rows_of_known_shapes_stay_on_the_engines_way(worlds: Worlds) -> None:

@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo import messages
+from contrastive_zoo.collectives import broadcast_in_place, exchange_rows
+from contrastive_zoo.collectives.adjoints import Reduce
 from contrastive_zoo.engine import softmax
 from contrastive_zoo.engine.exchange import SendReceive
 from contrastive_zoo.messages import CommunicationError, _note
@@ -186,6 +189,32 @@ def test_a_failure_in_the_backward_pass_is_told(patient: Worlds) -> None:
     assert found[1] == "MemoryError: no memory for the gradient"
     assert "Clip, call 1: rank 0 waited in" in found[0]
     assert "Rank 1 failed in Clip, call 1: MemoryError: no memory for the gradient." in found[0]
+
+
+def left_waiting() -> list[str | None]:
+    """What rank 0 learns in each message without which rank 1 has failed, in a group of its own."""
+    found = []
+    for wait in (
+        lambda world: broadcast_in_place(torch.ones(1), 1, world),
+        lambda world: Reduce.apply(torch.ones(1), 0, "sum", world),
+        lambda world: exchange_rows(torch.ones(2, 1), [1, 1], [1, 1], world),
+    ):
+        world = World.of(dist.new_group([0, 1]))
+        cz.all_reduce(torch.ones(1), process_group=world)
+        if world.rank == 0:
+            found.append(error_message(lambda wait=wait, world=world: wait(world), CommunicationError))
+        else:
+            messages.report(KeyError("a column is missing"), world)
+    return found
+
+
+def test_no_message_waits_for_a_rank_that_has_failed(patient: Worlds) -> None:
+    """The group's own time-out is half an hour."""
+    found, _ = patient.run(2, left_waiting)
+    for text, message in zip(found, ("a broadcast", "a reduction to one rank", "an exchange of rows"), strict=True):
+        assert text == (
+            f"rank 0 waited in {message} for a rank that has failed. Rank 1 failed: KeyError: 'a column is missing'."
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- the mechanism

@@ -107,15 +107,15 @@ def _masked_extreme(x: Tensor, mask: Tensor, sign: int, first: bool) -> Tensor:
     some, empty = mask.any(1), sign * torch.inf
     selected = x.where(mask | ~some[:, None], empty)
     if first:
-        return (selected.max(1) if sign < 0 else selected.min(1)).values.where(some, empty)
-    return (selected.amax(1) if sign < 0 else selected.amin(1)).where(some, empty)
+        return (selected.max(1) if sign == -1 else selected.min(1)).values.where(some, empty)
+    return (selected.amax(1) if sign == -1 else selected.amin(1)).where(some, empty)
 
 
 class _MaskedExtreme(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, sign: int, first: bool, sparse: bool) -> Tensor:
         selected = _fill_unselected(x, mask, sign * _fill_value(x))
-        extreme = selected.amax(1) if sign < 0 else selected.amin(1)
+        extreme = selected.amax(1) if sign == -1 else selected.amin(1)
         none = sign * extreme > _fill_value(x) / 2
         hit = torch.eq(selected, extreme[:, None], out=selected)
         ties = hit.sum(1)

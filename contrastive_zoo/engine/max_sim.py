@@ -227,5 +227,10 @@ class _MaxSim(Function):
 
 
 def _small_integer(positions: int) -> torch.dtype:
-    """Return the smallest dtype that represents so many positions."""
+    """Return the smallest dtype that represents so many positions.
+
+    Examples:
+        >>> [_small_integer(x) for x in (2**8, 2**8 + 1, 2**15, 2**15 + 1)]
+        [torch.uint8, torch.int16, torch.int16, torch.int32]
+    """
     return torch.uint8 if positions <= 2**8 else torch.int16 if positions <= 2**15 else torch.int32

@@ -151,7 +151,7 @@ class _Extreme(Statistic):
         return (ties / all_ties.clamp(min=1)).where(partial[0] == state[0], 0)
 
     def merge(self, one: State, other: State) -> State:
-        extreme = torch.maximum(one[0], other[0]) if self.sign < 0 else torch.minimum(one[0], other[0])
+        extreme = torch.maximum(one[0], other[0]) if self.sign == -1 else torch.minimum(one[0], other[0])
         return extreme, one[1].where(one[0] == extreme, 0) + other[1].where(other[0] == extreme, 0)
 
 

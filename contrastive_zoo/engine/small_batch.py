@@ -102,7 +102,7 @@ class _SmallBatchInfoNCE(Function):
         n, views, sides = a.shape[0], comparison == "views", 2 if comparison == "rows and columns" else 1
         rows = torch.cat([a, b])
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        has_zero_row = norm.amin().item() <= MIN_NORM
+        has_zero_row = norm.amin().item() < MIN_NORM
         z = rows.div_(norm.clamp_(min=MIN_NORM) if has_zero_row else norm)
         factors = rounded(z, dtype)
         q, k = (factors, factors) if views else factors.chunk(2)

@@ -71,17 +71,9 @@ class SoftmaxSweep:
         window = shift_window(r.dtype)[0]
         if self.unit_norm and not self.learnable_scale and largest <= window:
             return False
-        if self._may_lack_pairs():  # a sum of 0 does not tell whether terms have underflowed or there are none
-            return True
         lowest = min(x.min().item() if len(x) else math.inf for x in (r, r if c is None else c))
         precise = r.new_tensor(lowest >= math.exp(-window), dtype=torch.float32)
         return not extreme_over_ranks(precise, "min", self.world).item()
-
-    def _may_lack_pairs(self) -> bool:
-        """Return whether a row or a column of any rank may have no other than itself and its partners."""
-        left_out = len(self.partners.offsets) + self.one_tower * (1 + len(self.partners.offsets))
-        left_out += self.excluded is not None
-        return min(self.row_shards.total, self.column_shards.total) <= left_out
 
     def _excluded_columns(self, block: RankBlock) -> Tensor | None:
         """Return the excluded rows of a block's rows, as indices of its columns; outside of them where it has none."""

@@ -33,7 +33,12 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
 
 
 def tile_shape(like: Tensor) -> tuple[int, int]:
-    """Return height and width of a tile: powers of two, the width two or four times the height."""
+    """Return height and width of a tile: powers of two, the width two or four times the height.
+
+    Examples:
+        >>> tile_shape(torch.empty(0, dtype=torch.float64)), tile_shape(torch.empty(0))
+        ((512, 1024), (512, 2048))
+    """
     elements = tile_bytes(like) // like.dtype.itemsize
     height = 2 ** max(0, int(math.log2(max(1, elements // 2)) / 2))
     return height, max(1, elements // height)

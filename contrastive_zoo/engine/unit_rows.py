@@ -49,13 +49,18 @@ class _UnitRows(Function):
         dx = torch.empty_like(x)
         with torch.no_grad():
             for dx_chunk, dy_chunk, y_chunk, norm_chunk in _chunks(dx, dy, y, norm):
-                radial = torch.linalg.vecdot(y_chunk, dy_chunk).unsqueeze(-1).where(norm_chunk > MIN_NORM, 0)
+                radial = torch.linalg.vecdot(y_chunk, dy_chunk).unsqueeze(-1).where(norm_chunk >= MIN_NORM, 0)
                 torch.addcmul(dy_chunk, y_chunk, radial, value=-1, out=dx_chunk).div_(norm_chunk.clamp(min=MIN_NORM))
         return differentiable_once(dx, x)
 
 
 def _chunks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of several tensors, as many at a time as a quarter of a tile holds of the first tensor."""
+    """Yield the same rows of several tensors, as many at a time as a quarter of a tile holds of the first tensor.
+
+    Examples:
+        >>> [[len(x) for x, in _chunks(torch.empty(3, tile_bytes(torch.empty(0)) // y))] for y in (16, 32)]   # 4 bytes each
+        [[1, 1, 1], [2, 1]]
+    """
     first = rows[0]
-    height = max(1, tile_bytes(first) // 4 // max(1, first[:1].nbytes)) if len(first) else 1
+    height = max(1, tile_bytes(first) // 4 // max(1, first[:1].nbytes))
     return zip(*(x.split(height) for x in rows), strict=True)

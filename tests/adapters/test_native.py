@@ -288,6 +288,12 @@ def test_distributed_loss_prefers_the_native_loss(name: str, worlds: Worlds) -> 
             assert error(Result(x.value, [gradient], x.parameters), expected) <= EXACT
 
 
+def test_the_original_computes_nothing_that_the_native_loss_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(L.SupConLoss, "compute_loss", lambda *_: pytest.fail("the original computes"))
+    loss_fn = cz.DistributedLoss(L.SupConLoss(), prefer_native=True)
+    assert loss_fn(torch.eye(4), torch.tensor([0, 0, 1, 1])) > 0
+
+
 def test_distributed_loss_keeps_a_loss_without_translation() -> None:
     loss = L.AngularLoss()
     assert cz.DistributedLoss(loss, prefer_native=True).loss is loss

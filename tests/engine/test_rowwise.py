@@ -220,6 +220,17 @@ def of_equals() -> None:
         close(x, y)
 
 
+@pytest.mark.parametrize("context", [contextlib.nullcontext, cz.dense])
+def test_the_first_of_equals_gets_the_gradient(context: Any) -> None:
+    x = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]], requires_grad=True)
+    every = torch.ones(2, 4, dtype=torch.bool)
+    expected = {masked.masked_max: [[1, 0, 0, 0], [0, 1, 0, 0]], masked.masked_min: [[0, 0, 1, 0], [1, 0, 0, 0]]}
+    for extreme, gradient in expected.items():
+        with context():
+            (g,) = torch.autograd.grad(extreme(x, every, first=True).sum(), x)
+        assert g.tolist() == gradient
+
+
 def test_equals_share_the_gradient_of_few_pairs() -> None:
     of_equals()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import dense_mode, small_batch, softmax
+from contrastive_zoo.engine.unit_rows import MIN_NORM
 from tests.helpers import close, numbers
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -103,6 +104,18 @@ def test_the_small_batch_path_ends_at_a_temperature_of_1_40(monkeypatch: pytest.
     for t, expected in ((1 / 40, True), (math.nextafter(1 / 40, 0), False)):
         for temperature in (t, torch.tensor(t, dtype=torch.float64)):
             assert small_batch.uses_small_batch_path(torch.eye(3), temperature, "rows", "mean", cz.ALONE) == expected
+
+
+@pytest.mark.parametrize("elements", [2**16, -1], ids=["small batch", "large batch"])
+def test_the_smallest_norm_that_is_divided_by(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the norm is that of torch.nn.functional.normalize from there on."""
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", elements)
+    a, b = torch.diag(torch.tensor([MIN_NORM, 1, 2], dtype=torch.float64)), numbers(3, 3, seed=1)
+    found, expected = a.clone().requires_grad_(), a.clone().requires_grad_()
+    cz.info_nce(found, b, temperature=0.5).backward()
+    with cz.dense():
+        cz.info_nce(expected, b, temperature=0.5).backward()
+    close(*(x.grad * a.norm(dim=1, keepdim=True) for x in (found, expected)))
 
 
 def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

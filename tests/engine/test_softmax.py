@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.collectives import scatters_sums, transport
-from contrastive_zoo.engine import exchange, ring, schedule, similarity_budget, softmax, tiling
+from contrastive_zoo.engine import dense_mode, exchange, ring, schedule, similarity_budget, softmax, tiling
 from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.session import Session
+from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
-from tests.helpers import EVERY_CASE, close, local_shard, numbers
+from tests.helpers import EVERY_CASE, Largest, close, local_shard, numbers
 
 SPLITS = [(9,), (5, 4), (7, 2), (9, 0), (3, 4, 2), (0, 9, 0), (2, 3, 1, 3), (0, 4, 0, 5), (2, 1, 3, 1, 2)]
 COLUMNS = {1: (11,), 2: (3, 8), 3: (0, 6, 5), 4: (5, 0, 4, 2), 5: (2, 2, 3, 4, 0)}
@@ -279,6 +280,16 @@ def test_a_row_far_from_all_others_is_not_lost() -> None:
     torch.testing.assert_close(g[4], torch.tensor([100.0, 0, 0]), rtol=1e-5, atol=1e-5)
 
 
+def test_a_column_far_from_all_rows_is_not_lost() -> None:
+    """Every row has another column that it is close to; norms are known of no rows."""
+    rows, columns = torch.tensor([[30.0, 0.0]] * 3), torch.tensor([[30.0, 0.0], [20.0, 20.0], [-1.0, 0.0]])
+    args = {"row_shards": Shards((3,)), "column_shards": Shards((3,)), "world": World()}
+    r, c, _ = softmax.cross_log_sum_exp(rows, columns, scale=1.0, **args)
+    s = rows.double() @ columns.double().T
+    assert c is not None
+    torch.testing.assert_close((r.double(), c.double()), (s.logsumexp(1), s.logsumexp(0)), rtol=1e-6, atol=0)
+
+
 def test_a_mutant_that_never_looks_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SoftmaxSweep, "lost_precision", lambda *_: False)
     with pytest.raises(AssertionError):
@@ -356,6 +367,36 @@ def test_losses_that_wait_for_their_backward_passes_share_the_budget() -> None:
         assert keeps(third)
         del third  # its backward pass never comes
         assert keeps(forward())
+
+
+def test_the_backward_pass_gathers_nothing_again(worlds: Worlds) -> None:
+    def of_pass(make: Any) -> tuple[Any, int]:
+        with Messages() as messages:
+            found = make()
+        return found, len(messages.sent)
+
+    def job() -> tuple[int, int]:
+        world = World.of()
+        a, b = (numbers(4, 3, seed=seed + world.rank).requires_grad_() for seed in (0, 2))
+        shards = {"row_shards": Shards((4, 4), world.rank), "column_shards": Shards((4, 4), world.rank)}
+        (r, _, _), forward = of_pass(
+            lambda: softmax.cross_log_sum_exp(a, b, scale=1.0, columnwise=False, unit_norm=True, world=world, **shards)
+        )
+        return forward, of_pass(lambda: r.sum().backward())[1]
+
+    for forward, backward in worlds.run(2, job):
+        assert (forward, backward) == (1, 1)  # columns, and their gradients
+
+
+def test_similarities_of_a_large_batch_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(tiling, "TILE_BYTES", 2**14)
+    z, shards = numbers(300, 3, seed=0).requires_grad_(), Shards((300,))
+    with similarity_budget.memory_budget(0), Largest() as largest:
+        softmax.self_log_sum_exp(z, scale=1.0, shards=shards, world=World())[0].sum().backward()
+        args = {"row_shards": shards, "column_shards": shards, "world": World()}
+        softmax.cross_log_sum_exp(z, z, scale=1.0, **args)[0].sum().backward()
+    assert largest.elements == 2**14 / 8
 
 
 def test_backward_twice() -> None:

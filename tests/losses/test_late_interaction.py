@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine.max_sim import TokenSets, max_sim_scores
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, close, common_error, distance, numbers
+from contrastive_zoo.world import Shards
+from tests.helpers import EXACT, Largest, close, common_error, distance, numbers
 from tests.losses.zoo_tokens import dense_max_sim, dense_pairwise
 from tests.stateful_rank import limits
 
@@ -116,16 +117,23 @@ def test_similarities_of_all_tokens_are_never_held(cached: bool, monkeypatch: py
     assert largest.elements <= selected < (24 * 16) ** 2 / 4
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation within it returns."""
+def test_positions_return_to_the_budget_after_the_backward_pass() -> None:
+    queries, documents = (numbers(6, 3, WIDTH, seed=seed).requires_grad_() for seed in (1, 2))
 
-    elements = 0
+    def kept(value: Tensor) -> bool:
+        return value.grad_fn.saved_tensors[-1] is not None
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for x in found if isinstance(found, (tuple, list)) else [found]:
-            self.elements = max(self.elements, x.numel() if isinstance(x, Tensor) else 0)
-        return found
+    def forward() -> Tensor:
+        tokens = [
+            TokenSets(x.flatten(0, 1), torch.full((6,), 3), Shards((6,)), Shards((18,))) for x in (queries, documents)
+        ]
+        return max_sim_scores(*tokens, world=cz.ALONE)
+
+    with cz.memory_budget(6 * 3 * 6):  # a byte for each token of the queries and each document
+        first, second = forward(), forward()
+        assert (kept(first), kept(second)) == (True, False)
+        first.sum().backward()
+        assert kept(forward())
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -12,6 +12,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine.classes import class_shard, draw_weights
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.losses.arc_face import ArcFace, arc_face
 from contrastive_zoo.losses.cos_face import CosFace, cos_face
@@ -21,6 +22,7 @@ from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA, proxy_nca
 from contrastive_zoo.losses.soft_triple import SoftTriple, soft_triple
 from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import Largest
 from tests.losses.zoo_weights import ENTRIES, InstanceOfLabels
 from tests.zoo import Entry
 
@@ -186,6 +188,32 @@ def test_a_rank_may_hold_no_class(worlds: Worlds) -> None:
     found = worlds.run(3, job, z.detach(), labels, weights.detach())
     close([value for value, _ in found], [expected.item()] * 3)
     close(torch.cat([own for _, own in found]), torch.autograd.grad(expected, weights)[0])
+
+
+@pytest.mark.parametrize("classes", [8, 9, 10])
+def test_every_split_of_the_classes_draws_the_same_weights(classes: int, monkeypatch) -> None:
+    """More of them than are drawn at a time."""
+    monkeypatch.setattr("contrastive_zoo.engine.classes._CLASSES_PER_DRAW", 3)
+
+    def drawn(local: slice) -> Tensor:
+        torch.manual_seed(0)
+        return draw_weights(classes, 2, local=local)
+
+    whole = drawn(slice(0, classes))
+    assert len(whole.unique()) == 2 * classes
+    for size in (2, 3, 5):
+        shards = [drawn(class_shard(classes, cz.World(rank, size))) for rank in range(size)]
+        assert torch.equal(torch.cat(shards), whole)
+
+
+def test_similarities_to_all_classes_are_never_held(monkeypatch) -> None:
+    monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", 4 * 8 * 3 * 50)  # 4 matrices of 3 rows, 8 bytes
+    z, labels = labelled(0, n=30)
+    weights = torch.randn(50, 4, dtype=torch.float64, requires_grad=True)
+    for loss in (normalized_softmax, proxy_anchor):
+        with Largest() as largest:
+            loss(z, labels, weights=weights).backward()
+        assert largest.elements == weights.numel() < len(z) * len(weights) / 4
 
 
 def test_second_derivatives_are_the_dense_ways(monkeypatch) -> None:

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from tools.mutants.suite import Suite
 
 FILES = [
+    "tests/adapters/test_native.py",
     "tests/engine",
+    "tests/kernels/test_implementation.py",
     "tests/losses",
     "tests/test_accelerator.py",
     "tests/test_averaging.py",
@@ -39,6 +41,7 @@ FILES = [
     "tests/test_collectives.py",
     "tests/test_distributed.py",
     "tests/test_distributed_state.py",
+    "tests/test_faults.py",
     "tests/test_gradcache.py",
     "tests/test_handshake.py",
     "tests/test_later_steps.py",
@@ -67,9 +70,11 @@ class Run:
 
     Args:
         options: the command line's.
+        again: names of mutants that are tried first, if the code still has them.
     """
 
     options: argparse.Namespace
+    again: list[tuple[str, str, str]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     controls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -87,14 +92,24 @@ class Run:
         suite.prepare()
         self.measure(suite, covered)
         end = time.monotonic() + 60 * self.options.minutes
-        sampled = random.Random(self.options.seed).sample(mutants(), self.options.count)
-        done = {(x["path"], *x["place"][:1], x["change"], x["number"]) for x in self.results}
-        todo = [x for x in sampled if (x.path, x.place.function, x.change, x.number) not in done]
-        for i in range(0, len(todo), BATCH):
-            if time.monotonic() < end:
-                self.attempt(suite, todo[i : i + BATCH])
-                self.save()
+        todo = self.untried()
+        while len(self.results) < self.options.count and todo and time.monotonic() < end:
+            size = min(BATCH, self.options.count - len(self.results))
+            self.attempt(suite, todo[:size])
+            self.save()
+            todo = todo[size:]
         return True
+
+    def untried(self) -> list[Mutant]:
+        """Forget results of mutants that the code no longer has; return all others that it has, in random order."""
+        every = {x.name: x for x in mutants()}
+        self.results = [x for x in self.results if report.name_of(x) in every]
+        for result in self.results:
+            del every[report.name_of(result)]
+        again = [every.pop(name) for name in self.again if name in every]
+        todo = list(every.values())
+        random.Random(self.options.seed).shuffle(todo)
+        return again + todo
 
     def measure(self, suite: Suite, covered: Path) -> None:
         """Measure the files that are new, and keep what is known of their tests."""
@@ -159,7 +174,8 @@ def main() -> None:
     else:
         if options.again:
             saved = json.loads(options.out.read_text())
-            saved["results"] = [x for x in saved["results"] if report.outcome(x) != "survived"]
+            run.again = [report.name_of(x) for x in saved["results"] if report.outcome(x) == "survived"]
+            saved["results"] = [x for x in saved["results"] if report.name_of(x) not in run.again]
             options.out.write_text(json.dumps(saved))
         settings = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--world-timeout={WORLD_TIMEOUT}"]
         files = [*FILES, *(f"{PACKAGE.name}/{path}" for path in modules())]

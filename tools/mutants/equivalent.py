@@ -3,11 +3,34 @@
 _EMPTY = "The tile ends where the other begins: the diagonal is empty either way."
 _NOTHING = "slice(1, 0) is as empty as slice(0, 0)."
 _TUNING = "A tuning constant: it moves bytes or time, and no result."
+_GUARD = "It keeps a division from zero where there is nothing to cut: any height will do."
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/ring_sweep.py", "RingSweep._without_candidates", "0 → 1"): _NOTHING,
     ("engine/sigmoid.py", "_Block.add", "j.start < i.stop → j.start <= i.stop"): _EMPTY,
-    ("engine/unit_rows.py", "_chunks", "1 → 2 (4)"): "Rows are split so only if there are none.",
+    ("engine/unit_rows.py", "_chunks", "1 → 2 (2)"): _GUARD,
+    ("engine/tiling.py", "row_blocks", "1 → 2 (2)"): _GUARD,
+    ("engine/dense_mode.py", "", "2 ** 16 → 2 * 16"): "It moves the threshold between two paths that compute the same.",
+    (
+        "engine/softmax_sweep.py",
+        "_logits",
+        "if isinstance(scale, Tensor): → if True:",
+    ): "A number may be a factor of the matmul, which is faster, or of its result.",
+    (
+        "engine/softmax_sweep.py",
+        "SoftmaxSweep.lost_precision",
+        "lowest >= math.exp(-window) → lowest > math.exp(-window)",
+    ): "At the threshold both arithmetics are precise; the window has a margin of 38 nats.",
+    (
+        "engine/masked.py",
+        "_fill_unselected",
+        "not devices.on_cpu(x) → not not devices.on_cpu(x)",
+    ): "Two ways of writing the same matrix, the faster one on each device.",
+    (
+        "engine/masked.py",
+        "_MaskedExtreme.forward",
+        "2 → 3",
+    ): "The largest finite entry and the fill value lie far on either side of a half and of a third of it.",
     ("handshake.py", "", "8 → 9"): _TUNING,
     ("handshake.py", "_Reserved.learn", "0 → 1 (3)"): _TUNING,
     (

@@ -15,10 +15,15 @@ BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 COLUMNS = ("caught", "timed out", "equivalent", "survived")
 
 
+def name_of(result: dict[str, Any]) -> tuple[str, str, str]:
+    """Module, function and change, as :attr:`tools.mutants.changes.Mutant.name` has them."""
+    return result["path"], result["place"][0], result["change"]
+
+
 def outcome(result: dict[str, Any]) -> str:
     """What is counted of a mutant; a survivor of the list of equivalent ones apart."""
-    name = result["path"], result["place"][0], result["change"]
-    return "equivalent" if result["verdict"] == "survived" and name in EQUIVALENT else str(result["verdict"])
+    is_equivalent = result["verdict"] == "survived" and name_of(result) in EQUIVALENT
+    return "equivalent" if is_equivalent else str(result["verdict"])
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
