@@ -24,7 +24,8 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.collectives import scale_gradient
 from contrastive_zoo.demo.training import Digits
-from contrastive_zoo.session import Declaration, Options, Session
+from contrastive_zoo.session import Session
+from contrastive_zoo.step_state import Declaration, Options
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
 

@@ -162,7 +162,12 @@ class Arguments:
         return 1 + sum((x is y) << index for index, (x, y) in enumerate(pairs))
 
     def gathered(self, agreed: Agreed, world: World) -> dict[str, Any]:
-        """The arguments with the rows of all ranks in rank order, whose gradients come out W times as large.
+        """The arguments with the rows of all ranks as :meth:`gathered_rows` returns them."""
+        leaves = self.leaves | self.gathered_rows(agreed, world)
+        return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
+
+    def gathered_rows(self, agreed: Agreed, world: World) -> dict[str, Tensor]:
+        """:attr:`rows` of all ranks in rank order, whose gradients come out W times as large.
 
         A tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about.
         """
@@ -176,8 +181,7 @@ class Arguments:
         for index, (i, j) in enumerate(itertools.combinations(range(min(len(found), _COMPARED)), 2)):
             if max(agreed.same - 1, 0) >> index & 1:
                 found[j] = found[i]
-        leaves = self.leaves | dict(zip(self.rows, found, strict=True))
-        return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
+        return dict(zip(self.rows, found, strict=True))
 
     def _as_wide_as(self, sizes: Sequence[Shards]) -> list[Tensor]:
         """The rows, padded with zeros to the largest of each dimension's sizes; the padding gets no gradient."""

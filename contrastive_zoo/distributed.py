@@ -1,6 +1,5 @@
 """DistributedLoss makes any loss a function of the global batch."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
@@ -16,12 +15,14 @@ from contrastive_zoo.collectives import broadcast, scale_gradient
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.distributed_step import DistributedStep, Observer
 from contrastive_zoo.handshake import kind
+from contrastive_zoo.loss_attributes import LossAttributes
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import LossCall, bound_arguments, loss_name, signature, without_ddp
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.native_loss import native_and_replaced
-from contrastive_zoo.session import Options, Session, meet, refuse
+from contrastive_zoo.session import Session, meet, refuse
+from contrastive_zoo.step_state import Options
 from contrastive_zoo.world import Processes, Shards, World
 from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 from contrastive_zoo.wrapper_options import (
@@ -34,7 +35,6 @@ from contrastive_zoo.wrapper_options import (
     refuse_bad_loss,
     refuse_bad_options,
     ring_in_group,
-    shown,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ R = TypeVar("R", default=Any)
 """What the loss returns."""
 
 
-class DistributedLoss(GraphModule, Generic[R]):
+class DistributedLoss(LossAttributes, Generic[R]):
     """``loss`` on the rows of all ranks: its value, its encoder gradient and the gradient of its own parameters.
 
     Let z₁ … z_N be the rows of all ranks in rank order, and L the loss that one process computes from them. On every rank,
@@ -273,11 +273,12 @@ class DistributedLoss(GraphModule, Generic[R]):
         if not call.is_own and (problem := call.indices_problem(session)) is not None:
             refuse(loss_name(without_ddp(self.loss)), problem, world=session)
         session = self._looking_later(call, session)
-        own, rows = call.is_own, Arguments.of(call.bound.arguments).rows if self._observing else {}
-        if self._observing is not None and (problem := self._observing.problem(rows)) is not None:
+        own, observer = call.is_own, self._observing
+        rows = {} if observer is None else Arguments.of(call.bound.arguments).rows
+        if observer is not None and (problem := observer.problem(rows)) is not None:
             refuse(loss_name(without_ddp(self.loss)), problem, world=session)
         value = call.loss(*call.bound.args, **call.bound.kwargs, world=session) if own else call.mine_and_compute()
-        if (observer := self._observing) is not None:
+        if observer is not None:
             observer.observe(without_ddp(self.loss), rows, [Shards((len(x),)) for x in rows.values()], session)
         return value
 
@@ -299,34 +300,3 @@ class DistributedLoss(GraphModule, Generic[R]):
         for x in state.values():
             x.data.copy_(broadcast(x.detach(), process_group=session))
         self._history.has_broadcast = True
-
-    def extra_repr(self) -> str:
-        """Every option that is not its default; modules stand below."""
-        parts = []
-        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
-            value = None if name == "self" else getattr(self, name)
-            if value is not parameter.default and value != parameter.default and name not in {"self", *self._modules}:
-                parts.append(f"{name}={shown(value)}")
-        return ", ".join(parts)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if (bare := self._has(name)) is None:
-                raise
-            return getattr(bare, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # a schedule that sets loss_fn.temperature means the loss's; without this it would change nothing
-        own = name in vars(self) or name in vars(self).get("_modules", ()) or hasattr(type(self), name)
-        bare = None if own else self._has(name)
-        if bare is None:
-            super().__setattr__(name, value)
-        else:
-            setattr(bare, name, value)
-
-    def _has(self, name: str) -> Any:
-        """The bare loss if this is one of its public attributes."""
-        bare = without_ddp(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
-        return None if name.startswith("_") or not hasattr(bare, name) else bare

@@ -20,13 +20,15 @@ from contrastive_zoo.compiling import gradients_are_computed
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.handshake import Statement, refuse_empty
 from contrastive_zoo.loss_base.kept_state import state_kept_on_error
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import LossCall, loss_name, paired_problem, unequal_problem, without_ddp
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.messages import report
 from contrastive_zoo.randomness import StateWatch, one_stream
 from contrastive_zoo.row_checks import first_non_finite, tolerance
-from contrastive_zoo.session import Opening, Replicate, Session, refuse
+from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.small_batch import is_small
+from contrastive_zoo.step_state import ComputedFrom, Opening, Replicate
 from contrastive_zoo.uneven_ends import join_problem
 from contrastive_zoo.world import Shards, World
 from contrastive_zoo.wrapper_options import WrapperOptions
@@ -92,11 +94,13 @@ class DistributedStep:
         except BaseException as error:
             report(error, self.session)
             raise
+        assert self.opening.agreed is not None
+        if self.opening.agreed.replicate and self.options.check_equal:
+            self.history.remember_value(value)
         self.history.keeps_state = self.modules.buffers_changed(before)
         self.history.calls += 1
         self.history.sizes = self.arguments.sizes
         if self.observer is not None:
-            assert self.opening.agreed is not None
             self.observer.observe(self.modules.loss, self.arguments.rows, self.opening.agreed.shards, self.session)
         return value
 
@@ -165,6 +169,13 @@ class DistributedStep:
         try:
             if not self.is_own:
                 return self._sharded()
+            if _runs_once(self.call.loss):
+                session.progress.go_on = self._computed_from
+                value = self.call.loss(*self.args, **self.kwargs, world=session)
+                assert not session.runs_once, (
+                    f"{self.name} is declared with begins_once=True, but does not call begin_once()"
+                )
+                return value
             if self.modules.runs_third_party_code:
                 watch = StateWatch(self.modules.loss, self.arguments.device)
                 session.progress.changes = watch.has_changed
@@ -207,8 +218,6 @@ class DistributedStep:
         draws = not self.is_own or self.modules.runs_third_party_code
         with one_stream(self.session, self.arguments.device) if draws else nullcontext():
             value = self._computed_on_every_rank() if self.is_own else call.mine_and_compute()
-        if self.options.check_equal:
-            self.history.remember_value(value)
         return value
 
     def _computed_on_every_rank(self) -> Any:
@@ -219,6 +228,22 @@ class DistributedStep:
             return compute()
         with state_kept_on_error(modules.loss):
             return failing_together(self.name, compute, self.session)
+
+    def _computed_from(self, rows: Mapping[str, Tensor]) -> ComputedFrom:
+        """What a loss that runs once is computed from after the handshake, given the rows with which it has begun.
+
+        Raises:
+            Replicate: every rank computes it, but a hook has replaced the arguments; the hook has to see all ranks' rows.
+        """
+        agreed, session, own = self.opening.agreed, self.session, self.arguments.rows
+        assert agreed is not None
+        if not agreed.replicate:
+            return ComputedFrom(_scaled(rows, session), session, slice(None))
+        if [*map(id, rows.values())] != [*map(id, own.values())]:
+            raise Replicate
+        refuse_empty(self.name, agreed.shards[0])
+        found = self.arguments.gathered_rows(agreed, session).values()
+        return ComputedFrom(dict(zip(rows, found, strict=True)), session.of_all_rows(), agreed.shards[0].local)
 
 
 _COMPUTED_AGAIN = (
@@ -234,6 +259,11 @@ def _is_small(arguments: Arguments, shards: Sequence[Shards]) -> bool:
     in memory until Python's garbage collector runs.
     """
     return is_small(arguments.total(shards), arguments.width)
+
+
+def _runs_once(loss: Any) -> bool:
+    """Whether the loss is nothing but a function that calls ``begin_once``."""
+    return isinstance(loss, Loss) and loss.begins_once and type(loss).forward is Loss.forward
 
 
 def _in_backward() -> bool:

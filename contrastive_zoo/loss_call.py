@@ -98,8 +98,20 @@ def bound_arguments(
     # mypy takes a class for its instance
     names, required = _by_position(type(loss)) if isinstance(loss, Loss) else ((), 0)  # type: ignore[arg-type]  # as above
     if names and not named_rows and required <= len(rows) <= len(names):
-        return inspect.BoundArguments(takes, dict(zip(names, rows, strict=False)))
+        return _ByPosition(takes, dict(zip(names, rows, strict=False)))
     return (takes.bind_partial if partial else takes.bind)(*rows, **named_rows)
+
+
+class _ByPosition(inspect.BoundArguments):
+    """The first arguments of a signature, all by position; the base class looks at each parameter to find out."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return tuple(self.arguments.values())
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {}
 
 
 @functools.cache

@@ -14,57 +14,16 @@ from contrastive_zoo.derivations import Derivations
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.row_checks import first_non_finite, in_one_line, row_kind, tensor_problem, tolerance
+from contrastive_zoo.step_state import (
+    UNCHECKED,
+    ComputedFrom,
+    Declaration,
+    Declared,
+    Options,
+    Progress,
+    Replicate,
+)
 from contrastive_zoo.world import Machines, Shards, World
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a step, equal on every rank.
-
-    Args:
-        check_finite: whether NaN and infinite rows are refused.
-        ring: whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks
-            of each machine, so that shards pass first inside a machine and then between machines.
-        sharded_factor: the factor of the gradient of sharded parameters, of which each rank holds another part.
-        reads_values: whether checks wait for the values of labels, weights and the like that are on an accelerator.
-    """
-
-    check_finite: bool = True
-    ring: bool | Machines = False
-    sharded_factor: float = 1.0
-    reads_values: bool = True
-
-
-@dataclass
-class Declaration:
-    """What one loss states before it computes: its rows, its settings, and the problem that it finds in them."""
-
-    caller: str
-    rows: Mapping[str, str]
-    """The kind of one row, by name."""
-    sizes: list[int]
-    settings: Mapping[str, str]
-    problem: str | None
-    tolerance: float
-    shards: list[Shards] = field(default_factory=list)
-    """The split of each of the rows over the ranks, once all ranks have agreed."""
-
-    def compared(self, prefix: str) -> dict[str, str]:
-        """The text that must be equal on every rank, by name."""
-        return {prefix + name: value for name, value in {**self.rows, **self.settings}.items()}
-
-
-@dataclass
-class Opening:
-    """The part of a step's first handshake that is not a declaration of a loss.
-
-    Args:
-        statement: the arguments, the class tree and the options; the declarations are added to it.
-        agreed: what ranks have agreed on for the arguments; None before the handshake.
-    """
-
-    statement: Statement
-    agreed: Agreed | None = None
 
 
 def values_are_read(x: Tensor, world: World) -> bool:
@@ -80,29 +39,6 @@ def values_are_read(x: Tensor, world: World) -> bool:
     return devices.on_cpu(x) or not isinstance(world, Session) or world.options.reads_values
 
 
-class Replicate(BaseException):
-    """Raised in a loss when all ranks have agreed to compute it from the gathered rows: it stops on this rank's rows."""
-
-
-class Declared(BaseException):
-    """Raised in a loss that has declared itself: it stops before it computes."""
-
-
-@dataclass
-class _Progress:
-    """The state of a step."""
-
-    opening: Opening | None = None
-    declaring: list[Declaration] | None = None
-    """The declarations so far, while losses only declare themselves; otherwise None."""
-    agreed: list[Declaration] = field(default_factory=list)
-    """Declarations of losses that are still to be computed, in order."""
-    settings: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
-    """By the id of a loss that is still to be computed, the settings with which it has declared itself."""
-    changes: Callable[[], bool] | None = None
-    """Tells whether the loss has drawn random numbers or changed a buffer; None for a loss that cannot."""
-
-
 @dataclass(frozen=True, eq=False)
 class Session(World):
     """A world and what its ranks have agreed on in one step.
@@ -112,11 +48,11 @@ class Session(World):
         Options(check_finite=False, ring=False, sharded_factor=1.0, reads_values=True)
     """
 
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     cache: GatherCache | None = field(default=None, repr=False)
     """The rows gathered in this step; None where no rows are gathered twice."""
     derivations: Derivations = field(default_factory=Derivations, repr=False)
-    progress: _Progress = field(default_factory=_Progress, repr=False)
+    progress: Progress = field(default_factory=Progress, repr=False)
 
     @classmethod
     def of(cls, world: World, **options: bool | float | Machines) -> Session:  # type: ignore[override]  # of a world, with options
@@ -192,6 +128,21 @@ class Session(World):
         self._shake(declarations or [Declaration(caller, {}, [], {}, None, 0.0)])
         progress.agreed = list(declarations)
 
+    @property
+    def runs_once(self) -> bool:
+        """Whether the loss has not been declared, and goes on after the handshake with what :meth:`go_on` returns."""
+        return self.progress.go_on is not None
+
+    def go_on(self, rows: Mapping[str, Tensor]) -> ComputedFrom:
+        """What the loss is computed from, given the rows with which it has begun.
+
+        Raises:
+            Replicate: every rank computes the loss from the rows of all ranks, but these are none of the step's arguments.
+        """
+        go_on, self.progress.go_on = self.progress.go_on, None
+        assert go_on is not None
+        return go_on(rows)
+
     def keep_settings(self, loss: object, settings: Mapping[str, Any]) -> None:
         """Keep the settings of a loss that declares itself: it is computed with the same.
 
@@ -212,8 +163,7 @@ class Session(World):
             >>> Session.of(World()).of_all_rows().options.check_finite
             False
         """
-        unchecked = Options(check_finite=False, reads_values=False)
-        return Session(options=unchecked, progress=_Progress(settings=self.progress.settings))
+        return Session(options=UNCHECKED, progress=Progress(settings=self.progress.settings))
 
     def open(self, caller: str, problem: str | None = None) -> None:
         """Hold the step's first handshake without a declaration, for a third-party loss."""

@@ -23,6 +23,7 @@ LAYERS = [
     {"world"},
     {"differences", "gather_cache"},
     {"handshake", "common_failure"},
+    {"step_state"},
     {"session"},
     {"collectives"},
     {"masks", "randomness", "averaging", "arguments", "loss_summary", "wrapped"},
@@ -32,7 +33,7 @@ LAYERS = [
     {"losses"},
     {"loss_call"},
     {"wrapper_options", "call_history"},
-    {"distributed_step", "native_loss"},
+    {"distributed_step", "loss_attributes", "native_loss"},
     {"distributed"},
     {"mining", "memory", "gradcache", "sampling", "monitor"},
 ]
@@ -223,7 +224,7 @@ def test_no_module_of_the_package_is_imported_by_a_string() -> None:
 def test_imports_are_found() -> None:
     assert imported_modules("losses.nt_xent") >= {"engine.softmax", "loss_base.loss", "world"}
     assert "distributed" in imported_modules("testing.gallery.gather")
-    assert {layer(name) for name in ("world", "engine.rowwise", "distributed", "cli")} == {3, 9, 16, None}
+    assert {layer(name) for name in ("world", "engine.rowwise", "distributed", "cli")} == {3, 10, 17, None}
 
 
 @pytest.mark.parametrize("module", [*modules("losses"), *modules("loss_base")])

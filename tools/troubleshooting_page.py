@@ -30,7 +30,8 @@ GROUPS = {
 
 WITHOUT = {
     "_compat", "audit", "catalogue", "class_docstring", "cli", "compiling", "console", "demo", "gather_cache", "later",
-    "loss_summary", "plots", "random_keys", "randomness", "small_batch", "testing", "vectors",
+    "loss_attributes", "loss_summary", "plots", "random_keys", "randomness", "small_batch", "step_state", "testing",
+    "vectors",
 }  # fmt: skip
 """Modules whose texts are no errors of a training: reports, commands, pictures."""
 

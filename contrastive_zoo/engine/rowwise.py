@@ -28,7 +28,8 @@ from contrastive_zoo.engine.reduction import Reduction, mean_divisor, reduce_anc
 from contrastive_zoo.engine.ring_sweep import RingSweep
 from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.engine.rowwise_sweep import RowwiseSweep
-from contrastive_zoo.session import Replicate, Session
+from contrastive_zoo.session import Session
+from contrastive_zoo.step_state import Replicate
 from contrastive_zoo.world import Shards, World
 
 __all__ = ["AnchorBlock", "BlockFunction", "sum_over_anchors"]

@@ -23,6 +23,9 @@ Comparison = Literal["rows", "rows and columns", "views"]
 """The softmaxes of the loss: of each row over the columns; also of each column over the rows; or of all rows of two
 views over each other."""
 
+ALL = slice(None)
+"""All rows."""
+
 _MIN_TEMPERATURE = 1 / 40
 """The exponentials of unit rows' logits, up to exp(1/t), and their sums are finite in float32 from here on."""
 
@@ -46,6 +49,7 @@ def small_batch_info_nce(
     temperature: float | Tensor,
     comparison: Comparison,
     reduction: Reduction,
+    own: slice = ALL,
 ) -> Float[Tensor, ""]:
     """Return ``logsumexp(S, 1) - S.diagonal()`` with S = unit(a) unit(b)ᵀ / t, its mean with that of Sᵀ, or NT-Xent.
 
@@ -55,6 +59,8 @@ def small_batch_info_nce(
         temperature: t, at least 1/40.
         comparison: the softmaxes of the loss.
         reduction: mean or sum over rows; over the rows of both views for ``"views"``.
+        own: the rows of either side that get a gradient, others get zeros: a rank that computes the loss of all ranks' rows
+            needs that of its own.
 
     Returns:
         Nats.
@@ -73,7 +79,7 @@ def small_batch_info_nce(
     # 1 / t is rounded to the digits of t, as in logit_scale
     t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else temperature
     settings = _Settings(
-        t, t**2 if log_scale is None else -t, comparison, reduction == "mean", dtype, torch.is_grad_enabled()
+        t, t**2 if log_scale is None else -t, comparison, reduction == "mean", dtype, own, torch.is_grad_enabled()
     )
     return _SmallBatchInfoNCE.apply(a, b, parameter, settings)
 
@@ -90,6 +96,7 @@ class _Settings(NamedTuple):
     comparison: Comparison
     mean: bool
     dtype: torch.dtype
+    own: slice
     learns: bool
 
 
@@ -98,7 +105,8 @@ class _SmallBatchInfoNCE(Function):
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, parameter: Tensor, settings: _Settings) -> Tensor:
         """Compute the loss and its gradients."""
-        t, rate, comparison, mean, dtype, learns = settings
+        t, rate, comparison, mean, dtype, own, learns = settings
+        learns_scale = learns and ctx.needs_input_grad[2]
         n, views, sides = a.shape[0], comparison == "views", 2 if comparison == "rows and columns" else 1
         rows = torch.cat([a, b])
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
@@ -106,18 +114,20 @@ class _SmallBatchInfoNCE(Function):
         z = rows.div_(norm.clamp_(min=MIN_NORM) if has_zero_row else norm)
         factors = rounded(z, dtype)
         q, k = (factors, factors) if views else factors.chunk(2)
-        e = torch.mm(q / t, k.T).exp_()
+        logits = torch.mm(q / t, k.T)
+        e = logits.exp() if learns_scale else logits.exp_()
         positive = e.diagonal(n if views else 0).clone()
         _diagonals(e, views).zero_()  # the sums leave the positive out, so that it cancels nowhere
         others = torch.stack([e.sum(1), e.sum(0)]) if sides == 2 else e.sum(1).view(-1, n)  # [1 or 2, n]
         losses = (others / positive).log1p_()
         if learns and any(ctx.needs_input_grad):
             count = losses.numel() if mean else sides  # the loss is a mean of so many softmaxes, or their sum by it
-            dz = _gradient_of_rows(e, positive, others, q, k, comparison)
+            w = _weights(e, positive, others, comparison)
+            dz = _gradient_of_rows(w, q, k, own, comparison)
+            # of two views each pair appears in two rows
+            pairs = -rate * count * (2 if views else 1)
+            ctx.dparameter = t * logits.mul_(w).sum().item() / pairs if learns_scale else None
             radial = torch.linalg.vecdot(z, dz).unsqueeze(1)
-            dscale = radial if factors is z else torch.linalg.vecdot(factors, dz)
-            # each pair appears in two rows
-            ctx.dparameter = dscale.sum().item() / (-2 * rate * count) if ctx.needs_input_grad[2] else None
             if has_zero_row:
                 radial = radial.where(norm > MIN_NORM, 0)
             drows = dz.addcmul_(z, radial, value=-1).div_(norm * (t * count))
@@ -140,26 +150,30 @@ def _diagonals(x: Tensor, views: bool) -> Tensor:
     return x.as_strided((2, 2, n), (n * width, n, width + 1)) if views else x.diagonal()
 
 
-def _gradient_of_rows(
-    e: Tensor, positive: Tensor, others: Tensor, q: Tensor, k: Tensor, comparison: Comparison
-) -> Tensor:
-    """Return the gradient of Σ losses, times t, with respect to the unit rows of both sides; e is overwritten.
+def _weights(e: Tensor, positive: Tensor, others: Tensor, comparison: Comparison) -> Tensor:
+    """Return the derivative of Σ losses by the logits, for two views by both logits of a pair; e is overwritten.
 
     ``others`` are the sums without the positive, which e no longer holds. The weight of a positive is minus the sum of
     the others' weights.
     """
-    n, inverse = q.shape[0], (others + positive).reciprocal_()
+    n, inverse = len(e), (others + positive).reciprocal_()
     of_positives = (inverse * others).sum(0)
     if comparison == "views":
         flat = inverse.view(-1)
         w = torch.add(flat[:, None], flat).mul_(e)
         w.as_strided((2, n // 2), (n * n // 2 - n // 2, n + 1), n // 2).sub_(of_positives)
-        return w @ q
+        return w
     of_rows = inverse[0].unsqueeze(1)
     w = e.mul_(of_rows if comparison == "rows" else of_rows + inverse[1])
     w.diagonal().sub_(of_positives)
-    dz = w.new_empty(2 * n, q.shape[1])
-    dq, dk = dz.chunk(2)
-    torch.mm(w, k, out=dq)
-    torch.mm(w.T, q, out=dk)
+    return w
+
+
+def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, own: slice, comparison: Comparison) -> Tensor:
+    """Return the gradient of Σ losses, times t, with respect to the unit rows of both sides; zeros but for the own rows."""
+    views = comparison == "views"
+    dz = torch.zeros_like(q) if views else q.new_zeros(2 * len(q), q.shape[1])
+    weights, others = (w.chunk(2), (q, q)) if views else ((w, w.T), (k, q))
+    for dx, of_side, other in zip(dz.chunk(2), weights, others, strict=True):
+        torch.mm(of_side[own], other, out=dx[own])
     return dz

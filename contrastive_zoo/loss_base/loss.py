@@ -58,6 +58,8 @@ class Loss(GraphModule):
     _warned_about_local_negatives: ClassVar[bool] = False
     made: ClassVar[tuple[str, ...]] = ()
     """Settings of the function that the constructor creates."""
+    begins_once: ClassVar[bool] = False
+    """Whether the function meets the other ranks once, and returns what it computes from what they have agreed on."""
     refused: ClassVar[tuple[str, ...]] = ()
     """Arguments of the base class's constructor that this loss does not take."""
     rank_local: ClassVar[frozenset[str]] = frozenset()
@@ -71,12 +73,17 @@ class Loss(GraphModule):
         cls,
         function: Callable[..., Tensor] | None = None,
         check: Callable[..., str | None] = lambda: None,
+        begins_once: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Declare a loss. ``check`` takes some settings of ``function`` and returns what is wrong with them, or None."""
+        """Declare a loss.
+
+        ``check`` takes some settings of ``function`` and returns what is wrong with them, or None. ``begins_once`` says that
+        ``function`` calls :func:`contrastive_zoo.loss_base.preparation.begin_once` and no other loss.
+        """
         super().__init_subclass__(**kwargs)
         if function is not None:
-            cls.function, cls.check = staticmethod(function), staticmethod(check)
+            cls.function, cls.check, cls.begins_once = staticmethod(function), staticmethod(check), begins_once
             vars(inspect.unwrap(function)).setdefault("loss_name", cls.__name__)  # the first word of its errors
             parameters = inspect.signature(function).parameters.values()
             keep = [x for x in parameters if x.kind is x.KEYWORD_ONLY and x.name != "world"]

@@ -1,7 +1,7 @@
 """Begin a step of a loss: check inputs, compare them between ranks, and prepare embeddings."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from contrastive_zoo.engine.precision import at_least_float32, rounded
 from contrastive_zoo.engine.unit_rows import unit_rows
 from contrastive_zoo.handshake import refuse_empty
 from contrastive_zoo.loss_base.checks import labelled_problem, shared_problem, views_problem
-from contrastive_zoo.session import meet
+from contrastive_zoo.session import Session, meet
+from contrastive_zoo.step_state import Replicate
 from contrastive_zoo.world import Shards, World
 
 
@@ -49,6 +50,47 @@ def begin(
     shards = meet(caller, given_rows, world=world, problem=problem, settings=fixed)
     refuse_empty(caller, shards[0])
     return shards
+
+
+class Begun(NamedTuple):
+    """What a loss that has begun is computed from.
+
+    Args:
+        rows: those of this rank, or of all ranks where every rank computes all of a small batch's loss; None stays None.
+        shards: the split of each of ``rows`` that is not None over ``world``.
+        world: the ranks that compute the loss together.
+        own: which of the first of ``rows`` are this rank's; no others need a gradient.
+    """
+
+    rows: Sequence[Any]
+    shards: list[Shards]
+    world: World
+    own: slice
+
+
+def begin_once(caller: str, rows: Mapping[str, Tensor | None], *, world: World, **settings: Any) -> Begun:
+    """:func:`begin` for a loss that meets the other ranks once, and uses its arguments only as this returns them.
+
+    A loss that is declared with ``begins_once=True`` runs once in a step of ``DistributedLoss``. Any other runs twice: up to
+    where it meets the other ranks, and then, with the arguments that they have agreed on, to its end.
+
+    Examples:
+        >>> from contrastive_zoo.world import ALONE
+        >>> begin_once("Loss", {"views": torch.ones(2, 3), "negatives": None}, world=ALONE)[1:]
+        ([Shards(sizes=(2,), rank=0)], World(rank=0, size=1, group=None), slice(None, None, None))
+    """
+    given: Mapping[str, Tensor] = {name: x for name, x in rows.items() if x is not None}
+    shards, own = None, slice(None)
+    session = world if isinstance(world, Session) and world.runs_once else None
+    try:
+        shards = begin(caller, rows, world=world, **settings)
+    except Replicate:
+        if session is None:
+            raise
+    if session is not None:
+        given, world, own = session.go_on(given)
+    shards = shards or [Shards((len(x),)) for x in given.values()]
+    return Begun([given.get(name) for name in rows], shards, world, own)
 
 
 def begin_labelled(

@@ -57,7 +57,7 @@ _info_nce = unchecked(info_nce)
 """Without the check of its arguments' types, which :func:`clip` has made."""
 
 
-class Clip(LearnableScaleLoss, function=clip):
+class Clip(LearnableScaleLoss, function=clip, begins_once=True):
     """The temperature is learnable; the setting is its initial value.
 
     ``loss.logit_scale`` is the parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).

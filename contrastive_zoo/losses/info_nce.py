@@ -16,7 +16,7 @@ from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import rows_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
+from contrastive_zoo.loss_base.preparation import begin_once, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, Shards, World
 
@@ -79,14 +79,16 @@ def info_nce(
         unsupported=_unsupported_by_kernel(negatives, symmetric, in_batch_negatives),
     )  # fmt: skip
     problem = problem or unusable
-    shards, *_, last = begin(
+    (queries, keys, negatives), (shards, *_, last), world, own = begin_once(
         "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
     )  # fmt: skip
     comparison: Comparison = "rows and columns" if symmetric else "rows"
     small = not on_kernel and negatives is None and normalize
     if small and uses_small_batch_path(queries, temperature, comparison, reduction, world):
-        return small_batch_info_nce(queries, keys, temperature=temperature, comparison=comparison, reduction=reduction)
+        return small_batch_info_nce(
+            queries, keys, temperature=temperature, comparison=comparison, reduction=reduction, own=own
+        )
 
     scale = logit_scale(temperature, world)
     q, k, *others = (
@@ -161,7 +163,7 @@ def _settings_problem(symmetric: bool, in_batch_negatives: bool) -> str | None:
     return _OWN_KEY_ONLY if symmetric and not in_batch_negatives else None
 
 
-class InfoNCE(Loss, function=info_nce, check=_settings_problem):
+class InfoNCE(Loss, function=info_nce, check=_settings_problem, begins_once=True):
     supports_ring = True
 
 

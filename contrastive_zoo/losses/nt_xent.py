@@ -12,9 +12,10 @@ from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import self_log_sum_exp
 from contrastive_zoo.loss_base.argument_types import checked
+from contrastive_zoo.loss_base.checks import views_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import agree_on_views, concat_views, prepare_rows, round_to_input_dtype
+from contrastive_zoo.loss_base.preparation import begin_once, concat_views, prepare_rows, round_to_input_dtype
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.world import ALONE, World
 
@@ -57,25 +58,26 @@ def nt_xent(
     settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction, "world": world}
     unsupported = None if len(views) == 2 else f"compares two views, got {len(views)}"
     on_kernel, problem = choose_kernel(views, reduction=reduction, world=world, unsupported=unsupported)
-    shards, count = agree_on_views("NTXent", views, problem=problem, **settings), len(views)
-    if (
-        not on_kernel
-        and count == 2
-        and normalize
-        and uses_small_batch_path(views[0], temperature, "views", reduction, world)
-    ):
-        return small_batch_info_nce(*views, temperature=temperature, comparison="views", reduction=reduction)
+    problem, count = views_problem(views) or problem, len(views)
+    named = {f"view {index}": view for index, view in enumerate(views)}
+    of_views, (shards, *_), world, own = begin_once("NTXent", named, problem=problem, **settings)
+    first = of_views[0]
+    small = not on_kernel and count == 2 and normalize
+    if small and uses_small_batch_path(first, temperature, "views", reduction, world):
+        return small_batch_info_nce(
+            first, of_views[1], temperature=temperature, comparison="views", reduction=reduction, own=own
+        )
 
     scale = logit_scale(temperature, world)
-    rows = [round_to_input_dtype(prepare_rows(view, normalize=normalize, world=world), view, world) for view in views]
+    rows = [round_to_input_dtype(prepare_rows(x, normalize=normalize, world=world), x, world) for x in of_views]
     if on_kernel:
         from contrastive_zoo.kernels import softmax  # imported here: Triton is optional
 
-        a, b = (x.to(views[0].dtype) for x in rows)
+        a, b = (x.to(first.dtype) for x in rows)
         return softmax.nt_xent(a, b, scale)
     offsets = [len(rows[0]) * step for step in range(1, count)]
     others, similarities = self_log_sum_exp(
-        concat_views(rows, world), scale=scale, unit_norm=normalize, dtype=views[0].dtype, partner_offsets=offsets,
+        concat_views(rows, world), scale=scale, unit_norm=normalize, dtype=first.dtype, partner_offsets=offsets,
         shards=shards.times(count), world=world,
     )  # fmt: skip
     losses = cross_entropy_of_several(_of_partners(similarities, count), others)
@@ -93,5 +95,5 @@ def _of_partners(similarities: list[Tensor], views: int) -> Tensor:
     return torch.stack([torch.stack(x) for x in of_view], 1).flatten(1)
 
 
-class NTXent(Loss, function=nt_xent):
+class NTXent(Loss, function=nt_xent, begins_once=True):
     supports_ring = True
