@@ -1,6 +1,7 @@
 """Times of the Triton kernels on this GPU, with the limits of the device and the times of dense formulas.
 
     python benchmarks/gpu.py [--quick] [--out FILE]
+    python benchmarks/gpu.py --model [--rates TFLOP TB T]    without a GPU: what the model predicts
 
 Medians by CUDA events, forward and backward, inputs rotated so that none is in L2, ceilings measured in the same minute. The
 model is the largest of FLOP over the rate of a large matrix product, bytes over copy bandwidth, and exponentials over
@@ -30,6 +31,11 @@ EXPONENTIALS = {"CLIP": 2, "SigLIP": 1, "NT-Xent": 1}
 
 WEIGHTS = {"CLIP": 1.0, "SigLIP": 1.0, "NT-Xent": 0.5}
 """How many of B² weights are written once and read twice."""
+
+H100 = (737.0, 2.98, 3.9)
+"""TFLOP/s of bfloat16, TB/s and T exponentials/s that one H100 reached; benchmarks/gpu.md."""
+
+SIZES = [(4096, 768), (16_384, 768), (65_536, 768), (1_048_576, 512)]
 
 Loss = Callable[..., Tensor]
 
@@ -101,9 +107,13 @@ class Ceilings:
 
     def model_ms(self, name: str, n: int, d: int) -> float:
         """Return the lower bound of the time of a loss with n rows per side (NT-Xent: n rows in total)."""
+        return max(self.parts_ms(name, n, d))
+
+    def parts_ms(self, name: str, n: int, d: int) -> tuple[float, float, float]:
+        """Return the times of FLOP, bytes and exponentials."""
         flop = PRODUCTS[name] * 2 * n * n * d / self.flop
         moved = 3 * 2 * WEIGHTS[name] * n * n / self.bytes
-        return 1e3 * max(flop, moved, EXPONENTIALS[name] * n * n / self.exp)
+        return 1e3 * flop, 1e3 * moved, 1e3 * EXPONENTIALS[name] * n * n / self.exp
 
     def __str__(self) -> str:
         return (
@@ -182,17 +192,32 @@ def small(sizes: list[int], ceilings: Ceilings, d: int = 768) -> Iterator[str]:
             )
 
 
+def predictions(ceilings: Ceilings) -> Iterator[str]:
+    """Return a table of the model's times, for a device with these rates."""
+    yield "| loss | B | d | model ms | FLOP ms | bytes ms | exponentials ms |"
+    yield "|---|---|---|---|---|---|---|"
+    for n, d in SIZES:
+        for name in LOSSES:
+            parts = " | ".join(f"{x:.3g}" for x in ceilings.parts_ms(name, n, d))
+            yield f"| {name} | {n:,} | {d} | {ceilings.model_ms(name, n, d):.3g} | {parts} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="without small batches and without a million rows")
     parser.add_argument("--out", type=Path, help="a file for the tables")
+    parser.add_argument("--model", action="store_true", help="print what the model predicts, and measure nothing")
+    parser.add_argument("--rates", nargs=3, type=float, default=H100, help="of that model, in 10¹² a second")
     options = parser.parse_args()
+    if options.model:
+        print(*predictions(Ceilings(*(1e12 * x for x in options.rates))), sep="\n")
+        return
     ceilings = Ceilings.measured()
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; {ceilings}.", ""]
     print(*lines, sep="\n", flush=True)
-    tables = [large([(4096, 768), (16_384, 768), (65_536, 768)], ceilings)]
+    tables = [large(SIZES[:-1], ceilings)]
     if not options.quick:
-        tables += [small([256, 512, 1024, 2048], ceilings), large([(1_048_576, 512)], ceilings)]
+        tables += [small([256, 512, 1024, 2048], ceilings), large(SIZES[-1:], ceilings)]
     for table in tables:
         for line in table:
             print(line, flush=True)

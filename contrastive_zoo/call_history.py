@@ -42,11 +42,11 @@ class CallHistory:
         self.sizes: list[int] | None = None
         self._value: Callable[[], list[float]] | None = None
         self._sums: Callable[[], StateSums] | None = None
-        self._finite: dict[str, Callable[[], list[float]]] = {}
+        self._finite: list[tuple[list[str], Callable[[], list[float]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Without numbers that are still to be read from a device for the next handshake of this very object."""
-        return {**vars(self), "_value": None, "_sums": None, "_finite": {}}
+        return {**vars(self), "_value": None, "_sums": None, "_finite": []}
 
     def remember_value(self, value: Any) -> None:
         """Keep the returned value for the next handshake, at calls whose values are compared."""
@@ -73,11 +73,15 @@ class CallHistory:
 
     def finite_problem(self, arguments: Arguments) -> str | None:
         """Which rows on an accelerator held NaN or infinite values at the previous call; starts to look at these rows."""
-        seen, self._finite = self._finite, {}
+        seen, self._finite = self._finite, []
         if arguments.on_accelerator:
-            floating = {name: x for name, x in arguments.rows.items() if x.is_floating_point()}
-            self._finite = {name: read_later(x.detach().isfinite().all()) for name, x in floating.items()}
-        bad = [name for name, finite in seen.items() if not all(finite())]
+            floating = {name: x.detach() for name, x in arguments.rows.items() if x.is_floating_point()}
+            for device in dict.fromkeys(
+                x.device for x in floating.values()
+            ):  # one copy of each, and usually there is one
+                here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}
+                self._finite.append((list(here), read_later(torch.stack(list(here.values())))))
+        bad = [name for names, flags in seen for name, finite in zip(names, flags(), strict=True) if not finite]
         if not bad:
             return None
         return (

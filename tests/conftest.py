@@ -80,3 +80,14 @@ def impatient() -> Iterator[Any]:
 
     with Worlds(timeout=5.0, grace=0.3) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def device_worlds() -> Iterator[Any]:
+    """Worlds whose backend sends tensors of the simulated device only, as NCCL does."""
+    from contrastive_zoo.testing.worlds import Worlds
+    from tests.simulated import send_from_device
+
+    with Worlds() as pool:
+        pool.run(2, send_from_device)
+        yield pool

@@ -5,14 +5,21 @@ device, except those that a copy takes from one to the other. A message of torch
 ``float64=False`` the device refuses float64, as MPS does.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from contrastive_zoo import call_history, loss_summary
+from contrastive_zoo.world import World
 
 aten = torch.ops.aten
 
@@ -29,6 +36,9 @@ READS = {
 """Operations for whose result, or its size, the host waits."""
 
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+SENDS_FROM_DEVICE: set[str] = set()
+"""Names of process groups whose backend sends tensors of the device only, as NCCL does; others then send from the CPU."""
 
 COPIES = {"_to_copy", "copy_", "copy", "_copy_from", "_local_scalar_dense"}
 """Operations that read from another device."""
@@ -90,6 +100,10 @@ class Simulated(TorchDispatchMode):
         self.place, self.float64 = torch.device(device), float64
         self.reads: list[str] = []
         """Operations that read values of the device."""
+        self.copies: list[str] = []
+        """Copies of values of the device that the host reads a step later, without waiting."""
+        self.uploads: list[str] = []
+        """Operations that copy values of the host to the device, for which the host waits unless their memory is pinned."""
         self.host_messages: list[int] = []
         """Bytes of the messages of CPU tensors."""
 
@@ -112,8 +126,8 @@ class Simulated(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         if name == "_pin_memory" or kwargs.pop("pin_memory", None):
             self.reads.append("pinned memory")
-        if function.namespace == "c10d" and tensors and not here:
-            self.host_messages.append(max(x.nbytes for x in tensors))
+        if function.namespace == "c10d" and tensors:
+            self._note_message(tree_leaves((args, kwargs)), tensors, bool(here))
         plain_args, plain = tree_map(lambda x: x.values if isinstance(x, OnDevice) else x, (args, kwargs))
         found = function(*plain_args, **plain)
         # C++ takes tensors of the device for meta tensors, and asks for others like them
@@ -126,6 +140,8 @@ class Simulated(TorchDispatchMode):
             by_mask = False  # one number is written by masked_fill
         if here and (name in READS or by_mask or (name in COPIES and not on_device)):
             self.reads.append(name)
+        if name in COPIES and on_device and any(not isinstance(x, OnDevice) for x in tensors):
+            self.uploads.append(name)
         mutated = {id(x.values): x for x in here} | {id(x): x for x in tensors}
 
         def wrapped(x: Any) -> Any:
@@ -138,6 +154,21 @@ class Simulated(TorchDispatchMode):
             return self.put(x) if on_device else x
 
         return tree_map(wrapped, found)
+
+    def read_later(self, x: Tensor) -> Callable[[], list[float]]:
+        """Stand in for :func:`contrastive_zoo.later.read_later`."""
+        if not isinstance(x, OnDevice):
+            return x.detach().flatten().tolist
+        self.copies.append("read_later")
+        return x.values.flatten().tolist
+
+    def _note_message(self, leaves: list[Any], tensors: list[Tensor], from_device: bool) -> None:
+        objects = [x for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
+        for name in [dist.ProcessGroup.unbox(x).group_name for x in objects] if SENDS_FROM_DEVICE else []:
+            place = self.place.type if from_device else "cpu"
+            assert from_device == (name in SENDS_FROM_DEVICE), f"group {name}: no backend for device type {place}"
+        if not from_device:
+            self.host_messages.append(max(x.nbytes for x in tensors))
 
 
 _modes: list[Simulated] = []
@@ -158,3 +189,61 @@ def simulated(device: str = "ipu:0", *, float64: bool = True) -> Iterator[Simula
             yield mode
     finally:
         _modes.pop()
+
+
+# ---------------------------------------------------------------------------------------------------- what tests use
+
+
+Put = Callable[[Any], Any]
+"""Puts a tensor, or a module's parameters and buffers, on the device."""
+
+
+def send_from_device() -> None:
+    """Make this rank's process group send tensors of the device only, as NCCL does; numbers of the host get a group."""
+    World.on_accelerators = property(lambda world: world.size > 1)  # type: ignore[assignment]  # a cached property
+    World.device = property(lambda world: torch.device("ipu:0"))  # type: ignore[assignment]  # a cached property
+    SENDS_FROM_DEVICE.add(dist.group.WORLD.group_name)
+
+
+@contextmanager
+def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
+    """Simulate a device with all that this library asks of one."""
+    with pytest.MonkeyPatch.context() as patch, simulated(name, float64=float64) as mode:
+        for module in (call_history, loss_summary):  # there is no event of this device
+            patch.setattr(module, "read_later", mode.read_later)
+        kind, generator = name.split(":")[0], SimpleNamespace(get_rng_state=lambda _=None: torch.get_rng_state())
+        generator.set_rng_state = generator.manual_seed = generator.manual_seed_all = lambda *_: None
+        generator._is_in_bad_fork = lambda: False
+        patch.setattr(torch, kind, generator, raising=False)
+        patch.setattr(torch, "get_device_module", lambda device: generator)
+        yield mode
+
+
+def put_by(mode: Simulated) -> Put:
+    def put(x: Any) -> Any:
+        if isinstance(x, nn.Module):
+            x = copy.deepcopy(x)
+            for part in x.modules():
+                for name, p in part._parameters.items():
+                    part._parameters[name] = p if p is None else nn.Parameter(mode.put(p.detach()), p.requires_grad)
+                for name, b in part._buffers.items():
+                    part._buffers[name] = b if b is None else mode.put(b)
+            return x
+        return mode.put(x)
+
+    return put
+
+
+def on_cpu(found: Any) -> Any:
+    return tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, found)
+
+
+def value_and_gradients(loss: nn.Module, rows: list[Tensor]) -> list[Any]:
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in rows]
+    value = loss(*leaves)
+    learnt = [x for x in (*leaves, *loss.parameters()) if x.requires_grad]
+    return [
+        value,
+        *torch.autograd.grad(value, learnt, allow_unused=True, materialize_grads=True),
+        *(x.clone() for x in loss.buffers()),
+    ]

@@ -1,11 +1,12 @@
 """Several ranks that send from an accelerator, as NCCL does: the losses are right, and a steady step can be captured.
 
-A CUDA graph records what a step starts on the device. A value that the host reads, memory that it pins and a tensor of the
-device that is sent by the CPU would break the recording; the handshake, numbers of the host, does not.
+A CUDA graph records what a step starts on the device. A value that the host reads, one that it copies to the device, memory
+that it pins and a tensor of the device that is sent by the CPU break the recording; the handshake, numbers of the host, does
+not.
 """
 
 import copy
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import pytest
@@ -14,102 +15,225 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo import loss_summary
+from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import EVERY_CASE
+from tests.adapters.test_sharded import ALONE, PAIRS, Rows
+from tests.device_entries import ENTRIES as OTHERS
+from tests.helpers import EVERY_CASE, EXACT, distance, error_message
+from tests.simulated import device, on_cpu, put_by, value_and_gradients
 from tests.test_accelerator import may_read
 from tests.test_contract import WHOLE_ZOO
-from tests.test_devices import LEFT_OUT, device, on_cpu, put_by, value_and_gradients
+from tests.test_devices import LEFT_OUT
 from tests.zoo import Entry
 
-SHARDS = (4, 4)
+SPLITS = [(4, 4), (5, 3), (0, 8)]
+SHARDS = SPLITS[0]
 STATEFUL = {"NNCLR", "ReSSL"}
 """They read how many rows their memory holds."""
 
 HANDSHAKE = 2 * 8 * 64
-"""Bytes that are more than the headers of two ranks."""
-
-
-@pytest.fixture(scope="module")
-def accelerated() -> Iterator[Worlds]:
-    """Worlds whose backend sends from the simulated device only."""
-
-    def pretend() -> None:
-        World.on_accelerators = property(lambda world: world.size > 1)  # type: ignore[assignment]  # a cached property
-        World.device = property(lambda world: torch.device("ipu:0"))  # type: ignore[assignment]  # a cached property
-
-    with Worlds() as pool:
-        pool.run(2, pretend)
-        yield pool
+"""Bytes that are more than the headers of two ranks in one message."""
 
 
 class Steps:
-    """Three steps of one rank: results, and what the last of them read and sent from the host."""
+    """Three steps of one rank: results, and what the last of them read, copied to the device and sent from the host."""
 
-    def __init__(self, entry: Entry, rows: list[Tensor], **options: Any) -> None:
+    def __init__(self, entry: Entry, rows: list[Tensor], *, splits: bool = True, **options: Any) -> None:
+        """Compute each rank's part, or all of the small batch on every rank."""
         loss = entry.case(temperature=0.3).make()
-        loss = cz.DistributedLoss(loss.loss, static_shapes=True, **options).double()
-        with device() as mode:
+        loss = cz.DistributedLoss(loss.loss, **options).double()
+        with device() as mode, splitting(always=splits), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loss_summary, "_is_third_party", lambda kind: not is_of_this_library(kind))
             put = put_by(mode)
             moved = [put(x) for x in rows]
             loss, self.found = put(loss), []
             for _ in range(3):
                 mode.reads.clear()
+                mode.uploads.clear()
+                mode.copies.clear()
                 mode.host_messages.clear()
                 on_device = value_and_gradients(loss, moved)
-                self.reads, self.host_messages = list(mode.reads), list(mode.host_messages)
+                self.reads, self.copies = [*mode.reads, *mode.uploads], list(mode.copies)
+                self.host_messages = list(mode.host_messages)
                 self.found.append(on_cpu(on_device))
 
 
-def steps(index: int, *rows: Tensor, check: bool) -> tuple[list[Any], list[str], list[int]]:
-    done = Steps(ENTRIES[index], list(rows), check_finite=check, check_equal=check)
-    return done.found, done.reads, done.host_messages
+def steps(index: int, *rows: Tensor, check: bool, splits: bool = True) -> tuple[list[Any], list[str], list[int]]:
+    done = Steps(ENTRIES[index], list(rows), splits=splits, static_shapes=True, check_finite=check, check_equal=check)
+    return done.found, [*done.reads, *done.copies], done.host_messages
 
 
-def is_of_this_library(loss: torch.nn.Module) -> bool:
-    """Other losses may draw: every rank sends the state of its generators."""
-    own = [type(x).__module__.startswith("contrastive_zoo.") for x in loss.loss.modules()]
-    return all(own)
+def is_of_this_library(kind: type) -> bool:
+    """Return whether a module sends no state of generators: the library's, and the zoo's variants of them."""
+    return kind is torch.nn.ModuleList or kind.__module__.startswith(("contrastive_zoo.", "tests.losses."))
+
+
+def is_own(entry: Entry) -> bool:
+    return all(is_of_this_library(type(x)) for x in entry.case().make().loss.modules())
 
 
 ENTRIES = [entry for entry in WHOLE_ZOO if str(entry) not in LEFT_OUT]
-DRAWN = ENTRIES[:: 1 if EVERY_CASE else 3]
+CASES = list(itertools.product(ENTRIES, [True, False]))
+DRAWN = CASES if EVERY_CASE else [(entry, index % 4 > 0) for index, entry in enumerate(ENTRIES[::3])]
 
 
-@pytest.mark.parametrize("entry", DRAWN, ids=str)
-def test_a_steady_step_can_be_captured(entry: Entry, accelerated: Worlds) -> None:
-    rows = whole_batch(entry.case(), GlobalBatch(SHARDS, d=3, labels="mixed", seed=5))
+@pytest.mark.parametrize(("entry", "splits"), DRAWN, ids=str)
+def test_a_steady_step_can_be_captured(entry: Entry, splits: bool, device_worlds: Worlds) -> None:
+    index = ENTRIES.index(entry)
+    shards = SPLITS[index // 3 % 3]
+    rows = whole_batch(entry.case(), GlobalBatch(shards, d=3, labels="mixed", seed=5))
     loss = copy.deepcopy(entry.case(temperature=0.3).make()).double()
     expected = [value_and_gradients(loss, rows) for _ in range(3)]
-    each = list(zip(*(x.split(SHARDS) for x in rows), strict=True))
+    each = list(zip(*(x.split(shards) for x in rows), strict=True))
     for rank, (found, reads, sent) in enumerate(
-        accelerated.run(2, steps, ENTRIES.index(entry), each=each, check=False)
+        device_worlds.run(2, steps, index, each=each, check=False, splits=splits)
     ):
-        local = slice(rank * SHARDS[0], (rank + 1) * SHARDS[0])
+        local = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
         for step, whole in zip(found, expected, strict=True):
             count = sum(x.is_floating_point() for x in rows)
             parts = [whole[0], *(2 * x[local] for x in whole[1 : 1 + count]), *whole[1 + count :]]
             torch.testing.assert_close(step, [x.detach() for x in parts], rtol=1e-9, atol=1e-10)
-        if not may_read(str(entry)) and str(entry) not in STATEFUL and is_of_this_library(loss):
+        if not may_read(str(entry)) and str(entry) not in STATEFUL and is_own(entry):
             assert not reads
-        assert sum(sent) <= HANDSHAKE, "the host sends headers only"
+        assert max(sent, default=0) <= HANDSHAKE, "the host sends headers only"
 
 
-def test_checks_would_be_noticed(accelerated: Worlds) -> None:
+def test_checks_would_be_noticed(device_worlds: Worlds) -> None:
     """The mutant: a step that pins memory and reads values, as checks of NaN and of equal values do."""
     entry = next(x for x in ENTRIES if str(x) == "NTXent")
     rows = whole_batch(entry.case(), GlobalBatch(SHARDS, d=3))
     each = list(zip(*(x.split(SHARDS) for x in rows), strict=True))
-    for _, reads, _ in accelerated.run(2, steps, ENTRIES.index(entry), each=each, check=True):
+    for _, reads, _ in device_worlds.run(2, steps, ENTRIES.index(entry), each=each, check=True):
         assert reads
 
 
-def test_a_message_of_the_host_would_be_noticed(accelerated: Worlds) -> None:
+def test_a_value_of_the_host_would_be_noticed(device_worlds: Worlds) -> None:
+    """The mutant: a setting that is copied to the device at each step."""
+    rows = [torch.randn(sum(SHARDS), 3, dtype=torch.float64) for _ in range(2)]
+
+    def job(*rows: Tensor) -> list[str]:
+        with device() as mode:
+            scale = torch.ones(3, dtype=torch.float64)
+            loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True, check_finite=False, check_equal=False)
+            loss(*(mode.put(x) * scale.to(mode.place) for x in rows))
+            return mode.uploads
+
+    assert all(device_worlds.run(2, job, each=list(zip(*(x.split(SHARDS) for x in rows), strict=True))))
+
+
+def test_a_message_of_the_host_would_be_noticed(device_worlds: Worlds) -> None:
     def job() -> list[int]:
         with device() as mode:
-            dist.all_reduce(torch.ones(1000))
+            World.of().start_host_gather(torch.ones(1000))()
             return mode.host_messages
 
-    assert all(sum(sent) > HANDSHAKE for sent in accelerated.run(2, job))
+    assert all(max(sent) > HANDSHAKE for sent in device_worlds.run(2, job))
+
+
+def test_a_message_by_a_backend_without_that_device_would_be_noticed(device_worlds: Worlds) -> None:
+    def job() -> str | None:
+        with device():
+            return error_message(lambda: dist.all_reduce(torch.ones(2)), AssertionError)
+
+    assert all("no backend for device type cpu" in str(text) for text in device_worlds.run(2, job))
+
+
+# ------------------------------------------------------------------------------------------------------- other entries
+
+
+def on_the_device(name: str) -> Any:
+    with device() as mode:
+        return on_cpu(OTHERS[name](put_by(mode)))
+
+
+def on_the_cpu(name: str) -> Any:
+    return on_cpu(OTHERS[name](lambda x: copy.deepcopy(x) if isinstance(x, torch.nn.Module) else x))
+
+
+def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worlds, worlds: Worlds) -> None:
+    names = list(OTHERS)
+    expected = worlds.run(2, lambda: [on_the_cpu(name) for name in names], timeout=60)
+    found = device_worlds.run(2, lambda: [on_the_device(name) for name in names], timeout=60)
+    for of_rank, of_device in zip(expected, found, strict=True):
+        for name, x, y in zip(names, of_rank, of_device, strict=True):
+            torch.testing.assert_close(
+                y, x, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+# ------------------------------------------------------------------------------------- pytorch-metric-learning, sharded
+
+SIZES = [(5, 7), (0, 12), (9, 3)]
+"""Shard sizes of each step."""
+
+IN_SHARDS = PAIRS | ALONE
+
+
+def in_shards(name: str) -> list[list[Any]]:
+    """Compute steps of a loss whose rows are on the device, and whose labels are there on rank 0."""
+    loss, miner = loss_and_miner(name)
+    rows, rank, found = Rows.of(SIZES[0], references=False), dist.get_rank(), []
+    torch.manual_seed(3 if rank == 0 else 77)  # dropout and augmentation differ between ranks
+    with device() as mode:
+        put = put_by(mode)
+        loss_fn = cz.DistributedLoss(put(loss), miner=miner, mode="sharded")
+        for sizes in SIZES:
+            z, labels = (x.split(sizes)[rank] for x in (rows.z, rows.labels))
+            found.append(on_cpu(value_and_gradients(loss_fn, [put(z), labels if rank else put(labels)])))
+    return found
+
+
+def loss_and_miner(name: str) -> tuple[Any, Any]:
+    case = IN_SHARDS[name]
+    torch.manual_seed(0)
+    return case.loss().double(), case.miner and case.miner()
+
+
+def whole(name: str) -> list[list[Tensor]]:
+    """Return what pytorch-metric-learning computes on one process: the value and the gradients, at each step."""
+    loss, miner = loss_and_miner(name)
+    rows, found = Rows.of(SIZES[0], references=False), []
+    torch.manual_seed(3)
+    for _ in SIZES:
+        z = rows.z.clone().requires_grad_()
+        value = loss(z, rows.labels, miner(z, rows.labels) if miner else None)
+        gradients = torch.autograd.grad(value, [z, *loss.parameters()], allow_unused=True, materialize_grads=True)
+        found.append([value.detach(), *gradients])
+    return found
+
+
+def wrong_in_shards(names: list[str], pool: Worlds) -> dict[str, float]:
+    """Return the largest error of each loss that is not that of one process."""
+    found = pool.run(2, lambda: [in_shards(name) for name in names], timeout=60)
+    errors = dict.fromkeys(names, 0.0)
+    for rank, name, step in itertools.product(range(2), names, range(len(SIZES))):
+        value, gradient, *of_parameters = found[rank][names.index(name)][step]
+        expected, whole_gradient, *expected_of_parameters = whole(name)[step]
+        pairs = [(value, expected), (gradient, 2 * whole_gradient.split(SIZES[step])[rank])]
+        pairs += zip(of_parameters, expected_of_parameters, strict=False)
+        errors[name] = max([errors[name], *(distance(x, y) for x, y in pairs)])
+    return {name: error for name, error in errors.items() if not error <= EXACT}
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
+@pytest.mark.parametrize("sends", ["from the CPU", "from the device"])
+def test_sharded_losses_on_the_device(sends: str, worlds: Worlds, device_worlds: Worlds) -> None:
+    first = 0 if sends == "from the CPU" else 1
+    names = list(IN_SHARDS)[first :: 1 if EVERY_CASE else 6]
+    assert not wrong_in_shards(names, device_worlds if first else worlds)
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
+def test_candidates_without_gradient_would_be_noticed(worlds: Worlds) -> None:
+    def job() -> list[Any]:
+        from contrastive_zoo.adapters.pml_sharded import anchor_batch
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(anchor_batch, "all_gather", lambda x, **_: cz.all_gather(x.detach()))
+            return in_shards("NTXent")
+
+    assert distance(worlds.run(2, job)[0][0][1], 2 * whole("NTXent")[0][1][: SIZES[0][0]]) > 0.01

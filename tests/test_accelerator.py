@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import json
+import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 import contrastive_zoo as cz
 from contrastive_zoo import devices
 from contrastive_zoo.arguments import Arguments
+from contrastive_zoo.engine import rowwise, similarity_budget
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, TOLERANCE
 from contrastive_zoo.testing.trial import Trial, whole_batch
@@ -130,3 +134,53 @@ def test_rows_of_an_accelerator_are_refused_one_call_later(check_finite: bool, m
     assert loss_fn(bad, rows).isnan()
     with pytest.raises(ValueError, match="at the previous call") if check_finite else contextlib.nullcontext():
         loss_fn(rows, rows)
+
+
+# --------------------------------------------------------------------------------------------- autograd's own thread
+
+
+class Recorded:
+    """A context variable, and the values that were read of it."""
+
+    def __init__(self, variable: ContextVar[int]) -> None:
+        self.variable, self.seen = variable, set[int]()
+
+    def get(self) -> int:
+        self.seen.add(self.variable.get())
+        return self.variable.get()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.variable, name)
+
+
+SET_BUDGET = 5 * 2**20
+
+
+def budgets_of_backward(entries: list[Entry], monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Return the budgets that backward passes read in another thread, where an accelerator's gradients are computed."""
+    recorded = Recorded(similarity_budget._budget)
+    monkeypatch.setattr(similarity_budget, "_budget", recorded)
+    values = []
+    for entry in entries:
+        rows = whole_batch(entry.case(), GlobalBatch((7,), d=3, labels="mixed", seed=1))
+        leaves = [x.requires_grad_() if x.is_floating_point() else x for x in rows]
+        with cz.memory_budget(SET_BUDGET):
+            values.append(entry.make().double()(*leaves))
+    recorded.seen.clear()
+    thread = threading.Thread(target=lambda: [value.backward() for value in values])
+    thread.start()
+    thread.join(timeout=60)
+    return recorded.seen
+
+
+RECOMPUTED = [entry for entry in ENTRIES if str(entry) in ("Contrastive", "LiftedStructure", "Histogram")]
+
+
+def test_backward_passes_have_the_budget_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(RECOMPUTED) == 3
+    assert budgets_of_backward(RECOMPUTED + ENTRIES[:: 1 if EVERY_CASE else 5], monkeypatch) == {SET_BUDGET}
+
+
+def test_the_budget_of_another_thread_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rowwise, "memory_budget", lambda size: contextlib.nullcontext())
+    assert budgets_of_backward(RECOMPUTED, monkeypatch) == {similarity_budget.budget()} != {SET_BUDGET}

@@ -1,5 +1,6 @@
 """The benchmarks' arithmetic, at small sizes; no time is asserted."""
 
+import re
 import sys
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -199,6 +200,16 @@ def test_the_ring_is_taken_where_gathering_does_not_fit() -> None:
     assert few[0].kept
     assert many[0].ring
     assert many[1].held <= gpu.memory / 2 < scaling.forecast(scaling.Option(2), 2**24, 1024, gpu).held
+
+
+@pytest.mark.parametrize("page", ["docs/pages/accelerator.md", "benchmarks/gpu.md"])
+def test_pages_have_the_times_of_the_model(page: str) -> None:
+    gpu = pytest.importorskip("gpu")  # which needs Triton
+    ceilings, text = gpu.Ceilings(*(1e12 * x for x in gpu.H100)), (ROOT / page).read_text()
+    rows = re.findall(r"\| (CLIP|SigLIP|NT-Xent) \| ([\d,]+) \| (768) \| [\d.]+ \| ([\d.]+) \|", text)
+    assert len(rows) == 6
+    for name, n, d, model in rows:
+        assert f"{ceilings.model_ms(name, int(n.replace(',', '')), int(d)):.3g}" == model
 
 
 def test_pages_are_written_from_stored_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

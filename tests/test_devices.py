@@ -1,9 +1,7 @@
 """Everything public on a second device: the results of a CPU, labels anywhere, sums where there is no float64."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,65 +9,16 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import contrastive_zoo as cz
-from contrastive_zoo import call_history, loss_summary
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
+from tests.device_entries import ENTRIES
 from tests.helpers import EVERY_CASE, common_error
-from tests.simulated import Simulated, simulated
+from tests.simulated import Put, device, on_cpu, put_by, value_and_gradients
 from tests.test_contract import WHOLE_ZOO
 from tests.zoo import Entry
-
-Put = Callable[[Any], Any]
-"""Puts a tensor, or a module's parameters and buffers, on the device."""
-
-
-@contextmanager
-def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
-    """Simulate a device with all that this library asks of one."""
-    with pytest.MonkeyPatch.context() as patch, simulated(name, float64=float64) as mode:
-        for module in (call_history, loss_summary):  # there is no event of this device
-            patch.setattr(module, "read_later", lambda x: x.detach().flatten().cpu().tolist)
-        kind, generator = name.split(":")[0], SimpleNamespace(get_rng_state=lambda _=None: torch.get_rng_state())
-        generator.set_rng_state = generator.manual_seed = generator.manual_seed_all = lambda *_: None
-        generator._is_in_bad_fork = lambda: False
-        patch.setattr(torch, kind, generator, raising=False)
-        patch.setattr(torch, "get_device_module", lambda device: generator)
-        yield mode
-
-
-def put_by(mode: Simulated) -> Put:
-    def put(x: Any) -> Any:
-        if isinstance(x, nn.Module):
-            x = copy.deepcopy(x)
-            for part in x.modules():
-                for name, p in part._parameters.items():
-                    part._parameters[name] = p if p is None else nn.Parameter(mode.put(p.detach()), p.requires_grad)
-                for name, b in part._buffers.items():
-                    part._buffers[name] = b if b is None else mode.put(b)
-            return x
-        return mode.put(x)
-
-    return put
-
-
-def on_cpu(found: Any) -> Any:
-    return tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, found)
-
-
-def value_and_gradients(loss: nn.Module, rows: list[Tensor]) -> list[Any]:
-    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in rows]
-    value = loss(*leaves)
-    learnt = [x for x in (*leaves, *loss.parameters()) if x.requires_grad]
-    return [
-        value,
-        *torch.autograd.grad(value, learnt, allow_unused=True, materialize_grads=True),
-        *(x.clone() for x in loss.buffers()),
-    ]
-
 
 # ----------------------------------------------------------------------------------------------------------- losses
 
@@ -203,136 +152,6 @@ def test_ranks_on_other_devices_are_refused(worlds: Worlds) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- other entries
-
-
-def samples(n: int = 8, d: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    draw = torch.Generator().manual_seed(seed + 7 * rank)
-    return torch.randn(n + rank, d, generator=draw), torch.randint(3, (n + rank,), generator=draw)
-
-
-def monitored(put: Put) -> dict[str, float]:
-    (a, _), (b, _) = samples(), samples(seed=1)
-    loss = cz.DistributedLoss(put(cz.NTXent()))
-    monitor = cz.Monitor(loss, every=1)
-    loss(put(a), put(b))
-    return monitor.take()
-
-
-def monitored_labels(put: Put) -> dict[str, float]:
-    x, labels = samples()
-    encoder, loss = put(nn.Linear(4, 4)), cz.DistributedLoss(put(cz.SupCon()))
-    monitor = cz.Monitor(loss, every=1, encoder=encoder)
-    loss(put(x), labels)
-    return {name: x for name, x in monitor.take().items() if "drift" not in name}
-
-
-def collected(put: Put) -> Any:
-    x, labels = samples()
-    metric = cz.RetrievalMetrics()
-    metric.update(put(x), labels)
-    metric.update(put(x + 1), put(labels))
-    return metric.compute()
-
-
-def judged(put: Put) -> Any:
-    x, _ = samples()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    ids = 100 * rank + torch.arange(len(x))
-    judgements = (ids[:3], ids[1:4], torch.tensor([1.0, 2.0, 1.0]))
-    return cz.evaluate(put(x), put(x + 0.1), ids=put(ids), gallery_ids=ids, judgements=judgements, metrics=["ndcg@3"])
-
-
-def remembered(put: Put) -> Any:
-    x, labels = samples()
-    memory = put(cz.MemoryQueue(11, embedding_size=4))
-    slots = memory.enqueue(put(x), labels)
-    more = memory.enqueue(put(x), put(labels), enqueue_mask=labels > 0)
-    return slots, more, memory.rows, memory.labels
-
-
-def remembered_on_the_cpu(put: Put) -> Any:
-    x, labels = samples()
-    memory = cz.MemoryQueue(11, embedding_size=4)
-    return memory.enqueue(put(x), put(labels)), memory.rows, memory.labels
-
-
-def compared_with_memory(put: Put) -> Any:
-    x, labels = samples()
-    loss = put(cz.CrossBatchMemory(cz.SupCon(), size=20, embedding_size=4))
-    negatives = put(cz.CrossBatchMemory(cz.InfoNCE(), size=20, embedding_size=4))
-    found = [cz.DistributedLoss(loss)(put(x), labels) for _ in range(2)]
-    return found, [cz.DistributedLoss(negatives)(put(x), put(x + 1)) for _ in range(2)]
-
-
-def momentum(put: Put) -> Any:
-    torch.manual_seed(0)
-    encoder = put(nn.Linear(4, 3))
-    teacher = cz.MomentumEncoder(encoder, momentum=0.5)
-    with torch.no_grad():
-        encoder.weight.add_(1)
-    teacher.update(encoder)
-    return teacher(put(samples()[0]))
-
-
-def cached(put: Put) -> Any:
-    torch.manual_seed(0)
-    x, labels = samples()
-    encoder, loss = put(nn.Linear(4, 3)), cz.DistributedLoss(put(cz.SupCon()))
-    value = cz.cached_step(encoder, put(x).split(3), loss, labels)
-    cz.average_gradients(encoder)
-    return value, encoder.weight.grad
-
-
-def messages(put: Put) -> Any:
-    x, labels = samples()
-    x = put(x).requires_grad_()
-    gathered = cz.all_gather(x)
-    scattered = cz.reduce_scatter(gathered)
-    total = cz.all_reduce(gathered.sum(0)) + cz.broadcast(x[:1].sum(0)) + cz.all_reduce(x.sum(0), "max")
-    (gradient,) = torch.autograd.grad(scattered.sum() + total.square().sum(), x)
-    return gathered, scattered, total, gradient, cz.pair_masks(put(labels)).positive
-
-
-def mined(put: Put) -> Any:
-    x, _ = samples()
-    labels = torch.arange(len(x)) % 3
-    found = cz.mine_hard_negatives(put(x), put(x + 0.1), put(torch.arange(len(x))), num_negatives=2,
-                                   query_labels=labels, corpus_labels=put(labels))  # fmt: skip
-    return {name: x.tolist() for name, x in found.items()}
-
-
-def mined_by_pml(put: Put) -> Any:
-    x, labels = samples()
-    return tuple(cz.DistributedMiner(miners.BatchHardMiner())(put(x), put(labels)))
-
-
-ENTRIES: dict[str, Callable[[Put], Any]] = {
-    "top_k": lambda put: tuple(cz.top_k(put(samples()[0]), put(samples(seed=1)[0]), k=3)),
-    "top_k, excluded": lambda put: tuple(
-        cz.top_k(put(samples()[0]), k=2, excluded=put(torch.zeros(len(samples()[0]), 1, dtype=torch.int64)))
-    ),
-    "evaluate": lambda put: cz.evaluate(put(samples()[0]), labels=samples()[1], metrics=["map", "knn_accuracy@3"]),
-    "evaluate, labels on the device": lambda put: cz.evaluate(*map(put, samples()[:1]), labels=put(samples()[1])),
-    "evaluate, judgements": judged,
-    "recall_at_k": lambda put: cz.recall_at_k(put(samples()[0]), put(samples(seed=1)[0]), k=2),
-    "cross_modal_recall": lambda put: cz.cross_modal_recall(put(samples()[0]), put(samples(seed=1)[0]), k=[1, 2]),
-    "index_recall": lambda put: cz.index_recall(
-        put(samples()[0]), put(samples(seed=1)[0]), k=2, index=cz.ApproximateIndex("IVF2,Flat")
-    ),
-    "RetrievalMetrics": collected,
-    "mine_hard_negatives": mined,
-    "DistributedMiner": mined_by_pml,
-    "Monitor": monitored,
-    "Monitor, labels": monitored_labels,
-    "MemoryQueue": remembered,
-    "MemoryQueue on the CPU": remembered_on_the_cpu,
-    "CrossBatchMemory": compared_with_memory,
-    "MomentumEncoder": momentum,
-    "cached_step": cached,
-    "messages": messages,
-    "CollateEmpty": lambda put: cz.CollateEmpty({"x": put(torch.ones(2)), "y": 5})([]),
-}
 
 
 def on_both(name: str, kind: str = "ipu:0", *, float64: bool = True) -> tuple[Any, Any]:

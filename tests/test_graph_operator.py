@@ -59,6 +59,26 @@ def test_one_graph_for_every_batch_size(make: Callable[[], Any]) -> None:
     assert counter.frame_count == 2
 
 
+def test_compiled_autograd_has_the_gradients_of_eager() -> None:
+    """The backward pass is compiled, too: it multiplies the gradients that the operator stores."""
+    torch.manual_seed(0)
+    encoder, loss = nn.Linear(6, 4), cz.DistributedLoss(cz.NTXent(temperature=cz.LearnableTemperature(0.3)))
+    learnt, (x, y) = [*encoder.parameters(), *loss.parameters()], torch.randn(2, 9, 6)
+
+    def step() -> list[Tensor]:
+        for parameter in learnt:
+            parameter.grad = None
+        loss(encoder(x), encoder(y)).backward()
+        return [parameter.grad for parameter in learnt]
+
+    expected, counters = step(), torch._dynamo.utils.counters["compiled_autograd"]
+    counters.clear()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        found = torch.compile(step, backend="aot_eager")()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert counters["captures"]
+
+
 def has_operator(loss: nn.Module) -> bool:
     """Only losses of the tests have none: they override forward."""
     return all(x.graph_problem() is None for x in loss.modules() if isinstance(x, GraphModule))

@@ -49,6 +49,17 @@ def from_bytes(data: Tensor, like: Tensor) -> Tensor:
     return data.reshape(-1).view(like.dtype).view(len(data), *like.shape[1:])
 
 
+def sendable(x: Tensor, world: World) -> Tensor:
+    """Return x where the backend sends it from: labels and temperatures may have been left on the CPU, which NCCL does not.
+
+    Examples:
+        >>> x = torch.ones(2)
+        >>> sendable(x, World()) is x
+        True
+    """
+    return x.to(world.device) if world.on_accelerators and x.is_cpu else x
+
+
 def gather_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
     """Return the rows of all ranks in rank order; do not write to them, as the session's cache may hold them."""
     return start_gather(rows, shards, world)()
@@ -65,7 +76,7 @@ def start_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Ten
 
 
 def _start_uncached_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
-    local = as_bytes(rows)
+    local = as_bytes(sendable(rows, world))
     largest = max(shards.sizes)
     if len(local) < largest:
         local = torch.cat([local, local.new_zeros(largest - len(local), local.shape[1])])
@@ -74,8 +85,9 @@ def _start_uncached_gather(rows: Tensor, shards: Shards, world: World) -> Callab
     def finish() -> Tensor:
         parts = wait()
         if min(shards.sizes) == largest:
-            return from_bytes(parts.flatten(0, 1), rows)
-        return from_bytes(torch.cat([x[:size] for x, size in zip(parts, shards.sizes, strict=True)]), rows)
+            return from_bytes(parts.flatten(0, 1), rows).to(rows.device)
+        joined = torch.cat([x[:size] for x, size in zip(parts, shards.sizes, strict=True)])
+        return from_bytes(joined, rows).to(rows.device)
 
     return finish
 
@@ -123,10 +135,10 @@ def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int
         return rows
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
     if scatters_sums(shards, world):
-        wide_rows = rows.to(wide).contiguous()
+        wide_rows = sendable(rows, world).to(wide).contiguous()
         total = wide_rows.new_empty(shards.size, *rows.shape[1:])
         world.start("a reduce-scatter", lambda: reduce_scatter_single(total, wide_rows, group=world.group), total)()
-        return (total if over == 1 else total / over).to(rows.dtype)
+        return (total if over == 1 else total / over).to(rows)
     parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
     parts = parts.view(world.size, shards.size, *rows.shape[1:])
     total = parts.sum(0, dtype=wide)
@@ -140,7 +152,7 @@ def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Te
 
 def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
     """Send ``send[r]`` of these rows to rank r, and return ``receive[r]`` rows from each rank r, in rank order."""
-    local = as_bytes(rows)
+    local = as_bytes(sendable(rows, world))
     received = local.new_empty(sum(receive), local.shape[1])
     sizes, background = (list(receive), list(send)), local.device.type == "cpu"
     world.start(
@@ -148,22 +160,23 @@ def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], wor
         lambda: dist.all_to_all_single(received, local, *sizes, group=world.group, async_op=background),
         local,
     )()
-    return from_bytes(received, rows)
+    return from_bytes(received, rows).to(rows.device)
 
 
 def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
     """Overwrite x by rank ``src``'s."""
-    background = x.device.type == "cpu"
-    begin = functools.partial(dist.broadcast, x, group=world.group, group_src=src, async_op=background)
-    world.start("a broadcast", begin, x)()
+    sent = sendable(x, world)
+    background = sent.device.type == "cpu"
+    begin = functools.partial(dist.broadcast, sent, group=world.group, group_src=src, async_op=background)
+    world.start("a broadcast", begin, sent)()
+    if sent is not x:
+        x.copy_(sent)
 
 
 def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]) -> Tensor:
     """Return a copy of x that ``run`` has reduced in place; 16-bit numbers are reduced in 32 bits."""
     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    # a temperature may have been left on the CPU, from where NCCL does not send
-    device = world.device if world.on_accelerators else x.device
-    wide = x.detach().to(device, dtype, copy=True).contiguous()
+    wide = sendable(x.detach(), world).to(dtype, copy=True).contiguous()
     run(wide)
     if op == "mean":
         wide = wide / world.size

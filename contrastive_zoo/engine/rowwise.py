@@ -28,6 +28,7 @@ from contrastive_zoo.engine.reduction import Reduction, mean_divisor, reduce_anc
 from contrastive_zoo.engine.ring_sweep import RingSweep
 from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.engine.rowwise_sweep import RowwiseSweep
+from contrastive_zoo.engine.similarity_budget import budget, memory_budget
 from contrastive_zoo.session import Session
 from contrastive_zoo.step_state import Replicate
 from contrastive_zoo.world import Shards, World
@@ -186,6 +187,9 @@ class _SumOverAnchors(Function):
         )
         inputs = [anchors, *([] if candidates is None else [candidates]), *parameters]
         ctx.count_inputs, ctx.has_gradients = len(inputs), False
+        ctx.budget = (
+            budget()
+        )  # autograd computes gradients of an accelerator in a thread of its own, which has the default
         ctx.save_for_backward(*inputs, visible)  # saved tensors, unlike attributes, are freed with the graph
         changes = layout.world.progress.changes if isinstance(layout.world, Session) else None
         if reduction == "none":  # each anchor's weight is known in the backward pass only
@@ -221,7 +225,7 @@ class _SumOverAnchors(Function):
             if isinstance(sweep, RingSweep):
                 sweep.stages = ctx.stages
             weights = grad_output[:, None] if ctx.reduction == "none" else grad_output / ctx.count
-            with torch.no_grad():
+            with torch.no_grad(), memory_budget(ctx.budget):
                 gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), terms))[2:]
         else:
             weight = (grad_output / ctx.count[0]).to(grad_output.dtype)

@@ -47,7 +47,8 @@ def _sum_and_count(reducer: Any, name: str, info: Info, batch: AnchorBatch) -> t
         reducer = dict(reducer.reducers).get(name, reducer.default_reducer)
     values, count = REDUCERS[type(reducer)](reducer, info, batch)
     dtype = sum_dtype(values)
-    return values.sum(dtype=dtype), torch.as_tensor(count, dtype=dtype, device=values.device)
+    count = count.to(dtype) if isinstance(count, Tensor) else values.new_full((), count, dtype=dtype)
+    return values.sum(dtype=dtype), count
 
 
 def already_averaged(values: Tensor, count: int) -> Info:

@@ -1,0 +1,272 @@
+"""Everything public besides losses, as functions of how a tensor is put on a device: not at all, or simulated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses, miners
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.world import World
+from tests.simulated import Put, value_and_gradients
+
+
+def samples(n: int = 8, d: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    draw = torch.Generator().manual_seed(seed + 7 * rank)
+    return torch.randn(n + rank, d, generator=draw), torch.randint(3, (n + rank,), generator=draw)
+
+
+def monitored(put: Put) -> dict[str, float]:
+    (a, _), (b, _) = samples(), samples(seed=1)
+    loss = cz.DistributedLoss(put(cz.NTXent()))
+    monitor = cz.Monitor(loss, every=1)
+    loss(put(a), put(b))
+    return monitor.take()
+
+
+def monitored_labels(put: Put) -> dict[str, float]:
+    x, labels = samples()
+    encoder, loss = put(nn.Linear(4, 4)), cz.DistributedLoss(put(cz.SupCon()))
+    monitor = cz.Monitor(loss, every=1, encoder=encoder)
+    loss(put(x), labels)
+    return {name: x for name, x in monitor.take().items() if "drift" not in name}
+
+
+def collected(put: Put) -> Any:
+    x, labels = samples()
+    metric = cz.RetrievalMetrics()
+    metric.update(put(x), labels)
+    metric.update(put(x + 1), put(labels))
+    return metric.compute()
+
+
+def judged(put: Put) -> Any:
+    x, _ = samples()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ids = 100 * rank + torch.arange(len(x))
+    judgements = (ids[:3], ids[1:4], torch.tensor([1.0, 2.0, 1.0]))
+    return cz.evaluate(put(x), put(x + 0.1), ids=put(ids), gallery_ids=ids, judgements=judgements, metrics=["ndcg@3"])
+
+
+def remembered(put: Put) -> Any:
+    x, labels = samples()
+    memory = put(cz.MemoryQueue(11, embedding_size=4))
+    slots = memory.enqueue(put(x), labels)
+    more = memory.enqueue(put(x), put(labels), enqueue_mask=labels > 0)
+    return slots, more, memory.rows, memory.labels
+
+
+def remembered_on_the_cpu(put: Put) -> Any:
+    x, labels = samples()
+    memory = cz.MemoryQueue(11, embedding_size=4)
+    return memory.enqueue(put(x), put(labels)), memory.rows, memory.labels
+
+
+def compared_with_memory(put: Put) -> Any:
+    x, labels = samples()
+    loss = put(cz.CrossBatchMemory(cz.SupCon(), size=20, embedding_size=4))
+    negatives = put(cz.CrossBatchMemory(cz.InfoNCE(), size=20, embedding_size=4))
+    found = [cz.DistributedLoss(loss)(put(x), labels) for _ in range(2)]
+    return found, [cz.DistributedLoss(negatives)(put(x), put(x + 1)) for _ in range(2)]
+
+
+def momentum(put: Put) -> Any:
+    torch.manual_seed(0)
+    encoder = put(nn.Linear(4, 3))
+    teacher = cz.MomentumEncoder(encoder, momentum=0.5)
+    with torch.no_grad():
+        encoder.weight.add_(1)
+    teacher.update(encoder)
+    return teacher(put(samples()[0]))
+
+
+def cached(put: Put) -> Any:
+    torch.manual_seed(0)
+    x, labels = samples()
+    encoder, loss = put(nn.Linear(4, 3)), cz.DistributedLoss(put(cz.SupCon()))
+    value = cz.cached_step(encoder, put(x).split(3), loss, labels)
+    cz.average_gradients(encoder)
+    return value, encoder.weight.grad
+
+
+def messages(put: Put) -> Any:
+    x, labels = samples()
+    x = put(x).requires_grad_()
+    gathered = cz.all_gather(x)
+    scattered = cz.reduce_scatter(gathered)
+    total = cz.all_reduce(gathered.sum(0)) + cz.broadcast(x[:1].sum(0)) + cz.all_reduce(x.sum(0), "max")
+    (gradient,) = torch.autograd.grad(scattered.sum() + total.square().sum(), x)
+    return gathered, scattered, total, gradient, cz.pair_masks(put(labels)).positive
+
+
+def mined(put: Put) -> Any:
+    x, _ = samples()
+    labels = torch.arange(len(x)) % 3
+    found = cz.mine_hard_negatives(put(x), put(x + 0.1), put(torch.arange(len(x))), num_negatives=2,
+                                   query_labels=labels, corpus_labels=put(labels))  # fmt: skip
+    return {name: x.tolist() for name, x in found.items()}
+
+
+def mined_by_pml(put: Put) -> Any:
+    x, labels = samples()
+    return tuple(cz.DistributedMiner(miners.BatchHardMiner())(put(x), put(labels)))
+
+
+def messages_of_one_rank(put: Put) -> Any:
+    x = put(samples()[0]).requires_grad_()
+    gathered = cz.gather(x)
+    parts = cz.scatter(gathered if len(gathered) else x[:0])
+    total, shared = cz.reduce(x.sum(0), op="mean"), cz.replicated(x.mean().detach().requires_grad_())
+    (gradient,) = torch.autograd.grad(gathered.square().sum() + parts.sum() + total.sum(), x)
+    return gathered, parts, total, gradient, shared, cz.sample_ids(len(x), views=2)
+
+
+def in_a_ring(put: Put) -> Any:
+    (a, labels), (b, _) = samples(), samples(seed=1)
+    towers = cz.DistributedLoss(put(cz.Clip()), ring=True)
+    classes = cz.DistributedLoss(put(cz.SupCon()), ring=True, grad_reduction="sum")
+    return value_and_gradients(towers, [put(a), put(b)]), value_and_gradients(classes, [put(a), labels])
+
+
+def functions(put: Put) -> Any:
+    (a, _), (b, _) = samples(), samples(seed=1)
+    a, b = put(a).requires_grad_(), put(b)
+    value = cz.nt_xent(a, b, world=World.of()) + cz.vicreg(a, b, world=World.of())
+    return value, *torch.autograd.grad(value, a)
+
+
+def third_party(put: Put) -> Any:
+    torch.manual_seed(0)
+    x, labels = samples()
+    proxies = cz.DistributedLoss(put(losses.ProxyAnchorLoss(3, 4)), broadcast_parameters=True)
+    native = cz.DistributedLoss(losses.NTXentLoss(), prefer_native=True, grad_reduction="sum")
+    return [value_and_gradients(f, [put(x), labels]) for f in (proxies, proxies, native)]
+
+
+def padded(put: Put) -> Any:
+    x = samples()[0][:, None].expand(-1, 3 + (dist.get_rank() if dist.is_initialized() else 0), -1).contiguous()
+    mask = torch.ones(x.shape[:2], dtype=torch.bool)
+    pooled = cz.DistributedLoss(lambda z, mask: (z * mask[..., None]).sum(1).std(), pad_dims={"z": 1, "mask": 1})
+    return value_and_gradients(nn.ModuleList([pooled])[0], [put(x), put(mask)])
+
+
+def remembered_by_losses(put: Put) -> Any:
+    x = samples()[0]
+    nnclr, ressl = (cz.DistributedLoss(put(make(size=20, embedding_size=4))) for make in (cz.NNCLR, cz.ReSSL))
+    a, b = put(x), put(x + 1)
+    return [(nnclr(a, b, b, a), ressl(a, b)) for _ in range(2)]
+
+
+def cached_module(put: Put) -> Any:
+    torch.manual_seed(0)
+    encoder, loss = put(nn.Linear(4, 3)), cz.DistributedLoss(put(cz.Clip()))
+    encode = cz.GradCache(encoder, chunk_size=3)
+    value = loss(encode(put(samples()[0])), encode(put(samples(seed=1)[0])))
+    value.backward()
+    cz.average_gradients(encoder)
+    return value, encoder.weight.grad, [p.grad for p in loss.parameters()]
+
+
+def table(n: int = 12) -> Tensor:
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(3))
+
+
+def refreshed(put: Put) -> Any:
+    rows = put(table())
+    negatives = cz.RefreshedNegatives(
+        lambda indices: rows[indices], lambda indices: rows[indices] + 0.1, torch.arange(12), corpus_size=12,
+        every=2, num_negatives=2,
+    )  # fmt: skip
+    return [negatives.update(step) for step in range(3)], negatives[torch.arange(12)]
+
+
+def sampled(put: Put) -> Any:
+    x = put(samples()[0])
+    wrong = put(torch.zeros(len(x), 1, dtype=torch.int64))
+    settings: dict[str, Any] = {"num_neighbours": 2, "batch_size": 4, "group_size": 2}
+    sampler = cz.HardNegativeBatchSampler.from_embeddings(x, positives=wrong, **settings)
+    classes = cz.MPerClassBatchSampler(put(torch.arange(12) % 3), m=2, classes_per_batch=2)
+    return [[list(map(int, batch)) for batch in of] for of in (sampler, classes)]
+
+
+def by_torchmetrics(put: Put) -> Any:
+    from contrastive_zoo.adapters.torchmetrics import RetrievalMetric
+
+    x, labels = samples()
+    metric = RetrievalMetric("map@r")
+    metric.update(put(x), labels)
+    metric.update(put(x + 1), put(labels))
+    return metric.compute()
+
+
+class Embed(nn.Module):
+    """An encoder of numbers instead of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self.linear(features["x"])}
+
+
+def sentences(put: Put) -> Any:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import losses as of_sentences
+
+    from contrastive_zoo.adapters.sentence_transformers import DistributedSentenceLoss
+
+    torch.manual_seed(0)
+    (a, labels), (b, _), found = samples(), samples(seed=1), []
+    model = SentenceTransformer(modules=[Embed()], device="cpu")
+    for make, targets in (
+        (of_sentences.MultipleNegativesRankingLoss, None),
+        (of_sentences.CosineSimilarityLoss, labels),
+    ):
+        loss = DistributedSentenceLoss(put(make(model)))
+        value = loss([{"x": put(a)}, {"x": put(b)}], targets if targets is None else put(targets.float()))
+        found.append((value, torch.autograd.grad(value, list(loss.model.parameters()))))
+    return found
+
+
+ENTRIES: dict[str, Callable[[Put], Any]] = {
+    "top_k": lambda put: tuple(cz.top_k(put(samples()[0]), put(samples(seed=1)[0]), k=3)),
+    "top_k, excluded": lambda put: tuple(
+        cz.top_k(put(samples()[0]), k=2, excluded=put(torch.zeros(len(samples()[0]), 1, dtype=torch.int64)))
+    ),
+    "evaluate": lambda put: cz.evaluate(put(samples()[0]), labels=samples()[1], metrics=["map", "knn_accuracy@3"]),
+    "evaluate, labels on the device": lambda put: cz.evaluate(*map(put, samples()[:1]), labels=put(samples()[1])),
+    "evaluate, judgements": judged,
+    "recall_at_k": lambda put: cz.recall_at_k(put(samples()[0]), put(samples(seed=1)[0]), k=2),
+    "cross_modal_recall": lambda put: cz.cross_modal_recall(put(samples()[0]), put(samples(seed=1)[0]), k=[1, 2]),
+    "index_recall": lambda put: cz.index_recall(
+        put(samples()[0]), put(samples(seed=1)[0]), k=2, index=cz.ApproximateIndex("IVF2,Flat")
+    ),
+    "RetrievalMetrics": collected,
+    "mine_hard_negatives": mined,
+    "DistributedMiner": mined_by_pml,
+    "Monitor": monitored,
+    "Monitor, labels": monitored_labels,
+    "MemoryQueue": remembered,
+    "MemoryQueue on the CPU": remembered_on_the_cpu,
+    "CrossBatchMemory": compared_with_memory,
+    "MomentumEncoder": momentum,
+    "cached_step": cached,
+    "messages": messages,
+    "CollateEmpty": lambda put: cz.CollateEmpty({"x": put(torch.ones(2)), "y": 5})([]),
+    "messages of one rank": messages_of_one_rank,
+    "rings": in_a_ring,
+    "functions": functions,
+    "third-party losses": third_party,
+    "pad_dims": padded,
+    "NNCLR and ReSSL": remembered_by_losses,
+    "GradCache": cached_module,
+    "RefreshedNegatives": refreshed,
+    "samplers": sampled,
+    "RetrievalMetric": by_torchmetrics,
+    "DistributedSentenceLoss": sentences,
+}
+"""What it returns is the same on a CPU and on a device, on one process and on several ranks."""

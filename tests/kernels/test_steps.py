@@ -1,0 +1,86 @@
+"""Steps of losses on a GPU: the host waits for nothing, and a captured step is the step. They are skipped without one."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.trial import whole_batch
+from tests.simulated import value_and_gradients
+from tests.test_accelerated_ranks import STATEFUL
+from tests.test_accelerator import may_read
+from tests.test_contract import WHOLE_ZOO
+from tests.test_devices import LEFT_OUT
+from tests.zoo import Entry
+
+DEVICE = "cuda"
+WARM_UP = 3
+FEWEST_CLASSES = 64
+"""Of the zoo's losses of classes."""
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+ENTRIES = [x for x in WHOLE_ZOO if str(x) not in LEFT_OUT and str(x) not in STATEFUL and not may_read(str(x))]
+
+
+def on_device(entry: Entry) -> tuple[nn.Module, list[Tensor]]:
+    """Return a loss and a batch of 600 samples, more than kernels need."""
+    rows = whole_batch(entry.case(), GlobalBatch((600,), d=16, labels="mixed", seed=5))
+    loss = cz.DistributedLoss(entry.case(temperature=0.3).make().loss, static_shapes=True, check_finite=False)
+    rows = [x.float() if x.is_floating_point() else x.where(x < FEWEST_CLASSES, x % FEWEST_CLASSES) for x in rows]
+    return loss.float().to(DEVICE), [x.to(DEVICE) for x in rows]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_the_host_waits_for_nothing(entry: Entry) -> None:
+    loss, rows = on_device(entry)
+    for _ in range(WARM_UP):
+        value_and_gradients(loss, rows)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        value_and_gradients(loss, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_read_would_be_noticed() -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError):
+            torch.ones(1, device=DEVICE).item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(step: Callable[[], list[Any]]) -> tuple[list[Any], Callable[[], None]]:
+    """Return what a captured step returns, and a function that runs it, after the usual steps on another stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    return found, graph.replay
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_a_captured_step_is_the_step(entry: Entry) -> None:
+    loss, rows = on_device(entry)
+    twin = copy.deepcopy(loss)
+    for _ in range(WARM_UP):
+        value_and_gradients(twin, rows)
+    found, replay = captured(lambda: value_and_gradients(loss, rows))
+    for scale in (1.0, 1.5):
+        for x in rows:
+            if x.is_floating_point():
+                x.mul_(scale).add_(0.1)
+        replay()
+        torch.testing.assert_close(found, value_and_gradients(twin, rows), rtol=1e-4, atol=1e-5)
