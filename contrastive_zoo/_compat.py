@@ -1,5 +1,6 @@
 """What differs from version to version of torch, in one place."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,3 +35,17 @@ def in_order(operator: Any) -> bool:
     registered: Any = torch._library.simple_registry.singleton.find(operator._qualname)
     registered.effect.register(EffectType.ORDERED)
     return True
+
+
+def eager_autograd() -> AbstractContextManager[None]:
+    """Within it ``torch.autograd.grad`` runs as written, also where compiled autograd would compile it.
+
+    Examples:
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> with eager_autograd():
+        ...     torch.autograd.grad(3 * x, x)
+        (tensor([3.]),)
+    """
+    from torch._dynamo import compiled_autograd  # loads the compiler, which called the operator that asks for this
+
+    return compiled_autograd._disable()

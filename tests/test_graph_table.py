@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ TABLE: dict[str, list[Callable[[], Any]]] = {
     ),
     "your own `RowLoss`, also with submodules": wrapped(Tempered),
     "a loss without `DistributedLoss`": [cz.NTXent, cz.Clip],
-    "a function, such as `nt_xent`": [lambda: lambda a, b: cz.nt_xent(a, b, world=World.of())],
+    "a function, such as `nt_xent`": [lambda: partial(cz.nt_xent, world=World.of())],
     '`reduction="none"`': wrapped(
         lambda: cz.NTXent(reduction="none"), lambda: cz.WeightedSum([cz.Clip(reduction="none")])
     ),

@@ -6,7 +6,7 @@ import pytest
 
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
-from tests.host_reads import OWN, measured, table
+from tests.host_reads import OWN, Reads, measured
 
 PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"
 
@@ -25,7 +25,8 @@ def test_the_table_has_every_loss() -> None:
 @pytest.mark.parametrize("first", range(4) if EVERY_CASE else [0])
 def test_the_table_is_true(first: int, device_worlds: Worlds) -> None:
     found = measured(OWN[first :: 4 if EVERY_CASE else 12], device_worlds)
-    assert {name: list(map(str, numbers)) for name, numbers in found.items()} == {
-        name: stated()[name] for name in found
-    }
-    assert table(found).count("\n") > 1
+    for name, numbers in found.items():
+        limits = [Reads(*map(int, x.split(" / "))) for x in stated()[name]]
+        assert all(
+            x.waits <= limit.waits and x.copies <= limit.copies for x, limit in zip(numbers, limits, strict=True)
+        ), name

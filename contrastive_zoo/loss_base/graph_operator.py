@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from contrastive_zoo._compat import in_order
+from contrastive_zoo._compat import eager_autograd, in_order
 from contrastive_zoo.compiling import gradients_in_forward, traced_as
 from contrastive_zoo.engine.precision import at_least_float32
 from contrastive_zoo.world import ALONE, World, alone
@@ -211,7 +211,7 @@ def _computed(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the value of a loss and the gradients of some tensors, none of which shares memory."""
     loss, given, names, parameters, settings = _parsed(call)
-    with _autograd(), torch.set_grad_enabled(any(learns)), gradients_in_forward(any(learns)):
+    with _autograd(), eager_autograd(), torch.set_grad_enabled(any(learns)), gradients_in_forward(any(learns)):
         tensors = [x.detach().requires_grad_(learning) for x, learning in zip(tensors, learns, strict=True)]
         remaining = iter(tensors)
         args = tuple(next(remaining) if is_given else None for is_given in given)

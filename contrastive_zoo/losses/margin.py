@@ -123,6 +123,6 @@ class Margin(MetricLoss):
 def _classes_problem(labels: Tensor | None, num_classes: int, reads_labels: bool) -> str | None:
     if labels is None or tensor_problem("labels", labels) or labels.is_floating_point():
         return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
-    if reads_labels and labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+    if reads_labels and bool(((labels < 0) | (labels >= num_classes)).any()):
         return f"labels are 0 … {num_classes - 1}, got {int(labels.min())} … {int(labels.max())}."
     return None
