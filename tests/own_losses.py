@@ -26,12 +26,10 @@ class OwnLoss:
     make: Callable[[], Loss]
     kinds: Mapping[str, str]
 
-    def arguments(self, rank: int = 0, world_size: int = 1) -> dict[str, Tensor]:
-        """Return a rank's shard of one batch; shards are uneven."""
-        whole = Case("own losses", "", dict(self.kinds)).arguments()
-        splits = {name: next(x for x in SPLITS[len(of)] if len(x) == world_size) for name, of in whole.items()}
-        if world_size == 2:
-            splits = {name: SPLITS[len(of)][2] for name, of in whole.items()}
+    def arguments(self, rank: int = 0, world_size: int = 1, draw: int = 0) -> dict[str, Tensor]:
+        """Return a shard of one batch on one or two ranks; shards are uneven, and another ``draw`` has other numbers."""
+        whole = Case("own losses", "", dict(self.kinds)).arguments(draw)
+        splits = {name: SPLITS[len(of)][2 if world_size == 2 else 0] for name, of in whole.items()}
         shards = {name: torch.from_numpy(of).split(splits[name])[rank].clone() for name, of in whole.items()}
         return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in shards.items()}
 

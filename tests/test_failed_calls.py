@@ -65,15 +65,15 @@ def before_and_after(
 ) -> tuple[State, State]:
     torch.manual_seed(0)
     loss = case.make().double()
-    arguments = case.arguments(dist.get_rank(), dist.get_world_size())
+    first, second = (case.arguments(dist.get_rank(), dist.get_world_size(), draw) for draw in (0, 1))
     with splitting(always=split), ExitStack() as mistakes:
-        cz.DistributedLoss(loss, check_distinct=False)(*arguments.values())
+        cz.DistributedLoss(loss, check_distinct=False)(*first.values())
         before = copied(loss)
         damage(loss)
         for name in mistake:
             mistakes.enter_context(patch(name, nullcontext))
         with pytest.raises((ValueError, RuntimeError)):
-            fail(loss, arguments)
+            fail(loss, second)  # of the same batch a moving average would stay where it is
     return before, copied(loss)
 
 
