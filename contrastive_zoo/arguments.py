@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_u
 
 from contrastive_zoo.collectives import gather_together, packed
 from contrastive_zoo.handshake import Agreed
-from contrastive_zoo.row_checks import in_one_line, row_kind
+from contrastive_zoo.row_checks import in_one_line, row_kind, tensor_problem
 from contrastive_zoo.world import Shards, World
 
 
@@ -95,6 +96,8 @@ class Arguments:
     @property
     def problem(self) -> str | None:
         """Why these cannot be gathered, in words; None if they can."""
+        if wrong := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
+            return wrong
         for path, leaf in self.leaves.items():
             if isinstance(leaf, np.ndarray) or is_dataclass(leaf):
                 return (
@@ -133,7 +136,7 @@ class Arguments:
             return 0
         digest = hashlib.blake2b(digest_size=7)
         for x in floating:
-            digest.update(x.cpu().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return 1 + int.from_bytes(digest.digest(), "big")
 
     def payload(self, world: World) -> list[Tensor] | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -71,6 +71,21 @@ def state_problem(name: str, state: Tensor, rows: Tensor) -> str | None:
     return (
         f"{name} are on {state.device} and embeddings on {rows.device}. Move the loss, too: loss.to('{rows.device}')."
     )
+
+
+def values_problem(module: nn.Module) -> str | None:
+    """Return which parameter or buffer of a loss, or of a part of it, is on the meta device, in words; None if none is.
+
+    Examples:
+        >>> values_problem(nn.Linear(2, 1, device="meta"))
+        "weight is on the meta device and has no value. Call to_empty(device='cpu'), then load_state_dict(...)."
+    """
+    for part in (module, *module._modules.values()):
+        for name, x in (*part._parameters.items(), *part._buffers.items()) if part is not None else ():
+            if x is not None and x.is_meta:
+                fix = "Call to_empty(device='cpu'), then load_state_dict(...)."
+                return f"{name} is on the meta device and has no value. {fix}"
+    return None
 
 
 def has_float64(device: torch.device) -> bool:

@@ -199,6 +199,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if self.broadcast_parameters and not self._history.has_broadcast:
             self._broadcast_from_rank_0(modules, session)
         arguments = self._arguments(bare, call)
+        if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
+            refuse(loss_name(bare), problem, world=session)
         if arguments.on_accelerator:  # their values are checked one call later
             session = replace(session, options=replace(session.options, check_finite=False))
         step = DistributedStep(call, arguments, modules, self._options(), self._history, session, self._observing)
@@ -285,7 +287,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
     def _looking_later(self, call: LossCall, session: Session) -> Session:
         """Return the session that leaves the rows of this call on an accelerator to be looked at in the next call."""
         given = (*call.bound.args, *call.bound.kwargs.values())
-        on_cpu = all(devices.on_cpu(x) for x in given if isinstance(x, Tensor))
+        on_cpu = all(devices.on_cpu(x) or x.is_meta for x in given if isinstance(x, Tensor))
         if on_cpu or not (call.is_own and session.options.check_finite):
             return session
         if problem := self._history.finite_problem(Arguments.of(call.bound.arguments)):

@@ -78,7 +78,10 @@ class DistributedStep:
         self.name = loss_name(modules.loss)
         self.is_own = call.is_own
         self.args, self.kwargs = call.bound.args, call.bound.kwargs
-        self.opening = Opening(self._statement())
+        try:
+            self.opening = Opening(self._statement())
+        except Exception as error:  # a setting that cannot be read, for one; the other ranks wait in the handshake
+            refuse(self.name, f"{type(error).__name__}: {error}", world=session)
 
     def compute(self) -> Any:
         """What the loss returns.
@@ -135,7 +138,6 @@ class DistributedStep:
         """What this rank knows to be wrong before any loss of this library declares itself."""
         call, arguments, session, history = self.call, self.arguments, self.session, self.history
         problem = history.finite_problem(arguments) if self.options.check_finite else None
-        problem = problem or arguments.problem
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
         if history.keeps_state and _in_backward():
             problem = problem or _COMPUTED_AGAIN

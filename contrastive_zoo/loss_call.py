@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from contrastive_zoo.arguments import GlobalIndices
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.world import World
 
 _OPTIONAL = ("indices_tuple", "ref_emb", "ref_labels")
@@ -153,9 +154,11 @@ def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
         "labels are one per row, got 1 for 2 rows. Pass this rank's own labels with its own rows."
     """
     rows, labels = arguments.get("embeddings"), arguments.get("labels")
-    if isinstance(rows, Tensor) and isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) != len(rows):
-        return labels_problem("labels", labels.long(), len(rows))
-    return None
+    if not isinstance(rows, Tensor) or not isinstance(labels, Tensor) or labels.ndim != 1:
+        return None
+    if rows.ndim == 0:
+        return f"embeddings are rows, one a label, got {described(rows)} with {len(labels)} labels."
+    return labels_problem("labels", labels.long(), len(rows)) if len(labels) != len(rows) else None
 
 
 def paired_problem(arguments: Mapping[str, Any]) -> str | None:

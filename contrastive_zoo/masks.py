@@ -48,12 +48,18 @@ def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> In
     numbers = (described(x) for x in (n, views) if not is_integer(x))
     if (other := next(numbers, None)) is not None:
         refuse("sample_ids", f"n and views are integers, got {other}.", world=world)
-    if n < 0 or views < 1:
-        refuse("sample_ids", f"n >= 0 and views >= 1, got n={n}, views={views}.", world=world)
+    n, views = int(n), int(views)
+    if n < 0 or views < 1 or n * views > _MOST_SAMPLES:
+        rule = f"n >= 0, views >= 1 and n · views <= {_MOST_SAMPLES}"
+        refuse("sample_ids", f"{rule}, got n={n}, views={views}.", world=world)
     (shards,) = meet(
         "sample_ids", {"samples": torch.empty(n, dtype=torch.int8)}, world=world, settings={"views": views}
     )
     return torch.arange(shards.start, shards.start + n).repeat(views)
+
+
+_MOST_SAMPLES = 10**9
+"""Of a rank in one step; their ids are 8 GB."""
 
 
 def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> PairMasks:

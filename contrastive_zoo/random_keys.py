@@ -28,7 +28,7 @@ def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
     """
     if seed < 0:
         raise ValueError(f"random_keys: a seed is at least 0, got {seed}.")
-    state = np.asarray(seed % 2**64, np.uint64)
+    state = np.asarray(int(seed) % 2**64, np.uint64)
     with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
         for x in coordinates:
             state = _mixed(state) + _mixed(np.asarray(x).astype(np.uint64) + _STEP)

@@ -39,20 +39,21 @@ def described(x: object) -> str:
     """
     if isinstance(x, Tensor):
         layout = "" if x.layout is torch.strided else f"{str(x.layout).removeprefix('torch.')} "
-        return f"{layout}{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        device = " on the meta device" if x.is_meta else ""
+        return f"{layout}{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{device}"
     if isinstance(x, (type(None), bool, int, float, complex, str, bytes, list, tuple, dict)) and len(repr(x)) < 60:
         return repr(x)
     return f"a {type(x).__name__}"
 
 
-def is_integer(x: object, *, at_least: float = -math.inf) -> bool:
-    """Return whether x is an integer, Python's or NumPy's, and not below a bound.
+def is_integer(x: object, *, at_least: float = -math.inf, at_most: float = math.inf) -> bool:
+    """Return whether x is an integer, Python's or NumPy's, and within bounds.
 
     Examples:
-        >>> is_integer(2, at_least=1), is_integer(True), is_integer(2.0)
-        (True, False, False)
+        >>> is_integer(2, at_least=1), is_integer(True), is_integer(2.0), is_integer(2, at_most=1)
+        (True, False, False, False)
     """
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= at_least)
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(at_least <= x <= at_most)
 
 
 def tensor_problem(name: str, x: object) -> str | None:
@@ -73,7 +74,7 @@ def tensor_problem(name: str, x: object) -> str | None:
     if x.is_quantized:
         return f"{name} must hold plain numbers, got quantized {described(x)}. Pass {name}.dequantize()."
     if x.is_meta:
-        return f"{name} must hold values, got {described(x)} on the meta device, which has none."
+        return f"{name} must hold values, got {described(x)}, which has none."
     if x.is_floating_point() and x.dtype.itemsize == 1:
         return f"{name} must have 16 bits or more, got {described(x)}. Pass {name}.bfloat16()."
     return None

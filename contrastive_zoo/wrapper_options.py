@@ -9,7 +9,7 @@ from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import accepts, loss_name, signature, without_ddp
-from contrastive_zoo.row_checks import described
+from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.world import Machines, World
 
 GradReduction = Literal["mean", "sum"]
@@ -111,11 +111,13 @@ def machines_of(ring: Any) -> bool | Machines:
     if isinstance(ring, bool):
         return ring
     ranks = getattr(ring, "mesh", ring)
-    if isinstance(ranks, torch.Tensor) and ranks.ndim == 2:
+    if tensor_problem("ring", ranks) is None and ranks.ndim == 2:
         return tuple(map(tuple, ranks.tolist()))
     if isinstance(ring, tuple) and all(isinstance(x, tuple) for x in ring):
         return ring
-    got = f"a mesh of {ranks.ndim} dimensions" if isinstance(ranks, torch.Tensor) else f"{type(ring).__name__} {ring!r}"
+    got = described(ranks)
+    if isinstance(ranks, torch.Tensor) and ranks.ndim != 2:
+        got = f"a mesh of {ranks.ndim} dimensions"
     raise ValueError(
         "DistributedLoss: ring is True, False, or a 2-d DeviceMesh whose rows are the ranks of one machine each, got "
         f"{got}. Make one with init_device_mesh(device, (machines, ranks_of_a_machine))."

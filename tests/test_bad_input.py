@@ -576,7 +576,7 @@ def test_the_other_ranks_keep_their_own_stream_when_the_loss_raises(worlds: Worl
         (lambda: cz.LeJEPA(3)(torch.tensor(1.0), torch.tensor(1.0)), "LeJEPA: "),
         (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), 1j), "Margin: β of a class needs labels"),
         (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), torch.tensor(1)), "Margin: labels are one integer per row"),
-        (lambda: cz.SigLIP(logit_bias=torch.empty(1, device="meta")), "SigLIP: logit_bias is a number"),
+        (lambda: cz.SigLIP(logit_bias=torch.empty(1, device="meta")), "SigLIP: logit_bias must hold values"),
         (lambda: cz.Triplet(mining=np.zeros(0)), "Triplet: mining is one of"),  # type: ignore[arg-type]  # why: wrong on purpose
     ],
 )

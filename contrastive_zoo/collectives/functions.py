@@ -19,7 +19,7 @@ from contrastive_zoo.collectives.adjoints import (
 from contrastive_zoo.collectives.checks import NO_ROWS, agree, agree_on_rows, sent_problem
 from contrastive_zoo.collectives.transport import Reduction, reduced_everywhere
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.row_checks import described
+from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import Processes, Shards, World
 
@@ -268,12 +268,17 @@ def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
         x: equal on every rank.
         process_group: the ranks.
 
+    Raises:
+        ValueError: x is no dense tensor that holds values. Only this rank raises: no message is sent.
+
     Examples:
         >>> t = torch.tensor(0.1, requires_grad=True)
         >>> replicated(t).backward(); t.grad
         tensor(1.)
     """
     world = World.of(process_group, "replicated")
+    if problem := tensor_problem("x", x):
+        raise ValueError(f"replicated: {problem}")
     return x if world.size == 1 else Replicated.apply(x, world)
 
 

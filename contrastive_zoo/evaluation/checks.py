@@ -71,8 +71,8 @@ class Given(NamedTuple):
             return "labels and gallery_labels come together; without them, partners have the same index."
         if self.ignore_label is not None and self.labels is None:
             return "ignore_label needs labels."
-        if not (self.ignore_label is None or is_integer(self.ignore_label)):
-            return f"ignore_label is an integer or None, got {described(self.ignore_label)}."
+        if not (self.ignore_label is None or is_integer(self.ignore_label, at_least=-(2**63), at_most=2**63 - 1)):
+            return f"ignore_label is an integer of 64 bits or None, got {described(self.ignore_label)}."
         return self._judgements_problem()
 
     def _judgements_problem(self) -> str | None:

@@ -193,7 +193,8 @@ class Gallery:
             some = slice(start, start + step)
             # candidates are ordered by their float32 scores, so those that are needed come first
             width = needed.shape[1] - int(needed[some].any(0).flip(0).int().argmax())
-            rows = self.take(positions[some, :width].clamp(min=0).flatten()).view(-1, width, queries.shape[1])
+            kept = positions[some, :width].clamp(min=0)
+            rows = self.take(kept.flatten()).view(*kept.shape, queries.shape[1])
             scores[some, :width] = similarities(queries[some, None], rows)[:, 0]
         return scores.masked_fill_(~needed, -torch.inf)
 

@@ -56,7 +56,7 @@ def cached_step(
     Raises:
         ValueError: on every rank alike: no chunk on any rank; no chunk on one rank and chunks that do not consist of
             tensors on the others; chunks that need a gradient; models that are not modules, or not as many as
-            sequences of chunks.
+            sequences of chunks. On its rank: ``loss_fn`` returns several numbers.
         TypeError: ``loss_fn`` returns no tensor.
 
     Examples:
@@ -83,13 +83,15 @@ def cached_step(
     loss = loss_fn(*itertools.chain.from_iterable(tree_leaves(output) for output in outputs), *targets)
     if not isinstance(loss, Tensor):
         raise TypeError(f"cached_step: loss_fn returns one number as a tensor, got {described(loss)}.")
+    if loss.numel() != 1:
+        raise ValueError(f"cached_step: loss_fn returns one number as a tensor, got {described(loss)}. Reduce it.")
     (loss if scaler is None else scaler.scale(loss)).backward()
     return loss.detach()
 
 
 def _arguments_problem(chunks: object, loss_fn: object) -> str | None:
     """Return what cannot be chunks, or no function of embeddings, in words; None if nothing is wrong."""
-    if not isinstance(chunks, Iterable) or (isinstance(chunks, Tensor) and chunks.ndim == 0):
+    if not isinstance(chunks, Iterable) or getattr(chunks, "ndim", 1) == 0:
         return f"chunks are a sequence of inputs, got {described(chunks)}."
     return None if callable(loss_fn) else f"loss_fn is a function of embeddings, got {described(loss_fn)}."
 

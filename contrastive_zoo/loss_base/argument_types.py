@@ -12,7 +12,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from contrastive_zoo.devices import beside_rows
+from contrastive_zoo.loss_base.checks import holds_numbers
 from contrastive_zoo.loss_base.graph_operator import in_graph
+from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE
@@ -50,8 +52,11 @@ def checked(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
             world: Any = kwargs.get("world", ALONE)
             refuse(getattr(function, "loss_name", function.__name__), problem, world=world)
         rows, named = beside_rows(args, kwargs)
-        # numbers of NumPy compute in their own precision, and Python's in that of the tensors
+        expected = _expected(run)
+        # numbers of NumPy and of tensors [1] compute in their own precision, and Python's in that of the other tensors
         plain: Any = {name: x.item() if isinstance(x, np.generic) else x for name, x in named.items()}
+        numbers = {name for name, x in plain.items() if isinstance(x, Tensor) and expected[name].kind == "number"}
+        plain |= {name: real(plain[name]) for name in numbers}
         return function(*rows, **plain)
 
     decorated = in_graph(run)
@@ -129,7 +134,8 @@ def _argument_problem(name: str, x: Any, expected: _Expected) -> str | None:
     if kind == "word" and not isinstance(x, str):
         return f"{name} is a word, got {described(x)}."
     if kind == "number" and not _is_number(x):
-        return f"{name} is a number, got {described(x)}."
+        dense = tensor_problem(name, x) if isinstance(x, Tensor) else None
+        return dense or f"{name} is a number, got {described(x)}."
     return None
 
 
@@ -138,5 +144,5 @@ def _is_number(x: Any) -> bool:
     if isinstance(x, Tensor):
         if x.is_meta and isinstance(x, nn.Parameter):
             return x.numel() == 1
-        return x.numel() == 1 and tensor_problem("", x) is None and not x.is_complex() and x.dtype.itemsize > 1
+        return x.numel() == 1 and holds_numbers(x)
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)

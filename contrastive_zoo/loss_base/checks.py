@@ -38,17 +38,11 @@ def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str
         >>> shared_problem(reduction="average")
         "reduction is one of mean, sum, none, got 'average'."
     """
-    several = isinstance(temperature, Tensor) and temperature.numel() != 1
-    if several or not is_number(temperature, above=0):
-        return (
-            f"temperature must be positive and finite, got {_shown(temperature)}. For a logit scale s pass "
-            "temperature=1/s."
-        )
-    return (
-        None
-        if isinstance(reduction, str) and reduction in REDUCTIONS
-        else f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
-    )
+    if wrong := number_problem(None, "For a logit scale s pass temperature=1/s.", above=0, temperature=temperature):
+        return wrong
+    if isinstance(reduction, str) and reduction in REDUCTIONS:
+        return None
+    return f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
 
 
 def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
@@ -79,9 +73,11 @@ def is_number(
 ) -> bool:
     """Return whether x is a number within bounds: Python's, NumPy's, or that of a tensor. NaN never is.
 
+    Losses are computed in float32 or wider: a number is one that float32 holds, as it does the inverse of a positive one.
+
     Args:
-        x: the object to check. A parameter on the meta device holds no numbers yet and passes; so does one number. A tensor
-            on an accelerator passes, too: reading it would wait for all that is queued there.
+        x: the object to check. A parameter on the meta device holds no numbers yet and passes; no other tensor there ever
+            will hold any. A tensor on an accelerator passes, too: reading it would wait for all that is queued there.
         above: exclusive lower bound.
         below: exclusive upper bound.
         low: inclusive lower bound.
@@ -97,7 +93,7 @@ def is_number(
     values = [x]
     if isinstance(x, Tensor):
         if x.is_meta:
-            return not whole and (x.numel() == 1 or several or isinstance(x, nn.Parameter))
+            return not whole and isinstance(x, nn.Parameter)
         if x.numel() != 1 and not several:
             return False
         values = _values(x) if devices.on_cpu(x) else []
@@ -106,7 +102,7 @@ def is_number(
         isinstance(value, kinds)
         and not isinstance(value, bool)
         and not math.isnan(value)
-        and _fits_into_64_bits(value)
+        and _fits(value, positive=above == 0)
         and (math.isfinite(value) or not finite)
         and (above is None or value > above)
         and (below is None or value < below)
@@ -129,28 +125,54 @@ def number_problem(rule: str | None = None, fix: str = "", /, **settings: Any) -
         'weight must be from 0 to 1, got 2.0.'
         >>> number_problem("margin is an angle in degrees", "The paper has 5.73.", low=0, margin=torch.nan)
         'margin is an angle in degrees, got nan. The paper has 5.73.'
+        >>> number_problem(above=0, scale=1e200)
+        'scale must be within the range of float32, 1.2e-38 … 3.4e+38, got 1e+200.'
     """
     bounds = {name: settings.pop(name) for name in _BOUNDS if name in settings}
     for name, value in settings.items():
         if not is_number(value, **bounds):
-            return f"{rule or f'{name} must be {_expected(**bounds)}'}, got {_shown(value)}. {fix}".rstrip()
+            if isinstance(value, Tensor) and (wrong := tensor_problem(name, value)) is not None:
+                return wrong
+            plain = isinstance(value, (float, np.floating)) and math.isfinite(value)
+            fits = not plain or _fits(value, positive=bounds.get("above") == 0 and value > 0)
+            expected = rule or f"{name} must be {_expected(**bounds)}"
+            return f"{expected if fits else f'{name} must be {_FLOAT32}'}, got {_shown(value)}. {fix}".rstrip()
     return None
 
 
-def _fits_into_64_bits(x: Any) -> bool:
-    return not isinstance(x, int) or -(2**63) <= x < 2**63
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_FLOAT32 = f"within the range of float32, {_SMALLEST:.2g} … {_LARGEST:.2g}"
+
+
+def _fits(x: Any, *, positive: bool) -> bool:
+    """Return whether 64 bits hold an integer, and float32 holds any other number and the inverse of a positive one."""
+    if isinstance(x, int):
+        return -(2**63) < x < 2**63
+    x = float(x)  # NumPy compares in x's own precision
+    return not math.isfinite(x) or (abs(x) <= _LARGEST and not (positive and x < _SMALLEST))
+
+
+def holds_numbers(x: Tensor) -> bool:
+    """Return whether a tensor's values may be settings: real, dense, and of 16 bits or more, since −3 is 253 in uint8.
+
+    Examples:
+        >>> holds_numbers(torch.tensor(3)), holds_numbers(torch.tensor(3, dtype=torch.uint8))
+        (True, False)
+    """
+    return tensor_problem("", x) is None and not x.is_complex() and x.dtype.itemsize > 1
 
 
 def _values(x: Tensor) -> list[object]:
-    """Return the numbers of a tensor; the tensor itself, which is no number, where it is not dense."""
-    if tensor_problem("", x) is not None or x.dtype == torch.bool:
+    """Return the least and the largest number of a tensor; the tensor itself, which is no number, where it holds none."""
+    if not holds_numbers(x):
         return [x]
-    return [x.item()] if x.numel() == 1 else x.detach().flatten().tolist()
+    # bounds hold for all numbers if they hold for the least and the largest, which are NaN if any number is
+    return [x.item()] if x.numel() == 1 else [y.item() for y in x.detach().aminmax()] if x.numel() else []
 
 
 def _shown(x: object) -> str:
     """Return a number, or the numbers of a small tensor, as errors write them."""
-    plain = isinstance(x, Tensor) and x.numel() <= 8 and tensor_problem("", x) is None
+    plain = isinstance(x, Tensor) and x.numel() <= 8 and holds_numbers(x)
     return str(x.tolist()) if isinstance(x, Tensor) and plain else str(x) if isinstance(x, float) else described(x)
 
 
@@ -171,6 +193,16 @@ def _expected(
         return f"from {low} to {high}"
     size = ["positive"] if above == 0 else [] if low is None else [f"at least {low}"]
     return " and ".join([*size, "an integer" if whole else "finite" if finite else "a number"])
+
+
+def bins_problem(num_bins: object) -> str | None:
+    """Return what is wrong with the number of bins of a histogram, or None: float32 resolves no more than 2²⁴ of them.
+
+    Examples:
+        >>> bins_problem(0)
+        'num_bins is an integer, 1 … 16777216, got 0.'
+    """
+    return number_problem(f"num_bins is an integer, 1 … {2**24}", low=1, high=2**24, whole=True, num_bins=num_bins)
 
 
 def flag_problem(**flags: object) -> str | None:

@@ -1,6 +1,7 @@
 """Share between losses with class weights: the weights as a parameter, whole or sharded, and the softmax over classes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, labels_as_int64, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import Session, values_are_read
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import Shards, World
 
 
@@ -65,7 +67,7 @@ class ClassLoss(ConstructingLoss):
         settings: keyword-only arguments of the function.
 
     Raises:
-        ValueError: fewer than one class, width or centre.
+        ValueError: fewer than one class, width or centre, or more than memory holds.
         TypeError: a setting that the function does not have.
 
     Examples:
@@ -99,7 +101,9 @@ class ClassLoss(ConstructingLoss):
                 raise TypeError(f"{type(self).__name__} has no {name}: leave it out.")
         if shard_over is not None:
             settings["sharded"] = True
-        weights = draw_weights(num_classes, sub_centers, embedding_size, local=class_shard(num_classes, shard_over))
+        local = class_shard(num_classes, shard_over)
+        draw = partial(draw_weights, num_classes, sub_centers, embedding_size, local=local)
+        weights = of_size(type(self).__name__, draw, **sizes)
         super().__init__(
             check_finite=check_finite, weights=nn.Parameter(weights[:, 0] if sub_centers == 1 else weights), **settings
         )

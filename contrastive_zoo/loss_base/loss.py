@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.class_docstring import class_docstring
 from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.devices import values_problem
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base import argument_types
 from contrastive_zoo.loss_base.argument_types import unchecked
@@ -237,8 +238,10 @@ class Loss(GraphModule):
         """Raise on every rank if an argument is not a tensor; None is allowed where it is the default.
 
         Raises:
-            ValueError: an argument is not a tensor.
+            ValueError: an argument is not a tensor, or this loss is on the meta device.
         """
+        if (problem := values_problem(self)) is not None:
+            refuse(type(self).__name__, problem, world=world)
         names, optional = _tensor_arguments(getattr(type(self), "function", type(self).forward))
         given = [(names[i] if i < len(names) else f"view {i}", x) for i, x in enumerate(rows)] + [*named_rows.items()]
         for name, x in given:

@@ -23,6 +23,18 @@ def real(x: Any) -> Any:
     return float(x) if is_number else x
 
 
+def move_towards(state: Tensor, target: Tensor, share: float | Tensor) -> None:
+    """Move ``state`` in place by a share of the way to ``target``; a share that is a tensor may have any dtype.
+
+    Examples:
+        >>> centre = torch.zeros(1)
+        >>> move_towards(centre, torch.ones(1), torch.tensor([0.25], dtype=torch.float64))
+        >>> centre
+        tensor([0.2500])
+    """
+    state.lerp_(target.to(state), real(share).to(state) if isinstance(share, Tensor) else share)
+
+
 def widen_numbers(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Reshape saved parameters of shape [] to [1] in ``state_dict``: earlier versions saved [], which FSDP cannot shard."""
     for name, parameter in module.named_parameters(recurse=False):

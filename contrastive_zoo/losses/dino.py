@@ -17,9 +17,11 @@ from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, number_problem, positive_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.graph_operator import GraphModule
+from contrastive_zoo.loss_base.numbers import move_towards
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.session import refuse
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import ALONE, World
 
 
@@ -103,7 +105,7 @@ class DINO(ConstructingLoss, function=dino, check=_settings_problem):
         centre_momentum: m, 0 … 1.
 
     Raises:
-        ValueError: an out_dim below 1, or a centre_momentum outside 0 … 1.
+        ValueError: an out_dim below 1 or above what memory holds, or a centre_momentum outside 0 … 1.
 
     Examples:
         >>> same = torch.zeros(3, 4)
@@ -117,7 +119,9 @@ class DINO(ConstructingLoss, function=dino, check=_settings_problem):
     def __init__(self, out_dim: int, *, centre_momentum: float = 0.9, **settings: Any) -> None:
         if not (is_number(out_dim, low=1, whole=True) and is_number(centre_momentum, low=0, high=1)):
             raise ValueError(f"DINO: out_dim >= 1 and 0 <= centre_momentum <= 1, got {out_dim} and {centre_momentum}.")
-        super().__init__(centre=nn.Buffer(torch.zeros(out_dim)), **settings)
+        out_dim = int(out_dim)
+        zeros = of_size("DINO", lambda: torch.zeros(out_dim), out_dim=out_dim)
+        super().__init__(centre=nn.Buffer(zeros), **settings)
         self.out_dim, self.centre_momentum = out_dim, centre_momentum
 
     @traced_as(GraphModule.traced_forward)
@@ -143,7 +147,7 @@ class DINO(ConstructingLoss, function=dino, check=_settings_problem):
         rows = teacher.flatten(0, -2).to(self.centre.dtype)
         total = torch.cat([rows.sum(0), rows.new_full((1,), len(rows))])
         total = sum_over_ranks(total, gradient="complete", world=world)
-        self.centre.lerp_(total[:-1] / total[-1], 1 - self.centre_momentum)
+        move_towards(self.centre, total[:-1] / total[-1], 1 - self.centre_momentum)
 
 
 def _problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:

@@ -73,7 +73,7 @@ class DINO(ConstructingLoss):
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: an out_dim below 1, or a centre_momentum outside 0 … 1.
+        ValueError: an out_dim below 1 or above what memory holds, or a centre_momentum outside 0 … 1.
         ValueError: outputs that do not pair, a centre of another width, a temperature that is not positive, NaN or
             infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 

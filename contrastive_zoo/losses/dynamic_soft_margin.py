@@ -14,11 +14,12 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.checks import bins_problem, number_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.distances import distances
 from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin_views, sample_indices
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import ALONE, Shards, World
 
 
@@ -89,9 +90,11 @@ class DynamicSoftMargin(ConstructingLoss, function=dynamic_soft_margin, check=_s
     histogram: Tensor
 
     def __init__(self, num_bins: int, **settings: Any) -> None:
-        if problem := number_problem(low=1, whole=True, num_bins=num_bins):
+        if problem := bins_problem(num_bins):
             raise ValueError(f"DynamicSoftMargin: {problem}")
-        super().__init__(histogram=nn.Buffer(torch.zeros(num_bins + 1)), **settings)
+        num_bins = int(num_bins)
+        zeros = of_size("DynamicSoftMargin", lambda: torch.zeros(num_bins + 1), num_bins=num_bins)
+        super().__init__(histogram=nn.Buffer(zeros), **settings)
 
     @property
     def num_bins(self) -> int:

@@ -4,7 +4,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from contrastive_zoo.engine.row_statistics import Rows, Sum
-from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.checks import bins_problem
 from contrastive_zoo.loss_base.distances import MetricLoss, squared_distances
 from contrastive_zoo.loss_base.row_loss import RowSettings
 
@@ -43,8 +43,7 @@ class FastAP(MetricLoss):
     def settings_problem(self) -> str | None:
         if not self.normalize:
             return "its histogram spans the distances of unit rows. Leave normalize=True."
-        problem = number_problem("num_bins is 1 or more", low=1, whole=True, num_bins=self.num_bins)
-        return super().settings_problem() or problem
+        return super().settings_problem() or bins_problem(self.num_bins)
 
     def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
         return squared_distances(anchors, columns)

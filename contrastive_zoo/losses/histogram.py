@@ -13,7 +13,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.engine.tiling import row_blocks
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.checks import bins_problem
 from contrastive_zoo.loss_base.distances import row_sums
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin_labelled
@@ -75,7 +75,7 @@ def histogram(
 
 
 def _settings_problem(num_bins: int) -> str | None:
-    return number_problem("num_bins is 1 or more", low=1, whole=True, num_bins=num_bins)
+    return bins_problem(num_bins)
 
 
 class Histogram(Loss, function=histogram, check=_settings_problem): ...

@@ -83,8 +83,13 @@ def large_margin_softmax(
 
 
 def _settings_problem(margin: int, scale: float) -> str | None:
-    wrong = number_problem("margin is an integer of at least 1", low=1, whole=True, margin=margin)
+    rule = f"margin is an integer, 1 … {_MOST_MARGIN}"
+    wrong = number_problem(rule, low=1, high=_MOST_MARGIN, whole=True, margin=margin)
     return wrong or positive_problem(scale=scale)
+
+
+_MOST_MARGIN = 100
+"""The degree of a polynomial of the cosine, whose rounding errors grow with it; the papers' is 4 at most."""
 
 
 class LargeMarginSoftmax(ClassLoss, function=large_margin_softmax, check=_settings_problem):

@@ -11,7 +11,7 @@ from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem, positive_problem
 from contrastive_zoo.loss_base.preparation import begin_views
-from contrastive_zoo.losses.sigreg import SIGReg, epps_pulley
+from contrastive_zoo.losses.sigreg import SIGReg, epps_pulley, points_problem
 from contrastive_zoo.world import ALONE, World
 
 
@@ -73,7 +73,7 @@ def _settings_problem(lambda_: float, global_views: int, num_points: int, limit:
     return (
         number_problem(low=0, high=1, lambda_=lambda_)
         or number_problem(low=1, whole=True, global_views=global_views)
-        or number_problem("num_points is an integer of at least 2", low=2, whole=True, num_points=num_points)
+        or points_problem(num_points)
         or positive_problem(limit=limit)
     )
 

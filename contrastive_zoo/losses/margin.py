@@ -1,5 +1,7 @@
 """Margin loss: positive distances below a learnable boundary β, negative distances above it, by a margin."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
@@ -14,6 +16,7 @@ from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.row_checks import tensor_problem
 from contrastive_zoo.session import refuse, values_are_read
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import World
 
 _SIZE = "num_classes is 1 or more"
@@ -63,12 +66,18 @@ class Margin(MetricLoss):
         **row_settings: Unpack[RowSettings],
     ) -> None:
         super().__init__(**row_settings)
-        self.margin, self.nu, self.num_classes, self.learn_beta = margin, nu, num_classes, learn_beta
+        self.margin, self.nu, self.learn_beta = margin, nu, learn_beta
         problem = None if num_classes is None else number_problem(_SIZE, low=1, whole=True, num_classes=num_classes)
-        if problem := problem or flag_problem(learn_beta=learn_beta) or number_problem(beta=beta):
+        problem = problem or flag_problem(learn_beta=learn_beta) or number_problem(beta=beta)
+        if problem := problem or (tensor_problem("beta", beta) if isinstance(beta, Tensor) else None):
             raise ValueError(f"{type(self).__name__}: {problem}")
+        initial = float(beta.detach() if isinstance(beta, Tensor) else beta)
+        self.num_classes = None if num_classes is None else int(num_classes)
         # one number as [1]: FSDP shards no parameter of shape []
-        self.beta = nn.Parameter(torch.full((num_classes or 1,), float(beta)), requires_grad=learn_beta)
+        betas = of_size(
+            "Margin", partial(torch.full, (self.num_classes or 1,), initial), num_classes=self.num_classes or 1
+        )
+        self.beta = nn.Parameter(betas, requires_grad=learn_beta)
         self.refuse_bad_settings()
 
     def settings_problem(self) -> str | None:
@@ -121,7 +130,7 @@ class Margin(MetricLoss):
 
 
 def _classes_problem(labels: Tensor | None, num_classes: int, reads_labels: bool) -> str | None:
-    if labels is None or tensor_problem("labels", labels) or labels.is_floating_point():
+    if labels is None or tensor_problem("labels", labels) or labels.is_floating_point() or labels.is_complex():
         return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
     if reads_labels and bool(((labels < 0) | (labels >= num_classes)).any()):
         return f"labels are 0 … {num_classes - 1}, got {int(labels.min())} … {int(labels.max())}."

@@ -94,7 +94,7 @@ def multi_positive(
     q, k = (prepare_rows(rows, normalize=normalize, world=world) for rows in (queries, keys))
     ids_of_keys = ids if key_ids is None else key_ids
     targets = ids[:, None] if ids.ndim == 1 else ids
-    target_weights = q.new_ones(targets.shape) if weights is None else weights.detach().to(q.dtype)
+    target_weights = q.new_ones(targets.shape) if weights is None else weights.detach().to(q.dtype).view(targets.shape)
     query_index, key_index = (sample_indices(x, q) for x in (shards, key_shards))
     loss = BlockLoss(_block_losses, temperature=temperature, paired=paired, duplicates=duplicates)
 
@@ -154,12 +154,13 @@ def _problem(
 ) -> str | None:
     if keys.shape[1:] != queries.shape[1:] or keys.dtype != queries.dtype:
         return f"queries and keys are of one width and dtype, got queries {kind(queries)} and keys {kind(keys)}."
-    if ids.is_floating_point() or ids.ndim not in (1, 2) or len(ids) != len(queries):
+    if ids.is_floating_point() or ids.is_complex() or ids.ndim not in (1, 2) or len(ids) != len(queries):
         return f"ids are integers, one or k per query, got {kind(ids)} for queries {kind(queries)}."
     if key_ids is None and (len(queries) != len(keys) or ids.ndim != 1):
         return f"key_ids are missing: queries {kind(queries)} with ids {kind(ids)} do not pair with keys {kind(keys)}."
     if (key_ids is not None or weights is not None) and (symmetric or duplicates != "positive"):
         return "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
-    if weights is not None and (weights.shape != ids.shape or (reads_weights and not bool((weights >= 0).all()))):
+    fits = weights is None or (weights.shape == ids.shape and not weights.is_complex())
+    if weights is not None and (not fits or (reads_weights and not bool((weights >= 0).all()))):
         return f"weights are non-negative, one per id, got {kind(weights)} for ids {kind(ids)}."
     return (None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))) or rows_problem("keys", keys)

@@ -56,7 +56,9 @@ def orthogonal_regularization(
     z = prepare_rows(embeddings, normalize=True, world=world)
     first, second = _sums_over_pairs(z, world)
     pairs = max(1, shards.total * (shards.total - 1))
-    return mean_weight * (first / pairs).square() + second_moment_weight * (second / pairs - 1 / z.shape[1]).relu()
+    return (
+        mean_weight * (first / pairs).square() + second_moment_weight * (second / pairs - 1 / max(1, z.shape[1])).relu()
+    )
 
 
 def _settings_problem(mean_weight: float, second_moment_weight: float) -> str | None:

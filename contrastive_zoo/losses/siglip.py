@@ -89,9 +89,7 @@ def siglip(
 
 def bias_problem(logit_bias: float | Tensor) -> str | None:
     """Return what is wrong with a bias, or None."""
-    if isinstance(logit_bias, Tensor) and logit_bias.is_meta and not isinstance(logit_bias, nn.Parameter):
-        return "logit_bias is a number, got a tensor on the device meta, which has no value."
-    return number_problem(None, "SigLIP starts at -10.", logit_bias=real(logit_bias))
+    return number_problem(None, "SigLIP starts at -10.", logit_bias=logit_bias)
 
 
 class SigLIP(LearnableScaleLoss, function=siglip, check=bias_problem):

@@ -19,6 +19,7 @@ from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.session import refuse
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import ALONE, Shards, World
 
 
@@ -85,8 +86,16 @@ def epps_pulley(
 
 
 def _settings_problem(num_points: int, limit: float) -> str | None:
-    rule = "num_points is an integer of at least 2"
-    return number_problem(rule, low=2, whole=True, num_points=num_points) or positive_problem(limit=limit)
+    return points_problem(num_points) or positive_problem(limit=limit)
+
+
+def points_problem(num_points: int) -> str | None:
+    """Return what is wrong with a number of points of an integral, or None. Each is a term of its own in the graph."""
+    rule = f"num_points is an integer, 2 … {_MOST_POINTS}"
+    return number_problem(rule, low=2, high=_MOST_POINTS, whole=True, num_points=num_points)
+
+
+_MOST_POINTS = 10_000
 
 
 class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
@@ -100,7 +109,7 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
         num_slices: m, the number of directions.
 
     Raises:
-        ValueError: an embedding_size or num_slices below 1.
+        ValueError: an embedding_size or num_slices below 1; at the call, one above what memory holds.
 
     Examples:
         >>> loss = SIGReg(2, num_slices=64)
@@ -131,10 +140,10 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
         They are drawn on the CPU, so that they are equal on every device.
         """
         generator = torch.Generator().manual_seed(int(self.step))
-        drawn = torch.randn(
-            self.embedding_size, self.num_slices, generator=generator, dtype=torch.float32, device="cpu"
-        )
-        return {**super().settings(), "directions": drawn}
+        sizes = {"embedding_size": int(self.embedding_size), "num_slices": int(self.num_slices)}
+        shape = tuple(sizes.values())
+        draw = partial(torch.randn, shape, generator=generator, dtype=torch.float32, device="cpu")
+        return {**super().settings(), "directions": of_size(type(self).__name__, draw, **sizes)}
 
     @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:

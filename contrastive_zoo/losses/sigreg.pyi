@@ -54,6 +54,9 @@ def epps_pulley(
 ) -> Float[Tensor, ""]:
     """Return the statistic of :func:`sigreg` from prepared rows, without checks or handshake."""
 
+def points_problem(num_points: int) -> str | None:
+    """Return what is wrong with a number of points of an integral, or None. Each is a term of its own in the graph."""
+
 class SIGReg(ConstructingLoss):
     """Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
 
@@ -81,7 +84,7 @@ class SIGReg(ConstructingLoss):
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: an embedding_size or num_slices below 1.
+        ValueError: an embedding_size or num_slices below 1; at the call, one above what memory holds.
         ValueError: directions of another width, fewer than two points, a limit that is not positive, or what any
             :class:`Loss` refuses.
 

@@ -1,5 +1,6 @@
 """SwAV: predict the cluster of one view of a sample from another view, with clusters of equal size."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from contrastive_zoo.engine.classes import draw_weights
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
+from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, positive_problem, views_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import ALONE, World
 
 
@@ -47,7 +50,7 @@ def swav(
             here the loss normalises it, so its gradient is orthogonal to it.
         temperature: t > 0, dimensionless; a tensor is learnable.
         epsilon: ε > 0, the temperature of the assignments.
-        iterations: number ≥ 0 of Sinkhorn iterations; 0 is a softmax.
+        iterations: number of Sinkhorn iterations, 0 … 10,000; 0 is a softmax.
         code_views: number of first views that give codes; the other views only predict.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
         world: the ranks that share the batch.
@@ -86,10 +89,15 @@ def swav(
 
 
 def _settings_problem(epsilon: float, iterations: int, code_views: int, views: int | None = None) -> str | None:
-    if not (is_number(iterations, low=0, whole=True) and is_number(code_views, low=1, high=views, whole=True)):
+    counts = is_number(iterations, low=0, high=_MOST_ITERATIONS, whole=True)
+    if not (counts and is_number(code_views, low=1, high=views, whole=True)):
         most = "" if views is None else f" <= {views}"
-        return f"iterations >= 0 and 1 <= code_views{most}, got {iterations} and {code_views}."
+        return f"0 <= iterations <= {_MOST_ITERATIONS} and 1 <= code_views{most}, got {iterations} and {code_views}."
     return positive_problem(epsilon=epsilon)
+
+
+_MOST_ITERATIONS = 10_000
+"""Sinkhorn's iterations converge linearly, and each is a message: the authors have 3."""
 
 
 class SwAV(ConstructingLoss, function=swav, check=_settings_problem):
@@ -100,7 +108,7 @@ class SwAV(ConstructingLoss, function=swav, check=_settings_problem):
         embedding_size: d.
 
     Raises:
-        ValueError: a number of prototypes or an embedding_size below 1.
+        ValueError: a number of prototypes or an embedding_size below 1, or above what memory holds.
 
     Examples:
         >>> loss = SwAV(2, 2, temperature=1.0)
@@ -115,7 +123,8 @@ class SwAV(ConstructingLoss, function=swav, check=_settings_problem):
         if not (is_number(num_prototypes, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)):
             raise ValueError(f"SwAV: there are prototypes and features, got {num_prototypes} and {embedding_size}.")
         num_prototypes, embedding_size = int(num_prototypes), int(embedding_size)
-        drawn = draw_weights(num_prototypes, embedding_size, local=slice(0, num_prototypes))
+        draw = partial(draw_weights, num_prototypes, embedding_size, local=slice(0, num_prototypes))
+        drawn = of_size("SwAV", draw, num_prototypes=num_prototypes, embedding_size=embedding_size)
         super().__init__(prototypes=nn.Parameter(drawn), **settings)
         self.num_prototypes, self.embedding_size = num_prototypes, embedding_size
 
@@ -123,7 +132,7 @@ class SwAV(ConstructingLoss, function=swav, check=_settings_problem):
 def _problem(
     views: tuple[Tensor, ...], prototypes: Tensor, epsilon: float, iterations: int, code_views: int
 ) -> str | None:
-    if prototypes.ndim != 2 or prototypes.shape[1] != views[0].shape[1]:
-        return f"prototypes are [clusters, d] with d={views[0].shape[1]} as views, got {list(prototypes.shape)}."
+    if prototypes.ndim != 2 or prototypes.shape[1] != views[0].shape[1] or not prototypes.is_floating_point():
+        return f"prototypes are [clusters, d] with d={views[0].shape[1]} as views, got {kind(prototypes)}."
     problem = state_problem("prototypes", prototypes, views[0])
     return problem or _settings_problem(epsilon, iterations, code_views, views=len(views))

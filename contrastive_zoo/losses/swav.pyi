@@ -30,7 +30,7 @@ def swav(
             here the loss normalises it, so its gradient is orthogonal to it.
         temperature: t > 0, dimensionless; a tensor is learnable.
         epsilon: ε > 0, the temperature of the assignments.
-        iterations: number ≥ 0 of Sinkhorn iterations; 0 is a softmax.
+        iterations: number of Sinkhorn iterations, 0 … 10,000; 0 is a softmax.
         code_views: number of first views that give codes; the other views only predict.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
         world: the ranks that share the batch.
@@ -67,13 +67,13 @@ class SwAV(ConstructingLoss):
         embedding_size: d.
         temperature: t > 0, dimensionless; a tensor is learnable.
         epsilon: ε > 0, the temperature of the assignments.
-        iterations: number ≥ 0 of Sinkhorn iterations; 0 is a softmax.
+        iterations: number of Sinkhorn iterations, 0 … 10,000; 0 is a softmax.
         code_views: number of first views that give codes; the other views only predict.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: a number of prototypes or an embedding_size below 1.
+        ValueError: a number of prototypes or an embedding_size below 1, or above what memory holds.
         ValueError: fewer than two views, views of different shape, prototypes of another width, settings out of range,
             NaN or infinite rows, widths or dtypes that differ between ranks, or no rows on any rank.
 

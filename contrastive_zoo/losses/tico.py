@@ -15,7 +15,9 @@ from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import is_number, number_problem, views_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
 from contrastive_zoo.loss_base.graph_operator import GraphModule
+from contrastive_zoo.loss_base.numbers import move_towards
 from contrastive_zoo.loss_base.preparation import begin_views, prepare_rows
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import ALONE, World
 
 
@@ -81,7 +83,7 @@ class TiCo(ConstructingLoss, function=tico, check=_settings_problem):
         embedding_size: d.
 
     Raises:
-        ValueError: an embedding_size below 1.
+        ValueError: an embedding_size below 1, or above what memory holds.
 
     Examples:
         >>> eye = torch.eye(2)
@@ -96,8 +98,10 @@ class TiCo(ConstructingLoss, function=tico, check=_settings_problem):
     def __init__(self, embedding_size: int, **settings: Any) -> None:
         if not is_number(embedding_size, low=1, whole=True):
             raise ValueError(f"TiCo: embedding_size is at least 1, got {embedding_size}.")
-        super().__init__(covariance=nn.Buffer(torch.zeros(embedding_size, embedding_size)), **settings)
-        self.embedding_size = embedding_size
+        size = int(embedding_size)
+        zeros = of_size("TiCo", lambda: torch.zeros(size, size), embedding_size=size)
+        super().__init__(covariance=nn.Buffer(zeros), **settings)
+        self.embedding_size = size
 
     @traced_as(GraphModule.traced_forward)
     def forward(self, view1: Tensor, view2: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
@@ -119,4 +123,4 @@ class TiCo(ConstructingLoss, function=tico, check=_settings_problem):
         """Move the covariance by one step towards the second moments of the first view of all ranks."""
         a = prepare_rows(view1, normalize=True, world=world)
         count = sum_over_ranks(a.new_full((), len(a)), gradient="complete", world=world)
-        self.covariance.lerp_((second_moments(a, a, world=world) / count).to(self.covariance), 1 - self.beta)
+        move_towards(self.covariance, second_moments(a, a, world=world) / count, 1 - self.beta)

@@ -70,7 +70,7 @@ class TiCo(ConstructingLoss):
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: an embedding_size below 1.
+        ValueError: an embedding_size below 1, or above what memory holds.
         ValueError: a β outside 0 … 1, a ρ that is not finite, a covariance of another width, or what any :class:`Loss`
             refuses.
 

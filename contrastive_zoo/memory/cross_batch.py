@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.common_failure import failing_together
 from contrastive_zoo.compiling import traced_as
-from contrastive_zoo.devices import beside_rows
+from contrastive_zoo.devices import beside_rows, values_problem
 from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.block_loss import LabelledLoss
@@ -25,7 +25,7 @@ from contrastive_zoo.loss_call import loss_name
 from contrastive_zoo.memory.memory_input import memory_input
 from contrastive_zoo.memory.queue import MemoryQueue, present
 from contrastive_zoo.randomness import one_stream
-from contrastive_zoo.session import Session
+from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import Shards, World
 
 
@@ -127,6 +127,8 @@ class CrossBatchMemory(Loss):
             world: the ranks that hold rows; None is this process alone. ``DistributedLoss`` passes its process group.
         """
         session = Session.of(self.local() if world is None else world)
+        if problem := values_problem(self):
+            refuse("CrossBatchMemory", problem, world=session)
         (rows, partners, enqueue_mask), _ = beside_rows((rows, partners, enqueue_mask), {})
         shards = self._begin(rows, partners, enqueue_mask, session)
         if self.memory_input in ("negatives", "sharded negatives"):

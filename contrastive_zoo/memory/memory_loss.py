@@ -45,7 +45,7 @@ class MemoryLoss(ConstructingLoss):
         if problem := number_problem(low=1, whole=True, size=size, embedding_size=embedding_size):
             raise ValueError(f"{type(self).__name__}: {problem}")
         self.queue = MemoryQueue(size, embedding_size)
-        self.size, self.embedding_size = size, embedding_size
+        self.size, self.embedding_size = int(size), int(embedding_size)
 
     def settings(self) -> Mapping[str, Any]:
         """Return the current settings, with the rows of the memory."""

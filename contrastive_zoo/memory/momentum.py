@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
+from contrastive_zoo.loss_base.numbers import move_towards
 from contrastive_zoo.loss_call import without_ddp
 from contrastive_zoo.row_checks import described
 
@@ -93,7 +94,7 @@ class MomentumEncoder(nn.Module):
             raise ValueError(f"MomentumEncoder: {problem}")
         for name, x in old.items():
             if isinstance(x, nn.Parameter):
-                x.lerp_(new[name].to(x), 1 - self.momentum)
+                move_towards(x, new[name], 1 - self.momentum)
             else:
                 x.copy_(new[name])
 

@@ -1,6 +1,7 @@
 """A ring buffer of the last embeddings of all ranks."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,12 +10,14 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
+from contrastive_zoo.devices import values_problem
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base.checks import is_number, rows_problem
 from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.row_checks import array_in_one_line, tensor_problem
 from contrastive_zoo.session import meet, refuse
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import Processes, Shards, World
 
 
@@ -32,9 +35,9 @@ class MemoryQueue(nn.Module):
         dtype: of the stored embeddings; None is torch's default. ``module.double()`` changes it, as of any buffer.
 
     Raises:
-        ValueError: a size or width below 1, or a dtype that is not floating. RuntimeError, as of any module: a
-            ``state_dict`` of another shape or with impossible values (more embeddings than fit, a pointer outside of the
-            ring, NaN or infinite values); the memory then does not change.
+        ValueError: a size or width below 1 or above what memory holds, or a dtype that is not floating. RuntimeError, as of
+            any module: a ``state_dict`` of another shape or with impossible values (more embeddings than fit, a pointer
+            outside of the ring, NaN or infinite values); the memory then does not change.
 
     Examples:
         >>> memory = MemoryQueue(3, embedding_size=1)
@@ -60,8 +63,10 @@ class MemoryQueue(nn.Module):
                 "MemoryQueue: size and embedding_size are at least 1 and dtype is a floating one, got "
                 f"size={size}, embedding_size={embedding_size}, dtype={dtype}."
             )
-        self.register_buffer("embeddings", torch.zeros(int(size), int(embedding_size), dtype=dtype))
-        self.register_buffer("ids", torch.zeros(int(size), dtype=torch.int64))
+        size, width = int(size), int(embedding_size)
+        zeros = partial(torch.zeros, size, width, dtype=dtype)
+        self.register_buffer("embeddings", of_size("MemoryQueue", zeros, size=size, embedding_size=width))
+        self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
@@ -154,7 +159,7 @@ class MemoryQueue(nn.Module):
                 infinite rows, or ranks that differ in dtype or arguments.
         """
         world = World.of(process_group, "MemoryQueue")
-        if problem := tensor_problem("rows", rows):
+        if problem := values_problem(self) or tensor_problem("rows", rows):
             refuse("MemoryQueue", problem, world=world)
         rows = rows.detach()
         named = {"rows": rows} | present(labels=labels, enqueue_mask=enqueue_mask)

@@ -9,6 +9,7 @@ from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.loss_base.checks import positive_problem, towers_problem
 from contrastive_zoo.loss_base.graph_operator import GraphModule
+from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
@@ -66,7 +67,7 @@ def ressl(
     )  # fmt: skip
     q, k = (prepare_rows(rows, normalize=True, world=world) for rows in (student, teacher.detach()))
     candidates = torch.nn.functional.normalize(memory.to(q), dim=1)
-    losses = _cross_entropies(logit_scale(temperature, world) * q, k / teacher_temperature, candidates)
+    losses = _cross_entropies(logit_scale(temperature, world) * q, k / real(teacher_temperature), candidates)
     valid = torch.full_like(losses, len(memory) > 0)
     return reduce_anchors(losses, valid, reduction=reduction, world=world)
 

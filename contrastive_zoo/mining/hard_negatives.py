@@ -154,4 +154,7 @@ def as_tensor(rows: Any) -> Any:
         return rows  # refused in words later
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
-        return torch.as_tensor(rows)
+        try:
+            return torch.as_tensor(rows)
+        except (TypeError, ValueError, RuntimeError):  # an array of text, or lists of unequal length
+            return rows

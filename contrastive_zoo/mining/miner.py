@@ -104,11 +104,12 @@ class DistributedMiner(nn.Module):
         problem = arguments.problem or unequal_problem(arguments.leaves) or paired_problem(arguments.leaves)
         if problem is None and self.check_finite:
             problem = first_non_finite(arguments.rows)
+        if problem is not None:  # the statement is made of rows that can be sent
+            refuse(name, problem, world=session)
         statement = Statement(
             name,
             {**LossModules(self.miner).settings(), **arguments.compared},
             arguments.sizes,
-            problem,
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
             replicable=True,

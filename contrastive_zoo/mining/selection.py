@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,6 +15,17 @@ from contrastive_zoo.random_keys import random_keys
 from contrastive_zoo.row_checks import described, is_integer
 
 Sampling = Literal["top", "random"]
+
+
+_INTEGERS = (("num_negatives", 1, 10**6), ("range_min", 0, 2**62), ("range_max", 0, 2**62), ("seed", 0, math.inf))
+"""The settings that are integers, and their bounds. The result has ``num_negatives`` columns."""
+
+
+def _is_score(x: object) -> bool:
+    """Return whether scores can be compared with x: a number that is not NaN, and that float64 holds."""
+    if not isinstance(x, (int, float, np.integer, np.floating)) or isinstance(x, bool):
+        return False
+    return bool(abs(x) < 2**63) or x in (math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -37,12 +49,11 @@ class Selection:
     @property
     def problem(self) -> str | None:
         """Why these settings select nothing, in words; None if they are possible."""
-        for name, at_least in (("num_negatives", 1), ("range_min", 0), ("seed", 0)):
+        for name, at_least, at_most in _INTEGERS:
             value = getattr(self, name)
-            if not is_integer(value, at_least=at_least):
-                return f"{name} is an integer of at least {at_least}, got {described(value)}."
-        if not (self.range_max is None or is_integer(self.range_max)):
-            return f"range_max is an integer or None, got {described(self.range_max)}."
+            if not (is_integer(value, at_least=at_least, at_most=at_most) or (name == "range_max" and value is None)):
+                most = f", {at_least} … {at_most}" if at_most < math.inf else f" of at least {at_least}"
+                return f"{name} is an integer{most}, got {described(value)}."
         if not isinstance(self.sampling, str) or self.sampling not in ("top", "random"):
             return f"sampling is 'top' or 'random', got {self.sampling!r}."
         if self.range_max is not None and self.range_max - self.range_min < self.num_negatives:
@@ -52,7 +63,7 @@ class Selection:
             )
         margins = (self.max_score, self.min_score, self.absolute_margin, self.relative_margin)
         given = [self.guide_margin, *(x for x in margins if x is not None)]
-        if any(not isinstance(x, (int, float, np.number)) or x != x for x in given):
+        if not all(map(_is_score, given)):
             return f"scores and margins are numbers, got {(*margins, self.guide_margin)}."
         return None
 

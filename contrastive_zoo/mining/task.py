@@ -97,7 +97,11 @@ class Task:
             return f"positives are [n] or [n, p], got {kind(self.positives)}."
         for name, tensor in self.rows.items():
             of = self.corpus if name.startswith("corpus") else self.queries
-            if len(tensor) != len(of) or (name not in ("queries", "corpus", "positives") and tensor.ndim != 1):
+            if (
+                not tensor.ndim
+                or len(tensor) != len(of)
+                or (name not in ("queries", "corpus", "positives") and tensor.ndim != 1)
+            ):
                 return f"{name} are one entry for each of {len(of)} rows, got {kind(tensor)}."
             if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
                 return f"{name} are int64, got {kind(tensor)}."

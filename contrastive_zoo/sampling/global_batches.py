@@ -1,12 +1,14 @@
 """Batches in random or stored order."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from contrastive_zoo.random_keys import random_keys
 from contrastive_zoo.row_checks import described, is_integer
 from contrastive_zoo.sampling.base import Batches, DistributedBatchSampler
+from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import Processes
 
 
@@ -54,6 +56,9 @@ class GlobalBatchSampler(DistributedBatchSampler):
 
     def global_batches(self, epoch: int) -> Batches:
         """Return consecutive parts of the epoch's order."""
+        return of_size("GlobalBatchSampler", partial(self._parts_of_order, epoch), num_samples=self.num_samples)
+
+    def _parts_of_order(self, epoch: int) -> Batches:
         samples = np.arange(self.num_samples)
         order = np.argsort(random_keys(self.seed, epoch, samples)) if self.shuffle else samples
         return np.split(order, range(self.batch_size, self.num_samples, self.batch_size))
@@ -66,9 +71,9 @@ def size_problem(name: str, size: object, at_least: int = 1) -> str | None:
         >>> size_problem("batch_size", 0)
         'batch_size is an integer of at least 1, got 0.'
         >>> size_problem("m", 2**64)
-        'm is below 2**63, got 18446744073709551616.'
+        'm is below 2**60, got 18446744073709551616.'
     """
     if not is_integer(size, at_least=at_least):
         return f"{name} is an integer of at least {at_least}, got {size!r}."
-    # samples are counted in int64
-    return f"{name} is below 2**63, got {size!r}." if size >= 2**63 else None  # type: ignore[operator]  # an integer
+    # NumPy counts the bytes of samples in int64; np.arange(2**63 - 1) is empty
+    return f"{name} is below 2**60, got {size!r}." if size >= 2**60 else None  # type: ignore[operator]  # an integer

@@ -309,7 +309,7 @@ def test_golden_values(loss: Any, value: float) -> None:
         (lambda: Margin(num_classes=0), "num_classes is 1 or more, got 0"),
         (lambda: RankedList(imbalance=1.5), "imbalance is a share, 0 … 1, got 1.5"),
         (lambda: RankedList(t_n=-1), "0 or more"),
-        (lambda: FastAP(num_bins=0), "num_bins is 1 or more, got 0"),
+        (lambda: FastAP(num_bins=0), "num_bins is an integer, 1 … 16777216, got 0"),
         (lambda: FastAP(normalize=False), "unit rows"),
         (lambda: SmoothAP(temperature=0), "temperature is positive, got 0"),
         (lambda: Angular(alpha=90), "between 0 and 90, got 90"),

@@ -158,7 +158,7 @@ BAD = [
     (lambda q, k: margin_mse(q, k, k[:, None], torch.ones(9, 2)), "margins are one number per negative"),
     (lambda q, k: score_distillation(q, k[:, None], torch.ones(9, 1)), "candidates are k >= 2 rows per query"),
     (lambda q, k: score_distillation(q, torch.stack([k, k], 1), torch.ones(9)), "scores are one number per candidate"),
-    (lambda q, k: LargeMarginSoftmax(3, 4, margin=0), "margin is an integer of at least 1, got 0"),
+    (lambda q, k: LargeMarginSoftmax(3, 4, margin=0), "margin is an integer, 1 … 100, got 0"),
 ]
 
 

@@ -1,0 +1,229 @@
+"""Sizes beyond memory, numbers beyond float32, and tensors without values: each is named, on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base.checks import is_number
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, common_error
+
+META, HUGE = torch.device("meta"), 2**62
+Z, LABELS = torch.eye(4, 3), torch.arange(4) % 2
+
+
+def hard_negatives(**settings: Any) -> Any:
+    return cz.mine_hard_negatives(**{"queries": Z, "corpus": Z, "positives": torch.arange(4), **settings})
+
+
+def no_meta(name: str) -> str:
+    return f"{name} must hold values, got float32 [] on the meta device"
+
+
+SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
+    # ---- sizes
+    "classes": (lambda: cz.ArcFace(4, HUGE), f"ArcFace: nothing can be made of num_classes=4, embedding_size={HUGE}"),
+    "centres": (lambda: cz.SoftTriple(HUGE, 3), f"SoftTriple: nothing can be made of num_classes={HUGE}"),
+    "prototypes": (lambda: cz.SwAV(5, HUGE), "SwAV: nothing can be made of num_prototypes=5"),
+    "queue": (lambda: cz.MemoryQueue(HUGE, 3), f"MemoryQueue: nothing can be made of size={HUGE}"),
+    "memory": (lambda: cz.NNCLR(8, HUGE), "nothing can be made of size=8"),
+    "covariance": (lambda: cz.TiCo(HUGE), "TiCo: nothing can be made of embedding_size"),
+    "centre": (lambda: cz.DINO(HUGE), "DINO: nothing can be made of out_dim"),
+    "boundaries": (lambda: cz.Margin(num_classes=HUGE), "Margin: nothing can be made of num_classes"),
+    "directions": (lambda: cz.SIGReg(3, num_slices=HUGE)(Z), "SIGReg: nothing can be made of embedding_size=3"),
+    "samples": (lambda: list(cz.GlobalBatchSampler(2**59, batch_size=2)), "nothing can be made of num_samples"),
+    "ids": (lambda: cz.sample_ids(4, views=HUGE), "n · views <= 1000000000, got n=4"),
+    "negatives": (lambda: hard_negatives(num_negatives=2**70), "num_negatives is an integer, 1 … 1000000"),
+    # ---- numbers of repetitions
+    "bins": (lambda: cz.FastAP(num_bins=HUGE), "num_bins is an integer, 1 … 16777216"),
+    "steps": (lambda: cz.Histogram(num_bins=HUGE), "num_bins is an integer, 1 … 16777216"),
+    "nodes": (lambda: cz.DynamicSoftMargin(HUGE), "num_bins is an integer, 1 … 16777216"),
+    "points": (lambda: cz.SIGReg(3, num_points=HUGE), "num_points is an integer, 2 … 10000"),
+    "iterations": (lambda: cz.SwAV(5, 3, iterations=HUGE), "iterations <= 10000"),
+    "angles": (lambda: cz.SphereFace(4, 3, margin=HUGE), "margin is an integer, 1 … 100"),
+    # ---- numbers
+    "a scale beyond float32": (lambda: cz.ArcFace(4, 3, scale=1e308), "scale must be within the range of float32"),
+    "a temperature": (lambda: cz.NTXent(temperature=1e-300), "temperature must be within the range of float32"),
+    "the least integer": (lambda: cz.FroSSL(invariance=-(2**63)), "invariance must be finite"),
+    "8 bits": (
+        lambda: cz.Contrastive(neg_margin=torch.tensor(3, dtype=torch.uint8)),
+        "neg_margin must be finite, got uint8 []",
+    ),
+    "a bool as a score": (lambda: hard_negatives(absolute_margin=True), "scores and margins are numbers"),
+    "text as rows": (lambda: hard_negatives(queries=np.array(["a", "b"])), "queries must be a tensor"),
+    "a label of 70 bits": (
+        lambda: cz.evaluate(Z, labels=LABELS, ignore_label=2**70),
+        "ignore_label is an integer of 64 bits",
+    ),
+    "several losses": (
+        lambda: cz.cached_step(nn.Linear(3, 2), Z.split(2), lambda z: z),
+        "cached_step: loss_fn returns one number as a tensor, got float32 [4, 2]",
+    ),
+    "no parameter": (lambda: cz.replicated([1.0]), "replicated: x must be a tensor, got list"),  # type: ignore[arg-type]  # why: wrong on purpose
+    "complex labels": (
+        lambda: cz.Margin(num_classes=2)(Z, LABELS.to(torch.complex64)),
+        "β of a class needs labels",
+    ),
+    "integer prototypes": (lambda: cz.swav(Z, Z, prototypes=torch.ones(5, 3).long()), "prototypes are [clusters, d]"),
+    # ---- no values
+    "a margin on meta": (lambda: cz.Contrastive(pos_margin=torch.empty((), device=META)), no_meta("pos_margin")),
+    "a ratio on meta": (lambda: cz.SignalToNoise(neg_margin=torch.empty((), device=META)), no_meta("neg_margin")),
+    "a number on meta": (lambda: cz.siglip(Z, Z, temperature=torch.empty((), device=META)), no_meta("temperature")),
+    "β on meta": (lambda: cz.Margin(beta=nn.Parameter(torch.empty((), device=META))), no_meta("beta")),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_what_cannot_be_is_named(name: str) -> None:
+    call, sentence = SENTENCES[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (lambda: cz.Margin(), lambda loss: loss(Z, LABELS)),
+        (lambda: cz.SigLIP(), lambda loss: loss(Z, Z)),
+        (lambda: cz.ArcFace(2, 3), lambda loss: loss(Z, LABELS)),
+        (lambda: cz.MemoryQueue(8, 3), lambda queue: queue.enqueue(Z)),
+        (lambda: cz.CrossBatchMemory(cz.SupCon(), size=8, embedding_size=3), lambda loss: loss(Z, LABELS)),
+    ],
+)
+def test_a_loss_without_values_is_refused_until_it_has_some(make: Callable[[], nn.Module], call: Any) -> None:
+    with META:
+        empty = make()
+    with pytest.raises(ValueError, match="is on the meta device and has no value"):
+        call(empty)
+    empty.to_empty(device="cpu").load_state_dict(make().state_dict())
+    assert call(empty).isfinite().all()
+
+
+def test_the_least_and_the_largest_number_decide() -> None:
+    assert is_number(torch.tensor([0.0, 1.0, 2.0]), low=0, high=2, several=True)
+    assert not is_number(torch.tensor([0.0, -1.0, 2.0]), low=0, several=True)
+    assert not is_number(torch.tensor([0.0, torch.nan, 2.0]), several=True)
+    assert is_number(torch.empty(0), several=True)
+
+
+def test_numbers_at_the_ends_of_float32_are_numbers() -> None:
+    finfo = torch.finfo(torch.float32)
+    assert is_number(finfo.max)
+    assert is_number(-finfo.max)
+    assert is_number(finfo.tiny, above=0)
+    assert is_number(1e-300)  # not divided by
+    assert not is_number(finfo.tiny / 2, above=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
+def test_a_momentum_in_a_tensor_has_any_dtype(dtype: torch.dtype) -> None:
+    share, plain = torch.ones(1, dtype=dtype) / 1, 1.0
+    losses = [cz.DINO(3, centre_momentum=share), cz.DINO(3, centre_momentum=plain)]  # type: ignore[arg-type]  # why: a float otherwise
+    for loss in losses:
+        loss(Z, Z)
+    close(losses[0].centre, losses[1].centre)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_temperature_in_a_tensor_of_one_keeps_the_dtype_of_rows(dtype: torch.dtype) -> None:
+    sharp = torch.tensor([0.5], dtype=dtype)
+    found = cz.dino(Z, Z, centre=torch.zeros(3), teacher_temperature=sharp)  # type: ignore[arg-type]  # why: a float otherwise
+    close(found, cz.dino(Z, Z, centre=torch.zeros(3), teacher_temperature=0.5))
+
+
+def test_weights_of_single_ids_are_one_a_query() -> None:
+    ids, keys = torch.tensor([0, 1, 0, 1]), torch.arange(4)
+    halves = cz.multi_positive(Z, Z, ids, key_ids=keys, weights=torch.full((4,), 0.5))
+    close(halves, cz.multi_positive(Z, Z, ids[:, None], key_ids=keys, weights=torch.full((4, 1), 0.5)))
+    with pytest.raises(ValueError, match="weights are non-negative, one per id"):
+        cz.multi_positive(Z, Z, ids, key_ids=keys, weights=torch.ones(4, dtype=torch.complex64))
+
+
+def test_rows_of_width_0_have_scores() -> None:
+    empty = torch.empty(4, 0)
+    assert cz.top_k(empty, k=1).scores.tolist() == [[0.0]] * 4
+    assert cz.orthogonal_regularization(empty).isfinite()
+
+
+# -------------------------------------------------------------------------------------------------- one rank's rows
+
+ROWS: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: Z.to_sparse(),
+    "csr": lambda: Z.to_sparse_csr(),
+    "meta": lambda: Z.to(META),
+    "quantised": lambda: torch.quantize_per_tensor(Z, 0.1, 0, torch.qint8),
+}
+
+
+def third_party(embeddings: Tensor, weights: Tensor) -> Tensor:
+    return (embeddings.sum(1) * weights).sum()
+
+
+def first_only(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    return labels, labels, labels
+
+
+CALLS: dict[str, Callable[[Tensor], object]] = {
+    "labels": lambda x: cz.DistributedLoss(cz.SupCon())(Z, x),
+    "views": lambda x: cz.DistributedLoss(cz.NTXent())(x, Z),
+    "weights of a third-party loss": lambda x: cz.DistributedLoss(third_party)(Z, x),
+    "rows of a miner": lambda x: cz.DistributedMiner(first_only)(x, LABELS),
+}
+RIGHT = {"labels": LABELS, "views": Z, "weights of a third-party loss": torch.ones(4), "rows of a miner": Z}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_of_one_rank_that_cannot_be_sent(kind: str, worlds: Worlds) -> None:
+    def good() -> float:
+        return cz.DistributedLoss(cz.SupCon())(Z + dist.get_rank(), LABELS).item()
+
+    for name in CALLS:
+
+        def bad(name: str = name) -> object:
+            return CALLS[name](ROWS[kind]() if dist.get_rank() == 1 else RIGHT[name])
+
+        text, _ = common_error(worlds, 2, bad, good)
+        assert "rank 1" in text, text
+
+
+def test_rows_of_a_miner_have_a_dimension(worlds: Worlds) -> None:
+    def bad() -> object:
+        return cz.DistributedMiner(first_only)(torch.tensor(1.0) if dist.get_rank() == 1 else Z, LABELS)
+
+    text, _ = common_error(worlds, 2, bad, dist.get_rank)
+    assert "rank 1: embeddings are rows, one a label, got float32 []" in text
+
+
+def test_what_a_rank_cannot_state_is_said_on_every_rank(worlds: Worlds) -> None:
+    class Unreadable(cz.SupCon):
+        def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
+            if dist.get_rank() == 1:
+                raise LookupError("no such setting")
+            return super().can_be_replicated(*rows, **named_rows)
+
+    text, _ = common_error(
+        worlds,
+        2,
+        lambda: cz.DistributedLoss(Unreadable())(Z + dist.get_rank(), LABELS),
+        lambda: cz.DistributedLoss(cz.SupCon())(Z + dist.get_rank(), LABELS),
+    )
+    assert "rank 1: LookupError: no such setting" in text
+
+
+def test_equal_rows_are_noticed_in_any_layout(worlds: Worlds) -> None:
+    """The digest of the first call's rows reads an expanded row, too."""
+
+    def job() -> float:
+        weights = torch.ones(1).expand(4)
+        return cz.DistributedLoss(third_party)(Z + dist.get_rank(), weights).item()
+
+    assert worlds.run(2, job) == [pytest.approx(2 * float(Z.sum()) + 12.0)] * 2
