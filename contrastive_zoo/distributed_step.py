@@ -61,6 +61,9 @@ class DistributedStep:
         history: the wrapper's calls before this one.
         session: the ranks.
         observer: is told of the call after the loss; None for no observer.
+
+    Raises:
+        ValueError: on every rank alike: this rank's statement cannot be made.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> In
         refuse("sample_ids", f"n and views are integers, got {other}.", world=world)
     n, views = int(n), int(views)
     if n < 0 or views < 1 or n * views > _MOST_SAMPLES:
-        rule = f"n >= 0, views >= 1 and n · views <= {_MOST_SAMPLES}"
+        rule = f"n >= 0 and views >= 1, and n · views <= {_MOST_SAMPLES}"
         refuse("sample_ids", f"{rule}, got n={n}, views={views}.", world=world)
     (shards,) = meet(
         "sample_ids", {"samples": torch.empty(n, dtype=torch.int8)}, world=world, settings={"views": views}

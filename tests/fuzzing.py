@@ -68,10 +68,10 @@ class Other:
 
 
 OTHERS: list[Any] = [
-    None, True, 0, 1, -1, 3, 2**70, 0.0, -0.5, 0.3, 1e308, float("nan"), float("inf"), "", "mean", "ρ", b"x", 1j, [], (),
-    {}, [[1.0, 2.0, 3.0]] * 4, [0, 1, 0, 1], range(4), {"a": 1}, object(), Other, Other(), len, np.float32(0.5),
-    np.array([0, 1, 0, 1]), np.array(["a", "b"]), torch.float32, torch.device("cpu"), nn.Linear(2, 2), iter([1]),
-    slice(1), Ellipsis, NotImplemented,
+    None, True, 0, 1, -1, 3, 2**62, 2**70, -(2**63), np.int64(2**62), 0.0, -0.5, 0.3, 1e-300, 1e308, float("nan"),
+    float("inf"), "", "mean", "ρ", b"x", 1j, [], (), {}, [[1.0, 2.0, 3.0]] * 4, [0, 1, 0, 1], range(4), {"a": 1},
+    object(), Other, Other(), len, np.float32(0.5), np.array([0, 1, 0, 1]), np.array(["a", "b"]), torch.float32,
+    torch.device("cpu"), nn.Linear(2, 2), iter([1]), slice(1), Ellipsis, NotImplemented,
 ]  # fmt: skip
 """What is no tensor."""
 

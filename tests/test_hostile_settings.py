@@ -68,6 +68,10 @@ SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: cz.cached_step(nn.Linear(3, 2), Z.split(2), lambda z: z),
         "cached_step: loss_fn returns one number as a tensor, got float32 [4, 2]",
     ),
+    "numbers as chunks": (
+        lambda: cz.cached_step([nn.Linear(3, 2)], np.arange(4), lambda z: z.sum()),
+        "cached_step: chunks are a sequence of inputs for each model",
+    ),
     "no parameter": (lambda: cz.replicated([1.0]), "replicated: x must be a tensor, got list"),  # type: ignore[arg-type]  # why: wrong on purpose
     "complex labels": (
         lambda: cz.Margin(num_classes=2)(Z, LABELS.to(torch.complex64)),

@@ -18,7 +18,7 @@ NAME = PACKAGE.name
 
 LAYERS = [
     {"_compat", "class_docstring", "derivations", "devices", "later", "uneven_ends"},
-    {"messages", "random_keys", "row_checks", "small_batch"},
+    {"messages", "random_keys", "row_checks", "sizes", "small_batch"},
     {"compiling", "loaded_state"},
     {"world"},
     {"differences", "gather_cache"},

@@ -16,7 +16,7 @@ GROUPS = {
     "The wrapper, and what ranks disagree on": (
         "distributed", "distributed_step", "differences", "handshake", "session", "world", "wrapped", "wrapper_options",
         "loss_call", "loaded_state", "messages", "native_loss", "derivations", "devices", "call_history", "arguments",
-        "row_checks", "masks", "averaging", "uneven_ends", "common_failure",
+        "row_checks", "masks", "averaging", "sizes", "uneven_ends", "common_failure",
     ),
     "Losses": ("losses", "loss_base", "engine", "kernels"),
     "Collectives": ("collectives",),

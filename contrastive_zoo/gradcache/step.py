@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -71,9 +71,10 @@ def cached_step(
 
     Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
     """
-    if (wrong := _arguments_problem(chunks, loss_fn)) is not None:
-        refuse("cached_step", wrong, world=World.of(process_group))
     several = isinstance(model, (tuple, list))
+    chunks = list(chunks) if several and _is_sequence(chunks) else chunks
+    if (wrong := _arguments_problem(chunks, loss_fn, several)) is not None:
+        refuse("cached_step", wrong, world=World.of(process_group))
     models: Sequence[Any] = model if isinstance(model, (tuple, list)) else (model,)
     sequences = [list(x) for x in chunks] if several else [list(chunks)]
     problem, encoders = _models_problem(models, sequences), []
@@ -89,10 +90,17 @@ def cached_step(
     return loss.detach()
 
 
-def _arguments_problem(chunks: object, loss_fn: object) -> str | None:
+def _is_sequence(x: object) -> TypeGuard[Iterable[Any]]:
+    """Return whether x holds inputs; arrays of no dimension have an iterator that fails."""
+    return isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0
+
+
+def _arguments_problem(chunks: object, loss_fn: object, several: bool) -> str | None:
     """Return what cannot be chunks, or no function of embeddings, in words; None if nothing is wrong."""
-    if not isinstance(chunks, Iterable) or getattr(chunks, "ndim", 1) == 0:
+    if not _is_sequence(chunks):
         return f"chunks are a sequence of inputs, got {described(chunks)}."
+    if several and isinstance(chunks, list) and not all(map(_is_sequence, chunks)):
+        return f"chunks are a sequence of inputs for each model, got {described(chunks)}."
     return None if callable(loss_fn) else f"loss_fn is a function of embeddings, got {described(loss_fn)}."
 
 

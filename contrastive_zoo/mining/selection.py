@@ -22,10 +22,10 @@ _INTEGERS = (("num_negatives", 1, 10**6), ("range_min", 0, 2**62), ("range_max",
 
 
 def _is_score(x: object) -> bool:
-    """Return whether scores can be compared with x: a number that is not NaN, and that float64 holds."""
-    if not isinstance(x, (int, float, np.integer, np.floating)) or isinstance(x, bool):
-        return False
-    return bool(abs(x) < 2**63) or x in (math.inf, -math.inf)
+    """Return whether scores can be compared with x: an integer of 64 bits, or another number that is not NaN."""
+    if isinstance(x, int):
+        return not isinstance(x, bool) and abs(x) < 2**63
+    return isinstance(x, (float, np.integer, np.floating)) and not math.isnan(x)
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,8 @@ def test_koleo_keeps_the_digits_of_near_neighbours(dense: bool) -> None:
     torch.testing.assert_close(single.grad.double(), double.grad, rtol=1e-5, atol=0.0)
 
 
-def test_a_number_of_prototypes_may_be_a_small_tensor() -> None:
-    """4,096 prototypes are drawn at a time, a number that eight bits do not hold."""
-    assert SwAV(torch.tensor(39, dtype=torch.uint8), 3).prototypes.shape == (39, 3)
+def test_a_number_of_prototypes_in_a_tensor_has_16_bits() -> None:
+    """Eight bits do not hold 4,096, the number of prototypes that are drawn at a time."""
+    assert SwAV(torch.tensor(39, dtype=torch.int32), 3).prototypes.shape == (39, 3)
+    with pytest.raises(ValueError, match="SwAV: there are prototypes"):
+        SwAV(torch.tensor(39, dtype=torch.uint8), 3)

@@ -273,7 +273,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"positives": torch.zeros(N)}, r"positives are int64, got float32 \[37\]"),
     "one label": ({"query_labels": torch.zeros(N, dtype=torch.int64)}, "come together"),
     "range": ({"range_min": 5, "range_max": 6}, "fewer candidates than num_negatives=3"),
-    "number": ({"num_negatives": 0}, "num_negatives is an integer of at least 1, got 0"),
+    "number": ({"num_negatives": 0}, "num_negatives is an integer, 1 … 1000000, got 0"),
     "sampling": ({"sampling": "best"}, "'top' or 'random', got 'best'"),
     "output": ({"output": "list"}, "'triplet' or 'n-tuple', got 'list'"),
     "threshold": ({"max_score": float("nan")}, "scores and margins are numbers"),
