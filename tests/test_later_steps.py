@@ -223,6 +223,18 @@ class Drawing(cz.RowLoss):
         return (similarity * noise * negative).sum(1) * (1 + self.seen.detach()), negative.any(1)
 
 
+class DrawingOnRank1(Drawing):
+    """Its candidates need random numbers on one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__(draws=False, counts=False)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        if rank() == 1:
+            torch.rand(())
+        return super().rows(similarity, positive, negative)
+
+
 def disagreeing(name: str, at: int) -> Callable[[], None]:
     """A training in which one rank is set up, or called, in another way at call ``at``, counted from 0."""
 
@@ -423,9 +435,10 @@ def test_own_losses_that_draw_or_keep_a_state(draws: bool, counts: bool, shards:
             close(seen, one_seen)
 
 
-def test_anchors_of_a_loss_that_draws_cannot_be_told_apart(worlds: Worlds) -> None:
+@pytest.mark.parametrize("make", [Drawing, DrawingOnRank1])
+def test_anchors_of_a_loss_that_draws_cannot_be_told_apart(make: Callable[[], Drawing], worlds: Worlds) -> None:
     def bad() -> None:
-        loss = Drawing()
+        loss = make()
         loss.reduction = "none"
         cz.DistributedLoss(loss)(z(), y())
 

@@ -1,6 +1,7 @@
 """Plant mutants in the modules that ranks rest on, and run the tests that execute the changed lines.
 
 python -m tools.mutants --count 200 --seed 0 --out mutants.json      # continues where an earlier run of it was stopped
+python -m tools.mutants --again --out mutants.json                   # first the survivors, once there are new tests
 python -m tools.mutants --report mutants.json                        # the score
 python -m tools.mutants --report mutants.json --docs                 # writes it to docs/pages/how-it-is-tested.md
 

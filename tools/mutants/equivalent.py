@@ -32,6 +32,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "2 → 3",
     ): "The largest finite entry and the fill value lie far on either side of a half and of a third of it.",
     ("handshake.py", "", "8 → 9"): _TUNING,
+    (
+        "engine/exchange.py",
+        "wire_rows",
+        "derived(lambda x: x.to(dtype), columns, world=world) if is_16_bit(dtype) else columns → "
+        "derived(lambda x: x.to(dtype), columns, world=world) if True else columns",
+    ): "A wider dtype of the input is that of the columns, which nothing converts.",
     ("handshake.py", "_Reserved.learn", "0 → 1 (3)"): _TUNING,
     (
         "distributed.py",
