@@ -239,6 +239,18 @@ def test_a_sum_is_one_message(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[[2, 2, 3], [2, 2, 4]]] * 2
 
 
+def test_rows_whose_split_is_known_are_one_message(worlds: Worlds) -> None:
+    def job() -> list[int]:
+        found, x = [], torch.ones(2, 3)
+        for shards in (None, Shards((2, 2), dist.get_rank())):
+            with Messages() as messages:
+                cz.all_gather(x, shards=shards)
+            found.append(len(messages.sent))
+        return found
+
+    assert worlds.run(2, job) == [[2, 1]] * 2
+
+
 def test_an_input_is_never_changed(worlds: Worlds) -> None:
     def job() -> bool:
         x = numbers(4, 2, seed=dist.get_rank())

@@ -174,13 +174,13 @@ def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
 
 
 def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]) -> Tensor:
-    """Return a copy of x that ``run`` has reduced in place; 16-bit numbers are reduced in 32 bits."""
+    """Return a copy of x that ``run`` has reduced in place; 16-bit numbers are reduced in 32 bits. A mean has floats."""
     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     wide = sendable(x.detach(), world).to(dtype, copy=True).contiguous()
     run(wide)
     if op == "mean":
         wide = wide / world.size
-    return wide.to(x.device, x.dtype if x.is_floating_point() else wide.dtype)
+    return wide.to(x.device, x.dtype)
 
 
 def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:

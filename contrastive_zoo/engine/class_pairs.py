@@ -28,7 +28,7 @@ def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor
     ordered, order = ids.sort()
     begins = torch.zeros_like(ids)
     begins[1:] = ordered[1:] != ordered[:-1]
-    classes = torch.zeros_like(ids).scatter_(0, order, begins.cumsum(0))
+    classes = torch.empty_like(ids).scatter_(0, order, begins.cumsum(0))
     return classes, torch.zeros_like(ids).index_add_(0, classes, torch.ones_like(ids))
 
 

@@ -332,6 +332,14 @@ def test_similarities_are_kept_where_they_fit() -> None:
     assert kept(8 * 8 * 8 - 1) == 0
 
 
+def test_no_similarities_are_kept_that_no_backward_pass_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(similarity_budget.CachedLogits, "reserve", lambda *_: pytest.fail("they are kept"))
+    z, args = numbers(8, 4, seed=0), {"scale": 1.0, "shards": Shards((8,)), "world": World()}
+    softmax.self_log_sum_exp(z, **args)
+    with torch.no_grad():
+        softmax.self_log_sum_exp(z.requires_grad_(), **args)
+
+
 def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before others are made in the second arithmetic, which has the same budget."""
     sums, kept, alive = SoftmaxSweep.sums, [], []

@@ -117,6 +117,21 @@ def test_similarities_of_all_tokens_are_never_held(cached: bool, monkeypatch: py
     assert largest.elements <= selected < (24 * 16) ** 2 / 4
 
 
+@pytest.mark.parametrize("frozen", NAMES)
+def test_frozen_tokens_need_no_gradient(frozen: str) -> None:
+    rows = learning(rows_of(Shard(4, 2), seed=3))
+    rows[frozen] = rows[frozen].detach()
+    trained = [rows[name] for name in NAMES if name != frozen]
+    found, expected = (torch.autograd.grad(loss(**rows), trained) for loss in (cz.MaxSim(), dense_loss))
+    for x, y in zip(found, expected, strict=True):
+        close(x, y)
+
+
+def dense_loss(**rows: Tensor) -> Tensor:
+    with cz.dense():
+        return cz.MaxSim()(**rows)
+
+
 def test_positions_return_to_the_budget_after_the_backward_pass() -> None:
     queries, documents = (numbers(6, 3, WIDTH, seed=seed).requires_grad_() for seed in (1, 2))
 

@@ -36,6 +36,7 @@ FILES = [
     "tests/engine",
     "tests/kernels/test_implementation.py",
     "tests/losses",
+    "tests/test_accelerated_ranks.py",
     "tests/test_accelerator.py",
     "tests/test_averaging.py",
     "tests/test_bad_input.py",
