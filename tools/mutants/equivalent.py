@@ -3,6 +3,7 @@
 _EMPTY = "The tile ends where the other begins: the diagonal is empty either way."
 _NOTHING = "slice(1, 0) is as empty as slice(0, 0)."
 _TUNING = "A tuning constant: it moves bytes or time, and no result."
+_PATHS = "It moves the threshold between two paths that compute the same."
 _GUARD = "It keeps a division from zero where there is nothing to cut: any height will do."
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
@@ -10,7 +11,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/sigmoid.py", "_Block.add", "j.start < i.stop → j.start <= i.stop"): _EMPTY,
     ("engine/unit_rows.py", "_chunks", "1 → 2 (2)"): _GUARD,
     ("engine/tiling.py", "row_blocks", "1 → 2 (2)"): _GUARD,
-    ("engine/dense_mode.py", "", "2 ** 16 → 2 * 16"): "It moves the threshold between two paths that compute the same.",
+    ("engine/dense_mode.py", "", "2 ** 16 → 2 * 16"): _PATHS,
+    ("engine/small_batch.py", "uses_small_batch_path", "2 if comparison == 'views' else 1 → 2 if True else 1"): _PATHS,
+    ("engine/unit_rows.py", "unit_rows", "if is_dense() or is_small_batch(x.numel()): → if True:"): _PATHS,
+    ("engine/class_pairs.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
     (
         "engine/softmax_sweep.py",
         "_logits",
@@ -39,12 +43,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "derived(lambda x: x.to(dtype), columns, world=world) if True else columns",
     ): "A wider dtype of the input is that of the columns, which nothing converts.",
     ("handshake.py", "_Reserved.learn", "0 → 1 (3)"): _TUNING,
-    (
-        "distributed.py",
-        "DistributedLoss._alone",
-        "Arguments.of(call.bound.arguments).rows if self._observing else {} → "
-        "Arguments.of(call.bound.arguments).rows if True else {}",
-    ): "Only an observer reads these rows.",
     (
         "distributed_step.py",
         "DistributedStep._options",
