@@ -75,6 +75,14 @@ class OnDevice(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"OnDevice({self.values!r})"
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: "OnDevice") -> None:
+        self.values = new.values
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
