@@ -68,6 +68,7 @@ SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: cz.cached_step(nn.Linear(3, 2), Z.split(2), lambda z: z),
         "cached_step: loss_fn returns one number as a tensor, got float32 [4, 2]",
     ),
+    "no model": (lambda: cz.cached_step([], [], lambda z: z.sum()), "cached_step: there is at least one model"),
     "numbers as chunks": (
         lambda: cz.cached_step([nn.Linear(3, 2)], np.arange(4), lambda z: z.sum()),
         "cached_step: chunks are a sequence of inputs for each model",

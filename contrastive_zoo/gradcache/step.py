@@ -106,6 +106,8 @@ def _arguments_problem(chunks: object, loss_fn: object, several: bool) -> str | 
 
 def _models_problem(models: Sequence[Any], sequences: Sequence[Any]) -> str | None:
     """Return what is wrong with the models, in words; None if nothing is."""
+    if not models:
+        return "there is at least one model, got none."
     if found := [type(x).__name__ for x in models if not isinstance(x, nn.Module)]:
         return f"a model is a torch.nn.Module, got {found[0]}. Wrap a method in a module that calls it."
     if len(sequences) != len(models):
