@@ -68,6 +68,10 @@ SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: cz.cached_step(nn.Linear(3, 2), Z.split(2), lambda z: z),
         "cached_step: loss_fn returns one number as a tensor, got float32 [4, 2]",
     ),
+    "two numbers": (
+        lambda: cz.multi_positive(torch.tensor(1.0), torch.tensor(1.0), LABELS),
+        "MultiPositive: queries are floating-point rows",
+    ),
     "no model": (lambda: cz.cached_step([], [], lambda z: z.sum()), "cached_step: there is at least one model"),
     "numbers as chunks": (
         lambda: cz.cached_step([nn.Linear(3, 2)], np.arange(4), lambda z: z.sum()),

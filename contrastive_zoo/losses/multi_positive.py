@@ -152,6 +152,8 @@ def _problem(
     duplicates: str,
     symmetric: bool,
 ) -> str | None:
+    if wrong := rows_problem("queries", queries) or rows_problem("keys", keys):
+        return wrong
     if keys.shape[1:] != queries.shape[1:] or keys.dtype != queries.dtype:
         return f"queries and keys are of one width and dtype, got queries {kind(queries)} and keys {kind(keys)}."
     if ids.is_floating_point() or ids.is_complex() or ids.ndim not in (1, 2) or len(ids) != len(queries):
@@ -163,4 +165,4 @@ def _problem(
     fits = weights is None or (weights.shape == ids.shape and not weights.is_complex())
     if weights is not None and (not fits or (reads_weights and not bool((weights >= 0).all()))):
         return f"weights are non-negative, one per id, got {kind(weights)} for ids {kind(ids)}."
-    return (None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))) or rows_problem("keys", keys)
+    return None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))
