@@ -10,18 +10,18 @@ from typing_extensions import TypeVar
 
 from contrastive_zoo import devices
 from contrastive_zoo.arguments import Arguments
+from contrastive_zoo.broadcast_state import broadcast_from_rank_0
 from contrastive_zoo.call_history import CallHistory
-from contrastive_zoo.collectives import broadcast, scale_gradient
+from contrastive_zoo.collectives import scale_gradient
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.distributed_step import DistributedStep, Observer
-from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_attributes import LossAttributes
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_call import LossCall, bound_arguments, loss_name, signature, without_ddp
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.native_loss import native_and_replaced
-from contrastive_zoo.session import Session, meet, refuse
+from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.step_state import Options
 from contrastive_zoo.world import Processes, Shards, World
 from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
@@ -197,7 +197,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             return self._alone(call, session)
         modules = LossModules(bare)
         if self.broadcast_parameters and not self._history.has_broadcast:
-            self._broadcast_from_rank_0(modules, session)
+            broadcast_from_rank_0(modules, session)
+            self._history.has_broadcast = True
         arguments = self._arguments(bare, call)
         if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
             refuse(loss_name(bare), problem, world=session)
@@ -293,12 +294,3 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if problem := self._history.finite_problem(Arguments.of(call.bound.arguments)):
             raise ValueError(f"{loss_name(call.loss)}: {problem}")
         return replace(session, options=replace(session.options, check_finite=False))
-
-    def _broadcast_from_rank_0(self, modules: LossModules, session: Session) -> None:
-        """Set parameters and buffers to rank 0's: ranks that were seeded differently drew different ones."""
-        state = dict(modules.shared_state())
-        kinds = {name: kind(x) for name, x in state.items()}
-        meet(loss_name(modules.loss), {}, world=session, settings={"broadcast_parameters": "now", **kinds})
-        for x in state.values():
-            x.data.copy_(broadcast(x.detach(), process_group=session))
-        self._history.has_broadcast = True

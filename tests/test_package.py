@@ -33,7 +33,7 @@ LAYERS = [
     {"losses"},
     {"loss_call"},
     {"wrapper_options", "call_history"},
-    {"distributed_step", "loss_attributes", "native_loss"},
+    {"broadcast_state", "distributed_step", "loss_attributes", "native_loss"},
     {"distributed"},
     {"mining", "memory", "gradcache", "sampling", "monitor"},
 ]

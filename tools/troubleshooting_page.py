@@ -29,7 +29,8 @@ GROUPS = {
 """Headings, and the modules or packages whose messages are below each."""
 
 WITHOUT = {
-    "_compat", "audit", "catalogue", "class_docstring", "cli", "compiling", "console", "demo", "gather_cache", "later",
+    "_compat", "audit", "broadcast_state", "catalogue", "class_docstring", "cli", "compiling", "console", "demo", "gather_cache",
+    "later",
     "loss_attributes", "loss_summary", "plots", "random_keys", "randomness", "small_batch", "step_state", "testing",
     "vectors",
 }  # fmt: skip
