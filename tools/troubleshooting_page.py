@@ -29,10 +29,9 @@ GROUPS = {
 """Headings, and the modules or packages whose messages are below each."""
 
 WITHOUT = {
-    "_compat", "audit", "broadcast_state", "catalogue", "class_docstring", "cli", "compiling", "console", "demo", "gather_cache",
-    "later",
-    "loss_attributes", "loss_summary", "plots", "random_keys", "randomness", "small_batch", "step_state", "testing",
-    "vectors",
+    "_compat", "audit", "broadcast_state", "catalogue", "class_docstring", "cli", "compiling", "console", "demo",
+    "gather_cache", "later", "loss_attributes", "loss_summary", "plots", "random_keys", "randomness", "small_batch",
+    "step_state", "testing", "vectors",
 }  # fmt: skip
 """Modules whose texts are no errors of a training: reports, commands, pictures."""
 
