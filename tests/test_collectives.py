@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import contrastive_zoo as cz
 from contrastive_zoo import world as world_module
+from contrastive_zoo.collectives import transport
 from contrastive_zoo.collectives.adjoints import extreme_shares
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.strategies import splits
@@ -237,6 +238,20 @@ def test_a_sum_is_one_message(worlds: Worlds) -> None:
         return found
 
     assert worlds.run(2, job) == [[[2, 2, 3], [2, 2, 4]]] * 2
+
+
+def test_a_mean_where_the_backend_scatters_sums_itself(worlds: Worlds) -> None:
+    """As NCCL does; here gloo's reduce-scatter stands in for it."""
+
+    def job() -> list[list[float]]:
+        before, transport.scatters_sums = transport.scatters_sums, lambda shards, world: True
+        try:
+            rows = torch.tensor([[1.0], [3.0]]) + 4 * dist.get_rank()
+            return [cz.reduce_scatter(rows, op=op).flatten().tolist() for op in ("sum", "mean")]
+        finally:
+            transport.scatters_sums = before
+
+    assert worlds.run(2, job) == [[[6.0], [3.0]], [[10.0], [5.0]]]
 
 
 def test_rows_whose_split_is_known_are_one_message(worlds: Worlds) -> None:

@@ -188,7 +188,7 @@ class _Block:
     def __post_init__(self) -> None:
         self.scaled = self.scale * self.anchors
         height, width = tile_shape(self.anchors)
-        size = min(height, max(1, len(self.anchors))) * width
+        size = min(height, len(self.anchors)) * width
         self.scratch = [ScratchBuffer(self.anchors.new_empty(size)) for _ in range(2)]
 
     def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:

@@ -42,6 +42,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "derived(lambda x: x.to(dtype), columns, world=world) if is_16_bit(dtype) else columns → "
         "derived(lambda x: x.to(dtype), columns, world=world) if True else columns",
     ): "A wider dtype of the input is that of the columns, which nothing converts.",
+    (
+        "handshake.py",
+        "_exchange",
+        "header.to(world.host_device) if world.on_accelerators else header → "
+        "header.to(world.host_device) if True else header",
+    ): "The header of a group on CPUs is there already.",
     ("handshake.py", "_Reserved.learn", "0 → 1 (3)"): _TUNING,
     (
         "distributed_step.py",
