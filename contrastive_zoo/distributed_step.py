@@ -243,7 +243,7 @@ class DistributedStep:
         agreed, session, own = self.opening.agreed, self.session, self.arguments.rows
         assert agreed is not None
         if not agreed.replicate:
-            return ComputedFrom(_scaled(rows, session), session, slice(None))
+            return ComputedFrom(_scaled(rows, session), session, None)
         if [*map(id, rows.values())] != [*map(id, own.values())]:
             raise Replicate
         refuse_empty(self.name, agreed.shards[0])

@@ -80,12 +80,12 @@ class ComputedFrom(NamedTuple):
     Args:
         rows: this rank's, whose gradients come out W times as large; or those of all ranks.
         world: the ranks that compute it together.
-        own: which of the first of ``rows`` are this rank's; no others need a gradient.
+        own: which of the first of ``rows`` are this rank's, if others are, too; those need no gradient.
     """
 
     rows: Mapping[str, Tensor]
     world: World
-    own: slice
+    own: slice | None
 
 
 @dataclass

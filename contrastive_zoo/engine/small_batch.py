@@ -23,9 +23,6 @@ Comparison = Literal["rows", "rows and columns", "views"]
 """The softmaxes of the loss: of each row over the columns; also of each column over the rows; or of all rows of two
 views over each other."""
 
-ALL = slice(None)
-"""All rows."""
-
 _MIN_TEMPERATURE = 1 / 40
 """The exponentials of unit rows' logits, up to exp(1/t), and their sums are finite in float32 from here on."""
 
@@ -49,7 +46,7 @@ def small_batch_info_nce(
     temperature: float | Tensor,
     comparison: Comparison,
     reduction: Reduction,
-    own: slice = ALL,
+    own: slice | None = None,
 ) -> Float[Tensor, ""]:
     """Return ``logsumexp(S, 1) - S.diagonal()`` with S = unit(a) unit(b)ᵀ / t, its mean with that of Sᵀ, or NT-Xent.
 
@@ -60,7 +57,7 @@ def small_batch_info_nce(
         comparison: the softmaxes of the loss.
         reduction: mean or sum over rows; over the rows of both views for ``"views"``.
         own: the rows of either side that get a gradient, others get zeros: a rank that computes the loss of all ranks' rows
-            needs that of its own.
+            needs that of its own. None: all.
 
     Returns:
         Nats.
@@ -96,7 +93,7 @@ class _Settings(NamedTuple):
     comparison: Comparison
     mean: bool
     dtype: torch.dtype
-    own: slice
+    own: slice | None
     learns: bool
 
 
@@ -106,7 +103,7 @@ class _SmallBatchInfoNCE(Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, parameter: Tensor, settings: _Settings) -> Tensor:
         """Compute the loss and its gradients."""
         t, rate, comparison, mean, dtype, own, learns = settings
-        learns_scale = learns and ctx.needs_input_grad[2]
+        keeps_logits = own is not None and learns and ctx.needs_input_grad[2]
         n, views, sides = a.shape[0], comparison == "views", 2 if comparison == "rows and columns" else 1
         rows = torch.cat([a, b])
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
@@ -115,7 +112,7 @@ class _SmallBatchInfoNCE(Function):
         factors = rounded(z, dtype)
         q, k = (factors, factors) if views else factors.chunk(2)
         logits = torch.mm(q / t, k.T)
-        e = logits.exp() if learns_scale else logits.exp_()
+        e = logits.exp() if keeps_logits else logits.exp_()
         positive = e.diagonal(n if views else 0).clone()
         _diagonals(e, views).zero_()  # the sums leave the positive out, so that it cancels nowhere
         others = torch.stack([e.sum(1), e.sum(0)]) if sides == 2 else e.sum(1).view(-1, n)  # [1 or 2, n]
@@ -124,10 +121,11 @@ class _SmallBatchInfoNCE(Function):
             count = losses.numel() if mean else sides  # the loss is a mean of so many softmaxes, or their sum by it
             w = _weights(e, positive, others, comparison)
             dz = _gradient_of_rows(w, q, k, own, comparison)
-            # of two views each pair appears in two rows
-            pairs = -rate * count * (2 if views else 1)
-            ctx.dparameter = t * logits.mul_(w).sum().item() / pairs if learns_scale else None
             radial = torch.linalg.vecdot(z, dz).unsqueeze(1)
+            if ctx.needs_input_grad[2]:  # each pair appears in two rows
+                of_all_rows = radial if factors is z else torch.linalg.vecdot(factors, dz)
+                twice = (2 - views) * t * logits.mul_(w).sum() if keeps_logits else of_all_rows.sum()
+                ctx.dparameter = twice.item() / (-2 * rate * count)
             if has_zero_row:
                 radial = radial.where(norm > MIN_NORM, 0)
             drows = dz.addcmul_(z, radial, value=-1).div_(norm * (t * count))
@@ -138,7 +136,7 @@ class _SmallBatchInfoNCE(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, b, parameter, drows = ctx.saved_tensors
         factor = g.detach()
-        gradients = *(drows * factor).chunk(2), None if ctx.dparameter is None else factor * ctx.dparameter
+        gradients = *(drows * factor).chunk(2), factor * ctx.dparameter if ctx.needs_input_grad[2] else None
         if torch.is_grad_enabled():
             gradients = tuple(differentiable_once(x, a, b, parameter) for x in gradients)
         return *gradients, None
@@ -169,11 +167,16 @@ def _weights(e: Tensor, positive: Tensor, others: Tensor, comparison: Comparison
     return w
 
 
-def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, own: slice, comparison: Comparison) -> Tensor:
+def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, own: slice | None, comparison: Comparison) -> Tensor:
     """Return the gradient of Σ losses, times t, with respect to the unit rows of both sides; zeros but for the own rows."""
     views = comparison == "views"
-    dz = torch.zeros_like(q) if views else q.new_zeros(2 * len(q), q.shape[1])
+    if views and own is None:
+        return w @ q
+    dz = (q.new_empty if own is None else q.new_zeros)(len(q) * (1 if views else 2), q.shape[1])
     weights, others = (w.chunk(2), (q, q)) if views else ((w, w.T), (k, q))
     for dx, of_side, other in zip(dz.chunk(2), weights, others, strict=True):
-        torch.mm(of_side[own], other, out=dx[own])
+        if own is None:
+            torch.mm(of_side, other, out=dx)
+        else:
+            torch.mm(of_side[own], other, out=dx[own])
     return dz

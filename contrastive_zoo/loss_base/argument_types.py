@@ -48,15 +48,18 @@ def checked(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        if (problem := _problem(_expected(run), args, kwargs)) is not None:
+        expected = _expected(run)
+        if (problem := _problem(expected, args, kwargs)) is not None:
             world: Any = kwargs.get("world", ALONE)
             refuse(getattr(function, "loss_name", function.__name__), problem, world=world)
         rows, named = beside_rows(args, kwargs)
-        expected = _expected(run)
-        # numbers of NumPy and of tensors [1] compute in their own precision, and Python's in that of the other tensors
-        plain: Any = {name: x.item() if isinstance(x, np.generic) else x for name, x in named.items()}
-        numbers = {name for name, x in plain.items() if isinstance(x, Tensor) and expected[name].kind == "number"}
-        plain |= {name: real(plain[name]) for name in numbers}
+        for name, x in named.items():
+            # numbers of NumPy and of tensors [1] compute in their own precision, and Python's in that of the other tensors
+            if isinstance(x, np.generic):
+                named[name] = x.item()
+            elif isinstance(x, Tensor) and expected[name].kind == "number":
+                named[name] = real(x)
+        plain: Any = named
         return function(*rows, **plain)
 
     decorated = in_graph(run)

@@ -38,8 +38,8 @@ def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str
         >>> shared_problem(reduction="average")
         "reduction is one of mean, sum, none, got 'average'."
     """
-    if wrong := number_problem(None, "For a logit scale s pass temperature=1/s.", above=0, temperature=temperature):
-        return wrong
+    if not is_number(temperature, above=0):
+        return number_problem(None, "For a logit scale s pass temperature=1/s.", above=0, temperature=temperature)
     if isinstance(reduction, str) and reduction in REDUCTIONS:
         return None
     return f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."

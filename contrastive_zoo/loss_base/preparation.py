@@ -1,6 +1,7 @@
 """Begin a step of a loss: check inputs, compare them between ranks, and prepare embeddings."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -59,13 +60,13 @@ class Begun(NamedTuple):
         rows: those of this rank, or of all ranks where every rank computes all of a small batch's loss; None stays None.
         shards: the split of each of ``rows`` that is not None over ``world``.
         world: the ranks that compute the loss together.
-        own: which of the first of ``rows`` are this rank's; no others need a gradient.
+        own: which of the first of ``rows`` are this rank's, if others are, too; those need no gradient.
     """
 
     rows: Sequence[Any]
     shards: list[Shards]
     world: World
-    own: slice
+    own: slice | None
 
 
 def begin_once(caller: str, rows: Mapping[str, Tensor | None], *, world: World, **settings: Any) -> Begun:
@@ -77,20 +78,16 @@ def begin_once(caller: str, rows: Mapping[str, Tensor | None], *, world: World, 
     Examples:
         >>> from contrastive_zoo.world import ALONE
         >>> begin_once("Loss", {"views": torch.ones(2, 3), "negatives": None}, world=ALONE)[1:]
-        ([Shards(sizes=(2,), rank=0)], World(rank=0, size=1, group=None), slice(None, None, None))
+        ([Shards(sizes=(2,), rank=0)], World(rank=0, size=1, group=None), None)
     """
-    given: Mapping[str, Tensor] = {name: x for name, x in rows.items() if x is not None}
-    shards, own = None, slice(None)
-    session = world if isinstance(world, Session) and world.runs_once else None
-    try:
+    if not (isinstance(world, Session) and world.runs_once):
+        return Begun([*rows.values()], begin(caller, rows, world=world, **settings), world, None)
+    shards = None
+    with suppress(Replicate):
         shards = begin(caller, rows, world=world, **settings)
-    except Replicate:
-        if session is None:
-            raise
-    if session is not None:
-        given, world, own = session.go_on(given)
+    given, computing, own = world.go_on({name: x for name, x in rows.items() if x is not None})
     shards = shards or [Shards((len(x),)) for x in given.values()]
-    return Begun([given.get(name) for name in rows], shards, world, own)
+    return Begun([given.get(name) for name in rows], shards, computing, own)
 
 
 def begin_labelled(
