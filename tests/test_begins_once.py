@@ -35,6 +35,7 @@ def made(kind: str) -> Loss:
         "NTXent": lambda: cz.NTXent(temperature=0.3),
         "three views": lambda: cz.NTXent(temperature=0.3),
         "Clip": lambda: cz.Clip(temperature=0.3),
+        "SigLIP": lambda: cz.SigLIP(temperature=0.3, logit_bias=-1.0),
         "negatives": lambda: cz.InfoNCE(temperature=0.3),
         "without unit rows": lambda: cz.InfoNCE(temperature=3.0, normalize=False, symmetric=True),
         "one tensor twice": lambda: cz.InfoNCE(temperature=0.3),
@@ -79,6 +80,7 @@ KINDS = [
     "NTXent",
     "three views",
     "Clip",
+    "SigLIP",
     "negatives",
     "without unit rows",
     "one tensor twice",
@@ -112,7 +114,7 @@ def runs(kind: str, steps: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("NTXent", 1), ("Clip", 1), ("both orders", 2)])
+@pytest.mark.parametrize(("kind", "expected"), [("NTXent", 1), ("Clip", 1), ("SigLIP", 1), ("both orders", 2)])
 def test_the_forward_pass_runs_once(worlds: Worlds, kind: str, expected: int) -> None:
     for found in worlds.run(2, runs, kind, STEPS):
         assert found == [expected] * len(STEPS)

@@ -18,7 +18,7 @@ from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
+from contrastive_zoo.loss_base.preparation import begin_once, prepare_rows, round_to_input_dtype, sample_indices
 from contrastive_zoo.loss_base.temperature import LearnableScaleLoss
 from contrastive_zoo.world import ALONE, World
 
@@ -66,7 +66,7 @@ def siglip(
     problem = towers_problem(rule, "Pass as many of both.", **named) or bias_problem(logit_bias)
     on_kernel, unusable = choose_kernel([images, texts], reduction=reduction, world=world)
     problem = problem or unusable
-    shards, *_ = begin(
+    (images, texts), (shards, *_), world, _ = begin_once(
         "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world, **settings
     )
     x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
@@ -92,7 +92,7 @@ def bias_problem(logit_bias: float | Tensor) -> str | None:
     return number_problem(None, "SigLIP starts at -10.", logit_bias=logit_bias)
 
 
-class SigLIP(LearnableScaleLoss, function=siglip, check=bias_problem):
+class SigLIP(LearnableScaleLoss, function=siglip, check=bias_problem, begins_once=True):
     """Temperature and bias are learnable; the settings are their initial values.
 
     ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias`` are open_clip's parameters of these names.
