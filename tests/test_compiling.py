@@ -153,7 +153,7 @@ def samples(entry: Entry, shards: tuple[int, ...] = (7,)) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(
     ("entry", "backend"),
-    [(x, ("eager", "aot_eager")[i % 2]) for i, x in enumerate(WHOLE_ZOO[:: 1 if EVERY_CASE else 6])],
+    [(x, ("eager", "aot_eager")[i % 2]) for i, x in enumerate(WHOLE_ZOO[:: 1 if EVERY_CASE else 12])],
     ids=str,
 )
 def test_a_compiled_step_with_its_backward_pass(entry: Entry, backend: str) -> None:

@@ -26,7 +26,7 @@ EVERY = [*WHOLE_ZOO, *zoo_softmax.ORDERED]
 def test_every_loss_is_its_formula(name: str, dtype: torch.dtype) -> None:
     """A sixth of the losses in each situation and dtype; in the long search, and for the page, all of them."""
     first = (2 * list(SITUATIONS).index(name) + list(GOAL).index(dtype)) % 6
-    entries = EVERY if EVERY_CASE else EVERY[first::6]
+    entries = EVERY if EVERY_CASE else EVERY[first::12]
     found = {entry.name: compare(entry, SITUATIONS[name], dtype) for entry in entries}
     assert {entry: x for entry, x in found.items() if x is not None and not x.right} == {}
 

@@ -125,7 +125,7 @@ def on_rank(name: str) -> Found:
         return trained(CASES[name], compiled=True, rank=dist.get_rank(), ranks=dist.get_world_size())
 
 
-@pytest.mark.parametrize("name", list(CASES)[:: 1 if EVERY_CASE else 2])
+@pytest.mark.parametrize("name", list(CASES)[:: 1 if EVERY_CASE else 3])
 def test_a_compiled_step_of_two_ranks_is_that_of_one_process(name: str, worlds: Worlds) -> None:
     case = CASES[name]
     expected = trained(case, compiled=False, rank=-1, ranks=2)

@@ -58,7 +58,7 @@ def cut_off(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def continued(folder: Path, cut_off: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return on_two_hosts(folder, (2, 1), "continued")
+    return on_two_hosts(folder, (1, 1), "continued")
 
 
 @pytest.fixture(scope="module")

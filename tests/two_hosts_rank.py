@@ -32,8 +32,8 @@ SAMPLES, BATCH, STEPS, SAVED, CUT_AT = 50, 12, 12, 7, 9
 TIMEOUT = 3.0
 """Seconds of the training's process group."""
 
-WEIGHTS = {1: None, 3: (1, 0, 2), 4: (3, 1, 0, 2)}
-"""The shares of the ranks: uneven, and of one rank nothing."""
+WEIGHTS = {1: None, 2: (2, 1), 4: (3, 1, 0, 2)}
+"""The shares of the ranks: uneven, and of one of four nothing."""
 
 SHARDS = [(3, 0, 2, 4), (1, 5, 0, 0), (2, 2, 2, 2), (0, 0, 0, 3), (4, 1, 3, 0)]
 
