@@ -13,7 +13,7 @@ from jaxtyping import install_import_hook
 # shapes that the engines and the masks promise are checked at every call of the run
 install_import_hook(["contrastive_zoo.engine", "contrastive_zoo.masks"], "beartype.beartype")
 
-settings.register_profile("quick", max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 long = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
 settings.register_profile("long", max_examples=long, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

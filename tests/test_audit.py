@@ -116,7 +116,7 @@ def run() -> Iterator[Runner]:
     runner.close()
 
 
-@pytest.mark.parametrize(("module", "name"), [*IN_NEW_PROCESSES][:: 1 if EVERY_CASE else 2])
+@pytest.mark.parametrize(("module", "name"), [*IN_NEW_PROCESSES][:: 1 if EVERY_CASE else 3])
 def test_trainers_are_named_rightly(module: str, name: str, run: Runner) -> None:
     for trainer, package in PACKAGES.items():
         if trainer in (module + name).lower():
