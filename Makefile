@@ -27,7 +27,7 @@ demo: .venv/.demo-installed
 	$(BIN)/contrastive-zoo demo
 
 test: .venv/.installed lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # for the inner loop: what a change breaks first, in under 90 seconds on 2 cores
 quick: .venv/.installed lint types
