@@ -76,9 +76,8 @@ class CallHistory:
         seen, self._finite = self._finite, []
         if arguments.on_accelerator:
             floating = {name: x.detach() for name, x in arguments.rows.items() if x.is_floating_point()}
-            for device in dict.fromkeys(
-                x.device for x in floating.values()
-            ):  # one copy of each, and usually there is one
+            # one copy from each device, and usually there is one
+            for device in dict.fromkeys(x.device for x in floating.values()):
                 here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}
                 self._finite.append((list(here), read_later(torch.stack(list(here.values())))))
         bad = [name for names, flags in seen for name, finite in zip(names, flags(), strict=True) if not finite]

@@ -177,9 +177,8 @@ class DistributedStep:
             if _runs_once(self.call.loss):
                 session.progress.go_on = self._computed_from
                 value = self.call.loss(*self.args, **self.kwargs, world=session)
-                assert not session.runs_once, (
-                    f"{self.name} is declared with begins_once=True, but does not call begin_once()"
-                )
+                if session.runs_once:
+                    raise ValueError(f"{self.name}: {_NEVER_BEGAN}")
                 return value
             if self.modules.runs_third_party_code:
                 watch = StateWatch(self.modules.loss, self.arguments.device)
@@ -250,6 +249,11 @@ class DistributedStep:
         found = self.arguments.gathered_rows(agreed, session).values()
         return ComputedFrom(dict(zip(rows, found, strict=True)), session.of_all_rows(), agreed.shards[0].local)
 
+
+_NEVER_BEGAN = (
+    "it is declared with begins_once=True, but its function does not call begin_once(), and would be computed from rows "
+    "whose gradients are too small. Leave begins_once out."
+)
 
 _COMPUTED_AGAIN = (
     "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "

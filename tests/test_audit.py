@@ -318,7 +318,6 @@ def test_the_command_audits_a_script_and_writes_json(tmp_path: Path) -> None:
     assert world["steps"] == 2
 
 
-@pytest.mark.skipif(not EVERY_CASE, reason="a search audits under torchrun, too")
 @pytest.mark.usefixtures("environment")
 def test_the_processes_of_torchrun_are_audited() -> None:
     pytest.importorskip("typer")

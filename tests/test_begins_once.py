@@ -132,7 +132,7 @@ class Wrong(Loss, function=begun_by_begin, begins_once=True):
 def wrong_declaration() -> str:
     try:
         cz.DistributedLoss(Wrong())(numbers(1200, 2, seed=dist.get_rank()), numbers(1200, 2, seed=7))
-    except AssertionError as error:
+    except ValueError as error:
         return str(error)
     return ""
 

@@ -17,7 +17,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from tests.helpers import EVERY_CASE
 from tests.test_contract import WHOLE_ZOO
-from tests.zoo import Entry
+from tests.zoo import Entry, Tempered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 
@@ -190,18 +190,6 @@ def clip(a: Tensor, b: Tensor, *, world: Any = None) -> Tensor:
 
 class Namesake(Loss, function=clip):
     """A user's loss whose function is called like one of this library."""
-
-
-class Tempered(cz.RowLoss):
-    """It has a submodule, which may change its own parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = cz.LearnableTemperature(0.3)
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        logits = similarity / self.temperature()
-        return torch.logsumexp(logits, 1) - logits.where(positive, 0).sum(1), positive.any(1)
 
 
 BREAKING: list[Callable[[], Any]] = [

@@ -17,20 +17,9 @@ from contrastive_zoo.loss_base.graph_operator import IN_ORDER
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
+from tests.zoo import Tempered
 
 PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"
-
-
-class Tempered(cz.RowLoss):
-    """A user's loss with a submodule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = cz.LearnableTemperature(0.3)
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        logits = similarity / self.temperature()
-        return torch.logsumexp(logits, 1) - logits.where(positive, 0).sum(1), positive.any(1)
 
 
 def squared(a: Tensor, b: Tensor, *, world: Any = None) -> Tensor:

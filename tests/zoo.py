@@ -64,6 +64,18 @@ def dense_sup_con(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
     return losses.sum() / positive.any(1).sum().clamp(min=1)
 
 
+class Tempered(cz.RowLoss):
+    """A user's loss with a submodule, which may change its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = cz.LearnableTemperature(0.3)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        logits = similarity / self.temperature()
+        return torch.logsumexp(logits, 1) - logits.where(positive, 0).sum(1), positive.any(1)
+
+
 class BatchHard(cz.RowLoss):
     """A user's loss: batch-hard triplets with a learnable margin."""
 

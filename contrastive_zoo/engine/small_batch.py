@@ -124,7 +124,7 @@ class _SmallBatchInfoNCE(Function):
             radial = torch.linalg.vecdot(z, dz).unsqueeze(1)
             if ctx.needs_input_grad[2]:  # each pair appears in two rows
                 of_all_rows = radial if factors is z else torch.linalg.vecdot(factors, dz)
-                twice = (2 - views) * t * logits.mul_(w).sum() if keeps_logits else of_all_rows.sum()
+                twice = (1 if views else 2) * t * logits.mul_(w).sum() if keeps_logits else of_all_rows.sum()
                 ctx.dparameter = twice.item() / (-2 * rate * count)
             if has_zero_row:
                 radial = radial.where(norm > MIN_NORM, 0)
