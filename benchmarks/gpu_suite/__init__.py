@@ -1,0 +1,1 @@
+"""What is measured on a GPU (implementations, peers), how (measure, rates), and the tables of it (report)."""

@@ -1,0 +1,198 @@
+"""Time, memory and errors of one implementation in a process of its own, which may die, hang or fill the GPU.
+
+The process is ``python -m gpu_suite.measure``. :func:`measured` starts it; a size without a time has the reason.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu_suite.implementations import DENSE, IMPLEMENTATIONS
+from gpu_suite.peers import Loss
+from gpu_suite.rates import DEVICE, median_ms
+
+SCALE, BIAS = 20.0, -10.0
+ROWS_FOR_ERRORS = 512
+LIMIT = 2e-2
+"""Largest relative error of a value or a gradient: bfloat16 has 2⁻⁹, and a wrong call changes a gradient by its own size."""
+
+SECONDS = 300.0
+"""For all sizes of an implementation, its compilation and tuning included."""
+
+ROTATED = 2**28
+"""Bytes of all inputs of a step together, at least: several times the L2 cache."""
+
+MARK = "measured "
+"""Begins a line that is a measurement; peers print others."""
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was found at one size: milliseconds and 10⁶ bytes beyond inputs, or the reason why they are not known.
+
+    ``n`` counts the rows of a tower, for NT-Xent those of both views. ``error`` is :func:`relative_error` of a small batch.
+    """
+
+    loss: str
+    implementation: str
+    n: int
+    d: int
+    ms: float | None = None
+    mb: float | None = None
+    error: float | None = None
+    reason: str = ""
+
+
+def numbers(loss: str, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return the scale and, for SigLIP, the bias."""
+    values = (SCALE, BIAS) if loss == "SigLIP" else (SCALE,)
+    return [torch.tensor(x, device=device, dtype=dtype, requires_grad=True) for x in values]
+
+
+def value_and_gradients(function: Loss, inputs: list[Tensor]) -> list[Tensor | None]:
+    """Run forward and backward; an input that the function takes as a constant has no gradient."""
+    value = function(*inputs)
+    return [value.detach(), *torch.autograd.grad(value, inputs, allow_unused=True)]
+
+
+def relative_error(
+    loss: str,
+    function: Loss,
+    d: int,
+    *,
+    n: int = ROWS_FOR_ERRORS,
+    device: str = DEVICE,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Return the largest error of value and gradients against the dense formula in float64, relative to each's norm.
+
+    Rows of a pair have a cosine of 1/4, so that a wrong positive shows, and the softmax is neither flat nor a maximum.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, noise = (F.normalize(torch.randn(n, d, generator=generator), dim=1) for _ in range(2))
+    rows = [x.to(device, dtype) for x in (a, F.normalize(a / 4 + noise, dim=1))]
+    wide = [x.double().requires_grad_() for x in rows] + numbers(loss, device, torch.float64)
+    found = value_and_gradients(function, [x.requires_grad_() for x in rows] + numbers(loss, device))
+    expected = value_and_gradients(DENSE[loss], wide)
+    errors = [
+        float((x.double() - y).norm() / y.norm())
+        for x, y in zip(found, expected, strict=True)
+        if x is not None and y is not None
+    ]
+    return max(errors) if all(x == x for x in errors) else float("nan")
+
+
+def steps(loss: str, function: Loss, n: int, d: int) -> Callable[[], object]:
+    """Return a function that runs forward and backward on the next of several inputs, so that none is in the L2 cache."""
+    rows = n // 2 if loss == "NT-Xent" else n
+    count = max(2, -(-ROTATED // (4 * rows * d)))
+    constants = numbers(loss, DEVICE)
+    sets: Iterator[list[Tensor]] = cycle(
+        [[F.normalize(torch.randn(rows, d, device=DEVICE), dim=1).bfloat16().requires_grad_() for _ in range(2)]
+         for _ in range(count)]
+    )  # fmt: skip
+    return lambda: value_and_gradients(function, [*next(sets), *constants])
+
+
+def peak_mb(step: Callable[[], object]) -> float:
+    """Return the peak memory of a step minus the memory before it, in MB (10⁶ bytes)."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def reason_of(problem: BaseException) -> str:
+    """Return a short reason why there is no time."""
+    if isinstance(problem, torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(problem, ModuleNotFoundError):
+        return f"not installed: {problem.name or problem}"
+    said = str(problem) or traceback.extract_tb(problem.__traceback__)[-1].line or ""  # a bare assert says nothing
+    first = (said.strip().splitlines() or [""])[0]
+    return f"{type(problem).__name__}: {first}"[:120].replace("|", "/")
+
+
+def measure(loss: str, name: str, sizes: list[Size]) -> Iterator[Measurement]:
+    """Measure an implementation in this process, if it gives the value and the gradients of the dense formula."""
+    construct = IMPLEMENTATIONS[loss][name].construct
+    error, reason = None, ""
+    try:
+        error = relative_error(loss, construct(SCALE), sizes[0][1])
+        if not error <= LIMIT:
+            reason = f"relative error {error:.2g}, which is more than {LIMIT:g}"
+    except Exception as problem:
+        reason = reason_of(problem)
+    for n, d in sizes:
+        ms, mb, why = None, None, reason
+        if not reason:
+            try:
+                step = steps(loss, construct(SCALE), n, d)
+                ms, mb = median_ms(step), peak_mb(step)
+            except Exception as problem:
+                why = reason_of(problem)
+            step = None  # its inputs
+            torch.cuda.empty_cache()
+        yield Measurement(loss, name, n, d, None if why else ms, None if why else mb, error, why)
+
+
+def measured(
+    loss: str,
+    name: str,
+    sizes: list[Size],
+    folder: str = "",
+    *,
+    command: tuple[str, ...] = (),
+    seconds: float = SECONDS,
+) -> list[Measurement]:
+    """Measure an implementation in a new process; a size of which it says nothing has the reason of its end."""
+    program = command or (
+        sys.executable,
+        "-m",
+        "gpu_suite.measure",
+        folder,
+        loss,
+        name,
+        *(f"{n}x{d}" for n, d in sizes),
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(program, cwd=Path(__file__).parent.parent, text=True, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+            last = (err.strip().splitlines() or [""])[-1]
+            reason = f"the process ended with status {process.returncode}: {last}"[:160].replace("|", "/")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, _ = process.communicate()
+            reason = f"not finished within {seconds:g} s"
+    lines = (json.loads(x.removeprefix(MARK)) for x in out.splitlines() if x.startswith(MARK))
+    found = {(x.n, x.d): x for x in (Measurement(**line) for line in lines)}
+    return [found.get(size, Measurement(loss, name, *size, reason=reason)) for size in sizes]
+
+
+def main() -> None:
+    folder, loss, name, *sizes = sys.argv[1:]
+    sys.path[:0] = [folder] if folder else []
+    out = sys.stdout
+    pairs = [(int(n), int(d)) for n, d in (size.split("x") for size in sizes)]
+    with contextlib.redirect_stdout(sys.stderr):
+        for measurement in measure(loss, name, pairs):
+            print(MARK + json.dumps(asdict(measurement)), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""The benchmarks for GPUs without a GPU: adapters of peers, the process of an implementation, tables and targets."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import peer_modules
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+pytest.importorskip("triton")
+
+import gpu
+from gpu_suite import install, measure, peers, report
+from gpu_suite.implementations import COMPILED, DENSE, EAGER, IMPLEMENTATIONS, OURS
+from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
+
+CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
+OF_PEERS = [
+    (loss, name)
+    for loss, implementations in IMPLEMENTATIONS.items()
+    for name in implementations
+    if name not in (OURS, EAGER, COMPILED)
+]
+
+
+@pytest.fixture
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in peer_modules.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(peers, "_open_clip_losses", lambda: sys.modules["open_clip.loss"])
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize(("loss", "name"), OF_PEERS)
+def test_adapters_call_peers_as_their_signatures_say_and_give_the_dense_value(loss: str, name: str) -> None:
+    error = relative_error(loss, IMPLEMENTATIONS[loss][name].construct(SCALE), 256, **CPU)
+    assert error < 1e-6, error  # the scale is float32
+
+
+def test_all_peers_have_an_adapter_and_a_version() -> None:
+    assert len(OF_PEERS) == 8
+    assert {name.replace("-", "_").replace("_torch", "") for name in install.PACKAGES} == {
+        name.split(".")[0] for name in peer_modules.CONTENTS
+    }
+
+
+def other_positive(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    return DENSE["CLIP"](a, b.roll(1, 0), scale)
+
+
+def memeff(**settings: Any) -> Callable[..., Tensor]:
+    loss = peer_modules.MemoryEfficientCLIPLoss(**{"temperature": 1 / SCALE, "stable": False} | settings)
+    return lambda a, b, scale: loss(a, b)
+
+
+WRONG_CALLS = {
+    "one direction": ("CLIP", DENSE["InfoNCE"]),
+    "both directions": ("InfoNCE", DENSE["CLIP"]),
+    "another positive": ("CLIP", other_positive),
+    "a sum": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale) * len(a)),
+    "the scale as a temperature": ("CLIP", memeff(temperature=SCALE)),
+    "another factor of gradients": ("CLIP", memeff(stable=True)),
+    "a mask": ("InfoNCE", lambda a, b, scale: peer_modules.MemoryEfficientQwen3Loss(1 / SCALE, stable=False)(a, b)),
+    "no logarithm": ("SigLIP", peer_modules.fused_siglip_loss),
+    "nothing learns": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale).detach() + 0 * a.sum()),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_a_wrong_call_is_noticed_before_it_is_timed(what: str) -> None:
+    loss, function = WRONG_CALLS[what]
+    assert not relative_error(loss, function, 256, **CPU) <= LIMIT
+
+
+@pytest.mark.parametrize("loss", DENSE)
+def test_the_limit_is_above_the_rounding_of_bfloat16(loss: str) -> None:
+    assert 1e-4 < relative_error(loss, DENSE[loss], 64, n=48, device="cpu") < LIMIT / 2
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+def test_a_peer_without_a_time_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(loss: str, name: str) -> Measurement:
+        return next(measure.measure(loss, name, [(8, 256)]))
+
+    monkeypatch.setitem(sys.modules, "memeff", None)
+    assert "memeff" in first("CLIP", "memeff").reason
+    monkeypatch.setattr(measure, "relative_error", lambda *_: 0.5)
+    assert first("CLIP", EAGER) == Measurement(
+        "CLIP", EAGER, 8, 256, error=0.5, reason="relative error 0.5, which is more than 0.02"
+    )
+    monkeypatch.setattr(measure, "relative_error", lambda *_: float("nan"))
+    assert "relative error nan" in first("CLIP", EAGER).reason
+    monkeypatch.setattr(measure, "relative_error", lambda *_: 0.01)
+    monkeypatch.setattr(measure, "steps", lambda *_: int)
+    monkeypatch.setattr(measure, "peak_mb", lambda _: 2.0)
+    for problem, reason in (
+        (torch.OutOfMemoryError("CUDA"), "out of memory"),
+        (ModuleNotFoundError("x", name="x"), "not installed: x"),
+        (ValueError("a | b\nmore"), "ValueError: a / b"),
+        (AssertionError(), "AssertionError: raise problem"),
+    ):
+
+        def failing(_: Any, problem: Exception = problem) -> float:
+            raise problem
+
+        monkeypatch.setattr(measure, "median_ms", failing)
+        assert first("CLIP", EAGER) == Measurement("CLIP", EAGER, 8, 256, error=0.01, reason=reason)
+    monkeypatch.setattr(measure, "median_ms", lambda _: 3.0)
+    assert first("CLIP", EAGER) == Measurement("CLIP", EAGER, 8, 256, 3.0, 2.0, 0.01)
+
+
+def test_a_step_gives_gradients_of_rotated_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "DEVICE", "cpu")
+    monkeypatch.setattr(measure, "ROTATED", 3 * 4 * 8 * 4)
+    seen: list[Tensor] = []
+
+    def function(*inputs: Tensor) -> Tensor:
+        seen.append(inputs[0])
+        return DENSE["SigLIP"](*inputs)
+
+    step = measure.steps("SigLIP", function, 8, 4)
+    found = step()
+    assert len(found) == 5  # value, two towers, scale and bias
+    assert all(x is not None for x in found)
+    for _ in range(3):
+        step()
+    assert len({id(x) for x in seen}) == 3
+    assert seen[0] is seen[3]
+    measure.steps("NT-Xent", function_of_two, 8, 4)()
+
+
+def function_of_two(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    assert len(a) == len(b) == 4  # rows of NT-Xent are those of both views
+    return DENSE["NT-Xent"](a, b, scale)
+
+
+def program(*lines: str) -> tuple[str, ...]:
+    return sys.executable, "-S", "-c", "\n".join(lines)
+
+
+def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -> None:
+    sizes, done = [(8, 4), (16, 4)], Measurement("CLIP", "peer", 8, 4, 1.0, 2.0, 0.01)
+    lines = (
+        "import os, sys, time",
+        "print('noise')",
+        f"print({measure.MARK + json.dumps(asdict(done))!r}, flush=True)",
+        "print('first\\nan illegal | access', file=sys.stderr, flush=True)",
+    )
+    died = measure.measured("CLIP", "peer", sizes, command=program(*lines, "os._exit(3)"))
+    assert died[0] == done
+    assert died[1].reason == "the process ended with status 3: an illegal / access"
+    hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, "time.sleep(60)"), seconds=1.0)
+    assert hung[0] == done
+    assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 1 s")
+
+
+def test_the_process_prints_measurements_and_hides_what_peers_print(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measuring(loss: str, name: str, sizes: list[measure.Size]) -> Any:
+        print("noise of a peer")
+        return (Measurement(loss, name, n, d, 1.0, 2.0) for n, d in sizes)
+
+    monkeypatch.setattr(measure, "measure", measuring)
+    monkeypatch.setattr(sys, "argv", ["measure", "a folder", "CLIP", OURS, "8x4", "16x4"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    measure.main()
+    assert sys.path[0] == "a folder"
+    lines = capsys.readouterr().out.splitlines()
+    assert [Measurement(**json.loads(x.removeprefix(measure.MARK))) for x in lines] == [
+        Measurement("CLIP", OURS, n, 4, 1.0, 2.0) for n in (8, 16)
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------- installed
+
+
+def test_each_peer_is_installed_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, version in (("memeff", "0.3.1"), ("open_clip_torch", "1.0")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    left = ["inf-cl==1.2.1", "siglip-kernel==0.1.2", "cut-cross-entropy==25.1.1", "open_clip_torch==3.3.0"]
+    assert install.missing(str(tmp_path)) == left
+    commands = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        return SimpleNamespace(returncode=command[-1] == left[1], stderr="WARNING: x\nERROR: no version\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert install.install(str(tmp_path)) == [f"{left[1]}: ERROR: no version"]
+    assert [x[-1] for x in commands] == left
+    assert all({"--no-deps", "--target", str(tmp_path)} <= set(x) for x in commands)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def invented(**changes: float | str) -> list[Measurement]:
+    """Measurements of all implementations; changes are by "loss implementation", at the size of the targets."""
+    found = []
+    for loss, implementations in IMPLEMENTATIONS.items():
+        for name, implementation in implementations.items():
+            factor = {"ours": 1.0, "dense": 1.5, "peer": 3.0}[implementation.kind]
+            for n, d in gpu.sizes_of(loss, name, quick=False):
+                at = changes.get(f"{loss} {name}") if (n, d) == report.LARGE else None
+                if isinstance(at, str):
+                    found.append(Measurement(loss, name, n, d, reason=at))
+                else:
+                    found.append(Measurement(loss, name, n, d, at or factor * 30.0, 900.0, 0.004))
+    return found
+
+
+def verdicts(found: list[Measurement]) -> dict[str, tuple[str, str]]:
+    _, _, *rows = report.summary(report.Results(found))
+    return {target: (figure, verdict) for target, figure, verdict in (row[2:-2].split(" | ") for row in rows)}
+
+
+def test_targets_are_met_and_missed_by_the_same_run() -> None:
+    met = verdicts(invented(**{"CLIP ours": 44.0, "NT-Xent ours": 20.0, "CLIP memeff": 88.0}))
+    assert met["CLIP ≤ 45 ms"] == ("44.0 ms", "met")
+    assert met["CLIP ≤ 1 GB beyond inputs"] == ("0.900 GB, gradients included", "met")
+    assert met["CLIP ≥ 2 × faster than the best public kernel"] == ("2.00 × (memeff 88.0 ms, ours 44.0 ms)", "met")
+    assert met["InfoNCE ≥ 2 × faster than the best public kernel"][1] == "met"
+    assert met["SigLIP ≤ 34 ms"] == ("30.0 ms", "met")
+    assert met["NT-Xent ≥ 1.6 × faster than two towers of as many rows"] == ("2.20 × (44.0 ms, 20.0 ms)", "met")
+    assert {verdict for _, verdict in met.values()} == {"met"}
+    missed = verdicts(
+        invented(**{"CLIP ours": 45.5, "NT-Xent ours": 40.0, "SigLIP ours": 50.0, "SigLIP siglip-kernel": 48.0})
+    )
+    assert missed["CLIP ≤ 45 ms"] == ("45.5 ms", "missed")
+    assert missed["SigLIP ≤ 34 ms"] == ("50.0 ms", "missed")
+    assert missed["NT-Xent ≥ 1.6 × faster than two towers of as many rows"] == ("1.14 × (45.5 ms, 40.0 ms)", "missed")
+    assert missed["CLIP ≥ 2 × faster than the best public kernel"] == (
+        "1.98 × (Inf-CL 90.0 ms, ours 45.5 ms)",
+        "missed",
+    )
+    assert [x for target, x in missed.items() if "46.9" in target] == [
+        ("0.96 × (siglip-kernel 48.0 ms, ours 50.0 ms)", "missed")
+    ]
+
+
+def test_a_target_without_its_figures_says_why() -> None:
+    found = verdicts(invented(**{"CLIP ours": "out of memory", "SigLIP siglip-kernel": "not installed: siglip_kernel"}))
+    assert found["CLIP ≤ 45 ms"] == ("–", "not measured: ours: out of memory")
+    assert found["NT-Xent ≥ 1.6 × faster than two towers of as many rows"][1] == "not measured: ours: out of memory"
+    assert [verdict for target, (_, verdict) in found.items() if "46.9" in target] == [
+        "not measured: siglip-kernel: not installed: siglip_kernel"
+    ]
+    one_peer = verdicts(invented(**{"InfoNCE memeff": "x", "InfoNCE Inf-CL": 61.0, "InfoNCE cut-cross-entropy": "y"}))
+    assert one_peer["InfoNCE ≥ 2 × faster than the best public kernel"][0] == "2.03 × (Inf-CL 61.0 ms, ours 30.0 ms)"
+    assert {verdict for _, verdict in verdicts([]).values()} > {
+        "not measured: CLIP by ours with 65,536 rows was not run"
+    }
+
+
+def test_the_tables_have_each_implementation_beside_ours() -> None:
+    results = report.Results(invented(**{"CLIP memeff": "out of memory", "CLIP Inf-CL": 60.0, "NT-Xent ours": "ended"}))
+    table = list(report.side_by_side(results))
+    assert "| CLIP | 65,536 | 768 | ours | 30 | 1.00 | 900 | 4.0e-03 |" in table
+    assert "| CLIP | 65,536 | 768 | Inf-CL | 60 | 2.00 | 900 | 4.0e-03 |" in table
+    assert "| CLIP | 65,536 | 768 | memeff | out of memory | – | – | – |" in table
+    assert "| NT-Xent | 65,536 | 768 | dense eager | 45 | – | 900 | 4.0e-03 |" in table
+    ceilings = gpu.Ceilings(*(1e12 * x for x in gpu.H100))
+    kernels = list(report.times(results, ceilings))
+    assert "| SigLIP | 65,536 | 768 | 30 | 26.9 | 90% | 900 |" in kernels
+    assert "| NT-Xent | 65,536 | 768 | ended | 17.9 | – | – |" in kernels
+    assert all(row.count("|") == table[0].count("|") for row in table)
+    assert all(row.count("|") == kernels[0].count("|") for row in kernels)
+    assert any("no gradient of the scale" in line for line in report.notes(results))
+
+
+def test_the_program_writes_the_page_while_it_measures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, lengths = tmp_path / "gpu-times.md", []
+
+    def measured(loss: str, name: str, sizes: list[measure.Size], folder: str) -> list[Measurement]:
+        assert folder == str(tmp_path)
+        lengths.append(len(out.read_text()) if out.exists() else 0)
+        return [x for x in invented() if (x.loss, x.implementation) == (loss, name) and (x.n, x.d) in sizes]
+
+    monkeypatch.setattr(gpu, "measured", measured)
+    monkeypatch.setattr(gpu.Ceilings, "measured", lambda: gpu.Ceilings(*(1e12 * x for x in gpu.H100)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    arguments = ["gpu.py", "--quick", "--only", "CLIP", "SigLIP", "--peers", str(tmp_path), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    gpu.main()
+    assert len(lengths) == 11
+    assert sorted(set(lengths)) == lengths
+    text = out.read_text()
+    assert text in capsys.readouterr().out
+    assert text.startswith("a GPU, torch")
+    assert "Peers: none. Not installed: inf-cl==1.2.1, memeff" in text
+    assert "| SigLIP ≤ 34 ms | 30.0 ms | met |" in text
+    assert "InfoNCE by" not in text.split("| target")[0]
