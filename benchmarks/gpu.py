@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--quick] [--only LOSS …] [--peers FOLDER] [--out FILE]
     python benchmarks/gpu.py --model [--rates TFLOP TB T]    without a GPU: what the model predicts
 
-Medians by CUDA events, forward and backward, inputs rotated so that none is in L2, ceilings measured in the same minute. The
+Medians by CUDA events, forward and backward, inputs rotated so that none is in L2, ceilings measured before each loss. The
 model is the largest of FLOP over the rate of a large matrix product, bytes over copy bandwidth, and exponentials over
 their rate. Memory is the peak beyond inputs, gradients included. FOLDER has the peers, see ``gpu_suite/install.py``; each
 implementation is compared with the dense formula in float64 before it is timed.
@@ -41,10 +41,11 @@ def predictions(ceilings: Ceilings) -> Iterator[str]:
             yield f"| {name} | {n:,} | {d} | {ceilings.model_ms(name, n, d):.3g} | {parts} |"
 
 
-def page(device: str, found: list[Measurement], ceilings: Ceilings) -> str:
+def page(device: str, found: list[Measurement], ceilings: dict[str, Ceilings]) -> str:
     """Return the text of the file: the device, the kernels, all implementations, and the targets."""
     results = Results(found)
-    parts = [[device], times(results, ceilings), side_by_side(results), notes(results), summary(results)]
+    rates = [f"- Before {loss}: {x}." for loss, x in ceilings.items()]
+    parts = [[device], rates, times(results, ceilings), side_by_side(results), notes(results), summary(results)]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -67,14 +68,15 @@ def main() -> None:
     if options.model:
         print(*predictions(Ceilings(*(1e12 * x for x in options.rates))), sep="\n")
         return
-    ceilings = Ceilings.measured()
-    torch.cuda.empty_cache()  # for the processes of the implementations
-    name = torch.cuda.get_device_name()
-    device = f"{name}, torch {torch.__version__}, triton {triton.__version__}; {ceilings}. {peers_in(options.peers)}"
+    versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    device = f"{versions}. {peers_in(options.peers)}"
     print(device, flush=True)
     folder = str(Path(options.peers).resolve()) if options.peers else ""
     found: list[Measurement] = []
+    ceilings: dict[str, Ceilings] = {}
     for loss in options.only:
+        ceilings[loss] = Ceilings.measured()
+        torch.cuda.empty_cache()  # for the processes of the implementations
         for name in IMPLEMENTATIONS[loss]:
             new = measured(loss, name, sizes_of(loss, name, options.quick), folder)
             found += new

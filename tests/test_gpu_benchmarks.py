@@ -71,6 +71,7 @@ WRONG_CALLS = {
     "another factor of gradients": ("CLIP", memeff(stable=True)),
     "a mask": ("InfoNCE", lambda a, b, scale: peer_modules.MemoryEfficientQwen3Loss(1 / SCALE, stable=False)(a, b)),
     "no logarithm": ("SigLIP", peer_modules.fused_siglip_loss),
+    "a constant tower": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b.detach(), scale)),
     "nothing learns": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale).detach() + 0 * a.sum()),
 }
 
@@ -160,7 +161,11 @@ def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -
     died = measure.measured("CLIP", "peer", sizes, command=program(*lines, "os._exit(3)"))
     assert died[0] == done
     assert died[1].reason == "the process ended with status 3: an illegal / access"
-    hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, "time.sleep(60)"), seconds=1.0)
+    waiting = (
+        "import subprocess",
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
+    )  # has the pipes
+    hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, *waiting), seconds=1.0)
     assert hung[0] == done
     assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 1 s")
 
@@ -272,7 +277,7 @@ def test_the_tables_have_each_implementation_beside_ours() -> None:
     assert "| CLIP | 65,536 | 768 | Inf-CL | 60 | 2.00 | 900 | 4.0e-03 |" in table
     assert "| CLIP | 65,536 | 768 | memeff | out of memory | – | – | – |" in table
     assert "| NT-Xent | 65,536 | 768 | dense eager | 45 | – | 900 | 4.0e-03 |" in table
-    ceilings = gpu.Ceilings(*(1e12 * x for x in gpu.H100))
+    ceilings = dict.fromkeys(IMPLEMENTATIONS, gpu.Ceilings(*(1e12 * x for x in gpu.H100)))
     kernels = list(report.times(results, ceilings))
     assert "| SigLIP | 65,536 | 768 | 30 | 26.9 | 90% | 900 |" in kernels
     assert "| NT-Xent | 65,536 | 768 | ended | 17.9 | – | – |" in kernels
@@ -303,5 +308,6 @@ def test_the_program_writes_the_page_while_it_measures(
     assert text in capsys.readouterr().out
     assert text.startswith("a GPU, torch")
     assert "Peers: none. Not installed: inf-cl==1.2.1, memeff" in text
+    assert "- Before SigLIP: matrix product 8192³ bf16 737 TFLOP/s" in text
     assert "| SigLIP ≤ 34 ms | 30.0 ms | met |" in text
     assert "InfoNCE by" not in text.split("| target")[0]

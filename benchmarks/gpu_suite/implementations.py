@@ -77,10 +77,11 @@ def compiled(formula: Loss) -> Construct:
     return construct
 
 
-def common(loss: str, module: str, name: str) -> dict[str, Implementation]:
-    """Return what each loss has: a kernel of this library, and the dense formula."""
+def all_of(loss: str, module: str, name: str, others: dict[str, Implementation]) -> dict[str, Implementation]:
+    """Return a kernel of this library, then the peers, which are timed in the minutes after it, then the dense formula."""
     return {
         OURS: kernel(module, name),
+        **others,
         EAGER: Implementation(lambda scale: DENSE[loss], "dense"),
         COMPILED: Implementation(compiled(DENSE[loss]), "dense"),
     }
@@ -91,27 +92,41 @@ _MEMEFF = "the temperature is a constant: no gradient of the scale"
 _BFLOAT16 = "cross-entropies of logits in bfloat16, where the other dense formulas convert them to float32"
 
 IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
-    "CLIP": {
-        **common("CLIP", "softmax", "clip"),
-        "OpenCLIP": Implementation(peers.open_clip("ClipLoss"), "dense", _BFLOAT16),
-        "Inf-CL": Implementation(peers.inf_cl_clip, "peer", f"one call for each direction; {_INF_CL}"),
-        "memeff": Implementation(peers.memeff_clip, "peer", _MEMEFF),
-    },
-    "InfoNCE": {
-        **common("InfoNCE", "softmax", "info_nce"),
-        "Inf-CL": Implementation(peers.inf_cl_info_nce, "peer", _INF_CL),
-        "memeff": Implementation(peers.memeff_info_nce, "peer", f"Qwen3 loss without its mask; {_MEMEFF}"),
-        "cut-cross-entropy": Implementation(
-            peers.cut_cross_entropy, "peer", "linear cross-entropy of B classes; no weight of the gradient is left out"
-        ),
-    },
-    "SigLIP": {
-        **common("SigLIP", "sigmoid", "siglip"),
-        "OpenCLIP": Implementation(peers.open_clip("SigLipLoss"), "dense", _BFLOAT16),
-        "siglip-kernel": Implementation(
-            peers.siglip_kernel, "peer", "gradients of the text rows are added up in bfloat16"
-        ),
-    },
-    "NT-Xent": common("NT-Xent", "softmax", "nt_xent"),
+    "CLIP": all_of(
+        "CLIP",
+        "softmax",
+        "clip",
+        {
+            "Inf-CL": Implementation(peers.inf_cl_clip, "peer", f"one call for each direction; {_INF_CL}"),
+            "memeff": Implementation(peers.memeff_clip, "peer", _MEMEFF),
+            "OpenCLIP": Implementation(peers.open_clip("ClipLoss"), "dense", _BFLOAT16),
+        },
+    ),
+    "InfoNCE": all_of(
+        "InfoNCE",
+        "softmax",
+        "info_nce",
+        {
+            "Inf-CL": Implementation(peers.inf_cl_info_nce, "peer", _INF_CL),
+            "memeff": Implementation(peers.memeff_info_nce, "peer", f"Qwen3 loss without its mask; {_MEMEFF}"),
+            "cut-cross-entropy": Implementation(
+                peers.cut_cross_entropy,
+                "peer",
+                "linear cross-entropy of B classes; no weight of the gradient is left out",
+            ),
+        },
+    ),
+    "SigLIP": all_of(
+        "SigLIP",
+        "sigmoid",
+        "siglip",
+        {
+            "siglip-kernel": Implementation(
+                peers.siglip_kernel, "peer", "gradients of the text rows are added up in bfloat16"
+            ),
+            "OpenCLIP": Implementation(peers.open_clip("SigLipLoss"), "dense", _BFLOAT16),
+        },
+    ),
+    "NT-Xent": all_of("NT-Xent", "softmax", "nt_xent", {}),
 }
 """By loss; the first is this library's."""

@@ -1,6 +1,6 @@
 """Tables of measurements: times beside the model, implementations side by side, and targets."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, OURS
@@ -49,13 +49,13 @@ class Results:
         return min(found, key=lambda x: x.ms or 0.0)
 
 
-def times(results: Results, ceilings: Ceilings) -> Iterator[str]:
-    """Return a table of this library's kernels and of the model."""
+def times(results: Results, ceilings: Mapping[str, Ceilings]) -> Iterator[str]:
+    """Return a table of this library's kernels and of the model at the rates measured before each loss."""
     yield "| loss | B | d | kernel ms | model ms | model / kernel | MB beyond inputs |"
     yield "|---|---|---|---|---|---|---|"
     for x in results.all:
         if x.implementation == OURS:
-            model = ceilings.model_ms(x.loss, x.n, x.d)
+            model = ceilings[x.loss].model_ms(x.loss, x.n, x.d)
             found = f"{x.reason} | {model:.3g} | – | –"
             if x.ms is not None and x.mb is not None:
                 found = f"{x.ms:.3g} | {model:.3g} | {model / x.ms:.0%} | {x.mb:,.0f}"
