@@ -1,17 +1,16 @@
-"""Choose between the torch engines and the Triton kernels, which compute some losses of one process on a GPU."""
+"""Choose between the torch engines and the Triton kernels, which compute some losses on a GPU."""
 
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
-from contrastive_zoo.world import World
 
 Implementation = Literal["auto", "torch", "triton"]
 
@@ -28,9 +27,9 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 def implementation(name: Implementation | str) -> Iterator[None]:
     """Choose what computes NTXent, InfoNCE, Clip and SigLIP: Triton kernels or torch operations.
 
-    Kernels compute ``reduction="mean"`` of float32, bfloat16 or float16 embeddings with at most 4,096 features, on one
-    process, on an NVIDIA GPU of compute capability 8.0 or later. They compare two views or two towers; InfoNCE has negatives
-    of all queries only, and none if it is symmetric. Several ranks compute with torch.
+    Kernels take float32, bfloat16 or float16 embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability
+    8.0 or later, on any number of ranks. They compare two views or two towers; InfoNCE has negatives of all queries only,
+    and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``.
 
     Args:
         name: ``"auto"``, the default, uses a kernel wherever there is one and the batch has more than 512 rows;
@@ -38,7 +37,8 @@ def implementation(name: Implementation | str) -> Iterator[None]:
             also takes embeddings on the CPU, slowly, for tests.
 
     Raises:
-        ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it.
+        ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it, or if kernels
+            compute it on some ranks only.
 
     Examples:
         >>> import contrastive_zoo as cz
@@ -55,30 +55,52 @@ def implementation(name: Implementation | str) -> Iterator[None]:
         _implementation.reset(token)
 
 
-def choose_kernel(
-    rows: Sequence[Any], *, reduction: str, world: World, unsupported: str | None = None
-) -> tuple[bool, str | None]:
-    """Return whether a kernel computes a loss, and what is wrong with that choice, for the handshake.
+class Kernels(NamedTuple):
+    """Whether kernels compute a call.
+
+    Args:
+        apply: whether they can.
+        always: whether they also compute small batches.
+        problem: what is wrong with the user's choice, for the handshake.
+    """
+
+    apply: bool = False
+    always: bool = False
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        """What ranks compare: which implementation it is determines their messages."""
+        return "torch" if not self.apply else "triton" if self.always else "triton for large batches"
+
+    def compute(self, rows: int, columns: int) -> bool:
+        """Return whether they compute so many rows of all ranks against so many columns.
+
+        Examples:
+            >>> Kernels(apply=True).compute(10, 10), Kernels(apply=True).compute(10**4, 10**4)
+            (False, True)
+        """
+        return self.apply and (self.always or not is_small_batch(rows * columns // 4))
+
+
+def choose_kernels(rows: Sequence[Any], *, unsupported: str | None = None) -> Kernels:
+    """Return whether kernels compute a loss.
 
     Args:
         rows: the arguments of the loss; if they are invalid, the loss refuses them.
-        reduction: the reduction of the loss.
-        world: the ranks that share the batch.
-        unsupported: why the kernel cannot compute this call.
+        unsupported: why kernels cannot compute this call.
 
     Examples:
         >>> with implementation("triton"):
-        ...     choose_kernel([torch.eye(2)] * 2, reduction="sum", world=World())
-        (False, "implementation 'triton' computes reduction='mean' only. Use implementation('auto').")
+        ...     choose_kernels([torch.eye(2)] * 2, unsupported="computes no sums").problem
+        "implementation 'triton' computes no sums. Use implementation('auto')."
     """
     name = _implementation.get()
     tensors = [x for x in rows if isinstance(x, Tensor)]
     if name == "torch" or len(tensors) < 2 or (name == "auto" and not tensors[0].is_cuda):
-        return False, None
-    a, b = tensors[:2]
-    if any(x.ndim != 2 for x in tensors) or (name == "auto" and is_small_batch(len(a) * len(b) // 4)):
-        return False, None
-    problem = unsupported or _problem(a, reduction, world)
+        return Kernels()
+    if any(x.ndim != 2 for x in tensors):
+        return Kernels()
+    problem = unsupported or _problem(tensors[0])
     if problem is None and find_spec("triton") is None:
         problem = "needs Triton: pip install contrastive_zoo[triton]"
         if name == "auto":
@@ -86,19 +108,17 @@ def choose_kernel(
     if problem is None:
         from contrastive_zoo.kernels import device_problem  # imported here: most programs use no kernels
 
-        problem = device_problem(a.device)
+        problem = device_problem(tensors[0].device)
     if problem is None:
-        return True, None
-    return False, f"implementation 'triton' {problem}. Use implementation('auto')." if name == "triton" else None
+        return Kernels(apply=True, always=name == "triton")
+    return Kernels(
+        problem=f"implementation 'triton' {problem}. Use implementation('auto')." if name == "triton" else None
+    )
 
 
-def _problem(rows: Tensor, reduction: str, world: World) -> str | None:
+def _problem(rows: Tensor) -> str | None:
     if is_dense():
         return "computes nothing under dense()"
-    if world.size > 1:
-        return f"computes the losses of one process, got {world.size}"
-    if reduction != "mean":
-        return "computes reduction='mean' only"
     if rows.dtype not in DTYPES:
         return f"takes float32, bfloat16 or float16, got {rows.dtype}"
     if not 1 <= rows.shape[1] <= LARGEST_WIDTH:

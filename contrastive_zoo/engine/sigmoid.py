@@ -12,7 +12,7 @@ is recomputed, and candidates are sent once. In a ring, their gradients return t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -31,6 +31,9 @@ from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.tiling import ScratchBuffer, tile_shape, tiles
 from contrastive_zoo.world import Shards, World
 
+if TYPE_CHECKING:
+    from contrastive_zoo.kernels.sigmoid_pairs import KernelBlock
+
 softplus: Any = torch._C._nn.softplus  # F.softplus is the same function; its stub lacks out=
 
 _LINEAR_FROM = 40.0
@@ -48,6 +51,7 @@ def sum_over_sigmoid_pairs(
     reduction: Reduction = "mean",
     shards: Shards,
     world: World,
+    on_kernel: bool = False,
 ) -> Float[Tensor, "..."]:
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
 
@@ -61,6 +65,7 @@ def sum_over_sigmoid_pairs(
         reduction: ``"mean"``, ``"sum"``, or ``"none"`` for the losses of the local anchors.
         shards: shard sizes of anchors and of candidates.
         world: the ranks that hold them.
+        on_kernel: whether a Triton kernel computes it, which all ranks have agreed on; without ids, not for ``"none"``.
 
     Examples:
         >>> from contrastive_zoo.world import ALONE
@@ -68,7 +73,7 @@ def sum_over_sigmoid_pairs(
         >>> sum_over_sigmoid_pairs(torch.eye(2), torch.eye(2), **settings)   # log(1 + e⁻¹) + log 2
         tensor(1.0064)
     """
-    sweep = _Sweep(shards, world, dtype, ids)
+    sweep = _Sweep(shards, world, dtype, ids, on_kernel)
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
     return _SigmoidPairs.apply(sweep, reduction, torch.is_grad_enabled(), anchors, candidates, *numbers)
 
@@ -125,6 +130,7 @@ class _Sweep:
     world: World
     dtype: torch.dtype | None
     ids: Tensor | None
+    on_kernel: bool
     all_ids: list[Tensor] = field(init=False)
     """By rank, renumbered so that floats represent them exactly."""
 
@@ -145,23 +151,33 @@ class _Sweep:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return losses, and the gradients by anchors, candidates, scale and bias of their weighted sum if asked."""
         columns = anchors if candidates is None else candidates
-        losses = anchors.new_zeros(len(anchors))
-        danchors, dcandidates = (torch.zeros_like(x) if learns else x[:0] for x in (anchors, columns))
-        dbias = anchors.new_zeros(())
+        dcandidates = torch.zeros_like(columns) if learns else columns[:0]
         exchange = start_exchange(columns, self.shards, self.world, self.dtype)
         with matmul_rounding(self.dtype, anchors.device.type):
-            block = _Block(anchors, scale, bias, learns, weights, losses, danchors, dbias)
+            block = self._block(anchors, scale, bias, learns, weights)
             parts = self._parts(block, exchange, dcandidates)
             if not learns:
                 for _ in parts:
                     pass
-                return losses, []
+                return block.losses, []
             dcandidates = exchange.return_gradients(dcandidates, parts)
-        numbers = torch.stack([torch.dot(anchors.flatten(), danchors.flatten()), dbias])
+        danchors = block.danchors
+        numbers = torch.stack([torch.dot(anchors.flatten(), danchors.flatten()), block.dbias])
         dscale, dbias = sum_over_ranks(numbers, gradient="partial", world=self.world).unbind()
-        return losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
+        return block.losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
 
-    def _parts(self, block: "_Block", exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
+    def _block(
+        self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, weights: Tensor | None
+    ) -> "_Block | KernelBlock":
+        if not self.on_kernel:
+            return _Block(anchors, scale, bias, learns, weights)
+        from contrastive_zoo.kernels.sigmoid_pairs import KernelBlock  # imported here: Triton is optional
+
+        return KernelBlock(anchors, scale, bias, learns, self.dtype)
+
+    def _parts(
+        self, block: "_Block | KernelBlock", exchange: GatherExchange | Ring, dlocal: Tensor
+    ) -> Iterator[Tensor]:
         """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
         for index, (of_rank, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
             total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)
@@ -181,11 +197,10 @@ class _Block:
     learns: bool
     """Whether gradients are computed."""
     weights: Tensor | None
-    losses: Tensor
-    danchors: Tensor
-    dbias: Tensor
 
     def __post_init__(self) -> None:
+        self.losses, self.dbias = self.anchors.new_zeros(len(self.anchors)), self.anchors.new_zeros(())
+        self.danchors = torch.zeros_like(self.anchors) if self.learns else self.anchors[:0]
         self.scaled = self.scale * self.anchors
         height, width = tile_shape(self.anchors)
         size = min(height, len(self.anchors)) * width

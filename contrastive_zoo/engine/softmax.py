@@ -37,7 +37,7 @@ from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.similarity_budget import CachedLogits
-from contrastive_zoo.engine.softmax_arithmetic import ExactSums, ShiftedSums
+from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.world import Shards, World
 
@@ -55,6 +55,7 @@ def self_log_sum_exp(
     excluded: Int[Tensor, " n"] | None = None,
     shards: Shards,
     world: World,
+    on_kernel: bool = False,
 ) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " k"]]]:
     """Return log-sum-exps of local rows over all rows but themselves and their partners, and partners' logits.
 
@@ -70,6 +71,8 @@ def self_log_sum_exp(
             None on every rank, or on none.
         shards: shard sizes of the rows.
         world: the ranks that hold them.
+        on_kernel: whether Triton kernels compute it, which all ranks have agreed on; with one partner offset at most, and
+            no excluded rows.
 
     Returns:
         R_i, −inf where no row is left; and ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
@@ -83,9 +86,9 @@ def self_log_sum_exp(
     if is_dense():
         gathered = all_gather(z, shards=shards, process_group=world)
         return _dense_self_log_sum_exp(scale * z @ gathered.T, partner_offsets, excluded, shards)
-    if world.size == 1 and is_small_batch(len(z) ** 2):
+    if not on_kernel and world.size == 1 and is_small_batch(len(z) ** 2):
         return _dense_self_log_sum_exp(scale * z @ z.T, partner_offsets, excluded, shards)
-    sweep = SoftmaxSweep(
+    sweep = _sweep(on_kernel)(
         shards,
         shards,
         world,
@@ -114,6 +117,7 @@ def cross_log_sum_exp(
     partner_offsets: Sequence[int] = (),
     stride: int = 1,
     world: World,
+    on_kernel: bool = False,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None, list[Float[Tensor, " k"]]]:
     """Return log-sum-exps of local rows and of local columns over all but their partners, and the logits of partners.
 
@@ -132,6 +136,7 @@ def cross_log_sum_exp(
         partner_offsets: offsets o; column ``stride`` · i + o of the same rank is a partner of row i.
         stride: number of columns per row.
         world: the ranks that hold them.
+        on_kernel: as in :func:`self_log_sum_exp`, with a stride of 1.
 
     Returns:
         R of the local rows; C of the local columns, or None; −inf where nothing is left; and for each offset o
@@ -151,12 +156,13 @@ def cross_log_sum_exp(
         r = _log_sum_exp_without(partners, s, column_shards)
         c = _log_sum_exp_without(partners.T, scale * columns @ all_rows.T, row_shards) if columnwise else None
         return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
-    if world.size == 1 and len(rows) and len(columns) and is_small_batch(len(rows) * len(columns)):
+    small = world.size == 1 and len(rows) and len(columns) and is_small_batch(len(rows) * len(columns))
+    if small and not on_kernel:
         s, partners = scale * rows @ columns.T, _partners(len(rows), columns, partner_offsets, stride)
         r = _log_sum_exp_without(partners, s, column_shards)
         c = _log_sum_exp_without(partners.T, s.T, row_shards) if columnwise else None
         return r, c, _diagonals(s, partner_offsets, stride)
-    sweep = SoftmaxSweep(
+    sweep = _sweep(on_kernel)(
         row_shards,
         column_shards,
         world,
@@ -168,6 +174,14 @@ def cross_log_sum_exp(
     )
     r, c, *positives = _LogSumExp.apply(sweep, rows, columns, _in_dtype_of(rows, scale))
     return r, c, positives
+
+
+def _sweep(on_kernel: bool) -> type[SoftmaxSweep]:
+    if not on_kernel:
+        return SoftmaxSweep
+    from contrastive_zoo.kernels.softmax_sweep import KernelSweep  # imported here: Triton is optional
+
+    return KernelSweep
 
 
 def _dense_self_log_sum_exp(
@@ -223,7 +237,7 @@ class _LogSumExp(Function):
         shifted = [] if largest is None else [ShiftedSums.for_logits_up_to(largest, rows.dtype)]
         # a checkpoint recomputes the logits in any case, and must find as many saved tensors as the first time
         cache = sweep.learns and any(ctx.needs_input_grad) and not saved_tensors_are_hooked()
-        for ctx.arithmetic in (*shifted, ExactSums()):
+        for ctx.arithmetic in (*shifted, sweep.exact_sums):
             tiles: list[Tensor | None] = []  # frees the tiles that lost precision before others are made
             ctx.cached = CachedLogits() if cache else None
             with matmul_rounding(sweep.dtype, rows.device.type):
@@ -240,10 +254,10 @@ class _LogSumExp(Function):
         rows, columns, scale, r, c, gathered, *tiles = ctx.saved_tensors
         sweep = ctx.sweep
         with torch.no_grad(), matmul_rounding(sweep.dtype, rows.device.type):
-            row_statistics = torch.stack([r, g.to(r.dtype)], 1)
+            row_statistics = ctx.arithmetic.statistics(r, g)
             column_statistics = row_statistics if sweep.one_tower else None
             if c is not None and h is not None:
-                column_statistics = torch.stack([c, h.to(c.dtype)], 1)
+                column_statistics = ctx.arithmetic.statistics(c, h)
             exchange = sweep.exchange(columns, gathered)
             local = exchange.blocks[0]
             drows = gradient_buffer(rows, local)

@@ -2,8 +2,8 @@
 
 Both classes have the same methods. ``empty`` is the accumulator before the first tile, ``transform`` changes a tile of
 logits in place, ``add`` accumulates the tile over a dimension, ``merge`` joins two accumulators, ``log`` turns an
-accumulator into log-sum-exps. For the backward pass ``coefficients`` prepares accumulators and the gradients of
-log-sum-exps [n, 2], from which ``weights`` computes G of a tile.
+accumulator into log-sum-exps. For the backward pass ``statistics`` joins accumulators and the gradients of log-sum-exps,
+[n, 2], ``coefficients`` prepares them, and from these ``weights`` computes G of a tile.
 """
 
 import math
@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 
+class _Sums:
+    def statistics(self, total: Tensor, gradient: Tensor) -> Tensor:
+        return torch.stack([total, gradient.to(total.dtype)], 1)
+
+
 @dataclass(frozen=True)
-class ShiftedSums:
+class ShiftedSums(_Sums):
     """Accumulate sums of exp(s − u), with one exponential for rows, columns and both passes.
 
     G = exp(S − u) · (g_i / r_i + h_j / c_j) with the sums r and c. Their logarithms have an error of 4e-6 in float32
@@ -53,7 +58,7 @@ class ShiftedSums:
         return torch.add(rows[:, None], columns, out=out).mul_(e)
 
 
-class ExactSums:
+class ExactSums(_Sums):
     """Accumulate log-sum-exps of s, with a maximum for every row and column of a tile."""
 
     def empty(self, count: int, like: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.similarity_budget import CachedLogits
-from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, shift_window
+from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
 from contrastive_zoo.engine.tiling import ScratchBuffer, tile_shape, tiles
 from contrastive_zoo.world import Shards, World
 
@@ -25,6 +26,9 @@ from contrastive_zoo.world import Shards, World
 @dataclass(frozen=True)
 class SoftmaxSweep:
     """Compute all tiles of this rank, in the order in which their columns arrive."""
+
+    exact_sums: ClassVar[Any] = ExactSums()
+    """The arithmetic of logits without a bound."""
 
     row_shards: Shards
     column_shards: Shards

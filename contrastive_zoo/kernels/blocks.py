@@ -32,6 +32,10 @@ SINGLE_LAUNCH_PAIRS = 3000**2
 """Up to so many pairs run in one launch with masks: a second launch would cost more than the masks."""
 
 
+NO_PARTNER = 2**30
+"""An offset of columns from rows that no pair has: no pair of a block of another rank's columns is positive."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """What one program computes at a time: rows × columns pairs, ``depth`` elements of each row per step."""
@@ -149,15 +153,15 @@ class Weights:
         return self.buffer[: i.stop - i.start, : j.stop - j.start]
 
 
-def add_product(out: Tensor, x: Tensor, y: Tensor, *, first: bool) -> None:
-    """Compute ``out += x @ y`` with float32 accumulation; ``out = x @ y`` if it is the first product."""
+def add_product(out: Tensor, x: Tensor, y: Tensor, *, first: bool = False, alpha: float = 1.0) -> None:
+    """Compute ``out += alpha * x @ y`` with float32 accumulation; ``out = alpha * x @ y`` if it is the first product."""
     beta = 0 if first else 1
     if out.dtype == x.dtype:
-        out.addmm_(x, y, beta=beta)
+        out.addmm_(x, y, beta=beta, alpha=alpha)
     elif out.is_cuda:
-        torch.addmm(out, x, y, out_dtype=out.dtype, beta=beta, out=out)
+        torch.addmm(out, x, y, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
     else:
-        out.addmm_(x.to(out.dtype), y.to(out.dtype), beta=beta)
+        out.addmm_(x.to(out.dtype), y.to(out.dtype), beta=beta, alpha=alpha)
 
 
 def write_scaled(x: Tensor, of: Operand, scale: Tensor, factor: Tensor, out: Tensor, dots: Tensor, part: slice) -> None:
@@ -198,8 +202,13 @@ def as_scalar(x: float | Tensor, like: Tensor) -> Tensor:
 
 
 def precision_of(x: Tensor) -> str:
-    """Return the precision of float32 matmuls, as ``torch.get_float32_matmul_precision()`` sets it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" and x.dtype == torch.float32 else "tf32"
+    """Return the precision of matmuls of x: of float32 as torch's settings say, the older one or the newer."""
+    matmuls: Any = torch.backends.cuda.matmul
+    if x.dtype != torch.float32:
+        return "tf32"
+    if hasattr(matmuls, "fp32_precision"):  # torch 2.9; reading the older setting after the newer was made is an error
+        return "tf32" if matmuls.fp32_precision == "tf32" else "ieee"
+    return "tf32" if matmuls.allow_tf32 else "ieee"
 
 
 def tiles_for(x: Tensor, precision: str) -> tuple[Tile, Tile]:

@@ -6,27 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from triton import cdiv
 
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.kernels.blocks import (
-    Operand,
-    Weights,
-    add_product,
-    as_scalar,
-    blocks,
-    check_inputs,
-    launches,
-    precision_of,
-    rows_per_program,
-    tiles_for,
-    write_scaled,
-)
-from contrastive_zoo.kernels.sigmoid_tiles import sigmoid_pairs
-
-UNWEIGHTED_SIDE = 2**16
-"""Height and width of a block without weights."""
+from contrastive_zoo.kernels.blocks import Operand, as_scalar, check_inputs, precision_of, write_scaled
+from contrastive_zoo.kernels.sigmoid_pairs import add_pairs
 
 
 def siglip(
@@ -58,35 +42,14 @@ class _Sigmoid(Function):
 
         ``learns``: whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too.
         """
-        ctx.learns = learns and any(ctx.needs_input_grad)
+        learns &= any(ctx.needs_input_grad)
         precision = precision_of(a)
         left, right = (Operand.of(x, precision) for x in (a, b))
-        plain, edges = tiles_for(a, precision)
-        weights = Weights.of(left, right) if ctx.learns else Weights(a, UNWEIGHTED_SIDE, 0)
-        sums_a, sums_b = (
-            torch.empty(x.shape if ctx.learns else 0, dtype=torch.float32, device=x.device) for x in (a, b)
-        )
+        sums = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (a, b)] if learns else None
         totals = torch.zeros(2, dtype=torch.float32, device=a.device)
-        for i, j in blocks(len(a), len(b), weights.side):
-            n, m = i.stop - i.start, j.stop - j.start
-            rows = rows_per_program(n, m, plain)
-            programs = cdiv(n, rows) * cdiv(m, plain.columns)
-            sums = totals.new_empty(2, programs)
-            w = weights.block(i, j)
-            for edge, tile in launches(n, m, plain, edges):
-                sigmoid_pairs[(programs,)](
-                    left.tiles(i, tile.rows, tile.depth), right.tiles(j, tile.columns, tile.depth),
-                    Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), scale, bias, sums, n, m, left.width,
-                    j.start - i.start, rows,
-                    EDGE=edge, GRADIENT=ctx.learns, PRECISION=precision, UNIT=weights.bits, **tile.options,
-                )  # fmt: skip
-            totals += sums.sum(1)
-            if ctx.learns:
-                add_product(sums_a[i], w, right.rows[j], first=j.start == 0)
-                add_product(sums_b[j], w.T, left.rows[i], first=i.start == 0)
+        add_pairs(left, right, scale, bias, totals, sums, precision=precision, first=True)
         loss, dbias = (totals / len(a)).unbind()
-        ctx.save_for_backward(a, b, scale, sums_a, sums_b, dbias)
-        ctx.unit = weights.unit / len(a)
+        ctx.save_for_backward(a, b, scale, *(sums or (None, None)), dbias)
         return loss.clone()
 
     @staticmethod
@@ -94,7 +57,7 @@ class _Sigmoid(Function):
     @without_autocast
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale, sums_a, sums_b, dbias = ctx.saved_tensors
-        factor = g * ctx.unit
+        factor = g / len(a)
         da, db = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a, b))
         dots = torch.empty(max(len(a), len(b)), dtype=torch.float32, device=a.device)
         write_scaled(sums_b, Operand.of(b, "ieee"), scale, factor, db, dots, slice(None))

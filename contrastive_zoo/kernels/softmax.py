@@ -7,8 +7,7 @@ the others in its row and column. dA = scale · W B and dB = scale · Wᵀ A, up
 gradient.
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,21 +19,17 @@ from triton import cdiv
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.kernels.blocks import (
-    MAX_TILES,
-    PARTIAL_BYTES,
     Operand,
     Weights,
     add_product,
     as_scalar,
     blocks,
     check_inputs,
-    launches,
     precision_of,
-    rows_per_program,
-    tiles_for,
     write_scaled,
 )
-from contrastive_zoo.kernels.softmax_tiles import NOTHING, finish, log_sum_exps, merge, softmax_weights
+from contrastive_zoo.kernels.softmax_pairs import SoftmaxPairs
+from contrastive_zoo.kernels.softmax_tiles import NOTHING, finish
 
 
 def clip(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Tensor) -> Float[Tensor, ""]:
@@ -99,8 +94,8 @@ class _Softmax(Function):
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, symmetric: bool, one_tower: bool) -> Tensor:
         precision = precision_of(a)
-        ctx.pairs = _Pairs(precision, symmetric, one_tower)
-        loss, *statistics = ctx.pairs.losses(Operand.of(a, precision), Operand.of(b, precision), scale)
+        ctx.pairs = SoftmaxPairs(precision, symmetric, one_tower, len(a) // 2 if one_tower else 0)
+        loss, *statistics = _losses(ctx.pairs, Operand.of(a, precision), Operand.of(b, precision), scale)
         ctx.save_for_backward(a, b, scale, *statistics)
         return loss.mean()
 
@@ -110,139 +105,59 @@ class _Softmax(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale, *statistics = ctx.saved_tensors
         left, right = (Operand.of(x, ctx.pairs.precision) for x in (a, b))
-        return *ctx.pairs.gradients(left, right, scale, *statistics, g), None, None
+        return *_gradients(ctx.pairs, left, right, scale, statistics, g), None, None
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    """Process all pairs of rows a and b block by block. Sums of exponentials are two numbers each, see ``softmax_tiles``."""
-
-    precision: str
-    symmetric: bool
-    """Whether columns have softmaxes over rows, too."""
-    one_tower: bool
-    """Whether b is a, in which row i and row i + n/2 belong together."""
-
-    def partner(self, a: Operand) -> int:
-        """Return the offset of a row's partner."""
-        return len(a) // 2 if self.one_tower else 0
-
-    def losses(self, a: Operand, b: Operand, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the losses of pairs, the sums of rows and of columns, and the weights of positive pairs."""
-        partner = self.partner(a)
-        count = partner or len(a)
-        buffer = a.rows.new_full((2, len(a) + 2 * len(b)), NOTHING.value, dtype=torch.float32)
-        of_rows, of_columns, recomputed = buffer.split([len(a), len(b), len(b)], 1)
-        if self.one_tower:
-            of_columns = of_rows
-        losses, positives, positive_weights = (
-            a.rows.new_empty(k, dtype=torch.float32) for k in (count, len(a), len(a))
+def _losses(pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the losses of pairs, the sums of rows and of columns, and the weights of positive pairs."""
+    partner, one_tower = pairs.partner, pairs.one_tower
+    count = partner or len(a)
+    buffer = a.rows.new_full((2, len(a) + 2 * len(b)), NOTHING.value, dtype=torch.float32)
+    of_rows, of_columns, recomputed = buffer.split([len(a), len(b), len(b)], 1)
+    if one_tower:
+        of_columns = of_rows
+    losses, positives, positive_weights = (a.rows.new_empty(k, dtype=torch.float32) for k in (count, len(a), len(a)))
+    precision_lost = a.rows.new_zeros((), dtype=torch.int32)
+    pairs.add_sums(a, b, scale, of_rows, of_columns, positives, precision_lost)
+    if pairs.symmetric:
+        # columns whose sums lost precision are recomputed as rows, each with its own maximum; else this does nothing
+        pairs.swapped.add_sums(
+            b, a, scale, recomputed, recomputed, torch.empty_like(positives), precision_lost, if_lost=True
         )
-        precision_lost = a.rows.new_zeros((), dtype=torch.int32)
-        self._add_sums(a, b, scale, of_rows, of_columns, positives, precision_lost)
-        if self.symmetric:
-            # columns whose sums lost precision are recomputed as rows, each with its own maximum; else this does nothing
-            swapped = _Pairs(self.precision, False, self.one_tower)
-            swapped._add_sums(
-                b, a, scale, recomputed, recomputed, torch.empty_like(positives), precision_lost, if_lost=True
-            )
-        finish[(cdiv(count, 128),)](
-            of_rows, of_columns[:, partner:], recomputed[:, partner:], recomputed, precision_lost, positives, scale, losses,
-            positive_weights, count, buffer.stride(0), buffer.stride(0), buffer.stride(0), partner,
-            SIDES=2 if self.symmetric else 1, ONE_TOWER=self.one_tower, BLOCK=128,
-        )  # fmt: skip
-        return losses, of_rows, of_columns, positive_weights
+    finish[(cdiv(count, 128),)](
+        of_rows, of_columns[:, partner:], recomputed[:, partner:], recomputed, precision_lost, positives, scale, losses,
+        positive_weights, count, buffer.stride(0), buffer.stride(0), buffer.stride(0), partner,
+        SIDES=2 if pairs.symmetric else 1, ONE_TOWER=one_tower, BLOCK=128,
+    )  # fmt: skip
+    return losses, of_rows, of_columns, positive_weights
 
-    def _add_sums(
-        self,
-        a: Operand,
-        b: Operand,
-        scale: Tensor,
-        of_rows: Tensor,
-        of_columns: Tensor,
-        positives: Tensor,
-        precision_lost: Tensor,
-        if_lost: bool = False,
-    ) -> None:
-        plain, edges = tiles_for(a.rows, self.precision)
-        side = math.isqrt(PARTIAL_BYTES * plain.columns // 8) // plain.rows * plain.rows
-        # one tower needs only pairs above the diagonal; a recomputed sum covers a whole row
-        upper = self.one_tower and not if_lost
-        for i, j in blocks(len(a), len(b), side, upper=upper):
-            n, m = i.stop - i.start, j.stop - j.start
-            rows = rows_per_program(n, m, plain)
-            shape = (2, cdiv(m, plain.columns), n)
-            by_row = of_rows.new_full(shape, NOTHING.value) if upper and i == j else of_rows.new_empty(shape)
-            by_column = of_rows.new_empty(2, cdiv(n, rows), m) if self.symmetric else by_row
-            for edge, tile in launches(n, m, plain, edges):
-                log_sum_exps[(cdiv(n, rows) * cdiv(m, tile.columns),)](
-                    a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth), scale,
-                    by_row, by_column, positives[i], precision_lost, n, m, a.width, j.start - i.start, self.partner(a), rows,
-                    EDGE=edge, ONE_TOWER=self.one_tower, UPPER=upper and i == j, COLUMNS=self.symmetric,
-                    IF_LOST=if_lost, PRECISION=self.precision, WARPS=min(tile.warps, tile.rows // 16),
-                    **tile.options,
-                )  # fmt: skip
-            merged = [(by_row, of_rows[:, i]), (by_column, of_columns[:, j])]
-            for parts, out in merged[: 2 if self.symmetric else 1]:
-                merge[(cdiv(out.shape[1], 32),)](
-                    parts, out, precision_lost, parts.shape[1], out.shape[1], out.stride(0),
-                    IF_LOST=if_lost, BLOCK_N=32, BLOCK_P=64, num_warps=4,
-                )  # fmt: skip
 
-    def gradients(
-        self,
-        a: Operand,
-        b: Operand,
-        scale: Tensor,
-        of_rows: Tensor,
-        of_columns: Tensor,
-        positive_weights: Tensor,
-        g: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the gradients of a, of b unless it is a, and of scale."""
-        weights = Weights.of(a, b)
-        factor = g * weights.unit / (len(a) * (2 if self.symmetric and not self.one_tower else 1))
-        da, db = (torch.empty(x.rows.shape, dtype=x.rows.dtype, device=x.rows.device) for x in (a, b))
-        dots = torch.empty(max(len(a), len(b)), dtype=torch.float32, device=da.device)
-        of_b = torch.empty(b.rows.shape, dtype=torch.float32, device=da.device)
-        of_a = of_b if self.one_tower else of_b.new_empty(min(weights.side, len(a)), a.width)
-        for i, j in blocks(len(a), len(b), weights.side, upper=self.one_tower):
-            w = weights.block(i, j)
-            self._fill(w, i, j, a, b, scale, of_rows, of_columns, positive_weights, weights.bits)
-            chunk = of_a[i] if self.one_tower else of_a[: len(w)]
-            add_product(chunk, w, b.rows[j], first=j.start == 0)
-            if i != j or not self.one_tower:
-                add_product(of_b[j], w.T, a.rows[i], first=i.start == 0)
-            if j.stop == len(b):  # these rows are complete
-                write_scaled(chunk, a, scale, factor, da, dots, i)
-        dscale = dots[: len(a)].sum()
-        if self.one_tower:  # each pair appears in two rows
-            return da, None, dscale / 2
-        write_scaled(of_b, b, scale, factor, db, dots, slice(None))
-        return da, db, dscale
-
-    def _fill(
-        self,
-        w: Tensor,
-        i: slice,
-        j: slice,
-        a: Operand,
-        b: Operand,
-        scale: Tensor,
-        of_rows: Tensor,
-        of_columns: Tensor,
-        positive_weights: Tensor,
-        bits: int,
-    ) -> None:
-        n, m = w.shape
-        plain, edges = tiles_for(a.rows, self.precision)
-        rows = rows_per_program(n, m, plain)
-        for edge, tile in launches(n, m, plain, edges):
-            softmax_weights[(cdiv(n, rows) * cdiv(m, tile.columns),)](
-                a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth),
-                Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), scale, of_rows[:, i], of_columns[:, j],
-                positive_weights[i], n, m, a.width, of_rows.stride(0), of_columns.stride(0), j.start - i.start,
-                self.partner(a), rows,
-                EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, PRECISION=self.precision, UNIT=bits,
-                MAX_ROWS=MAX_TILES * plain.rows, **tile.options,
-            )  # fmt: skip
+def _gradients(
+    pairs: SoftmaxPairs,
+    a: Operand,
+    b: Operand,
+    scale: Tensor,
+    statistics: Sequence[Tensor],
+    g: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the gradients of a, of b unless it is a, and of scale."""
+    weights, (of_rows, of_columns, positive_weights) = Weights.of(a, b), statistics
+    factor = g * weights.unit / (len(a) * (2 if pairs.symmetric and not pairs.one_tower else 1))
+    da, db = (torch.empty(x.rows.shape, dtype=x.rows.dtype, device=x.rows.device) for x in (a, b))
+    dots = torch.empty(max(len(a), len(b)), dtype=torch.float32, device=da.device)
+    of_b = torch.empty(b.rows.shape, dtype=torch.float32, device=da.device)
+    of_a = of_b if pairs.one_tower else of_b.new_empty(min(weights.side, len(a)), a.width)
+    for i, j in blocks(len(a), len(b), weights.side, upper=pairs.one_tower):
+        w = weights.block(i, j)
+        pairs.fill(w, i, j, a, b, scale, of_rows, of_columns, positive_weights, weights.bits)
+        chunk = of_a[i] if pairs.one_tower else of_a[: len(w)]
+        add_product(chunk, w, b.rows[j], first=j.start == 0)
+        if i != j or not pairs.one_tower:
+            add_product(of_b[j], w.T, a.rows[i], first=i.start == 0)
+        if j.stop == len(b):  # these rows are complete
+            write_scaled(chunk, a, scale, factor, da, dots, i)
+    dscale = dots[: len(a)].sum()
+    if pairs.one_tower:  # each pair appears in two rows
+        return da, None, dscale / 2
+    write_scaled(of_b, b, scale, factor, db, dots, slice(None))
+    return da, db, dscale

@@ -275,7 +275,7 @@ def softmax_weights(
         if not COLUMNS:
             w = tl.exp2(acc * k - (by_row - UNIT)[:, None]) * row_factors[:, None]
         elif shared_exponential:
-            up = tl.where(row_factors > 0, tl.exp2(by_row - lowest), 0.0)
+            up = tl.where(by_row < float("inf"), tl.exp2(by_row - lowest), 0.0)
             w = tl.exp2(acc * k - (by_row - UNIT)[:, None])
             w *= row_factors[:, None] + up[:, None] * column_factors[None, :]
         else:

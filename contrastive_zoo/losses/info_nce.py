@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
-from contrastive_zoo.engine.implementation import choose_kernel
+from contrastive_zoo.engine.implementation import choose_kernels
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
@@ -74,15 +74,16 @@ def info_nce(
     if not in_batch_negatives and negatives is None:
         problem = _OWN_KEY_ONLY
     problem = _settings_problem(symmetric, in_batch_negatives) or problem
-    on_kernel, unusable = choose_kernel(
-        [queries, keys], reduction=reduction, world=world,
-        unsupported=_unsupported_by_kernel(negatives, symmetric, in_batch_negatives),
-    )  # fmt: skip
-    problem = problem or unusable
+    kernels = choose_kernels(
+        [queries, keys], unsupported=_unsupported_by_kernels(negatives, symmetric, in_batch_negatives)
+    )
+    problem = problem or kernels.problem
     (queries, keys, negatives), (shards, *_, last), world, own = begin_once(
         "InfoNCE", {"queries": queries, "keys": keys, "negatives": negatives}, problem=problem, temperature=temperature,
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
+        implementation=str(kernels),
     )  # fmt: skip
+    on_kernel = kernels.compute(shards.total, shards.total)
     comparison: Comparison = "rows and columns" if symmetric else "rows"
     small = not on_kernel and negatives is None and normalize
     if small and uses_small_batch_path(queries, temperature, comparison, reduction, world):
@@ -96,12 +97,12 @@ def info_nce(
         for rows in (queries, keys, negatives)
         if rows is not None
     )
-    if on_kernel:
+    if on_kernel and world.size == 1 and reduction == "mean":
         k = torch.cat([k, *others]) if others else k
         return _on_kernel(q, k, scale, symmetric=symmetric, dtype=queries.dtype)
     losses = _of_queries(
         q, k, others[0] if others else None, shards, last, scale=scale, symmetric=symmetric,
-        in_batch_negatives=in_batch_negatives, unit_norm=normalize, dtype=queries.dtype, world=world,
+        in_batch_negatives=in_batch_negatives, unit_norm=normalize, dtype=queries.dtype, on_kernel=on_kernel, world=world,
     )  # fmt: skip
     return reduce_anchors(losses, reduction=reduction, world=world)
 
@@ -118,12 +119,14 @@ def _of_queries(
     in_batch_negatives: bool,
     unit_norm: bool,
     dtype: torch.dtype,
+    on_kernel: bool,
     world: World,
 ) -> Tensor:
     """Return the losses of the local queries from prepared rows; ``extra`` are further negatives."""
     over_columns = partial(
-        cross_log_sum_exp, q, scale=scale, row_shards=shards, unit_norm=unit_norm, dtype=dtype, world=world
-    )
+        cross_log_sum_exp, q, scale=scale, row_shards=shards, unit_norm=unit_norm, dtype=dtype, on_kernel=on_kernel,
+        world=world,
+    )  # fmt: skip
     if in_batch_negatives:
         other_keys, other_queries, (positive,) = over_columns(
             k, column_shards=shards, columnwise=symmetric, partner_offsets=[0]
@@ -146,7 +149,7 @@ def _on_kernel(q: Tensor, k: Tensor, scale: float | Tensor, *, symmetric: bool, 
     return (softmax.clip if symmetric else softmax.info_nce)(q.to(dtype), k.to(dtype), scale)
 
 
-def _unsupported_by_kernel(negatives: Tensor | None, symmetric: bool, in_batch_negatives: bool) -> str | None:
+def _unsupported_by_kernels(negatives: Tensor | None, symmetric: bool, in_batch_negatives: bool) -> str | None:
     if not in_batch_negatives:
         return "computes InfoNCE with in_batch_negatives=True only"
     if negatives is not None and (symmetric or negatives.ndim != 2):

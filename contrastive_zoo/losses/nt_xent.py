@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.cross_entropy import cross_entropy_of_several
-from contrastive_zoo.engine.implementation import choose_kernel
+from contrastive_zoo.engine.implementation import choose_kernels
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import self_log_sum_exp
@@ -57,11 +57,13 @@ def nt_xent(
     temperature = real(temperature)
     settings: Any = {"temperature": temperature, "normalize": normalize, "reduction": reduction, "world": world}
     unsupported = None if len(views) == 2 else f"compares two views, got {len(views)}"
-    on_kernel, problem = choose_kernel(views, reduction=reduction, world=world, unsupported=unsupported)
-    problem, count = views_problem(views) or problem, len(views)
+    kernels, count = choose_kernels(views, unsupported=unsupported), len(views)
+    problem = views_problem(views) or kernels.problem
     named = {f"view {index}": view for index, view in enumerate(views)}
-    of_views, (shards, *_), world, own = begin_once("NTXent", named, problem=problem, **settings)
-    first = of_views[0]
+    of_views, (shards, *_), world, own = begin_once(
+        "NTXent", named, problem=problem, implementation=str(kernels), **settings
+    )
+    first, on_kernel = of_views[0], kernels.compute(2 * shards.total, 2 * shards.total)
     small = not on_kernel and count == 2 and normalize
     if small and uses_small_batch_path(first, temperature, "views", reduction, world):
         return small_batch_info_nce(
@@ -70,7 +72,7 @@ def nt_xent(
 
     scale = logit_scale(temperature, world)
     rows = [round_to_input_dtype(prepare_rows(x, normalize=normalize, world=world), x, world) for x in of_views]
-    if on_kernel:
+    if on_kernel and world.size == 1 and reduction == "mean":
         from contrastive_zoo.kernels import softmax  # imported here: Triton is optional
 
         a, b = (x.to(first.dtype) for x in rows)
@@ -78,7 +80,7 @@ def nt_xent(
     offsets = [len(rows[0]) * step for step in range(1, count)]
     others, similarities = self_log_sum_exp(
         concat_views(rows, world), scale=scale, unit_norm=normalize, dtype=first.dtype, partner_offsets=offsets,
-        shards=shards.times(count), world=world,
+        shards=shards.times(count), world=world, on_kernel=on_kernel,
     )  # fmt: skip
     losses = cross_entropy_of_several(_of_partners(similarities, count), others)
     return reduce_anchors(losses, reduction=reduction, world=world)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.dense_mode import is_dense
-from contrastive_zoo.engine.implementation import choose_kernel
+from contrastive_zoo.engine.implementation import choose_kernels
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -64,13 +64,16 @@ def siglip(
     settings: Any = {"temperature": temperature, "logit_bias": logit_bias}
     rule, named = "image i belongs to text i", {"images": images, "texts": texts}
     problem = towers_problem(rule, "Pass as many of both.", **named) or bias_problem(logit_bias)
-    on_kernel, unusable = choose_kernel([images, texts], reduction=reduction, world=world)
-    problem = problem or unusable
+    unsupported = "computes SigLIP with reduction='mean' or 'sum'" if reduction == "none" else None
+    kernels = choose_kernels([images, texts], unsupported=unsupported)
+    problem = problem or kernels.problem
     (images, texts), (shards, *_), world, _ = begin_once(
-        "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world, **settings
-    )
+        "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world,
+        implementation=str(kernels), **settings,
+    )  # fmt: skip
+    on_kernel = kernels.compute(shards.total, shards.total)
     x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
-    if on_kernel:
+    if on_kernel and world.size == 1 and reduction == "mean":
         from contrastive_zoo.kernels import sigmoid  # imported here: Triton is optional
 
         a, b = (x.to(images.dtype) for x in (x, y))
@@ -79,7 +82,7 @@ def siglip(
         x, y = round_to_input_dtype(x, images, world), round_to_input_dtype(y, texts, world)
         return sum_over_sigmoid_pairs(
             x, y, scale=1 / real(temperature), bias=real(logit_bias), dtype=images.dtype, shards=shards,
-            reduction=reduction, world=world,
+            reduction=reduction, world=world, on_kernel=on_kernel,
         )  # fmt: skip
     ids, loss = sample_indices(shards, x), BlockLoss(binary_cross_entropy, **settings)
     return sum_over_anchors(
