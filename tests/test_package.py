@@ -41,6 +41,8 @@ LAYERS = [
 
 INSIDE_FUNCTIONS = {
     "engine.implementation": {"kernels"},
+    "engine.sigmoid": {"kernels.sigmoid_pairs"},
+    "engine.softmax": {"kernels.softmax_sweep"},
     "losses.info_nce": {"kernels.softmax"},
     "losses.nt_xent": {"kernels.softmax"},
     "losses.siglip": {"kernels.sigmoid"},

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
+from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.world import World
 
 Implementation = Literal["auto", "torch", "triton"]
 
@@ -76,8 +78,8 @@ class Kernels(NamedTuple):
         """Return whether they compute so many rows of all ranks against so many columns.
 
         Examples:
-            >>> Kernels(apply=True).compute(10, 10), Kernels(apply=True).compute(10**4, 10**4)
-            (False, True)
+            >>> Kernels(apply=True).compute(10**4, 10**4), Kernels().compute(10**4, 10**4)
+            (True, False)
         """
         return self.apply and (self.always or not is_small_batch(rows * columns // 4))
 
@@ -114,6 +116,16 @@ def choose_kernels(rows: Sequence[Any], *, unsupported: str | None = None) -> Ke
     return Kernels(
         problem=f"implementation 'triton' {problem}. Use implementation('auto')." if name == "triton" else None
     )
+
+
+def is_one_call(reduction: Reduction, world: World) -> bool:
+    """Return whether a function of :mod:`contrastive_zoo.kernels` is the loss; elsewhere kernels compute an engine's blocks.
+
+    Examples:
+        >>> is_one_call("mean", World()), is_one_call("sum", World())
+        (True, False)
+    """
+    return world.size == 1 and reduction == "mean"
 
 
 def _problem(rows: Tensor) -> str | None:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
-from contrastive_zoo.engine.implementation import choose_kernels
+from contrastive_zoo.engine.implementation import choose_kernels, is_one_call
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
@@ -97,7 +97,7 @@ def info_nce(
         for rows in (queries, keys, negatives)
         if rows is not None
     )
-    if on_kernel and world.size == 1 and reduction == "mean":
+    if on_kernel and is_one_call(reduction, world):
         k = torch.cat([k, *others]) if others else k
         return _on_kernel(q, k, scale, symmetric=symmetric, dtype=queries.dtype)
     losses = _of_queries(

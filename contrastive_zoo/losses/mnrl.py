@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
+from contrastive_zoo.engine.implementation import choose_kernels
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -97,6 +98,7 @@ def mnrl(
     problem = _problem(queries, documents, negatives, owners, reads_owners) or _settings_problem(**settings)
     if problem is not None:
         refuse("MNRL", problem, world=world)
+    kernels = choose_kernels([queries, documents], unsupported=_unsupported_by_kernels(directions, hardness_mode))
     if negatives is None:
         negatives = queries[:0]
     if owners is None:
@@ -105,10 +107,11 @@ def mnrl(
     shards, _, mined, _ = begin(
         "MNRL",
         named,
-        problem=problem,
+        problem=kernels.problem,
         temperature=temperature,
         reduction=reduction,
         normalize=normalize,
+        implementation=str(kernels),
         world=world,
         **settings,
     )
@@ -118,7 +121,10 @@ def mnrl(
             round_to_input_dtype(prepare_rows(rows, normalize=normalize, world=world), rows, world)
             for rows in (queries, documents, negatives)
         )
-        settings_of_sums: Any = {"scale": scale, "unit_norm": normalize, "dtype": queries.dtype, "world": world}
+        settings_of_sums: Any = {
+            "scale": scale, "unit_norm": normalize, "dtype": queries.dtype, "world": world,
+            "on_kernel": kernels.compute(shards.total, shards.total + mined.total),
+        }  # fmt: skip
         others, positive = _sums(q, d, x, directions, shards, mined, **settings_of_sums)
         return reduce_anchors(_losses(others, positive, partition_mode), reduction=reduction, world=world)
 
@@ -166,6 +172,12 @@ def _losses(others: dict[Direction, Tensor], positive: Tensor, partition_mode: s
     # Z contains the positive once for each of these k directions: log(k + Σ exp(s − p)) = log k + log(1 + Σ … / k)
     shift = math.log(len(_HOLD_THE_POSITIVE & others.keys()))
     return shift + cross_entropy(positive, log_sum_exp(torch.stack([*others.values()]), 0) - shift)
+
+
+def _unsupported_by_kernels(directions: tuple[Direction, ...], hardness_mode: Hardness | None) -> str | None:
+    if hardness_mode is not None or "doc_to_doc" in directions:
+        return "computes MNRL without hardness_mode and without the direction doc_to_doc"
+    return None
 
 
 def _ranked(

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.cross_entropy import cross_entropy_of_several
-from contrastive_zoo.engine.implementation import choose_kernels
+from contrastive_zoo.engine.implementation import choose_kernels, is_one_call
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.small_batch import small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import self_log_sum_exp
@@ -72,7 +72,7 @@ def nt_xent(
 
     scale = logit_scale(temperature, world)
     rows = [round_to_input_dtype(prepare_rows(x, normalize=normalize, world=world), x, world) for x in of_views]
-    if on_kernel and world.size == 1 and reduction == "mean":
+    if on_kernel and is_one_call(reduction, world):
         from contrastive_zoo.kernels import softmax  # imported here: Triton is optional
 
         a, b = (x.to(first.dtype) for x in rows)

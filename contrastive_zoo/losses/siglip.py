@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.dense_mode import is_dense
-from contrastive_zoo.engine.implementation import choose_kernels
+from contrastive_zoo.engine.implementation import choose_kernels, is_one_call
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -73,7 +73,7 @@ def siglip(
     )  # fmt: skip
     on_kernel = kernels.compute(shards.total, shards.total)
     x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
-    if on_kernel and world.size == 1 and reduction == "mean":
+    if on_kernel and is_one_call(reduction, world):
         from contrastive_zoo.kernels import sigmoid  # imported here: Triton is optional
 
         a, b = (x.to(images.dtype) for x in (x, y))

@@ -14,9 +14,9 @@ import contrastive_zoo as cz
 from contrastive_zoo import kernels
 from contrastive_zoo.engine import dense_mode
 from contrastive_zoo.engine import implementation as chosen
-from contrastive_zoo.engine.implementation import choose_kernel
+from contrastive_zoo.engine.implementation import Kernels, choose_kernels
+from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import ALONE, World
 
 LOSSES: list[Callable[..., Tensor]] = [cz.nt_xent, cz.info_nce, cz.clip, cz.siglip]
 
@@ -35,10 +35,10 @@ def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("suitable")
 def test_auto_uses_kernels_where_they_apply() -> None:
-    def used(rows: list[Tensor], world: World = ALONE, reduction: Any = "mean", unsupported: str | None = None) -> bool:
-        use, problem = choose_kernel(rows, reduction=reduction, world=world, unsupported=unsupported)
-        assert problem is None
-        return use
+    def used(rows: list[Tensor], unsupported: str | None = None) -> bool:
+        kernels = choose_kernels(rows, unsupported=unsupported)
+        assert kernels.problem is None
+        return kernels.compute(len(rows[0]), len(rows[1]))
 
     rows = on_a_gpu()
     assert used(rows)
@@ -47,8 +47,6 @@ def test_auto_uses_kernels_where_they_apply() -> None:
     assert not used(on_a_gpu(n=512))
     assert not used(on_a_gpu(d=4097))
     assert not used(on_a_gpu(dtype=torch.float64))
-    assert not used(rows, world=World(0, 2))
-    assert not used(rows, reduction="sum")
     assert not used(rows, unsupported="compares two views, got 3")
     with cz.dense():
         assert not used(rows)
@@ -60,10 +58,10 @@ def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: 
     monkeypatch.setattr(chosen, "find_spec", lambda name: None)
     monkeypatch.setattr(chosen, "_warned", False)
     with pytest.warns(UserWarning, match="Triton is not installed"):
-        assert choose_kernel(on_a_gpu(), reduction="mean", world=ALONE) == (False, None)
+        assert choose_kernels(on_a_gpu()) == Kernels()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choose_kernel(on_a_gpu(), reduction="mean", world=ALONE)
+        choose_kernels(on_a_gpu())
     with cz.implementation("triton"), pytest.raises(ValueError, match=r"contrastive_zoo\[triton\]"):
         cz.clip(torch.eye(2), torch.eye(2))
 
@@ -71,8 +69,6 @@ def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_triton_refuses_what_it_cannot_compute(loss: Callable[..., Tensor], suitable: None) -> None:
     with cz.implementation("triton"):
-        with pytest.raises(ValueError, match="reduction='mean' only"):
-            loss(torch.eye(2), torch.eye(2), reduction="sum")
         with pytest.raises(ValueError, match=r"got torch\.float64"):
             loss(torch.eye(2).double(), torch.eye(2).double())
         with pytest.raises(ValueError, match="1 to 4096 features"):
@@ -90,6 +86,10 @@ def test_triton_refuses_forms_without_a_kernel(suitable: None) -> None:
             cz.info_nce(eye, eye, torch.ones(2, 3, 2))
         with pytest.raises(ValueError, match="in_batch_negatives"):
             cz.info_nce(eye, eye, eye, in_batch_negatives=False)
+        with pytest.raises(ValueError, match="reduction='mean' or 'sum'"):
+            cz.siglip(eye, eye, reduction="none")
+        with pytest.raises(ValueError, match="without hardness_mode"):
+            cz.mnrl(eye, eye, hardness_mode="all_negatives")
 
 
 def test_triton_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +114,50 @@ def test_other_names_are_refused() -> None:
         pass
 
 
-def test_a_choice_of_one_rank_is_refused_on_all(worlds: Worlds) -> None:
+@pytest.mark.parametrize("make", [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP, cz.MNRL])
+@pytest.mark.parametrize("small", [False, True])
+def test_a_choice_of_one_rank_is_refused_on_all(make: Callable[[], Any], small: bool, worlds: Worlds) -> None:
     def job() -> str:
-        loss, refusal = cz.DistributedLoss(cz.NTXent()), pytest.raises(ValueError, match="one process, got 2")
-        with cz.implementation("triton" if dist.get_rank() == 1 else "torch"), refusal as error:
-            loss(torch.eye(3) + dist.get_rank(), torch.eye(3))
+        differ = pytest.raises(ValueError, match="rank 0 has torch, rank 1 has triton")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "device_problem", lambda device: None)
+            patch.setattr(chosen, "find_spec", lambda name: name)
+            with (
+                cz.implementation("triton" if dist.get_rank() == 1 else "torch"),
+                differ as error,
+                splitting(not small),
+            ):
+                cz.DistributedLoss(make())(torch.eye(3) + dist.get_rank(), torch.eye(3))
         return str(error.value)
 
     first, second = worlds.run(2, job)
     assert first == second
+
+
+def test_what_one_rank_lacks_is_refused_on_all(worlds: Worlds) -> None:
+    def job() -> str:
+        absent = pytest.raises(ValueError, match=r"rank 1: implementation 'triton' needs Triton")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "device_problem", lambda device: None)
+            patch.setattr(chosen, "find_spec", lambda name: name if dist.get_rank() == 0 else None)
+            with cz.implementation("triton"), absent as error:
+                cz.DistributedLoss(cz.NTXent())(torch.eye(3) + dist.get_rank(), torch.eye(3))
+        return str(error.value)
+
+    first, second = worlds.run(2, job)
+    assert first == second
+
+
+def test_precision_follows_either_setting_of_torch() -> None:
+    blocks = pytest.importorskip("contrastive_zoo.kernels.blocks")
+    x, matmuls = torch.ones(1), torch.backends.cuda.matmul
+    assert blocks.precision_of(x) == "ieee"
+    torch.set_float32_matmul_precision("high")
+    assert blocks.precision_of(x) == "tf32"
+    torch.set_float32_matmul_precision("highest")
+    assert blocks.precision_of(x) == "ieee"
+    matmuls.fp32_precision = "tf32"  # torch refuses to read the older setting from here on
+    try:
+        assert blocks.precision_of(x) == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -1,0 +1,215 @@
+"""Kernels on several ranks against the dense formula in float64: a program for each rank, of which rank 0 prints JSON.
+
+Each case is three steps of one loss, with shards of other sizes at each.
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.kernels import softmax_sweep
+from contrastive_zoo.kernels.exponent_sums import ExponentSums
+from contrastive_zoo.kernels.sigmoid_pairs import KernelBlock
+from contrastive_zoo.kernels.softmax_pairs import SoftmaxPairs
+from contrastive_zoo.kernels.softmax_sweep import KernelSweep
+from contrastive_zoo.small_batch import splitting
+from tests.kernels.cases import DEVICE, dense_clip, dense_info_nce, dense_nt_xent, dense_siglip, interpret_bfloat16
+
+
+def dense_mnrl(queries: Tensor, documents: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
+    return dense_info_nce(queries, torch.cat([documents, negatives]), scale)
+
+
+def dense_negatives(queries: Tensor, keys: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
+    return dense_mnrl(queries, keys, negatives, scale)
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], int]] = {
+    "NTXent": (cz.NTXent, dense_nt_xent, 2),
+    "InfoNCE": (cz.InfoNCE, dense_info_nce, 2),
+    "InfoNCE, negatives": (cz.InfoNCE, dense_negatives, 3),
+    "Clip": (cz.Clip, dense_clip, 2),
+    "MNRL": (cz.MNRL, dense_mnrl, 3),
+    "SigLIP": (cz.SigLIP, dense_siglip, 2),
+}
+"""The loss, its dense formula, and the number of its arguments."""
+
+SIZES = {
+    2: [((20, 13), (33, 0), (2, 30)), ((0, 9), (70, 1), (16, 16))],
+    3: [((9, 0, 17), (5, 21, 1), (11, 11, 11)), ((0, 0, 12), (8, 9, 17), (30, 3, 0))],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, its rows, and how ranks exchange them."""
+
+    loss: str
+    dtype: str = "float32"
+    temperature: float = 0.07
+    rows: str = "gaussian"
+    reduction: str = "mean"
+    ring: bool = False
+    width: int = 24
+
+    def inputs(self, sizes: Sequence[int], step: int) -> list[Tensor]:
+        """Return the rows of all ranks."""
+        generator = torch.Generator().manual_seed(step)
+        counts = [sum(sizes), sum(sizes), 2 * sum(sizes)][: LOSSES[self.loss][2]]
+        rows = [torch.randn(n, self.width, generator=generator) for n in counts]
+        if self.rows == "solved":
+            rows[1] = rows[0] + 0.01 * rows[1]
+        if self.rows == "duplicates":
+            rows = [x[torch.arange(len(x)) // 3] for x in rows]
+        if self.rows == "opposite":  # all others of a column are as far below its neighbours' as can be
+            rows[1][: counts[1] // 2] = -rows[0][:1]
+            rows[0] = rows[0][:1] + 0.01 * rows[0]
+        return [x.to(DEVICE, getattr(torch, self.dtype)) for x in rows]
+
+    def found(self, world: int, rank: int, shards: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+        """Return value and gradients of each step, of this rank's rows and of the parameters."""
+        make = LOSSES[self.loss][0]
+        learns = self.loss in ("Clip", "SigLIP")
+        temperature = self.temperature if learns else cz.LearnableTemperature(self.temperature)
+        loss = make(temperature=temperature, reduction=self.reduction)
+        wrapped, results = cz.DistributedLoss(loss, ring=self.ring).to(DEVICE), []
+        parameters = [x for _, x in sorted(wrapped.named_parameters(), reverse=True)]  # the temperature first
+        for step, sizes in enumerate(shards):
+            rows = [x.requires_grad_() for x in self.local(self.inputs(sizes, step), sizes, rank)]
+            with splitting(always=True), cz.implementation("triton"):
+                value = wrapped(*rows)
+                part = value.sum() / self.anchors(sizes) if self.reduction == "none" else value
+                gradients = torch.autograd.grad(part, [*rows, *parameters])
+            value = part.detach().clone()
+            if self.reduction == "none":
+                dist.all_reduce(value)
+            results.append([value, *(x / world for x in gradients[: len(rows)]), *gradients[len(rows) :]])
+        return results
+
+    def anchors(self, sizes: Sequence[int]) -> int:
+        return sum(sizes) * (2 if self.loss == "NTXent" else 1)
+
+    def expected(self, rank: int, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return what the dense formula gives in a dtype, by the parameters log(1/t) and the bias."""
+        rows = [x.to(dtype).requires_grad_() for x in self.inputs(sizes, step)]
+        log_scale = torch.tensor(1 / self.temperature, device=DEVICE).log().to(dtype).requires_grad_()
+        numbers = [log_scale]
+        if self.loss == "SigLIP":
+            numbers.append(torch.tensor(-10.0, device=DEVICE, dtype=dtype, requires_grad=True))
+        value = LOSSES[self.loss][1](*(F.normalize(x, dim=1) for x in rows), log_scale.exp(), *numbers[1:])
+        value = value * self.anchors(sizes) if self.reduction == "sum" else value
+        gradients = torch.autograd.grad(value, [*rows, *numbers])
+        return [value.detach(), *self.local(gradients[: len(rows)], sizes, rank), *gradients[len(rows) :]]
+
+    def local(self, rows: Sequence[Tensor], sizes: Sequence[int], rank: int) -> list[Tensor]:
+        return [x.split([n * len(x) // sum(sizes) for n in sizes])[rank].detach().clone() for x in rows]
+
+    def errors(self, world: int, rank: int, shards: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+        """Return, for each result of each step, the errors of kernels and of the dense formula relative to its largest."""
+        errors = []
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # what fills new memory must not matter
+        steps = self.found(world, rank, shards)
+        torch.use_deterministic_algorithms(False)
+        for step, (found, sizes) in enumerate(zip(steps, shards, strict=True)):
+            truth, dense = (
+                self.expected(rank, sizes, step, dtype) for dtype in (torch.float64, getattr(torch, self.dtype))
+            )
+            for x, y, z in zip(found, dense, truth, strict=True):
+                # a parameter's gradient is a difference of numbers as large as the loss at t = 1
+                norm = max(float(z.norm()), 1.0 / self.temperature if z.numel() == 1 else 1e-30)
+                norm = max(float(z.norm()), 1e-30) if z is truth[0] else norm
+                errors.append((float((x.double().reshape(z.shape) - z).norm()) / norm, float((y - z).norm()) / norm))
+        return errors
+
+
+CASES = [
+    *(Case(loss) for loss in LOSSES),
+    *(Case(loss, "bfloat16") for loss in ("NTXent", "Clip", "SigLIP")),
+    *(Case(loss, "float16", ring=True) for loss in ("NTXent", "Clip", "SigLIP", "InfoNCE, negatives")),
+    *(Case(loss, temperature=0.01, ring=True, width=33) for loss in ("NTXent", "Clip", "MNRL", "SigLIP")),
+    *(Case(loss, temperature=0.02, rows="solved") for loss in ("NTXent", "Clip", "SigLIP")),
+    *(Case(loss, rows="duplicates", reduction="none") for loss in ("NTXent", "Clip", "InfoNCE")),
+    *(Case(loss, reduction="sum") for loss in ("NTXent", "Clip", "SigLIP")),
+    Case("Clip", temperature=0.01, width=8, rows="opposite"),
+]
+
+
+def partners_on_every_rank(patch: pytest.MonkeyPatch) -> None:
+    """The mutant that takes rows of equal index on other ranks for positives."""
+    pairs, add = KernelSweep._pairs, KernelBlock.add
+
+    def wrong_pairs(self: KernelSweep, index: int, rows: Tensor, symmetric: bool) -> SoftmaxPairs:
+        return replace(pairs(self, index, rows, symmetric), partner=self.partners.offsets[0])
+
+    patch.setattr(KernelSweep, "_pairs", wrong_pairs)
+    patch.setattr(KernelBlock, "add", lambda self, *args, local: add(self, *args, local=True))
+
+
+def mantissas_only(patch: pytest.MonkeyPatch) -> None:
+    """The mutant that adds sums as if their exponents were equal."""
+
+    def wrong_merge(self: ExponentSums, total: Tensor, part: Tensor) -> Tensor:
+        return torch.stack([total[:, 0], total[:, 1] + part[:, 1]], 1)
+
+    patch.setattr(ExponentSums, "merge", wrong_merge)
+
+
+def never_recomputed(patch: pytest.MonkeyPatch) -> None:
+    """The mutant that keeps sums of columns that lost their precision."""
+
+    def never(pairs: SoftmaxPairs, *given: Any) -> None:
+        pairs.add_sums(*given, torch.zeros((), dtype=torch.int32, device=DEVICE))
+
+    patch.setattr(softmax_sweep, "_add_sums", never)
+
+
+MUTANTS = [
+    (partners_on_every_rank, Case("Clip")),
+    (partners_on_every_rank, Case("SigLIP")),
+    (mantissas_only, Case("Clip")),
+    (never_recomputed, Case("Clip", temperature=0.01, width=8, rows="opposite")),
+]
+"""Each with a case that catches it."""
+
+
+def selected() -> list[tuple[Callable[[pytest.MonkeyPatch], None] | None, Case]]:
+    if sys.argv[1:] == ["mutants"]:
+        return list(MUTANTS)
+    every = os.environ.get("ALL_DTYPES")
+    return [(None, case) for case in (CASES if every else CASES[int(sys.argv[1]) :: int(sys.argv[2])])]
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # numpy's, about log2(0) in the interpreter
+    torch.set_num_threads(1)
+    if DEVICE == "cpu":
+        interpret_bfloat16()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    results = []
+    for index, (mutant, case) in enumerate(selected()):
+        found: list[Any] = [None] * world
+        with pytest.MonkeyPatch.context() as patch:
+            if mutant is not None:
+                mutant(patch)
+            dist.all_gather_object(found, case.errors(world, rank, SIZES[world][index % 2]))
+        results.append({"case": str(case), "dtype": case.dtype, "errors": [x for of_rank in found for x in of_rank]})
+    if rank == 0:
+        json.dump(results, sys.stdout)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Kernels on several ranks: values and gradients of three steps, by Triton's interpreter, against float64."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contrastive_zoo.audit.launch import environment, local_store
+from tests.kernels.test_values import ROUNDING
+
+pytest.importorskip("triton")
+
+PROGRAM = str(Path(__file__).with_name("ranks.py"))
+
+
+def results(ranks: int, *arguments: str) -> list[dict[str, Any]]:
+    """Run the program in new interpreters: Triton decides when it is loaded whether it interprets kernels."""
+    store = local_store()
+    shared = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(ranks):
+            with Path(folder, str(rank)).open("w") as errors:
+                variables = shared | environment(rank, ranks, store.port)
+                command = [sys.executable, PROGRAM, *arguments]
+                started.append(
+                    subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True)
+                )
+        try:
+            printed = [process.communicate(timeout=600)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        texts = [Path(folder, str(rank)).read_text()[-3000:] for rank in range(ranks)]
+    assert not any(process.returncode for process in started), texts
+    return json.loads(printed[0])
+
+
+def worst(case: dict[str, Any]) -> float:
+    """Return by what factor an error exceeds 1.5 times the dense formula's, up to the rounding of the dtype."""
+    return max(found / (1.5 * dense + ROUNDING[case["dtype"]]) for found, dense in case["errors"])
+
+
+@pytest.mark.parametrize(("ranks", "first", "step"), [(2, 0, 11), (3, 16, 20)])
+def test_as_near_to_float64_as_the_dense_formula(ranks: int, first: int, step: int) -> None:
+    """Some cases; all with ALL_DTYPES=1."""
+    found = results(ranks, str(first), str(step))
+    assert found
+    assert [(case["case"], worst(case)) for case in found if worst(case) > 1] == []
+
+
+def test_mutants_are_caught() -> None:
+    for case in results(2, "mutants"):
+        assert worst(case) > 1, case["case"]
