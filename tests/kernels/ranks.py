@@ -187,17 +187,19 @@ MUTANTS = [
 def selected() -> list[tuple[Callable[[pytest.MonkeyPatch], None] | None, Case]]:
     if sys.argv[1:] == ["mutants"]:
         return list(MUTANTS)
-    every = os.environ.get("ALL_DTYPES")
+    every = DEVICE == "cuda" or os.environ.get("ALL_DTYPES")
     return [(None, case) for case in (CASES if every else CASES[int(sys.argv[1]) :: int(sys.argv[2])])]
 
 
 def main() -> None:
     warnings.simplefilter("ignore")  # numpy's, about log2(0) in the interpreter
     torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if DEVICE == "cpu":
         interpret_bfloat16()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
+    else:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("nccl" if torch.cuda.device_count() >= world else "gloo")
     results = []
     for index, (mutant, case) in enumerate(selected()):
         found: list[Any] = [None] * world
