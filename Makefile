@@ -110,6 +110,8 @@ test-gpu: .venv/.installed
 bench-gpu: .venv/.installed
 	$(BIN)/python benchmarks/gpu_suite/install.py .venv/gpu-peers
 	$(BIN)/python benchmarks/gpu.py --peers .venv/gpu-peers --out gpu-times.md
+	count=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && if [ $$count -gt 1 ]; then \
+		$(BIN)/torchrun --standalone --nproc-per-node=$$count benchmarks/gpu_ranks.py --out gpu-ranks.md; fi
 
 clean:
 	rm -rf .venv site docs/site demo-output vectors dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

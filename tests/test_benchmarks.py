@@ -11,6 +11,7 @@ import torch
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
+from tests.interpreter import torchrun
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -296,3 +297,12 @@ def test_a_small_step_calls_few_functions(worlds: Worlds) -> None:
     for calls in worlds.run(2, job):
         assert calls["none"] == 0
         assert 100 < calls["loss"] < MOST_CALLS, calls
+
+
+def test_times_of_ranks_have_a_row_for_each_exchange() -> None:
+    """On the CPU, where both implementations are torch's."""
+    program = str(ROOT / "benchmarks" / "gpu_ranks.py")
+    done = torchrun(2, program, "--device", "cpu", "--rows", "16", "--width", "4", "--steps", "1")
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 3 * 2 * 2
+    assert all(float(row[3]) > 0 for row in rows)

@@ -27,11 +27,12 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 
 @contextmanager
 def implementation(name: Implementation | str) -> Iterator[None]:
-    """Choose what computes NTXent, InfoNCE, Clip and SigLIP: Triton kernels or torch operations.
+    """Choose what computes NTXent, InfoNCE, Clip, SigLIP and MNRL: Triton kernels or torch operations.
 
     Kernels take float32, bfloat16 or float16 embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability
     8.0 or later, on any number of ranks. They compare two views or two towers; InfoNCE has negatives of all queries only,
-    and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``.
+    and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``; MNRL has no ``hardness_mode`` and no direction
+    ``doc_to_doc``.
 
     Args:
         name: ``"auto"``, the default, uses a kernel wherever there is one and the batch has more than 512 rows;

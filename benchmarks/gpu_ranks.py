@@ -1,0 +1,112 @@
+"""Times of a step of several ranks, a GPU each: kernels and torch operations, rows gathered and in a ring.
+
+    torchrun --standalone --nproc-per-node=gpu benchmarks/gpu_ranks.py [--rows N] [--width D] [--out FILE]
+
+Forward and backward of ``DistributedLoss`` in bfloat16, N rows a tower of all ranks together (NT-Xent: of both views).
+A step's time is that of its slowest rank, by CUDA events; medians. Memory is the peak of a rank beyond its inputs.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import contrastive_zoo as cz
+
+LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
+    "CLIP": cz.Clip,
+    "SigLIP": cz.SigLIP,
+    "NT-Xent": lambda: cz.NTXent(temperature=0.1),
+}
+
+
+def step(loss: torch.nn.Module, rows: list[Tensor], implementation: str) -> None:
+    """Run a loss forward and backward."""
+    with cz.implementation(implementation):
+        loss(*rows).backward()
+    for x in rows:
+        x.grad = None
+
+
+def milliseconds(run: Callable[[], None], device: torch.device) -> float:
+    """Return the time of one call on this rank."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last)
+
+
+def slowest(value: float, device: torch.device) -> float:
+    """Return the largest value of all ranks."""
+    largest = torch.tensor(value, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def measured(name: str, implementation: str, ring: bool, options: argparse.Namespace, device: torch.device) -> str:
+    """Return a row of the table."""
+    count = options.rows // dist.get_world_size() // (2 if name == "NT-Xent" else 1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    views = (F.normalize(torch.randn(count, options.width, generator=generator), dim=1) for _ in range(2))
+    rows = [x.to(device, torch.bfloat16).requires_grad_() for x in views]
+    settings = {"static_shapes": True, "check_finite": False, "check_equal": False}
+    loss = cz.DistributedLoss(LOSSES[name](), ring=ring, **settings).to(device)
+    times = []
+    for index in range(options.steps + 3):
+        dist.barrier()
+        if index == 3 and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        times.append(slowest(milliseconds(lambda: step(loss, rows, implementation), device), device))
+    memory = (
+        slowest(torch.cuda.max_memory_allocated() - before, device) / 1e6 if device.type == "cuda" else float("nan")
+    )
+    exchange = "ring" if ring else "gathered"
+    return f"| {name} | {implementation} | {exchange} | {statistics.median(times[3:]):.3g} | {memory:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=65_536)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="a file for the table")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    lines = [
+        f"{dist.get_world_size()} ranks on {name}, torch {torch.__version__}, {options.rows:,} × {options.width}.",
+        "",
+        "| loss | implementation | rows | ms | MB beyond inputs |",
+        "|---|---|---|---|---|",
+    ]
+    for loss in LOSSES:
+        for implementation in ("auto", "torch"):
+            lines += [measured(loss, implementation, ring, options, device) for ring in (False, True)]
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n")
+        if options.out:
+            options.out.write_text("\n".join(lines) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
