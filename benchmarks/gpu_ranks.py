@@ -71,11 +71,11 @@ def measured(name: str, implementation: str, ring: bool, options: argparse.Names
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         times.append(slowest(milliseconds(lambda: step(loss, rows, implementation), device), device))
-    memory = (
-        slowest(torch.cuda.max_memory_allocated() - before, device) / 1e6 if device.type == "cuda" else float("nan")
-    )
+    memory = "–"
+    if device.type == "cuda":
+        memory = f"{slowest(torch.cuda.max_memory_allocated() - before, device) / 1e6:.0f}"
     exchange = "ring" if ring else "gathered"
-    return f"| {name} | {implementation} | {exchange} | {statistics.median(times[3:]):.3g} | {memory:.0f} |"
+    return f"| {name} | {implementation} | {exchange} | {statistics.median(times[3:]):.3g} | {memory} |"
 
 
 def main() -> None:
