@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +57,11 @@ def other_positive(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return DENSE["CLIP"](a, b.roll(1, 0), scale)
 
 
+AS_CALLED = {"normalized_inputs": True, "stable": False}
+
+
 def memeff(**settings: Any) -> Callable[..., Tensor]:
-    loss = peer_modules.MemoryEfficientCLIPLoss(**{"temperature": 1 / SCALE, "stable": False} | settings)
+    loss = peer_modules.MemoryEfficientCLIPLoss(**{"temperature": 1 / SCALE, **AS_CALLED} | settings)
     return lambda a, b, scale: loss(a, b)
 
 
@@ -69,7 +72,8 @@ WRONG_CALLS = {
     "a sum": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale) * len(a)),
     "the scale as a temperature": ("CLIP", memeff(temperature=SCALE)),
     "another factor of gradients": ("CLIP", memeff(stable=True)),
-    "a mask": ("InfoNCE", lambda a, b, scale: peer_modules.MemoryEfficientQwen3Loss(1 / SCALE, stable=False)(a, b)),
+    "rows normalised twice": ("CLIP", memeff(normalized_inputs=False)),
+    "a mask": ("InfoNCE", lambda a, b, scale: peer_modules.MemoryEfficientQwen3Loss(1 / SCALE, 0.1, **AS_CALLED)(a, b)),
     "no logarithm": ("SigLIP", peer_modules.fused_siglip_loss),
     "a constant tower": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b.detach(), scale)),
     "nothing learns": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale).detach() + 0 * a.sum()),
@@ -161,13 +165,11 @@ def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -
     died = measure.measured("CLIP", "peer", sizes, command=program(*lines, "os._exit(3)"))
     assert died[0] == done
     assert died[1].reason == "the process ended with status 3: an illegal / access"
-    waiting = (
-        "import subprocess",
-        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
-    )  # has the pipes
-    hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, *waiting), seconds=1.0)
+    late = f"import time; time.sleep(20); print({measure.MARK + json.dumps(asdict(replace(done, n=16)))!r})"
+    waiting = "import subprocess", f"subprocess.run([sys.executable, '-S', '-c', {late!r}])"  # which has the pipes, too
+    hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, *waiting), seconds=2.0)
     assert hung[0] == done
-    assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 1 s")
+    assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 2 s")
 
 
 def test_the_process_prints_measurements_and_hides_what_peers_print(

@@ -80,11 +80,13 @@ def relative_error(
 ) -> float:
     """Return the largest error of value and gradients against the dense formula in float64, relative to each's norm.
 
-    Rows of a pair have a cosine of 1/4, so that a wrong positive shows, and the softmax is neither flat nor a maximum.
+    The cosines of pairs are about −1/4 … 1/2: a wrong positive shows, and so does a mask of negatives that are closer than
+    the positive.
     """
     generator = torch.Generator().manual_seed(0)
     a, noise = (F.normalize(torch.randn(n, d, generator=generator), dim=1) for _ in range(2))
-    rows = [x.to(device, dtype) for x in (a, F.normalize(a / 4 + noise, dim=1))]
+    b = F.normalize(torch.linspace(-0.25, 0.5, n)[:, None] * a + noise, dim=1)
+    rows = [x.to(device, dtype) for x in (a, b)]
     wide = [x.double().requires_grad_() for x in rows] + numbers(loss, device, torch.float64)
     found = value_and_gradients(function, [x.requires_grad_() for x in rows] + numbers(loss, device))
     expected = value_and_gradients(DENSE[loss], wide)
