@@ -37,6 +37,13 @@ def in_order(operator: Any) -> bool:
     return True
 
 
+def every_size_a_symbol() -> AbstractContextManager[None]:
+    """Within it ``torch.compile(dynamic=True)`` takes sizes for different ones that are equal in the first call."""
+    import torch.fx.experimental._config as config  # loads the compiler
+
+    return config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]  # every config module has it
+
+
 def eager_autograd() -> AbstractContextManager[None]:
     """Within it ``torch.autograd.grad`` runs as written, also where compiled autograd would compile it.
 

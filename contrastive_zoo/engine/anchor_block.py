@@ -74,6 +74,15 @@ class BatchLayout:
             anchors[rows, None], candidates, out=anchors.new_empty(len(anchors[rows]), len(candidates))
         ).bool()
 
+    def copies_of(self, rows: slice) -> Tensor | None:
+        """Return the candidate that is a copy of each of some anchors, −1 for none; None if no anchor has one."""
+        if self.own_candidates is not None:
+            return self.own_candidates[rows]
+        if self.first_own_candidate is None:
+            return None
+        first = self.first_own_candidate
+        return torch.arange(first + rows.start, first + rows.stop, device=self.ids.device)
+
     def block(self, rows: slice, anchors: Tensor, candidates: Tensor) -> AnchorBlock:
         """Return the block of some local anchors."""
         ids = self.ids[rows]

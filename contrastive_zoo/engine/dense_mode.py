@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 SMALL_BATCH_ELEMENTS = 2**16
 """Up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine."""
 
@@ -38,6 +40,14 @@ def dense() -> Iterator[None]:
 def is_dense() -> bool:
     """Return whether :func:`dense` is in force."""
     return _dense.get()
+
+
+def has_plain_formulas() -> bool:
+    """Return whether functions of matrices are their plain formulas, with gradients by autograd: under :func:`dense`.
+
+    Also in code that is being compiled: the compiler derives gradients, and fuses passes that autograd would make.
+    """
+    return torch.compiler.is_compiling() or is_dense()
 
 
 def is_small_batch(elements: int) -> bool:

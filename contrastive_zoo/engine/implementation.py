@@ -1,4 +1,4 @@
-"""Choose between the torch engines and the Triton kernels, which compute some losses on a GPU."""
+"""Choose what computes losses: torch operations, Triton kernels on a GPU, or block functions that are compiled."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
 from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.world import World
 
-Implementation = Literal["auto", "torch", "triton"]
+Implementation = Literal["auto", "torch", "triton", "compiled"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of embeddings that kernels support."""
@@ -27,17 +27,22 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 
 @contextmanager
 def implementation(name: Implementation | str) -> Iterator[None]:
-    """Choose what computes NTXent, InfoNCE, Clip, SigLIP and MNRL: Triton kernels or torch operations.
+    """Choose what computes losses: Triton kernels, torch operations, or compiled ones.
 
-    Kernels take float32, bfloat16 or float16 embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability
-    8.0 or later, on any number of ranks. They compare two views or two towers; InfoNCE has negatives of all queries only,
-    and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``; MNRL has no ``hardness_mode`` and no direction
-    ``doc_to_doc``.
+    Kernels compute NTXent, InfoNCE, Clip, SigLIP and MNRL, on any number of ranks: float32, bfloat16 or float16 embeddings
+    with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0 or later. They compare two views or two towers;
+    InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``; MNRL has
+    no ``hardness_mode`` and no direction ``doc_to_doc``.
+
+    ``"compiled"`` passes losses that are sums over anchors, such as Circle, Triplet or your own :class:`RowLoss`, block by
+    block through ``torch.compile``. The first step of a loss then takes seconds to a minute; batches of other sizes need no
+    further compilation. Values and gradients agree up to rounding, and messages between ranks are the same. A rank that
+    cannot compile a loss warns once and computes it as without. A ring and :func:`dense` compile nothing.
 
     Args:
         name: ``"auto"``, the default, uses a kernel wherever there is one and the batch has more than 512 rows;
             ``"torch"`` uses none; ``"triton"`` refuses to compute these losses otherwise. With ``TRITON_INTERPRET=1`` it
-            also takes embeddings on the CPU, slowly, for tests.
+            also takes embeddings on the CPU, slowly, for tests. ``"compiled"`` is ``"auto"`` for these losses.
 
     Raises:
         ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it, or if kernels
@@ -50,12 +55,23 @@ def implementation(name: Implementation | str) -> Iterator[None]:
         tensor(0.5514)
     """
     if name not in get_args(Implementation):
-        raise ValueError(f"implementation: 'auto', 'torch' or 'triton', got {name!r}.")
+        raise ValueError(f"implementation: 'auto', 'torch', 'triton' or 'compiled', got {name!r}.")
     token = _implementation.set(cast("Implementation", name))
     try:
         yield
     finally:
         _implementation.reset(token)
+
+
+def compiles_blocks() -> bool:
+    """Return whether row losses compile their block functions.
+
+    Examples:
+        >>> with implementation("compiled"):
+        ...     compiles_blocks()
+        True
+    """
+    return _implementation.get() == "compiled"
 
 
 class Kernels(NamedTuple):
@@ -99,14 +115,14 @@ def choose_kernels(rows: Sequence[Any], *, unsupported: str | None = None) -> Ke
     """
     name = _implementation.get()
     tensors = [x for x in rows if isinstance(x, Tensor)]
-    if name == "torch" or len(tensors) < 2 or (name == "auto" and not tensors[0].is_cuda):
+    if name == "torch" or len(tensors) < 2 or (name != "triton" and not tensors[0].is_cuda):
         return Kernels()
     if any(x.ndim != 2 for x in tensors):
         return Kernels()
     problem = unsupported or _problem(tensors[0])
     if problem is None and find_spec("triton") is None:
         problem = "needs Triton: pip install contrastive_zoo[triton]"
-        if name == "auto":
+        if name != "triton":
             _warn_once()
     if problem is None:
         from contrastive_zoo.kernels import device_problem  # imported here: most programs use no kernels

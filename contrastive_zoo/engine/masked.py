@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from contrastive_zoo import devices
-from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.compiling import Function, traced_as
+from contrastive_zoo.engine.dense_mode import has_plain_formulas
 from contrastive_zoo.engine.pairwise import takes_sparse_gradient
 
 
@@ -29,7 +29,7 @@ def masked_log_sum_exp(
         >>> masked_log_sum_exp(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
         tensor([0.6931,   -inf])
     """
-    if not is_dense() and x.shape[1]:  # a maximum of no columns is an error
+    if not has_plain_formulas() and x.shape[1]:  # a maximum of no columns is an error
         return _MaskedLogSumExp.apply(x, mask, empty)
     some = mask.any(1)
     return x.masked_fill(~mask & some[:, None], -torch.inf).logsumexp(1).where(some, empty)
@@ -102,7 +102,7 @@ def _masked_extreme(x: Tensor, mask: Tensor, sign: int, first: bool) -> Tensor:
     """Return the minimum (sign 1) or the maximum (sign −1)."""
     if not x.shape[1]:  # torch has no extreme of nothing
         return x.sum(1) + sign * torch.inf
-    if not is_dense():
+    if not has_plain_formulas():
         return _MaskedExtreme.apply(x, mask, sign, first, takes_sparse_gradient(x))
     some, empty = mask.any(1), sign * torch.inf
     selected = x.where(mask | ~some[:, None], empty)
@@ -159,6 +159,9 @@ def _fill_value(x: Tensor) -> float:
     return torch.finfo(x.dtype).max / 4
 
 
+READS_COUNTS = "it reads from the device how many positives an anchor has, and runs as without compilation."
+
+
 def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
     """Return ``mask.any(1)``, faster on a CPU.
 
@@ -169,6 +172,7 @@ def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
     return mask.view(torch.uint8).amax(1).bool() if mask.shape[1] else mask.any(1)
 
 
+@traced_as(lambda mask: READS_COUNTS)
 def masked_indices(mask: Bool[Tensor, "c N"]) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:
     """Return the selected columns of each row in order, padded to the longest row, and which of them are no padding.
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from contrastive_zoo import devices
 from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.dense_mode import has_plain_formulas
 from contrastive_zoo.engine.precision import without_autocast
 
 _ROUNDING_UNITS = 8
@@ -68,7 +68,7 @@ def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]
         tensor([[1.],
                 [1.]])
     """
-    if is_dense():
+    if has_plain_formulas():
         return anchors @ candidates.T
     return _allow_sparse_gradient(_DotProducts.apply(anchors, candidates), candidates)
 
@@ -103,7 +103,7 @@ def euclidean(
         >>> euclidean(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
         tensor([[5., 0.]])
     """
-    if not is_dense():
+    if not has_plain_formulas():
         return _allow_sparse_gradient(_Euclidean.apply(anchors, candidates, squared), candidates)
     norms = anchors.square().sum(1)[:, None] + candidates.square().sum(1)
     distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)

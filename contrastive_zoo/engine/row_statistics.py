@@ -203,7 +203,7 @@ def complete(result: tuple[Tensor, Tensor] | Rows) -> tuple[Tensor, Tensor]:
     found, values = run(result, None)
     while values is None:
         assert found is not None
-        found, values = run(result, tuple(x.value() for x in found))
+        found, values = run(result, tuple([x.value() for x in found]))
     return values
 
 
@@ -212,4 +212,4 @@ def run(rows: Rows, values: Any) -> tuple[Sequence[Statistic] | None, tuple[Tens
     try:
         return rows.send(values), None
     except StopIteration as stop:
-        return None, stop.value
+        return None, stop.args[0] if stop.args else None  # torch.compile knows no ``stop.value``

@@ -21,8 +21,10 @@ from contrastive_zoo.collectives import all_gather, gather_rows, narrowest, repl
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.devices import sum_dtype
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction
+from contrastive_zoo.engine.compiled_sweep import CompiledSweep
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.derivatives import differentiable_once
+from contrastive_zoo.engine.implementation import compiles_blocks
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.reduction import Reduction, mean_divisor, reduce_anchors
 from contrastive_zoo.engine.ring_sweep import RingSweep
@@ -99,7 +101,7 @@ def sum_over_anchors(
     if is_dense():
         return _dense(loss, anchors, anchors if candidates is None else candidates, layout, parameters, reduction)
     terms, learns = getattr(loss, "terms", 1), torch.is_grad_enabled()
-    sweep = RingSweep if ring else RowwiseSweep
+    sweep = RingSweep if ring else CompiledSweep if compiles_blocks() else RowwiseSweep
     return _SumOverAnchors.apply(
         sweep,
         loss.on_block,

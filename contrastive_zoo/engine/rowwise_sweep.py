@@ -84,6 +84,15 @@ class RowwiseSweep:
 
         The gradients by candidates and parameters are complete: other ranks' anchors are included.
         """
+        losses, counts, danchors, dcandidates, *dparameters = self.local_gradients(weights)
+        dcandidates = reduce_scatter_rows(dcandidates, self.layout.candidate_shards, self.layout.world)
+        dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
+        return [losses, counts, danchors, dcandidates, *dparameters]
+
+    def local_gradients(self, weights: Tensor | None) -> list[Tensor]:
+        """Return losses, counts, and the gradients of the local anchors' weighted sum by anchors, by the candidates of all
+        ranks, and by parameters.
+        """
         keep_freed_memory(self.anchors)
         danchors, dcandidates = torch.zeros_like(self.anchors), torch.zeros_like(self.candidates)
         dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]
@@ -107,6 +116,4 @@ class RowwiseSweep:
                 dcandidates += by_candidates
             for total, part in zip(dparameters, by_parameters, strict=True):
                 total += part
-        dcandidates = reduce_scatter_rows(dcandidates, self.layout.candidate_shards, self.layout.world)
-        dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
         return [losses, counts, danchors, dcandidates, *dparameters]

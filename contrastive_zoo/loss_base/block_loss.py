@@ -43,6 +43,7 @@ class BlockLoss(nn.Module):
         super().__init__()
         settings = {name: real(x) for name, x in settings.items()}
         self.learnable = [name for name, x in settings.items() if isinstance(x, Tensor)]
+        self.graph_kind = getattr(function, "__code__", type(function))
         self.yields = inspect.isgeneratorfunction(function)
         self.function = functools.partial(function, **{k: x for k, x in settings.items() if k not in self.learnable})
         for name in self.learnable:

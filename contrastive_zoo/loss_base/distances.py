@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
+from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.dense_mode import dense, is_dense
-from contrastive_zoo.engine.masked import masked_indices
+from contrastive_zoo.engine.masked import READS_COUNTS, masked_indices
 from contrastive_zoo.engine.pairwise import dot_products, euclidean
 from contrastive_zoo.loss_base.checks import word_problem
 from contrastive_zoo.loss_base.row_loss import RowLoss, RowSettings
@@ -65,6 +66,7 @@ def row_sums(*terms: Shaped[Tensor, "c N"]) -> Shaped[Tensor, "c k"]:
     return torch.stack([x.sum(1) for x in terms], 1)
 
 
+@traced_as(lambda term, positive: READS_COUNTS)
 def sum_over_positives(
     term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"]
 ) -> Float[Tensor, " c"]:

@@ -132,12 +132,12 @@ def _contrastive(
     settings: dict[str, Any] = {"temperature": temperature, "tau_plus": tau_plus, "beta": beta}
     views, shards = begin_views(caller, (view1, view2), problem=problem, reduction=reduction, world=world, **settings)
     z, samples = concat_views(views, world), sample_indices(shards, view1, views=2)
-    loss = BlockLoss(_estimated_negatives_loss, negatives=max(1, 2 * shards.total - 2), **settings)
+    loss = BlockLoss(_estimated_negatives_loss, log_negatives=math.log(max(1, 2 * shards.total - 2)), **settings)
     return sum_over_anchors(loss, z, samples, shards=shards.times(2), reduction=reduction, world=world)
 
 
 def _estimated_negatives_loss(
-    block: AnchorBlock, temperature: Tensor, tau_plus: float, beta: float, negatives: int
+    block: AnchorBlock, temperature: Tensor, tau_plus: float, beta: float, log_negatives: float
 ) -> Rows:
     x = block.anchors @ block.candidates.T / temperature
     positive, hard, total, valid = yield (
@@ -146,11 +146,11 @@ def _estimated_negatives_loss(
         LogSumExp(beta * x, block.negative, empty=0.0),
         AnyOf(block.negative.any(1)),
     )
-    hard = hard - total + math.log(negatives)
-    lower_bound = x.new_full((), math.log(negatives)) - 1 / temperature
+    hard = hard - total + log_negatives
+    lower_bound = x.new_zeros(()) + log_negatives - 1 / temperature
     estimate = hard
     if tau_plus > 0:
-        share = math.log(tau_plus * negatives) + positive - hard
+        share = math.log(tau_plus) + log_negatives + positive - hard
         is_positive = share < -torch.finfo(x.dtype).eps  # elsewhere the estimate is 0 or negative
         share = share.where(is_positive, -1.0)
         estimate = (hard + torch.log1p(-share.exp())).where(is_positive, -torch.inf)

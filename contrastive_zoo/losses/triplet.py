@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.engine.masked import masked_indices
+from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.engine.masked import READS_COUNTS, masked_indices
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
 from contrastive_zoo.loss_base.checks import flag_problem, number_problem, word_problem
 from contrastive_zoo.loss_base.distances import CountedTerms, DissimilarityLoss, Metric, sum_over_positives
@@ -107,6 +108,7 @@ class Triplet(DissimilarityLoss):
     def _penalty(self, violation: Tensor) -> Tensor:
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
+    @traced_as(lambda self, distance, positive, negative: READS_COUNTS)
     def _hinges(self, distance: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ (D_ip + margin − D_in) over active triplets, and their number, from each pair's number of triplets."""
         columns, present = masked_indices(positive)

@@ -52,6 +52,10 @@ def test_auto_uses_kernels_where_they_apply() -> None:
         assert not used(rows)
     with cz.implementation("torch"):
         assert not used(rows)
+    with cz.implementation("compiled"):
+        assert used(rows)
+        assert not used(on_a_gpu(n=512))
+        assert not used(on_a_gpu(dtype=torch.float64))
 
 
 def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +114,7 @@ def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="'auto', 'torch' or 'triton', got 'cuda'"), cz.implementation("cuda"):
+    with pytest.raises(ValueError, match="'auto', 'torch', 'triton' or 'compiled', got 'cuda'"), cz.implementation("cuda"):
         pass
 
 

@@ -1,0 +1,156 @@
+"""Sweep over the local anchors with a compiled block function, whose passes over a block become a few fused kernels.
+
+Compiled code also computes which candidates are positives and negatives, from ids, and calls the plain formulas of
+:mod:`contrastive_zoo.engine.masked` and :mod:`contrastive_zoo.engine.pairwise`, of which the compiler derives gradients.
+Its arguments are tensors whose sizes are symbols, so that a graph takes blocks and batches of every size. Between blocks
+nothing changes: the messages are those of the uncompiled sweep.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo._compat import every_size_a_symbol
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BlockFunction
+from contrastive_zoo.engine.row_statistics import complete
+from contrastive_zoo.engine.rowwise_sweep import RowwiseSweep
+
+BACKEND = "inductor"
+"""The backend of ``torch.compile``."""
+
+OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"fallback_random": True}}
+"""Options of backends: random numbers are those of uncompiled code."""
+
+_compiled: WeakKeyDictionary[Any, Callable[..., tuple[Tensor, Tensor]] | None] = WeakKeyDictionary()
+"""By kind of loss: :func:`block_losses`, compiled; None where compilation failed."""
+
+
+class CompiledSweep(RowwiseSweep):
+    """Call a compiled block function on all local anchors, block by block; uncompiled, with a warning, if that fails."""
+
+    def _block_losses(self, rows: slice, anchors: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        function = compiled_for(kind_of(self.on_block))
+        if function is None:
+            return super()._block_losses(rows, anchors, candidates)
+        layout = self.layout
+        companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in layout.companions)
+        with every_size_a_symbol():
+            return function(
+                self.on_block,
+                self.terms,
+                anchors,
+                candidates,
+                layout.ids[rows],
+                layout.candidate_ids,
+                layout.copies_of(rows),
+                companions,
+            )
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        return self._or_uncompiled(super().losses)
+
+    def local_gradients(self, weights: Tensor | None) -> list[Tensor]:
+        return self._or_uncompiled(lambda: RowwiseSweep.local_gradients(self, weights))
+
+    def _or_uncompiled(self, compute: Callable[[], Any]) -> Any:
+        """Return what ``compute`` returns. If it fails, and uncompiled it does not, compilation failed: warn once.
+
+        No message is sent in between, so other ranks do not notice.
+        """
+        kind = kind_of(self.on_block)
+        if compiled_for(kind) is None:
+            return compute()
+        try:
+            return compute()
+        except Exception as error:  # a compiler's errors have no common class
+            function, _compiled[kind] = _compiled[kind], None
+            try:
+                found = compute()
+            except BaseException:
+                _compiled[kind] = function  # the loss itself raises
+                raise
+            warnings.warn(f"{_FAILED.format(name=_name(kind))} {_reason(error)}", stacklevel=2)
+            return found
+
+
+_FAILED = (
+    "torch.compile cannot compile {name}, which is computed uncompiled. Choose implementation('auto'), or see what the "
+    "compiler says:"
+)
+
+
+def block_losses(
+    on_block: BlockFunction,
+    terms: int,
+    anchors: Tensor,
+    candidates: Tensor,
+    ids: Tensor,
+    candidate_ids: Tensor,
+    copies: Tensor | None,
+    companions: Sequence[tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Return losses and counts of a block's anchors, [c, terms]; losses that do not count are zero.
+
+    Args:
+        on_block: the block function.
+        terms: the number of means that it adds.
+        anchors: [c, d].
+        candidates: [N, d].
+        ids: [c].
+        candidate_ids: [N].
+        copies: [c], the candidate that is a copy of each anchor, −1 for none; None if no anchor has one.
+        companions: pairs of [c, …] and [N, …].
+
+    Examples:
+        >>> nearest = lambda block: ((block.anchors @ block.candidates.T).amax(1), block.negative.any(1))
+        >>> ids = torch.arange(2)
+        >>> block_losses(nearest, 1, torch.eye(2), torch.eye(2), ids, ids, ids, ())
+        (tensor([[1.],
+                [1.]]), tensor([[True],
+                [True]]))
+    """
+    same = ids[:, None] == candidate_ids
+    index = torch.arange(len(candidate_ids), device=ids.device)
+    positive = same if copies is None else same & (copies[:, None] != index)
+    block = AnchorBlock(anchors, candidates, positive, ~same, ids, candidate_ids, tuple(companions))
+    losses, counts = complete(on_block(block))
+    losses, counts = losses.reshape(-1, terms), counts.reshape(-1, terms)
+    return losses.where(counts > 0, 0), counts
+
+
+def kind_of(on_block: BlockFunction) -> Any:
+    """Return what losses with the same graphs share: a class, or the code of a :class:`BlockLoss`'s function.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> kind_of(cz.Circle().on_block)
+        <class 'contrastive_zoo.losses.circle.Circle'>
+    """
+    loss = getattr(on_block, "__self__", on_block)
+    return getattr(loss, "graph_kind", type(loss))
+
+
+def compiled_for(kind: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return :func:`block_losses`, compiled for one kind of loss; None where compilation failed.
+
+    The compiler counts the graphs of a code object, and gives up after eight. Each kind has a code object of its own.
+    """
+    if kind not in _compiled:
+        code = block_losses.__code__.replace(co_name=f"block_losses_of_{_name(kind)}")
+        function = FunctionType(code, block_losses.__globals__)
+        _compiled[kind] = torch.compile(function, dynamic=True, backend=BACKEND, options=OPTIONS.get(BACKEND))
+    return _compiled[kind]
+
+
+def _reason(error: Exception) -> str:
+    inner = getattr(error, "inner_exception", error)
+    return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__name__", None) or kind.co_name
