@@ -41,7 +41,7 @@ def every_size_a_symbol() -> AbstractContextManager[None]:
     """Within it ``torch.compile(dynamic=True)`` takes sizes for different ones that are equal in the first call."""
     import torch.fx.experimental._config as config  # loads the compiler
 
-    return config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]  # every config module has it
+    return config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # every config module has it
 
 
 def eager_autograd() -> AbstractContextManager[None]:

@@ -114,7 +114,10 @@ def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="'auto', 'torch', 'triton' or 'compiled', got 'cuda'"), cz.implementation("cuda"):
+    with (
+        pytest.raises(ValueError, match="'auto', 'torch', 'triton' or 'compiled', got 'cuda'"),
+        cz.implementation("cuda"),
+    ):
         pass
 
 
