@@ -9,6 +9,13 @@ import torch
 SMALL_BATCH_ELEMENTS = 2**16
 """Up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine."""
 
+ON_ACCELERATORS = 64
+"""So many times as many similarities are a small batch on an accelerator: those of 2,048 rows of either side, 16 MB.
+
+A step there takes as long as its launches. On an H100 the Triton kernels take 0.9 to 2.1 ms a step up to 2,048 rows and the
+compiled dense formula 0.6 to 1.3 ms; from about 8,192 rows on the kernels are quicker (benchmarks/gpu.md).
+"""
+
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
 
@@ -50,6 +57,6 @@ def has_plain_formulas() -> bool:
     return torch.compiler.is_compiling() or is_dense()
 
 
-def is_small_batch(elements: int) -> bool:
-    """Return whether a matrix of so many elements is below the threshold :data:`SMALL_BATCH_ELEMENTS`."""
-    return elements <= SMALL_BATCH_ELEMENTS
+def is_small_batch(elements: int, *, on_accelerator: bool = False) -> bool:
+    """Return whether a matrix of so many elements is at most at the threshold :data:`SMALL_BATCH_ELEMENTS`."""
+    return elements <= SMALL_BATCH_ELEMENTS * (ON_ACCELERATORS if on_accelerator else 1)

@@ -40,9 +40,10 @@ def implementation(name: Implementation | str) -> Iterator[None]:
     cannot compile a loss warns once and computes it as without. A ring and :func:`dense` compile nothing.
 
     Args:
-        name: ``"auto"``, the default, uses a kernel wherever there is one and the batch has more than 512 rows;
-            ``"torch"`` uses none; ``"triton"`` refuses to compute these losses otherwise. With ``TRITON_INTERPRET=1`` it
-            also takes embeddings on the CPU, slowly, for tests. ``"compiled"`` is ``"auto"`` for these losses.
+        name: ``"auto"``, the default, uses a kernel wherever there is one and the batch has more than 2,048 × 2,048
+            similarities; ``"torch"`` uses none; ``"triton"`` refuses to compute these losses otherwise. With
+            ``TRITON_INTERPRET=1`` it also takes embeddings on the CPU, slowly, for tests. ``"compiled"`` is ``"auto"`` for
+            these losses.
 
     Raises:
         ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it, or if kernels
@@ -98,7 +99,7 @@ class Kernels(NamedTuple):
             >>> Kernels(apply=True).compute(10**4, 10**4), Kernels().compute(10**4, 10**4)
             (True, False)
         """
-        return self.apply and (self.always or not is_small_batch(rows * columns // 4))
+        return self.apply and (self.always or not is_small_batch(rows * columns, on_accelerator=True))
 
 
 def choose_kernels(rows: Sequence[Any], *, unsupported: str | None = None) -> Kernels:

@@ -1,10 +1,13 @@
-"""Compute InfoNCE of a small batch on one process, value and gradients at once: there each operation's overhead counts.
+"""Compute a loss of a small batch of unit rows, value and gradients at once: there each operation's overhead counts.
 
-:mod:`contrastive_zoo.engine.softmax` computes the same values for large batches, for batches that are split over ranks,
-for temperatures so low that one exponential overflows, and where each anchor's loss is returned.
+:mod:`contrastive_zoo.engine.softmax` and :mod:`contrastive_zoo.engine.sigmoid` compute the same values for large batches,
+for batches that are split over ranks, and where each anchor's loss is returned. No value of an accelerator is read.
 """
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,31 +15,29 @@ from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.compiling import Function
+from contrastive_zoo.devices import sum_dtype
 from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
 from contrastive_zoo.engine.derivatives import differentiable_once
-from contrastive_zoo.engine.precision import at_least_float32, rounded, without_autocast
+from contrastive_zoo.engine.precision import at_least_float32, matmul_rounding, rounded, without_autocast
 from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.small_batch_terms import (
+    LARGEST_SCALE,
+    Comparison,
+    Terms,
+    sigmoids,
+    softmaxes,
+    softmaxes_by_one_exponential,
+)
 from contrastive_zoo.engine.unit_rows import MIN_NORM
 from contrastive_zoo.world import World
 
-Comparison = Literal["rows", "rows and columns", "views"]
-"""The softmaxes of the loss: of each row over the columns; also of each column over the rows; or of all rows of two
-views over each other."""
 
-_MIN_TEMPERATURE = 1 / 40
-"""The exponentials of unit rows' logits, up to exp(1/t), and their sums are finite in float32 from here on."""
-
-
-def uses_small_batch_path(
-    a: Tensor, temperature: float | Tensor, comparison: Comparison, reduction: Reduction, world: World
-) -> bool:
-    """Return whether :func:`small_batch_info_nce` computes a loss of unit rows, with as many rows as ``a`` on each side."""
-    similarities = (len(a) * (2 if comparison == "views" else 1)) ** 2
-    if world.size > 1 or is_dense() or not len(a) or not is_small_batch(similarities // 4) or reduction == "none":
+def uses_small_batch_path(a: Tensor, reduction: Reduction, world: World, *, views: bool = False) -> bool:
+    """Return whether this module computes a loss of unit rows, with as many rows as ``a`` on each side."""
+    if world.size > 1 or is_dense() or not len(a) or reduction == "none":
         return False
-    if not devices.on_cpu(a):  # it reads the temperature and the norms
-        return False
-    return (temperature.item() if isinstance(temperature, Tensor) else temperature) >= _MIN_TEMPERATURE
+    similarities = (len(a) * (2 if views else 1)) ** 2
+    return is_small_batch(similarities // 4) if devices.on_cpu(a) else is_small_batch(similarities, on_accelerator=True)
 
 
 def small_batch_info_nce(
@@ -53,7 +54,7 @@ def small_batch_info_nce(
     Args:
         a: row i belongs to row i of b.
         b: the other tower, or the other view.
-        temperature: t, at least 1/40.
+        temperature: t.
         comparison: the softmaxes of the loss.
         reduction: mean or sum over rows; over the rows of both views for ``"views"``.
         own: the rows of either side that get a gradient, others get zeros: a rank that computes the loss of all ranks' rows
@@ -69,114 +70,153 @@ def small_batch_info_nce(
         >>> small_batch_info_nce(torch.eye(2), torch.eye(2), comparison="views", **settings)   # 4 (log(e + 2) − 1)
         tensor(2.2058)
     """
-    dtype, a, b = a.dtype, at_least_float32(a), at_least_float32(b)
-    # the value of a LearnableTemperature carries its parameter θ, t = exp(−θ): differentiating by θ saves autograd's steps
+    parameter, scale, slope = _learnt(temperature)
+    keeps_logits = own is not None and parameter is not None
+    terms: Callable[[Tensor], Terms] = partial(softmaxes, comparison=comparison)
+    if isinstance(scale, float) and scale <= LARGEST_SCALE and devices.on_cpu(a):  # where an exponential takes time
+        terms = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=not keeps_logits)
+    sides, views = 2 if comparison == "rows and columns" else 1, comparison == "views"
+    settings = _Settings(terms, scale, slope, views, sides, reduction == "mean", own, torch.is_grad_enabled())
+    with _rounded_matmuls(a):
+        return _SmallBatch.apply(a, b, parameter, None, settings)
+
+
+def small_batch_siglip(
+    a: Float[Tensor, "n d"],
+    b: Float[Tensor, "n d"],
+    *,
+    temperature: float | Tensor,
+    bias: float | Tensor,
+    reduction: Reduction,
+    own: slice | None = None,
+) -> Float[Tensor, ""]:
+    """Return ``softplus(-z * (S + bias)).sum(1)`` with S = unit(a) unit(b)ᵀ / t, z 1 on the diagonal and −1 elsewhere.
+
+    Args:
+        a: row i belongs to row i of b.
+        b: the other tower.
+        temperature: t.
+        bias: of the logits.
+        reduction: mean or sum over rows.
+        own: as for :func:`small_batch_info_nce`.
+
+    Examples:
+        >>> settings = {"temperature": 1.0, "bias": 0.0, "reduction": "sum"}
+        >>> small_batch_siglip(torch.eye(2), torch.eye(2), **settings)   # 2 (log(1 + e⁻¹) + log 2)
+        tensor(2.0128)
+    """
+    parameter, scale, slope = _learnt(temperature)
+    settings = _Settings(sigmoids, scale, slope, False, 1, reduction == "mean", own, torch.is_grad_enabled())
+    with _rounded_matmuls(a):
+        return _SmallBatch.apply(a, b, parameter, bias, settings)
+
+
+def _learnt(temperature: float | Tensor) -> tuple[Tensor | None, float | Tensor, float | Tensor]:
+    """Return the parameter of the scale 1/t, the scale, and the derivative of its logarithm by the parameter.
+
+    The scale is a number unless an accelerator holds it. The value of a LearnableTemperature carries its parameter θ,
+    t = exp(−θ): differentiating by θ saves autograd's steps.
+    """
+    if not isinstance(temperature, Tensor):
+        return None, 1 / temperature, 0.0
+    scale = _read_on_cpu(at_least_float32(temperature.detach()).reciprocal())
     log_scale = getattr(temperature, "log_scale", None)
-    parameter = torch.as_tensor(temperature if log_scale is None else log_scale, dtype=a.dtype, device=a.device)
-    # 1 / t is rounded to the digits of t, as in logit_scale
-    t = 1 / temperature.detach().reciprocal().item() if isinstance(temperature, Tensor) else temperature
-    settings = _Settings(
-        t, t**2 if log_scale is None else -t, comparison, reduction == "mean", dtype, own, torch.is_grad_enabled()
-    )
-    return _SmallBatchInfoNCE.apply(a, b, parameter, settings)
+    return (temperature, scale, -scale) if log_scale is None else (log_scale, scale, 1.0)
+
+
+def _read_on_cpu(x: Tensor) -> float | Tensor:
+    """Return a number as Python's on a CPU, where its operations are faster, and x itself elsewhere."""
+    return x.item() if devices.on_cpu(x) else x
+
+
+def _rounded_matmuls(a: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which an accelerator multiplies the values of 16-bit rows at the speed of 16 bits."""
+    return nullcontext() if devices.on_cpu(a) else matmul_rounding(a.dtype, a.device.type)
 
 
 class _Settings(NamedTuple):
-    """How a loss is computed, besides the parameter of its temperature.
+    """How a loss is computed, besides its parameters.
 
-    ``parameter`` is t or the θ that t is made of; the derivative of S by it is −S t / rate. ``learns`` says whether
-    gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
+    ``slope`` is the derivative of log(scale) by the parameter. The mean of the losses that ``terms`` returns is the mean
+    over rows; their sum is that of ``sides`` directions. ``learns`` says whether gradients may be needed: a leaf has
+    ``requires_grad`` under ``no_grad``, too.
     """
 
-    t: float
-    rate: float
-    comparison: Comparison
+    terms: Callable[[Tensor], Terms]
+    scale: float | Tensor
+    slope: float | Tensor
+    views: bool
+    sides: int
     mean: bool
-    dtype: torch.dtype
     own: slice | None
     learns: bool
 
 
-class _SmallBatchInfoNCE(Function):
+class _SmallBatch(Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, a: Tensor, b: Tensor, parameter: Tensor, settings: _Settings) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, parameter: Tensor | None, bias: float | Tensor | None, settings: _Settings
+    ) -> Tensor:
         """Compute the loss and its gradients."""
-        t, rate, comparison, mean, dtype, own, learns = settings
-        keeps_logits = own is not None and learns and ctx.needs_input_grad[2]
-        n, views, sides = a.shape[0], comparison == "views", 2 if comparison == "rows and columns" else 1
-        rows = torch.cat([a, b])
+        terms, scale, slope, views, sides, mean, own, learns = settings
+        rows = at_least_float32(torch.cat([a, b]))
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        has_zero_row = norm.amin().item() < MIN_NORM
-        z = rows.div_(norm.clamp_(min=MIN_NORM) if has_zero_row else norm)
-        factors = rounded(z, dtype)
+        has_zero_row = (
+            not devices.on_cpu(norm) or norm.amin().item() < MIN_NORM
+        )  # or may have: an accelerator is not read
+        divisor = norm.clamp(min=MIN_NORM) if has_zero_row else norm
+        z = rows.div_(divisor)
+        factors = rounded(z, a.dtype)
         q, k = (factors, factors) if views else factors.chunk(2)
-        logits = torch.mm(q / t, k.T)
-        e = logits.exp() if keeps_logits else logits.exp_()
-        positive = e.diagonal(n if views else 0).clone()
-        _diagonals(e, views).zero_()  # the sums leave the positive out, so that it cancels nowhere
-        others = torch.stack([e.sum(1), e.sum(0)]) if sides == 2 else e.sum(1).view(-1, n)  # [1 or 2, n]
-        losses = (others / positive).log1p_()
+        logits = _scaled_products(q, k, scale)
+        losses, weights = terms(logits if bias is None else logits + bias)
+        drows = None
         if learns and any(ctx.needs_input_grad):
-            count = losses.numel() if mean else sides  # the loss is a mean of so many softmaxes, or their sum by it
-            w = _weights(e, positive, others, comparison)
-            dz = _gradient_of_rows(w, q, k, own, comparison)
-            radial = torch.linalg.vecdot(z, dz).unsqueeze(1)
-            if ctx.needs_input_grad[2]:  # each pair appears in two rows
-                of_all_rows = radial if factors is z else torch.linalg.vecdot(factors, dz)
-                twice = (1 if views else 2) * t * logits.mul_(w).sum() if keeps_logits else of_all_rows.sum()
-                ctx.dparameter = twice.item() / (-2 * rate * count)
+            w, count = weights(), losses.numel() if mean else sides
+            dz = _gradient_of_rows(w, q, k, own, views, count)
+            radial = (z * dz).sum(1, keepdim=True)
+            if ctx.needs_input_grad[2] and own is None:  # each pair appears in two rows
+                of_pairs = (radial if factors is z else factors * dz).sum()
+                ctx.dparameter = _read_on_cpu(of_pairs) * (slope * scale / 2)
+            elif ctx.needs_input_grad[2]:
+                ctx.dparameter = _read_on_cpu((w * logits).sum()) * (slope / (count * (2 if views else 1)))
+            if ctx.needs_input_grad[3]:
+                ctx.dbias = _read_on_cpu(w.sum()) / count
             if has_zero_row:
-                radial = radial.where(norm > MIN_NORM, 0)
-            drows = dz.addcmul_(z, radial, value=-1).div_(norm * (t * count))
-            ctx.save_for_backward(a, b, parameter, drows)
-        return losses.mean() if mean else (losses.sum(dtype=torch.float64) / sides).to(losses.dtype)
+                radial.masked_fill_(norm < MIN_NORM, 0)
+            drows = dz.addcmul_(z, radial, value=-1).div_(divisor / scale)
+        ctx.save_for_backward(a, b, parameter, bias if isinstance(bias, Tensor) else None, drows)
+        return losses.mean() if mean else (losses.sum(dtype=sum_dtype(losses)) / sides).to(losses.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, parameter, drows = ctx.saved_tensors
+        *inputs, drows = ctx.saved_tensors
         factor = g.detach()
-        gradients = *(drows * factor).chunk(2), factor * ctx.dparameter if ctx.needs_input_grad[2] else None
+        of_rows = (drows * factor).to(inputs[0].dtype).chunk(2)
+        dparameter = factor * ctx.dparameter if ctx.needs_input_grad[2] else None
+        gradients = (*of_rows, dparameter, factor * ctx.dbias if ctx.needs_input_grad[3] else None)
         if torch.is_grad_enabled():
-            gradients = tuple(differentiable_once(x, a, b, parameter) for x in gradients)
+            inputs = [x for x in inputs if x is not None]
+            gradients = tuple(differentiable_once(x, *inputs) for x in gradients)
         return *gradients, None
 
 
-def _diagonals(x: Tensor, views: bool) -> Tensor:
-    """Return a view of the entries of pairs, and with two views of rows with themselves."""
-    n, width = len(x) // 2, len(x)
-    return x.as_strided((2, 2, n), (n * width, n, width + 1)) if views else x.diagonal()
+def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
+    """Return ``scale * q @ k.T``. Rows of 16 bits are not scaled: their products would no longer be exact."""
+    if isinstance(scale, Tensor):
+        return torch.mm(q, k.T).mul_(scale)
+    return q.new_empty(len(q), len(k)).addmm_(q, k.T, beta=0, alpha=scale)
 
 
-def _weights(e: Tensor, positive: Tensor, others: Tensor, comparison: Comparison) -> Tensor:
-    """Return the derivative of Σ losses by the logits, for two views by both logits of a pair; e is overwritten.
-
-    ``others`` are the sums without the positive, which e no longer holds. The weight of a positive is minus the sum of
-    the others' weights.
-    """
-    n, inverse = len(e), (others + positive).reciprocal_()
-    of_positives = (inverse * others).sum(0)
-    if comparison == "views":
-        flat = inverse.view(-1)
-        w = torch.add(flat[:, None], flat).mul_(e)
-        w.as_strided((2, n // 2), (n * n // 2 - n // 2, n + 1), n // 2).sub_(of_positives)
-        return w
-    of_rows = inverse[0].unsqueeze(1)
-    w = e.mul_(of_rows if comparison == "rows" else of_rows + inverse[1])
-    w.diagonal().sub_(of_positives)
-    return w
-
-
-def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, own: slice | None, comparison: Comparison) -> Tensor:
-    """Return the gradient of Σ losses, times t, with respect to the unit rows of both sides; zeros but for the own rows."""
-    views = comparison == "views"
-    if views and own is None:
-        return w @ q
+def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, own: slice | None, views: bool, count: int) -> Tensor:
+    """Return the gradient of Σ losses / count, over the scale, by the unit rows of both sides; zeros but for own rows."""
     dz = (q.new_empty if own is None else q.new_zeros)(len(q) * (1 if views else 2), q.shape[1])
+    if views and own is None:
+        return dz.addmm_(w, q, beta=0, alpha=1 / count)
     weights, others = (w.chunk(2), (q, q)) if views else ((w, w.T), (k, q))
     for dx, of_side, other in zip(dz.chunk(2), weights, others, strict=True):
-        if own is None:
-            torch.mm(of_side, other, out=dx)
-        else:
-            torch.mm(of_side[own], other, out=dx[own])
+        if own is not None:
+            dx, of_side = dx[own], of_side[own]
+        dx.addmm_(of_side, other, beta=0, alpha=1 / count)
     return dz

@@ -9,7 +9,8 @@ from torch import Tensor
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.implementation import choose_kernels, is_one_call
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, uses_small_batch_path
+from contrastive_zoo.engine.small_batch import small_batch_info_nce, uses_small_batch_path
+from contrastive_zoo.engine.small_batch_terms import Comparison
 from contrastive_zoo.engine.softmax import cross_log_sum_exp
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
@@ -83,10 +84,10 @@ def info_nce(
         symmetric=symmetric, in_batch_negatives=in_batch_negatives, normalize=normalize, reduction=reduction, world=world,
         implementation=str(kernels),
     )  # fmt: skip
-    on_kernel = kernels.compute(shards.total, shards.total)
+    on_kernel = kernels.compute(shards.total, shards.total + (0 if negatives is None else last.total))
     comparison: Comparison = "rows and columns" if symmetric else "rows"
     small = not on_kernel and negatives is None and normalize
-    if small and uses_small_batch_path(queries, temperature, comparison, reduction, world):
+    if small and uses_small_batch_path(queries, reduction, world):
         return small_batch_info_nce(
             queries, keys, temperature=temperature, comparison=comparison, reduction=reduction, own=own
         )

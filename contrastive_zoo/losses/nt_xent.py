@@ -65,7 +65,7 @@ def nt_xent(
     )
     first, on_kernel = of_views[0], kernels.compute(2 * shards.total, 2 * shards.total)
     small = not on_kernel and count == 2 and normalize
-    if small and uses_small_batch_path(first, temperature, "views", reduction, world):
+    if small and uses_small_batch_path(first, reduction, world, views=True):
         return small_batch_info_nce(
             first, of_views[1], temperature=temperature, comparison="views", reduction=reduction, own=own
         )

@@ -14,6 +14,7 @@ from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
+from contrastive_zoo.engine.small_batch import small_batch_siglip, uses_small_batch_path
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.block_loss import BlockLoss
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
@@ -67,11 +68,15 @@ def siglip(
     unsupported = "computes SigLIP with reduction='mean' or 'sum'" if reduction == "none" else None
     kernels = choose_kernels([images, texts], unsupported=unsupported)
     problem = problem or kernels.problem
-    (images, texts), (shards, *_), world, _ = begin_once(
+    (images, texts), (shards, *_), world, own = begin_once(
         "SigLIP", named, problem=problem, normalize=normalize, reduction=reduction, world=world,
         implementation=str(kernels), **settings,
     )  # fmt: skip
     on_kernel = kernels.compute(shards.total, shards.total)
+    if not on_kernel and normalize and uses_small_batch_path(images, reduction, world):
+        return small_batch_siglip(
+            images, texts, temperature=real(temperature), bias=real(logit_bias), reduction=reduction, own=own
+        )
     x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
     if on_kernel and is_one_call(reduction, world):
         from contrastive_zoo.kernels import sigmoid  # imported here: Triton is optional

@@ -1,7 +1,6 @@
 """The small-batch path and the general path compute the same values and gradients."""
 
 import contextlib
-import math
 from collections.abc import Callable
 
 import pytest
@@ -73,8 +72,8 @@ def test_a_low_temperature_overflows_nowhere(name: str, monkeypatch: pytest.Monk
 def test_the_small_batch_path_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant of the small-batch path shows, so the comparison above compares two paths."""
     monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
-    wrong = small_batch._SmallBatchInfoNCE.backward
-    monkeypatch.setattr(small_batch._SmallBatchInfoNCE, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
+    wrong = small_batch._SmallBatch.backward
+    monkeypatch.setattr(small_batch._SmallBatch, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
     found = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
     monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", -1)
     expected = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
@@ -99,11 +98,18 @@ def test_32_bits_hold_the_exponentials_of_a_small_batch(
         close(x, y, 1e-5)
 
 
-def test_the_small_batch_path_ends_at_a_temperature_of_1_40(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
-    for t, expected in ((1 / 40, True), (math.nextafter(1 / 40, 0), False)):
+    scales = []
+    monkeypatch.setattr(
+        small_batch,
+        "softmaxes_by_one_exponential",
+        lambda x, **_: scales.append(x.amax()) or small_batch.softmaxes(x, "rows"),
+    )
+    for t in (1 / 40, 1 / 41):
         for temperature in (t, torch.tensor(t, dtype=torch.float64)):
-            assert small_batch.uses_small_batch_path(torch.eye(3), temperature, "rows", "mean", cz.ALONE) == expected
+            cz.info_nce(torch.eye(3), torch.eye(3), temperature=temperature)
+    assert scales == [40, 40]
 
 
 @pytest.mark.parametrize("elements", [2**16, -1], ids=["small batch", "large batch"])

@@ -21,7 +21,7 @@ from contrastive_zoo.testing.worlds import Worlds
 LOSSES: list[Callable[..., Tensor]] = [cz.nt_xent, cz.info_nce, cz.clip, cz.siglip]
 
 
-def on_a_gpu(n: int = 600, d: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def on_a_gpu(n: int = 2049, d: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [torch.empty(n, d, dtype=dtype, device="cuda") for _ in range(2)]
 
@@ -44,7 +44,8 @@ def test_auto_uses_kernels_where_they_apply() -> None:
     assert used(rows)
     assert used(on_a_gpu(dtype=torch.bfloat16))
     assert not used([torch.randn(600, 8)] * 2)
-    assert not used(on_a_gpu(n=512))
+    assert not used(on_a_gpu(n=2048))
+    assert choose_kernels(rows).compute(2048, 2049)
     assert not used(on_a_gpu(d=4097))
     assert not used(on_a_gpu(dtype=torch.float64))
     assert not used(rows, unsupported="compares two views, got 3")
@@ -56,6 +57,14 @@ def test_auto_uses_kernels_where_they_apply() -> None:
         assert used(rows)
         assert not used(on_a_gpu(n=512))
         assert not used(on_a_gpu(dtype=torch.float64))
+
+
+def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Kernels, "compute", lambda self, *sizes: seen.append(sizes) or False)
+    for negatives in ([], [torch.ones(3, 2)]):
+        cz.info_nce(torch.eye(2), torch.eye(2), *negatives)
+    assert seen == [(2, 2), (2, 5)]
 
 
 def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: pytest.MonkeyPatch) -> None:

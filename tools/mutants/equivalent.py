@@ -12,7 +12,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/unit_rows.py", "_chunks", "1 → 2 (2)"): _GUARD,
     ("engine/tiling.py", "row_blocks", "1 → 2 (2)"): _GUARD,
     ("engine/dense_mode.py", "", "2 ** 16 → 2 * 16"): _PATHS,
-    ("engine/small_batch.py", "uses_small_batch_path", "2 if comparison == 'views' else 1 → 2 if True else 1"): _PATHS,
+    ("engine/small_batch.py", "uses_small_batch_path", "2 if views else 1 → 2 if True else 1"): _PATHS,
     ("engine/unit_rows.py", "unit_rows", "if is_dense() or is_small_batch(x.numel()): → if True:"): _PATHS,
     ("engine/class_pairs.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
     (

@@ -1,0 +1,110 @@
+"""Print how many operators of the device a step of a small batch starts: ``python -m tests.operators``, a table of the docs.
+
+The time of a small batch on a GPU is the time in which the host starts its operators, views of tensors left out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import dense_mode
+from tests.simulated import device, put_by
+
+WIDTH = 8
+
+STARTS_NOTHING = {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "squeeze",
+                  "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
+                  "empty", "empty_like", "new_empty", "new_empty_strided"}  # fmt: skip
+"""Operators that make a view, or memory without values."""
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators within it that start work on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.split("::")[1]
+        self.names += [name] * (name not in STARTS_NOTHING)
+        return function(*args, **(kwargs or {}))
+
+
+def dense_softmaxes(name: str, a: Tensor, b: Tensor, scale: float | Tensor) -> Tensor:
+    """Return the loss as it is written everywhere."""
+    a, b, n = F.normalize(a, dim=1), F.normalize(b, dim=1), len(a)
+    if name == "NTXent":
+        z = torch.cat([a, b])
+        logits = (scale * z @ z.T).float().fill_diagonal_(-torch.inf)
+        return F.cross_entropy(logits, torch.arange(2 * n, device=a.device).roll(n))
+    logits, own = (scale * a @ b.T).float(), torch.arange(n, device=a.device)
+    loss = F.cross_entropy(logits, own)
+    return loss if name == "InfoNCE" else (loss + F.cross_entropy(logits.T, own)) / 2
+
+
+def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Return SigLIP's loss as it is written everywhere."""
+    logits = (scale * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T).float() + bias
+    return -F.logsigmoid(logits * (2 * torch.eye(len(a), device=a.device) - 1)).sum() / len(a)
+
+
+LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
+    "InfoNCE": cz.InfoNCE,
+    "CLIP": cz.Clip,
+    "NTXent": cz.NTXent,
+    "SigLIP": cz.SigLIP,
+}
+
+
+def dense(
+    name: str, a: Tensor, b: Tensor, put: Callable[[Tensor], Tensor]
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """Return the dense formula with the logit scale exp(θ) where the loss learns it, and its parameters."""
+    learnt = [put(torch.zeros(())).requires_grad_() for _ in LOSSES[name]().parameters()]
+    if name == "SigLIP":
+        return lambda: dense_siglip(a, b, learnt[0].exp(), learnt[1]), learnt
+    return lambda: dense_softmaxes(name, a, b, learnt[0].exp() if learnt else 10.0), learnt
+
+
+def operators(name: str, dtype: torch.dtype, form: str, n: int = 9) -> list[str]:
+    """Return the operators of the second step, forward and backward, of a form: "dense", "loss" or "DistributedLoss"."""
+    with device() as mode:
+        put = put_by(mode)
+        a, b = (put(torch.randn(n, WIDTH, dtype=dtype)).requires_grad_() for _ in range(2))
+        if form == "dense":
+            compute, learnt = dense(name, a, b, put)
+        else:
+            loss = put(LOSSES[name]())
+            if form == "DistributedLoss":
+                loss = cz.DistributedLoss(loss, static_shapes=True, check_finite=False, check_equal=False)
+            compute, learnt = lambda: loss(a, b), [*loss.parameters()]
+        for _ in range(2):
+            with Operators() as found:
+                torch.autograd.grad(compute(), [a, b, *learnt])
+    return found.names
+
+
+def table() -> str:
+    """Return the table: float32 / bfloat16, of the dense formula, of large batches' engines, and of a small batch."""
+    lines = ["| loss | dense formula | engine of large batches | small batch | the same in `DistributedLoss` |"]
+    lines.append("|---|---|---|---|---|")
+    elements = dense_mode.SMALL_BATCH_ELEMENTS
+    for name in LOSSES:
+        cells = []
+        for form, threshold in (("dense", 1), ("loss", -1), ("loss", 2**16), ("DistributedLoss", 2**16)):
+            dense_mode.SMALL_BATCH_ELEMENTS = threshold
+            counts = [len(operators(name, dtype, form)) for dtype in (torch.float32, torch.bfloat16)]
+            cells.append(" / ".join(map(str, counts)))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    dense_mode.SMALL_BATCH_ELEMENTS = elements
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

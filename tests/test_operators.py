@@ -1,0 +1,35 @@
+"""A step of a small batch on an accelerator starts few operators; there the host's time for each is the time of the step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from contrastive_zoo.engine import dense_mode
+from tests.operators import LOSSES, operators
+
+PAGE = Path(__file__).parents[1] / "benchmarks" / "gpu.md"
+
+MOST = {"InfoNCE": (26, 30), "CLIP": (38, 43), "NTXent": (27, 31), "SigLIP": (36, 41)}
+"""Operators of a step of DistributedLoss, forward and backward, in float32 and in bfloat16."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def counted(name: str, form: str) -> tuple[int, ...]:
+    return tuple(len(operators(name, dtype, form)) for dtype in DTYPES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_small_batch_starts_few_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    found = counted(name, "DistributedLoss")
+    assert all(x <= most for x, most in zip(found, MOST[name], strict=True)), found
+    assert all(x < y for x, y in zip(found, counted(name, "dense"), strict=True))
+    assert f"| {' / '.join(map(str, MOST[name]))} |" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_engine_of_large_batches_would_be_noticed(name: str) -> None:
+    """The mutant: small batches are computed as large ones are, as in all other tests."""
+    assert all(x > most + 10 for x, most in zip(counted(name, "DistributedLoss"), MOST[name], strict=True))
