@@ -4,10 +4,11 @@ Each case is three steps of one loss, with shards of other sizes at each.
 """
 
 import json
+import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.kernels import softmax_sweep
@@ -25,6 +27,7 @@ from contrastive_zoo.kernels.softmax_pairs import SoftmaxPairs
 from contrastive_zoo.kernels.softmax_sweep import KernelSweep
 from contrastive_zoo.small_batch import splitting
 from tests.kernels.cases import DEVICE, dense_clip, dense_info_nce, dense_nt_xent, dense_siglip, interpret_bfloat16
+from tests.simulated import READS
 
 
 def dense_mnrl(queries: Tensor, documents: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
@@ -146,6 +149,52 @@ CASES = [
 ]
 
 
+class NoReads(TorchDispatchMode):
+    """Refuse operations for whose result the host would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in READS, f"the host reads a value: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+def without_reads(patch: pytest.MonkeyPatch) -> None:
+    """Run what kernels do of a step within :class:`NoReads`."""
+    sums, gradients, add = KernelSweep.sums, KernelSweep.gradients, KernelBlock.add
+
+    def checked_sums(*args: Any) -> Any:
+        with NoReads():
+            return sums(*args)
+
+    def checked_gradients(*args: Any) -> Iterator[Tensor]:
+        parts = gradients(*args)
+        while True:
+            with NoReads():
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
+
+    def checked_add(*args: Any, **options: Any) -> None:
+        with NoReads():
+            add(*args, **options)
+
+    patch.setattr(KernelSweep, "sums", checked_sums)
+    patch.setattr(KernelSweep, "gradients", checked_gradients)
+    patch.setattr(KernelBlock, "add", checked_add)
+
+
+def reading(patch: pytest.MonkeyPatch) -> None:
+    """The mutant that asks whether a sum lost precision."""
+    without_reads(patch)
+    add = softmax_sweep._add_sums
+
+    def wrong(*given: Any) -> None:
+        add(*given)
+        bool(given[-1].sum() > 0)
+
+    patch.setattr(softmax_sweep, "_add_sums", wrong)
+
+
 def partners_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     """The mutant that takes rows of equal index on other ranks for positives."""
     pairs, add = KernelSweep._pairs, KernelBlock.add
@@ -180,6 +229,7 @@ MUTANTS = [
     (partners_on_every_rank, Case("SigLIP")),
     (mantissas_only, Case("Clip")),
     (never_recomputed, Case("Clip", temperature=0.01, width=8, rows="opposite")),
+    (reading, Case("Clip")),  # last, as it ends in the middle of a step
 ]
 """Each with a case that catches it."""
 
@@ -200,13 +250,17 @@ def main() -> None:
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("nccl" if torch.cuda.device_count() >= world else "gloo")
-    results = []
+    results: list[Any] = []
     for index, (mutant, case) in enumerate(selected()):
         found: list[Any] = [None] * world
         with pytest.MonkeyPatch.context() as patch:
-            if mutant is not None:
-                mutant(patch)
-            dist.all_gather_object(found, case.errors(world, rank, SIZES[world][index % 2]))
+            (mutant or without_reads)(patch)
+            shards = [SIZES[world][0][0], SIZES[world][1][1]] if mutant else SIZES[world][index % 2]
+            try:
+                errors = case.errors(world, rank, shards)
+            except AssertionError:  # of a read
+                errors = [(math.inf, 0.0)]
+            dist.all_gather_object(found, errors)
         results.append({"case": str(case), "dtype": case.dtype, "errors": [x for of_rank in found for x in of_rank]})
     if rank == 0:
         json.dump(results, sys.stdout)
