@@ -1,4 +1,8 @@
-"""Compile kernels for chips that are not there: a program that prints what each takes of the chip, as JSON."""
+"""Compile kernels for chips that are not there: a program that prints what each takes of the chip.
+
+python -m tests.kernels.ahead_of_time 90 bfloat16 tf32    as JSON
+python -m tests.kernels.ahead_of_time                     all chips and dtypes, a table of benchmarks/gpu.md
+"""
 
 import json
 import os
@@ -16,6 +20,7 @@ from triton.compiler import ASTSource
 from contrastive_zoo.kernels.blocks import MAX_TILES, Tile, tiles
 from contrastive_zoo.kernels.sigmoid_tiles import sigmoid_pairs
 from contrastive_zoo.kernels.softmax_tiles import log_sum_exps, softmax_weights
+from tests.kernels.lines import HEAD, line
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BINARIES = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
@@ -87,10 +92,18 @@ def rows(capability: int, dtype: torch.dtype, precision: str) -> list[dict[str, 
     return found
 
 
+PRECISIONS = (("bfloat16", "tf32"), ("float16", "tf32"), ("float32", "tf32"), ("float32", "ieee"))
+
+
 def main() -> None:
-    """Of the chip and dtype named, ``90 bfloat16 tf32``."""
-    chip, dtype, precision = sys.argv[1:]
-    json.dump(rows(int(chip), getattr(torch, dtype), precision), sys.stdout)
+    if len(sys.argv) > 1:
+        chip, dtype, precision = sys.argv[1:]
+        json.dump(rows(int(chip), getattr(torch, dtype), precision), sys.stdout)
+        return
+    print(HEAD, "|---" * 8 + "|", sep="\n")
+    for chip in (90, 80):
+        for dtype, precision in PRECISIONS:
+            print(*map(line, rows(chip, getattr(torch, dtype), precision)), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
