@@ -5,6 +5,8 @@ python benchmarks/row_losses.py [loss …] [--rows 4096 8192] [--width 128] [--d
 Each pair of loss and number of rows runs in a process of its own, plain and compiled steps in turn. A step is forward and
 backward of one process. Seconds of compilation are those of the first compiled step beyond a later one, with an empty cache
 of kernels. Memory is the peak beyond inputs, in a process that computes only so; on a CPU it is resident memory (Linux).
+
+On a CPU the figures are stored in benchmarks/results/row_losses.json, from which --docs writes the page.
 """
 
 import argparse
@@ -26,20 +28,19 @@ from suite.report import number, table
 
 import contrastive_zoo as cz
 
+RESULTS = Path(__file__).parent / "results" / "row_losses.json"
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "accelerator.md"
 BEGIN, END = "<!-- figures: benchmarks/row_losses.py --docs -->\n", "<!-- end of figures -->\n"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STEPS = 5
+STEPS = 3
 PER_CLASS = 8
 """Rows of a class."""
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "Circle": cz.Circle,
     "MultiSimilarity": cz.MultiSimilarity,
-    "MultiSimilarity, mined": partial(cz.MultiSimilarity, epsilon=0.1),
     "NCA": cz.NCA,
     "SupCon, in": partial(cz.SupCon, variant="in"),
-    "Margin": cz.Margin,
     "Triplet, hard": partial(cz.Triplet, mining="hard"),
     "Triplet, semi-hard": partial(cz.Triplet, mining="semi-hard"),
 }
@@ -88,31 +89,40 @@ def megabytes(name: str, implementation: str, rows: int, width: int) -> float:
     return resident("VmHWM") - before
 
 
-def in_new_process(*arguments: Any) -> Any:
-    """Return what :func:`seconds`, or :func:`megabytes`, returns in a process with an empty cache of kernels."""
-    with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, __file__, "--one", json.dumps(arguments)]
-        found = subprocess.run(
-            command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, check=True, stdout=subprocess.PIPE, text=True
-        )
+def in_new_process(cache: str, *arguments: Any) -> Any:
+    """Return what :func:`seconds`, or :func:`megabytes`, returns in a process with this cache of kernels."""
+    command, env = [sys.executable, __file__, "--one", json.dumps(arguments)], {"TORCHINDUCTOR_CACHE_DIR": cache}
+    found = subprocess.run(command, env=os.environ | env, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 
 
-def measured(name: str, rows: int, width: int) -> list[str]:
-    """Return a line of the table."""
-    found = in_new_process("seconds", name, rows, width)
-    held = [in_new_process("megabytes", name, way, rows, width) for way in ("auto", "compiled")]
-    plain, compiled = found["plain"], found["compiled"]
-    line = [name, f"{rows:,}", number(plain), number(compiled), f"{plain / compiled:.2f}", number(found["compilation"])]
-    line += [number(x) for x in held]
-    print(" | ".join(line), file=sys.stderr, flush=True)
-    return line
+def measured(name: str, rows: int, width: int) -> dict[str, float]:
+    """Return the figures of a loss."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = in_new_process(cache, "seconds", name, rows, width)
+        for way in ("auto", "compiled"):
+            found[f"MB, {way}"] = in_new_process(cache, "megabytes", name, way, rows, width)
+    print(name, rows, found, file=sys.stderr, flush=True)
+    return found
+
+
+def as_markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return the table of all losses and numbers of rows."""
+    lines = []
+    for name, by_rows in results.items():
+        for rows, x in by_rows.items():
+            ratio = f"{x['plain'] / x['compiled']:.2f}"
+            figures = [x["plain"], x["compiled"], x["compilation"], x["MB, auto"], x["MB, compiled"]]
+            plain, compiled, *rest = map(number, figures)
+            lines.append([name, f"{int(rows):,}", plain, compiled, ratio, *rest])
+    head = ["loss", "rows", "uncompiled, s", "compiled, s", "times faster", "compilation, s", "MB", "MB, compiled"]
+    return table(head, lines)
 
 
 def main() -> None:
     """Measure, print the table, and write it into the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("losses", nargs="*", help="all by default")
+    parser.add_argument("losses", nargs="*", metavar="loss", help="all by default")
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--docs", action="store_true", help="write the table into the page")
@@ -122,9 +132,13 @@ def main() -> None:
     if given.one:
         print(json.dumps(globals()[given.one[0]](*given.one[1:])))
         return
-    lines = [measured(name, rows, given.width) for name in given.losses or LOSSES for rows in given.rows]
-    head = ["loss", "rows", "uncompiled, s", "compiled, s", "times faster", "compilation, s", "MB", "MB, compiled"]
-    found = table(head, lines)
+    results = json.loads(RESULTS.read_text()) if DEVICE == "cpu" and RESULTS.exists() else {}
+    for name in given.losses or LOSSES:
+        for rows in given.rows:
+            results.setdefault(name, {})[str(rows)] = measured(name, rows, given.width)
+            if DEVICE == "cpu":
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    found = as_markdown(results)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, float32, d = {given.width}\n\n{found}")
     if given.out:

@@ -34,14 +34,15 @@ class CompiledSweep(RowwiseSweep):
     """Call a compiled block function on all local anchors, block by block; uncompiled, with a warning, if that fails."""
 
     def _block_losses(self, rows: slice, anchors: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        function = compiled_for(kind_of(self.on_block))
+        loss = owner_of(self.on_block)
+        function = compiled_for(kind_of(loss))
         if function is None:
             return super()._block_losses(rows, anchors, candidates)
         layout = self.layout
         companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in layout.companions)
         with every_size_a_symbol():
             return function(
-                self.on_block,
+                loss,
                 self.terms,
                 anchors,
                 candidates,
@@ -62,7 +63,7 @@ class CompiledSweep(RowwiseSweep):
 
         No message is sent in between, so other ranks do not notice.
         """
-        kind = kind_of(self.on_block)
+        kind = kind_of(owner_of(self.on_block))
         if compiled_for(kind) is None:
             return compute()
         try:
@@ -85,7 +86,7 @@ _FAILED = (
 
 
 def block_losses(
-    on_block: BlockFunction,
+    loss: Any,
     terms: int,
     anchors: Tensor,
     candidates: Tensor,
@@ -97,7 +98,7 @@ def block_losses(
     """Return losses and counts of a block's anchors, [c, terms]; losses that do not count are zero.
 
     Args:
-        on_block: the block function.
+        loss: a module whose method ``on_block`` is the block function, or the function.
         terms: the number of means that it adds.
         anchors: [c, d].
         candidates: [N, d].
@@ -118,20 +119,24 @@ def block_losses(
     index = torch.arange(len(candidate_ids), device=ids.device)
     positive = same if copies is None else same & (copies[:, None] != index)
     block = AnchorBlock(anchors, candidates, positive, ~same, ids, candidate_ids, tuple(companions))
-    losses, counts = complete(on_block(block))
+    losses, counts = complete(getattr(loss, "on_block", loss)(block))
     losses, counts = losses.reshape(-1, terms), counts.reshape(-1, terms)
     return losses.where(counts > 0, 0), counts
 
 
-def kind_of(on_block: BlockFunction) -> Any:
+def owner_of(on_block: BlockFunction) -> Any:
+    """Return the module whose method is the block function: torch 2.6 compiles anew for each object that is a method."""
+    return getattr(on_block, "__self__", on_block)
+
+
+def kind_of(loss: Any) -> Any:
     """Return what losses with the same graphs share: a class, or the code of a :class:`BlockLoss`'s function.
 
     Examples:
         >>> import contrastive_zoo as cz
-        >>> kind_of(cz.Circle().on_block)
+        >>> kind_of(cz.Circle())
         <class 'contrastive_zoo.losses.circle.Circle'>
     """
-    loss = getattr(on_block, "__self__", on_block)
     return getattr(loss, "graph_kind", type(loss))
 
 

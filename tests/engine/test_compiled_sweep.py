@@ -118,9 +118,7 @@ def steps_of(name: str, reduction: str | None, **options: Any) -> float:
 
 
 def errors_of(names: Sequence[str], backend: Any, reductions: Sequence[str | None], **options: Any) -> dict[str, float]:
-    from torch._dynamo import config  # no job can be pickled with it
-
-    with compiling(backend), config.patch(recompile_limit=64), warnings.catch_warnings():
+    with compiling(backend), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         warnings.filterwarnings("error", message="torch.compile cannot")
         cases = [(name, reductions[i % len(reductions)]) for i, name in enumerate(names)]
@@ -156,7 +154,7 @@ def frozen(name: str) -> Callable[[Any], Any]:
     kept: dict[Any, dict[str, Any]] = {}
 
     def compiled_for(kind: Any) -> Any:
-        def losses(on_block: Any, terms: int, *args: Any) -> tuple[Tensor, Tensor]:
+        def losses(loss: Any, terms: int, *args: Any) -> tuple[Tensor, Tensor]:
             names = ("anchors", "candidates", "ids", "candidate_ids", "copies", "companions")
             given = dict(zip(names, args, strict=True))
             first = kept.setdefault((kind, len(given["ids"])), given)
@@ -166,7 +164,7 @@ def frozen(name: str) -> Callable[[Any], Any]:
                 given |= {key: given[key][:size] for key in ("candidates", "candidate_ids")}
             elif first[name] is not None and first[name].shape == given[name].shape:
                 given[name] = first[name]
-            return compiled_sweep.block_losses(on_block, terms, *given.values())
+            return compiled_sweep.block_losses(loss, terms, *given.values())
 
         return losses
 
