@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import triton
-from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, OURS
+from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC
 from gpu_suite.install import installed, missing
 from gpu_suite.measure import Measurement, Size, measured
 from gpu_suite.rates import H100, Ceilings
@@ -26,7 +26,8 @@ SIDE_BY_SIDE = [(4096, 768), (16_384, 768), LARGE]
 
 def sizes_of(loss: str, name: str, quick: bool) -> list[Size]:
     """Return the sizes at which an implementation is measured."""
-    small = [(n, 768) for n in SMALL] if name in (OURS, COMPILED) and loss != "InfoNCE" else []
+    also_small = name in (OURS, COMPILED, PUBLIC, NORMALISED) and loss != "InfoNCE"
+    small = [(n, 768) for n in SMALL] if also_small else []
     million = [MILLION] if name == OURS and loss != "InfoNCE" else []
     return SIDE_BY_SIDE if quick else [*small, *SIDE_BY_SIDE, *million]
 

@@ -20,7 +20,16 @@ pytest.importorskip("triton")
 
 import gpu
 from gpu_suite import install, measure, peers, report
-from gpu_suite.implementations import COMPILED, DENSE, EAGER, IMPLEMENTATIONS, OURS
+from gpu_suite.implementations import (
+    COMPILED,
+    DENSE,
+    EAGER,
+    IMPLEMENTATIONS,
+    NORMALISED,
+    OURS,
+    PUBLIC,
+    normalised,
+)
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
 
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
@@ -28,7 +37,7 @@ OF_PEERS = [
     (loss, name)
     for loss, implementations in IMPLEMENTATIONS.items()
     for name in implementations
-    if name not in (OURS, EAGER, COMPILED)
+    if name not in (OURS, EAGER, COMPILED, PUBLIC, NORMALISED)
 ]
 
 
@@ -44,6 +53,14 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adapters_call_peers_as_their_signatures_say_and_give_the_dense_value(loss: str, name: str) -> None:
     error = relative_error(loss, IMPLEMENTATIONS[loss][name].construct(SCALE), 256, **CPU)
     assert error < 1e-6, error  # the scale is float32
+
+
+@pytest.mark.parametrize("loss", DENSE)
+def test_the_loss_as_it_is_called_gives_the_dense_value_of_normalised_rows(loss: str) -> None:
+    function = IMPLEMENTATIONS[loss][PUBLIC].construct(SCALE)
+    assert relative_error(loss, function, 256, normalizes=True, **CPU) < 1e-6
+    assert relative_error(loss, function, 256, **CPU) > LIMIT, "the gradient of the norm"
+    assert relative_error(loss, normalised(DENSE[loss]), 64, normalizes=True, n=48, device="cpu") < LIMIT
 
 
 def test_all_peers_have_an_adapter_and_a_version() -> None:
@@ -100,13 +117,13 @@ def test_a_peer_without_a_time_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setitem(sys.modules, "memeff", None)
     assert "memeff" in first("CLIP", "memeff").reason
-    monkeypatch.setattr(measure, "relative_error", lambda *_: 0.5)
+    monkeypatch.setattr(measure, "relative_error", lambda *_, **__: 0.5)
     assert first("CLIP", EAGER) == Measurement(
         "CLIP", EAGER, 8, 256, error=0.5, reason="relative error 0.5, which is more than 0.02"
     )
-    monkeypatch.setattr(measure, "relative_error", lambda *_: float("nan"))
+    monkeypatch.setattr(measure, "relative_error", lambda *_, **__: float("nan"))
     assert "relative error nan" in first("CLIP", EAGER).reason
-    monkeypatch.setattr(measure, "relative_error", lambda *_: 0.01)
+    monkeypatch.setattr(measure, "relative_error", lambda *_, **__: 0.01)
     monkeypatch.setattr(measure, "steps", lambda *_: int)
     monkeypatch.setattr(measure, "peak_mb", lambda _: 2.0)
     for problem, reason in (
@@ -304,7 +321,7 @@ def test_the_program_writes_the_page_while_it_measures(
     arguments = ["gpu.py", "--quick", "--only", "CLIP", "SigLIP", "--peers", str(tmp_path), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", arguments)
     gpu.main()
-    assert len(lengths) == 11
+    assert len(lengths) == 15
     assert sorted(set(lengths)) == lengths
     text = out.read_text()
     assert text in capsys.readouterr().out

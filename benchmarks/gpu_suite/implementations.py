@@ -1,17 +1,21 @@
 """The implementations of each loss: this library's kernels, dense formulas by torch, and peers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import contrastive_zoo as cz
 from gpu_suite import peers
 from gpu_suite.peers import Construct, Loss
 
 OURS, EAGER, COMPILED = "ours", "dense eager", "dense compiled"
+PUBLIC, NORMALISED = "ours, the public loss", "dense compiled, normalised"
+SCALE, BIAS = 20.0, -10.0
 
 
 def dense_info_nce(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -47,6 +51,15 @@ DENSE: dict[str, Loss] = {
 }
 
 
+MODULES: dict[str, Callable[[float], nn.Module]] = {
+    "CLIP": lambda scale: cz.Clip(temperature=1 / scale),
+    "InfoNCE": lambda scale: cz.InfoNCE(temperature=1 / scale),
+    "SigLIP": lambda scale: cz.SigLIP(temperature=1 / scale, logit_bias=BIAS),
+    "NT-Xent": lambda scale: cz.NTXent(temperature=1 / scale),
+}
+"""This library's losses as users call them: checks, normalisation, and kernels for large batches only."""
+
+
 @dataclass(frozen=True)
 class Implementation:
     """A function that computes a loss.
@@ -55,16 +68,33 @@ class Implementation:
         construct: imports what it needs, and returns the function.
         kind: a dense formula holds the similarity matrix; a peer is another library's kernel.
         note: how it differs from the dense formula, or from the same work.
+        normalizes: whether it divides rows by their norms first.
     """
 
     construct: Construct
     kind: Literal["ours", "dense", "peer"]
     note: str = ""
+    normalizes: bool = False
 
 
 def kernel(module: str, name: str) -> Implementation:
     """Return a kernel of this library, which is imported with Triton."""
     return Implementation(lambda scale: getattr(import_module(f"contrastive_zoo.kernels.{module}"), name), "ours")
+
+
+def as_called(loss: str) -> Construct:
+    """Return a constructor of a public loss on the GPU, or on the CPU without one."""
+
+    def construct(scale: float) -> Loss:
+        module = MODULES[loss](scale).to("cuda" if torch.cuda.is_available() else "cpu")
+        return lambda a, b, *numbers: module(a, b)
+
+    return construct
+
+
+def normalised(formula: Loss) -> Loss:
+    """Return a formula of rows that it divides by their norms first."""
+    return lambda a, b, *numbers: formula(F.normalize(a, dim=1), F.normalize(b, dim=1), *numbers)
 
 
 def compiled(formula: Loss) -> Construct:
@@ -84,6 +114,10 @@ def all_of(loss: str, module: str, name: str, others: dict[str, Implementation])
         **others,
         EAGER: Implementation(lambda scale: DENSE[loss], "dense"),
         COMPILED: Implementation(compiled(DENSE[loss]), "dense"),
+        PUBLIC: Implementation(
+            as_called(loss), "ours", "scale and bias are parameters of the module, or numbers", normalizes=True
+        ),
+        NORMALISED: Implementation(compiled(normalised(DENSE[loss])), "dense", normalizes=True),
     }
 
 

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu_suite.implementations import DENSE, IMPLEMENTATIONS
+from gpu_suite.implementations import BIAS, DENSE, IMPLEMENTATIONS, SCALE, normalised
 from gpu_suite.peers import Loss
 from gpu_suite.rates import DEVICE, median_ms
 
-SCALE, BIAS = 20.0, -10.0
 ROWS_FOR_ERRORS = 512
 LIMIT = 2e-2
 """Largest relative error of a value or a gradient: bfloat16 has 2⁻⁹, and a wrong call changes a gradient by its own size."""
@@ -74,6 +73,7 @@ def relative_error(
     function: Loss,
     d: int,
     *,
+    normalizes: bool = False,
     n: int = ROWS_FOR_ERRORS,
     device: str = DEVICE,
     dtype: torch.dtype = torch.bfloat16,
@@ -89,7 +89,7 @@ def relative_error(
     rows = [x.to(device, dtype) for x in (a, b)]
     wide = [x.double().requires_grad_() for x in rows] + numbers(loss, device, torch.float64)
     found = value_and_gradients(function, [x.requires_grad_() for x in rows] + numbers(loss, device))
-    expected = value_and_gradients(DENSE[loss], wide)
+    expected = value_and_gradients(normalised(DENSE[loss]) if normalizes else DENSE[loss], wide)
     if any(x is None for x in found[:3]):
         return float("inf")  # a tower is a constant
     errors = [
@@ -140,10 +140,11 @@ def reason_of(problem: BaseException) -> str:
 
 def measure(loss: str, name: str, sizes: list[Size]) -> Iterator[Measurement]:
     """Measure an implementation in this process, if it gives the value and the gradients of the dense formula."""
-    construct = IMPLEMENTATIONS[loss][name].construct
+    implementation = IMPLEMENTATIONS[loss][name]
+    construct = implementation.construct
     error, reason = None, ""
     try:
-        error = relative_error(loss, construct(SCALE), sizes[0][1])
+        error = relative_error(loss, construct(SCALE), sizes[0][1], normalizes=implementation.normalizes)
         if not error <= LIMIT:
             reason = f"relative error {error:.2g}, which is more than {LIMIT:g}"
     except Exception as problem:

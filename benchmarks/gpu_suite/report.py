@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, OURS
+from gpu_suite.implementations import IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC
 from gpu_suite.measure import Measurement
 from gpu_suite.rates import Ceilings
 
@@ -149,7 +149,7 @@ def million_rows(results: Results) -> tuple[float, str]:
 
 def small_batches(results: Results) -> tuple[float, str]:
     ratios = [
-        results.ms(loss, OURS, (n, 768)) / results.ms(loss, COMPILED, (n, 768))
+        results.ms(loss, PUBLIC, (n, 768)) / results.ms(loss, NORMALISED, (n, 768))
         for loss in ("CLIP", "SigLIP", "NT-Xent")
         for n in SMALL
     ]
@@ -170,7 +170,7 @@ TARGETS = (
     ),
     Target("NT-Xent ≥ 1.6 × faster than two towers of as many rows", 1.6, one_tower_against_two, at_least=True),
     Target("B = 1,048,576, d = 512 runs", float("inf"), million_rows),
-    Target("n = 256 … 2,048 not slower than the compiled dense formula", 1, small_batches),
+    Target("n = 256 … 2,048, with normalisation: not slower than the compiled dense formula", 1, small_batches),
 )
 
 
