@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import dense_mode
+from contrastive_zoo.engine.precision import at_least_float32
 from tests.simulated import device, put_by
 
 WIDTH = 8
@@ -41,16 +42,16 @@ def dense_softmaxes(name: str, a: Tensor, b: Tensor, scale: float | Tensor) -> T
     a, b, n = F.normalize(a, dim=1), F.normalize(b, dim=1), len(a)
     if name == "NTXent":
         z = torch.cat([a, b])
-        logits = (scale * z @ z.T).float().fill_diagonal_(-torch.inf)
+        logits = at_least_float32(scale * z @ z.T).fill_diagonal_(-torch.inf)
         return F.cross_entropy(logits, torch.arange(2 * n, device=a.device).roll(n))
-    logits, own = (scale * a @ b.T).float(), torch.arange(n, device=a.device)
+    logits, own = at_least_float32(scale * a @ b.T), torch.arange(n, device=a.device)
     loss = F.cross_entropy(logits, own)
     return loss if name == "InfoNCE" else (loss + F.cross_entropy(logits.T, own)) / 2
 
 
 def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """Return SigLIP's loss as it is written everywhere."""
-    logits = (scale * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T).float() + bias
+    logits = at_least_float32(scale * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T) + bias
     return -F.logsigmoid(logits * (2 * torch.eye(len(a), device=a.device) - 1)).sum() / len(a)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine import dense_mode
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from tests.simulated import value_and_gradients
@@ -28,16 +29,29 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 ENTRIES = [x for x in WHOLE_ZOO if str(x) not in LEFT_OUT and str(x) not in STATEFUL and not may_read(str(x))]
 
 
+SMALL = {"NTXent", "InfoNCE", "CLIP", "Clip", "SigLIP"}
+"""Losses with a path for small batches."""
+
+CASES = [(x, -1) for x in ENTRIES] + [(x, 2**16) for x in ENTRIES if str(x) in SMALL]
+"""Every loss, without small batches: kernels where there are some. Then losses of :data:`SMALL` as they are used."""
+
+
+@pytest.fixture
+def _threshold(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", elements)
+
+
 def on_device(entry: Entry) -> tuple[nn.Module, list[Tensor]]:
-    """Return a loss and a batch of 600 samples, more than kernels need."""
+    """Return a loss and a batch of 600 samples."""
     rows = whole_batch(entry.case(), GlobalBatch((600,), d=16, labels="mixed", seed=5))
     loss = cz.DistributedLoss(entry.case(temperature=0.3).make().loss, static_shapes=True, check_finite=False)
     rows = [x.float() if x.is_floating_point() else x.where(x < FEWEST_CLASSES, x % FEWEST_CLASSES) for x in rows]
     return loss.float().to(DEVICE), [x.to(DEVICE) for x in rows]
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_the_host_waits_for_nothing(entry: Entry) -> None:
+@pytest.mark.usefixtures("_threshold")
+@pytest.mark.parametrize(("entry", "elements"), CASES, ids=str)
+def test_the_host_waits_for_nothing(entry: Entry, elements: int) -> None:
     loss, rows = on_device(entry)
     for _ in range(WARM_UP):
         value_and_gradients(loss, rows)
@@ -71,8 +85,9 @@ def captured(step: Callable[[], list[Any]]) -> tuple[list[Any], Callable[[], Non
     return found, graph.replay
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_a_captured_step_is_the_step(entry: Entry) -> None:
+@pytest.mark.usefixtures("_threshold")
+@pytest.mark.parametrize(("entry", "elements"), CASES, ids=str)
+def test_a_captured_step_is_the_step(entry: Entry, elements: int) -> None:
     loss, rows = on_device(entry)
     twin = copy.deepcopy(loss)
     for _ in range(WARM_UP):
