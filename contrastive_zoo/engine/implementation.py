@@ -29,10 +29,10 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 def implementation(name: Implementation | str) -> Iterator[None]:
     """Choose what computes losses: Triton kernels, torch operations, or compiled ones.
 
-    Kernels compute NTXent, InfoNCE, Clip, SigLIP and MNRL, on any number of ranks: float32, bfloat16 or float16 embeddings
-    with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0 or later. They compare two views or two towers;
-    InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``;
-    MNRL has no ``hardness_mode`` and no direction ``doc_to_doc``.
+    Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon and MNRL, on any number of ranks: float32, bfloat16 or float16
+    embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0 or later. NTXent compares two views;
+    InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``; SupCon
+    has ``variant="out"``, ``contrast_mode="all"`` and no mask; MNRL no ``hardness_mode`` and no direction ``doc_to_doc``.
 
     ``"compiled"`` passes losses that are sums over anchors, such as Circle, Triplet or your own :class:`RowLoss`, block by
     block through ``torch.compile``. The first step of a loss then takes seconds to a minute; batches of other sizes need no
@@ -116,7 +116,7 @@ def choose_kernels(rows: Sequence[Any], *, unsupported: str | None = None) -> Ke
     """
     name = _implementation.get()
     tensors = [x for x in rows if isinstance(x, Tensor)]
-    if name == "torch" or len(tensors) < 2 or (name != "triton" and not tensors[0].is_cuda):
+    if name == "torch" or not tensors or (name != "triton" and not tensors[0].is_cuda):
         return Kernels()
     if any(x.ndim != 2 for x in tensors):
         return Kernels()

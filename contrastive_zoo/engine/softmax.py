@@ -71,8 +71,7 @@ def self_log_sum_exp(
             None on every rank, or on none.
         shards: shard sizes of the rows.
         world: the ranks that hold them.
-        on_kernel: whether Triton kernels compute it, which all ranks have agreed on; with one partner offset at most, and
-            no excluded rows.
+        on_kernel: whether Triton kernels compute it, which all ranks have agreed on; with one partner offset at most.
 
     Returns:
         R_i, −inf where no row is left; and ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.

@@ -1,8 +1,9 @@
 """Process all pairs of rows and columns in Triton, block by block: sums of exponentials, and weights of the gradient."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from triton import cdiv
 
@@ -10,6 +11,7 @@ from contrastive_zoo.kernels.blocks import (
     MAX_TILES,
     PARTIAL_BYTES,
     Operand,
+    Tile,
     blocks,
     launches,
     rows_per_program,
@@ -29,14 +31,34 @@ class SoftmaxPairs:
     """Whether the columns are the rows; then only pairs above the diagonal are computed, and serve both of their rows."""
     partner: int
     """How far after a row's own index the column of its positive is."""
+    excluded: Tensor | None = None
+    """[n], a column that the sum of a row leaves out, as the column's sum does the row; another number for none."""
 
     @property
     def swapped(self) -> "SoftmaxPairs":
         """The same pairs with columns as rows, to compute sums of columns with a maximum of each.
 
-        Sums of columns that lost precision are recomputed so.
+        Sums of columns that lost precision are recomputed so. Excluded pairs are those of the rows of one tower.
         """
-        return SoftmaxPairs(self.precision, symmetric=False, one_tower=self.one_tower, partner=self.partner)
+        return replace(self, symmetric=False)
+
+    def transposed(self, columns: int) -> "SoftmaxPairs":
+        """The same for a block of other rows than columns: the excluded row of each column."""
+        if self.excluded is None:
+            return self.swapped
+        inside = (self.excluded >= 0) & (self.excluded < columns)
+        rows = torch.arange(len(inside), dtype=torch.int32, device=inside.device)
+        of_columns = torch.full_like(rows[:1], -1).expand(columns + 1).clone()
+        of_columns.scatter_(0, self.excluded.where(inside, columns).long(), rows)
+        return replace(self.swapped, excluded=of_columns[:columns])
+
+    def _excluded(self, i: slice, j: slice) -> Tensor | None:
+        """Return excluded columns of rows i, relative to columns j."""
+        return None if self.excluded is None else self.excluded[i] - j.start
+
+    def _launches(self, n: int, m: int, plain: Tile, edges: Tile) -> list[tuple[int, Tile]]:
+        """Return the launches of a block; any tile may have an excluded pair, so that all need masks."""
+        return launches(n, m, plain, edges) if self.excluded is None else [(2, edges)]
 
     def add_sums(
         self,
@@ -71,13 +93,15 @@ class SoftmaxPairs:
             shape = (2, cdiv(m, plain.columns), n)
             by_row = of_rows.new_full(shape, NOTHING.value) if upper and i == j else of_rows.new_empty(shape)
             by_column = of_rows.new_empty(2, cdiv(n, rows), m) if self.symmetric else by_row
-            for edge, tile in launches(n, m, plain, edges):
+            excluded = self._excluded(i, j)
+            for edge, tile in self._launches(n, m, plain, edges):
                 log_sum_exps[(cdiv(n, rows) * cdiv(m, tile.columns),)](
                     a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth), scale,
-                    by_row, by_column, positives[i], precision_lost, n, m, a.width, j.start - i.start, self.partner, rows,
+                    by_row, by_column, positives[i], positives if excluded is None else excluded, precision_lost, n, m,
+                    a.width, j.start - i.start, self.partner, rows,
                     EDGE=edge, ONE_TOWER=self.one_tower, UPPER=upper and i == j, COLUMNS=self.symmetric,
-                    IF_LOST=if_lost, PRECISION=self.precision, WARPS=min(tile.warps, tile.rows // 16),
-                    **tile.options,
+                    EXCLUDED=excluded is not None, IF_LOST=if_lost, PRECISION=self.precision,
+                    WARPS=min(tile.warps, tile.rows // 16), **tile.options,
                 )  # fmt: skip
             merged = [(by_row, of_rows[:, i]), (by_column, of_columns[:, j])]
             for parts, out in merged[: 2 if self.symmetric else 1]:
@@ -116,13 +140,13 @@ class SoftmaxPairs:
         """
         n, m = w.shape
         plain, edges = tiles_for(a.rows, self.precision)
-        rows = rows_per_program(n, m, plain)
-        for edge, tile in launches(n, m, plain, edges):
+        rows, excluded = rows_per_program(n, m, plain), self._excluded(i, j)
+        for edge, tile in self._launches(n, m, plain, edges):
             softmax_weights[(cdiv(n, rows) * cdiv(m, tile.columns),)](
                 a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth),
                 Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), scale, of_rows[:, i], of_columns[:, j],
-                positive_weights[i], n, m, a.width, of_rows.stride(0), of_columns.stride(0), j.start - i.start,
-                self.partner, rows,
-                EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, PRECISION=self.precision, UNIT=bits,
-                MAX_ROWS=MAX_TILES * plain.rows, **tile.options,
+                positive_weights[i], positive_weights if excluded is None else excluded, n, m, a.width,
+                of_rows.stride(0), of_columns.stride(0), j.start - i.start, self.partner, rows,
+                EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, EXCLUDED=excluded is not None,
+                PRECISION=self.precision, UNIT=bits, MAX_ROWS=MAX_TILES * plain.rows, **tile.options,
             )  # fmt: skip

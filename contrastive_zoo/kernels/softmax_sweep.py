@@ -11,6 +11,7 @@ from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.engine.exchange import GatherExchange, merge_at_owners
 from contrastive_zoo.engine.precision import is_16_bit
 from contrastive_zoo.engine.ring import Ring
+from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.kernels.blocks import NO_PARTNER, Operand, Weights, add_product, as_scalar, blocks, precision_of
 from contrastive_zoo.kernels.exponent_sums import ExponentSums
@@ -22,7 +23,7 @@ SMALLEST = 2.0**-126
 
 @dataclass(frozen=True)
 class KernelSweep(SoftmaxSweep):
-    """Compute the blocks of this rank by kernels. Rows have one partner at most, and exclude no other row."""
+    """Compute the blocks of this rank by kernels. Rows have one partner at most."""
 
     exact_sums = ExponentSums()
 
@@ -41,7 +42,7 @@ class KernelSweep(SoftmaxSweep):
         factor, total, parts = as_scalar(scale, rows), arithmetic.empty(len(rows), rows), []
         positives = torch.zeros_like(rows[:, 0])
         for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
-            pairs = self._pairs(index, rows, self.columnwise)
+            pairs = self._pairs(index, block, rows, self.columnwise)
             column_total = total if pairs.one_tower else arithmetic.empty(len(columns), rows)
             if len(rows[block.rows]) and len(columns):
                 a, b = self._operands(rows[block.rows], columns)
@@ -83,7 +84,7 @@ class KernelSweep(SoftmaxSweep):
         restored = unit if isinstance(scale, Tensor) else unit * scale
         of_rows = torch.zeros_like(rows)
         for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
-            pairs = self._pairs(index, rows, symmetric)
+            pairs = self._pairs(index, block, rows, symmetric)
             of_columns = of_rows if pairs.one_tower else None if dcolumns is None else torch.zeros_like(columns)
             if len(rows[block.rows]) and len(columns):
                 a, b = self._operands(rows[block.rows], columns)
@@ -101,11 +102,13 @@ class KernelSweep(SoftmaxSweep):
         else:
             torch.mul(of_rows, restored, out=drows)
 
-    def _pairs(self, index: int, rows: Tensor, symmetric: bool) -> SoftmaxPairs:
+    def _pairs(self, index: int, block: RankBlock, rows: Tensor, symmetric: bool) -> SoftmaxPairs:
         """Return the pairs of a block, of which the first is local."""
         partner = self.partners.offsets[0] if index == 0 and self.partners.offsets else NO_PARTNER
         precision = "tf32" if is_16_bit(self.dtype) else precision_of(rows)
-        return SoftmaxPairs(precision, symmetric, self.one_tower and index == 0, partner)
+        excluded = self._excluded_columns(block)
+        excluded = None if excluded is None else excluded.int()
+        return SoftmaxPairs(precision, symmetric, self.one_tower and index == 0, partner, excluded)
 
     def _operands(self, rows: Tensor, columns: Tensor) -> tuple[Operand, Operand]:
         given = (x.to(self.dtype) if is_16_bit(self.dtype) else x for x in (rows, columns))
@@ -129,7 +132,8 @@ def _add_sums(
     pairs.add_sums(a, b, scale, of_rows, of_columns, positives, precision_lost)
     if pairs.symmetric:
         recomputed = ExponentSums().empty(len(b), positives).T
-        pairs.swapped.add_sums(
+        swapped = pairs.swapped if pairs.one_tower else pairs.transposed(len(b))
+        swapped.add_sums(
             b, a, scale, recomputed, recomputed, torch.empty_like(b.rows[:, 0], dtype=torch.float32), precision_lost,
             if_lost=True,
         )  # fmt: skip

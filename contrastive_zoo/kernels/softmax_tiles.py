@@ -44,6 +44,7 @@ def log_sum_exps(
     by_row,  # [2, column blocks, n]: exponents and mantissas of each row of a tile
     by_column,  # [2, chunks, m]: of each column of a program's rows
     positives,  # [n]: dot products of positive pairs, neither scaled nor in bits
+    excluded,  # [n]: a column that each row's sum and, by its row, the column's sum leave out; not read without EXCLUDED
     precision_lost,  # set to 1 if a column's sum may lack terms that are far below those of its tile
     n,
     m,
@@ -55,6 +56,7 @@ def log_sum_exps(
     ONE_TOWER: tl.constexpr,
     UPPER: tl.constexpr,  # only pairs with δ > 0
     COLUMNS: tl.constexpr,
+    EXCLUDED: tl.constexpr,  # with EDGE 2 only
     IF_LOST: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -93,6 +95,9 @@ def log_sum_exps(
                 others &= delta > 0
             elif ONE_TOWER:
                 others &= delta != 0
+            if EXCLUDED:
+                left_out = tl.load(excluded + rows, mask=rows < n, other=-1)
+                others &= columns[None, :] != left_out[:, None]
             acc = tl.where(others, acc, float("-inf"))
         top = tl.maximum(tl.ceil(tl.max(acc, 1) * k), NOTHING)
         e = tl.exp2(acc * k - (top - LIFT)[:, None])
@@ -228,6 +233,7 @@ def softmax_weights(
     of_rows,  # [2, n]: exponents and factors of rows, as ``finish`` leaves them
     of_columns,  # [2, m]
     positive_weights,  # [n]: negated weights of positive pairs
+    excluded,  # as for ``log_sum_exps``; such pairs have the weight 0
     n,
     m,
     d,
@@ -239,6 +245,7 @@ def softmax_weights(
     EDGE: tl.constexpr,
     ONE_TOWER: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EXCLUDED: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,  # weights are stored in units of 2^−UNIT
     MAX_ROWS: tl.constexpr,  # largest chunk
@@ -290,6 +297,9 @@ def softmax_weights(
             w = tl.where((delta == partner) | (delta == -partner), -weight[:, None], w)
             if ONE_TOWER:
                 w = tl.where(delta == 0, 0.0, w)
+            if EXCLUDED:
+                left_out = tl.load(excluded + rows, mask=rows < n, other=-1)
+                w = tl.where(columns[None, :] == left_out[:, None], 0.0, w)
         rows += BLOCK_M
         by_row = tl.load(of_rows + rows, mask=rows < n, other=float("inf"))
         row_factors = tl.load(of_rows + rows_stride + rows, mask=rows < n, other=0.0)

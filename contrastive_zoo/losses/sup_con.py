@@ -9,6 +9,7 @@ from torch import Tensor
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
 from contrastive_zoo.engine.class_pairs import class_numbers, only_positives
 from contrastive_zoo.engine.cross_entropy import cross_entropy
+from contrastive_zoo.engine.implementation import choose_kernels
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
@@ -93,10 +94,13 @@ def sup_con(
     settings: Any = {"temperature": temperature, "variant": variant, "base_temperature": base_temperature}
     views = embeddings.shape[1] if embeddings.ndim == 3 else 1
     named = {"embeddings": embeddings, "labels": labels, "mask": mask}
+    by_rows = variant == "in" or mask is not None or contrast_mode == "one"
+    rows = embeddings.flatten(0, 1) if embeddings.ndim == 3 else embeddings
+    kernels = choose_kernels([rows], unsupported=_UNSUPPORTED_BY_KERNELS if by_rows else None)
     problem = _problem(embeddings, labels, mask) or _settings_problem(variant, contrast_mode, base_temperature)
     shards, *_ = begin(
-        "SupCon", named, problem=problem, reduction=reduction, normalize=normalize, contrast_mode=contrast_mode,
-        world=world, **settings,
+        "SupCon", named, problem=problem or kernels.problem, reduction=reduction, normalize=normalize,
+        contrast_mode=contrast_mode, implementation=str(kernels), world=world, **settings,
     )  # fmt: skip
     if mask is not None and mask.shape[1] != shards.total:  # equal on every rank
         rule = f"the mask has a column for each of the {shards.total} samples of all ranks"
@@ -107,7 +111,7 @@ def sup_con(
     if embeddings.ndim == 3:
         z, ids, samples = z.flatten(0, 1), ids.repeat_interleave(views), samples.repeat_interleave(views)
     shards = shards.times(views)
-    if variant == "in" or mask is not None or contrast_mode == "one":
+    if by_rows:
         companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), samples)]
         of_first_views = views if contrast_mode == "one" else 1
         loss = BlockLoss(_block_losses, **settings)
@@ -128,13 +132,16 @@ def sup_con(
     only = only_positives(class_index, counts)
     candidates, _ = self_log_sum_exp(
         z, scale=scale, unit_norm=normalize, dtype=embeddings.dtype, shards=shards, world=world,
-        excluded=None if only is None else only[shards.local],
+        excluded=None if only is None else only[shards.local], on_kernel=kernels.compute(shards.total, shards.total),
     )  # fmt: skip
     losses = candidates - positive
     if only is not None:
         losses = cross_entropy(positive, candidates).where(positives == 1, losses)
     losses = _rescaled(losses, temperature, base_temperature)
     return reduce_anchors(losses, positives > 0, reduction=reduction, world=world)
+
+
+_UNSUPPORTED_BY_KERNELS = "computes SupCon with variant='out' and contrast_mode='all', without a mask"
 
 
 def _by_rows(

@@ -25,15 +25,20 @@ from tests.kernels.lines import HEAD, line
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BINARIES = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 
+_TWO_TOWERS = {"ONE_TOWER": False, "COLUMNS": True, "EXCLUDED": False}
+_SUP_CON = {"ONE_TOWER": True, "COLUMNS": True, "EXCLUDED": True}
+
 KERNELS = {
-    "log_sum_exps": (log_sum_exps, {"ONE_TOWER": False, "UPPER": False, "COLUMNS": True, "IF_LOST": False}),
-    "softmax_weights": (softmax_weights, {"ONE_TOWER": False, "COLUMNS": True, "UNIT": 0}),
+    "log_sum_exps": (log_sum_exps, {"UPPER": False, "IF_LOST": False, **_TWO_TOWERS}),
+    "softmax_weights": (softmax_weights, {"UNIT": 0, **_TWO_TOWERS}),
     "sigmoid_pairs": (sigmoid_pairs, {"GRADIENT": True, "UNIT": 0}),
+    "log_sum_exps, SupCon": (log_sum_exps, {"UPPER": True, "IF_LOST": False, **_SUP_CON}),
+    "softmax_weights, SupCon": (softmax_weights, {"UNIT": 0, **_SUP_CON}),
 }
 
 
 def compiled(name: str, capability: int, dtype: torch.dtype, precision: str, edge: int, tile: Tile) -> Any:
-    """A kernel as two towers launch it."""
+    """A kernel as two towers launch it, or SupCon, whose tiles all have masks."""
     kernel, constants = KERNELS[name]
     options = tile.options
     warps, stages = options.pop("num_warps"), options.pop("num_stages")
@@ -49,7 +54,7 @@ def compiled(name: str, capability: int, dtype: torch.dtype, precision: str, edg
         elif x in blocks:
             signature[x] = f"tensordesc<{NAMES[dtype]}[{blocks[x][0]},{blocks[x][1]}]>"
         else:
-            signature[x] = "i32" if x in numbers else "*i32" if x == "precision_lost" else "*fp32"
+            signature[x] = "i32" if x in numbers else "*i32" if x in ("precision_lost", "excluded") else "*fp32"
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(x),): value for x, value in given.items()})
     return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
@@ -84,9 +89,12 @@ def rows(capability: int, dtype: torch.dtype, precision: str) -> list[dict[str, 
     found = []
     for edge, tile in [(2, edges)] if plain == edges else [(0, plain), (1, edges)]:
         for name in KERNELS:
-            kernel = compiled(name, capability, dtype, precision, edge, tile)
+            if "SupCon" in name and edge == 0:
+                continue
+            kernel = compiled(name, capability, dtype, precision, 2 if "SupCon" in name else edge, tile)
             found.append({
-                "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": name, "edge": edge,
+                "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": name,
+                "edge": 2 if "SupCon" in name else edge,
                 **resources(kernel.asm["cubin"]), "shared": kernel.metadata.shared,
             })  # fmt: skip
     return found

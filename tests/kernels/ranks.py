@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.kernels import softmax_sweep
 from contrastive_zoo.kernels.exponent_sums import ExponentSums
 from contrastive_zoo.kernels.sigmoid_pairs import KernelBlock
@@ -38,6 +39,14 @@ def dense_negatives(queries: Tensor, keys: Tensor, negatives: Tensor, scale: Ten
     return dense_mnrl(queries, keys, negatives, scale)
 
 
+def dense_sup_con(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    own = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    log_shares = (scale * z @ z.T).masked_fill(own, -torch.inf).log_softmax(1)
+    positive = (labels[:, None] == labels) & ~own
+    some = positive.any(1)
+    return -(log_shares.where(positive, 0).sum(1)[some] / positive.sum(1)[some]).mean()
+
+
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], int]] = {
     "NTXent": (cz.NTXent, dense_nt_xent, 2),
     "InfoNCE": (cz.InfoNCE, dense_info_nce, 2),
@@ -45,8 +54,9 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], int]] = {
     "Clip": (cz.Clip, dense_clip, 2),
     "MNRL": (cz.MNRL, dense_mnrl, 3),
     "SigLIP": (cz.SigLIP, dense_siglip, 2),
+    "SupCon": (cz.SupCon, dense_sup_con, 1),
 }
-"""The loss, its dense formula, and the number of its arguments."""
+"""The loss, its dense formula, and the number of its rows; SupCon has labels, too."""
 
 SIZES = {
     2: [((20, 13), (33, 0), (2, 30)), ((0, 9), (70, 1), (16, 16))],
@@ -75,10 +85,17 @@ class Case:
             rows[1] = rows[0] + 0.01 * rows[1]
         if self.rows == "duplicates":
             rows = [x[torch.arange(len(x)) // 3] for x in rows]
-        if self.rows == "opposite":  # all others of a column are as far below its neighbours' as can be
+        if self.rows == "opposite" and self.loss == "SupCon":
+            rows[0] = rows[0][:1] + 0.1 * rows[0]
+            rows[0][24:].neg_()
+        elif self.rows == "opposite":  # all others of a column are as far below its neighbours' as can be
             rows[1][: counts[1] // 2] = -rows[0][:1]
             rows[0] = rows[0][:1] + 0.01 * rows[0]
-        return [x.to(DEVICE, getattr(torch, self.dtype)) for x in rows]
+        rows = [x.to(DEVICE, getattr(torch, self.dtype)) for x in rows]
+        if self.loss == "SupCon":  # classes of one, two and three rows, on any ranks
+            labels = torch.arange(sum(sizes)) * 4 // 9
+            rows.append(labels[torch.randperm(sum(sizes), generator=generator)].to(DEVICE))
+        return rows
 
     def found(self, world: int, rank: int, shards: Sequence[Sequence[int]]) -> list[list[Tensor]]:
         """Return value and gradients of each step, of this rank's rows and of the parameters."""
@@ -89,9 +106,10 @@ class Case:
         wrapped, results = cz.DistributedLoss(loss, ring=self.ring).to(DEVICE), []
         parameters = [x for _, x in sorted(wrapped.named_parameters(), reverse=True)]  # the temperature first
         for step, sizes in enumerate(shards):
-            rows = [x.requires_grad_() for x in self.local(self.inputs(sizes, step), sizes, rank)]
+            given = self.local(self.inputs(sizes, step), sizes, rank)
+            rows = [x.requires_grad_() for x in given if x.is_floating_point()]
             with splitting(always=True), cz.implementation("triton"):
-                value = wrapped(*rows)
+                value = wrapped(*rows, *given[len(rows) :])
                 part = value.sum() / self.anchors(sizes) if self.reduction == "none" else value
                 gradients = torch.autograd.grad(part, [*rows, *parameters])
             value = part.detach().clone()
@@ -105,12 +123,14 @@ class Case:
 
     def expected(self, rank: int, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
         """Return what the dense formula gives in a dtype, by the parameters log(1/t) and the bias."""
-        rows = [x.to(dtype).requires_grad_() for x in self.inputs(sizes, step)]
+        given = self.inputs(sizes, step)
+        rows = [x.to(dtype).requires_grad_() for x in given if x.is_floating_point()]
         log_scale = torch.tensor(1 / self.temperature, device=DEVICE).log().to(dtype).requires_grad_()
         numbers = [log_scale]
         if self.loss == "SigLIP":
             numbers.append(torch.tensor(-10.0, device=DEVICE, dtype=dtype, requires_grad=True))
-        value = LOSSES[self.loss][1](*(F.normalize(x, dim=1) for x in rows), log_scale.exp(), *numbers[1:])
+        unit, labels = (F.normalize(x, dim=1) for x in rows), given[len(rows) :]
+        value = LOSSES[self.loss][1](*unit, *labels, log_scale.exp(), *numbers[1:])
         value = value * self.anchors(sizes) if self.reduction == "sum" else value
         gradients = torch.autograd.grad(value, [*rows, *numbers])
         return [value.detach(), *self.local(gradients[: len(rows)], sizes, rank), *gradients[len(rows) :]]
@@ -137,6 +157,8 @@ class Case:
         return errors
 
 
+_SUP_CON = [("float32", 0.07, False), ("float32", 0.01, True), ("bfloat16", 0.05, True), ("float16", 0.05, False)]
+
 CASES = [
     *(Case(loss) for loss in LOSSES),
     *(Case(loss, "bfloat16") for loss in ("NTXent", "Clip", "SigLIP")),
@@ -145,7 +167,8 @@ CASES = [
     *(Case(loss, temperature=0.02, rows="solved") for loss in ("NTXent", "Clip", "SigLIP")),
     *(Case(loss, rows="duplicates", reduction="none") for loss in ("NTXent", "Clip", "InfoNCE")),
     *(Case(loss, reduction="sum") for loss in ("NTXent", "Clip", "SigLIP")),
-    Case("Clip", temperature=0.01, width=8, rows="opposite"),
+    *(Case("SupCon", dtype, temperature, ring=ring) for dtype, temperature, ring in _SUP_CON),
+    *(Case(loss, temperature=0.01, width=8, rows="opposite") for loss in ("Clip", "SupCon")),
 ]
 
 
@@ -199,8 +222,8 @@ def partners_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     """The mutant that takes rows of equal index on other ranks for positives."""
     pairs, add = KernelSweep._pairs, KernelBlock.add
 
-    def wrong_pairs(self: KernelSweep, index: int, rows: Tensor, symmetric: bool) -> SoftmaxPairs:
-        return replace(pairs(self, index, rows, symmetric), partner=self.partners.offsets[0])
+    def wrong_pairs(self: KernelSweep, index: int, block: RankBlock, rows: Tensor, symmetric: bool) -> SoftmaxPairs:
+        return replace(pairs(self, index, block, rows, symmetric), partner=self.partners.offsets[0])
 
     patch.setattr(KernelSweep, "_pairs", wrong_pairs)
     patch.setattr(KernelBlock, "add", lambda self, *args, local: add(self, *args, local=True))
@@ -224,11 +247,17 @@ def never_recomputed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(softmax_sweep, "_add_sums", never)
 
 
+def not_transposed(patch: pytest.MonkeyPatch) -> None:
+    """The mutant that takes the excluded columns of rows for the excluded rows of columns."""
+    patch.setattr(SoftmaxPairs, "transposed", lambda self, columns: replace(self, symmetric=False))
+
+
 MUTANTS = [
     (partners_on_every_rank, Case("Clip")),
     (partners_on_every_rank, Case("SigLIP")),
     (mantissas_only, Case("Clip")),
     (never_recomputed, Case("Clip", temperature=0.01, width=8, rows="opposite")),
+    (not_transposed, Case("SupCon", temperature=0.01, width=8, rows="opposite")),
     (reading, Case("Clip")),  # last, as it ends in the middle of a step
 ]
 """Each with a case that catches it."""

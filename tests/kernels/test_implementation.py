@@ -101,6 +101,8 @@ def test_triton_refuses_forms_without_a_kernel(suitable: None) -> None:
             cz.info_nce(eye, eye, eye, in_batch_negatives=False)
         with pytest.raises(ValueError, match="reduction='mean' or 'sum'"):
             cz.siglip(eye, eye, reduction="none")
+        with pytest.raises(ValueError, match="variant='out'"):
+            cz.sup_con(eye, torch.arange(2), variant="in")
         with pytest.raises(ValueError, match="without hardness_mode"):
             cz.mnrl(eye, eye, hardness_mode="all_negatives")
 
