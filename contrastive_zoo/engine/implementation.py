@@ -118,7 +118,7 @@ def choose_kernels(rows: Sequence[Any], *, unsupported: str | None = None) -> Ke
     tensors = [x for x in rows if isinstance(x, Tensor)]
     if name == "torch" or not tensors or (name != "triton" and not tensors[0].is_cuda):
         return Kernels()
-    if any(x.ndim != 2 for x in tensors):
+    if any(x.ndim < 2 for x in tensors):
         return Kernels()
     problem = unsupported or _problem(tensors[0])
     if problem is None and find_spec("triton") is None:
@@ -151,8 +151,8 @@ def _problem(rows: Tensor) -> str | None:
         return "computes nothing under dense()"
     if rows.dtype not in DTYPES:
         return f"takes float32, bfloat16 or float16, got {rows.dtype}"
-    if not 1 <= rows.shape[1] <= LARGEST_WIDTH:
-        return f"takes embeddings of 1 to {LARGEST_WIDTH} features, got {rows.shape[1]}"
+    if not 1 <= rows.shape[-1] <= LARGEST_WIDTH:
+        return f"takes embeddings of 1 to {LARGEST_WIDTH} features, got {rows.shape[-1]}"
     return None
 
 

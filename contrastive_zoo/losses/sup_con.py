@@ -95,8 +95,7 @@ def sup_con(
     views = embeddings.shape[1] if embeddings.ndim == 3 else 1
     named = {"embeddings": embeddings, "labels": labels, "mask": mask}
     by_rows = variant == "in" or mask is not None or contrast_mode == "one"
-    rows = embeddings.flatten(0, 1) if embeddings.ndim == 3 else embeddings
-    kernels = choose_kernels([rows], unsupported=_UNSUPPORTED_BY_KERNELS if by_rows else None)
+    kernels = choose_kernels([embeddings], unsupported=_UNSUPPORTED_BY_KERNELS if by_rows else None)
     problem = _problem(embeddings, labels, mask) or _settings_problem(variant, contrast_mode, base_temperature)
     shards, *_ = begin(
         "SupCon", named, problem=problem or kernels.problem, reduction=reduction, normalize=normalize,
