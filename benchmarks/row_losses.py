@@ -1,16 +1,20 @@
 """Row losses with compiled block functions beside uncompiled ones, on a GPU if there is one.
 
-python benchmarks/row_losses.py [loss …] [--rows 4096 8192] [--width 128] [--docs] [--out FILE]
+python benchmarks/row_losses.py [loss …] [--rows [4096 8192]] [--width 128] [--traffic] [--docs] [--out FILE]
 
 Each pair of loss and number of rows runs in a process of its own, plain and compiled steps in turn. A step is forward and
 backward of one process. Seconds of compilation are those of the first compiled step beyond a later one, with an empty cache
 of kernels. Memory is the peak beyond inputs, in a process that computes only so; on a CPU it is resident memory (Linux).
+
+--traffic counts instead what one block reads and writes, forward and backward, in matrices of similarities: by each
+operation of the uncompiled loss, and as the compiler counts it.
 
 On a CPU the figures are stored in benchmarks/results/row_losses.json, from which --docs writes the page.
 """
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -25,14 +29,20 @@ from typing import Any
 import torch
 from suite.processes import resident
 from suite.report import number, table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine import rowwise_sweep
 
 RESULTS = Path(__file__).parent / "results" / "row_losses.json"
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "accelerator.md"
 BEGIN, END = "<!-- figures: benchmarks/row_losses.py --docs -->\n", "<!-- end of figures -->\n"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 3
+BREAKING = ("Triplet, semi-hard",)
+"""Losses whose graphs break, so that the compiler counts a part of the traffic."""
+
 PER_CLASS = 8
 """Rows of a class."""
 
@@ -89,6 +99,37 @@ def megabytes(name: str, implementation: str, rows: int, width: int) -> float:
     return resident("VmHWM") - before
 
 
+class Traffic(TorchDispatchMode):
+    """The bytes of the tensors that operations read and write; views and allocations move none."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and not any(name in str(func) for name in ("detach", "empty")):
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs, out))
+            tensors = [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
+            tensors = {x.untyped_storage().data_ptr(): x for x in tensors}.values()
+            self.moved += sum(x.numel() * x.itemsize for x in tensors)
+        return out
+
+
+def traffic(name: str, rows: int, width: int) -> dict[str, float]:
+    """Return how many matrices a block of all rows reads and writes, uncompiled and compiled."""
+    from torch._inductor import config, metrics  # loads the compiler
+    from torch._inductor.compile_fx import inductor_metrics_log
+
+    inductor_metrics_log.setLevel(logging.INFO)  # otherwise it does not count
+    inductor_metrics_log.propagate = False
+    rowwise_sweep.anchor_slices = lambda anchors, candidates: iter([slice(0, len(anchors))])
+    with Traffic() as uncompiled:
+        step(name, "auto", rows, width)
+    with config.patch(fx_graph_cache=False):
+        step(name, "compiled", rows, width)
+    matrix = 4 * rows * rows
+    return {"auto": uncompiled.moved / matrix, "compiled": metrics.num_bytes_accessed / matrix}
+
+
 def in_new_process(cache: str, *arguments: Any) -> Any:
     """Return what :func:`seconds`, or :func:`megabytes`, returns in a process with this cache of kernels."""
     command, env = [sys.executable, __file__, "--one", json.dumps(arguments)], {"TORCHINDUCTOR_CACHE_DIR": cache}
@@ -111,11 +152,16 @@ def as_markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = []
     for name, by_rows in results.items():
         for rows, x in by_rows.items():
+            if rows == "traffic":
+                continue
             ratio = f"{x['plain'] / x['compiled']:.2f}"
             figures = [x["plain"], x["compiled"], x["compilation"], x["MB, auto"], x["MB, compiled"]]
             plain, compiled, *rest = map(number, figures)
-            lines.append([name, f"{int(rows):,}", plain, compiled, ratio, *rest])
+            counts = by_rows.get("traffic")
+            moved = "" if counts is None else f"{number(counts['auto'])} → {number(counts['compiled'])}"
+            lines.append([name, f"{int(rows):,}", plain, compiled, ratio, *rest, moved])
     head = ["loss", "rows", "uncompiled, s", "compiled, s", "times faster", "compilation, s", "MB", "MB, compiled"]
+    head += ["matrices moved"]
     return table(head, lines)
 
 
@@ -123,8 +169,9 @@ def main() -> None:
     """Measure, print the table, and write it into the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("losses", nargs="*", metavar="loss", help="all by default")
-    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--rows", type=int, nargs="*", default=[4096, 8192], help="none measures nothing")
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--traffic", action="store_true", help="count what a block reads and writes")
     parser.add_argument("--docs", action="store_true", help="write the table into the page")
     parser.add_argument("--out", type=Path, help="append the table to this file")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
@@ -134,10 +181,13 @@ def main() -> None:
         return
     results = json.loads(RESULTS.read_text()) if DEVICE == "cpu" and RESULTS.exists() else {}
     for name in given.losses or LOSSES:
-        for rows in given.rows:
+        if given.traffic and name not in BREAKING:
+            with tempfile.TemporaryDirectory() as cache:
+                results.setdefault(name, {})["traffic"] = in_new_process(cache, "traffic", name, 1024, given.width)
+        for rows in [] if given.traffic else given.rows:
             results.setdefault(name, {})[str(rows)] = measured(name, rows, given.width)
-            if DEVICE == "cpu":
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        if DEVICE == "cpu":
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     found = as_markdown(results)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, float32, d = {given.width}\n\n{found}")
