@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from contrastive_zoo import call_history, loss_summary
+from contrastive_zoo.engine import anchor_block
 from contrastive_zoo.world import World
 
 aten = torch.ops.aten
@@ -170,6 +171,13 @@ class Simulated(TorchDispatchMode):
         self.copies.append("read_later")
         return x.values.flatten().tolist
 
+    def read_in_this_step(self, x: Tensor) -> Callable[[], list[float]]:
+        """Stand in for the same function where the host waits for the copy."""
+        if isinstance(x, OnDevice):
+            self.reads.append("read_later")
+            return x.values.flatten().tolist
+        return x.detach().flatten().tolist
+
     def _note_message(self, leaves: list[Any], tensors: list[Tensor], from_device: bool) -> None:
         objects = [x for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
         for name in [dist.ProcessGroup.unbox(x).group_name for x in objects] if SENDS_FROM_DEVICE else []:
@@ -219,6 +227,7 @@ def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
     with pytest.MonkeyPatch.context() as patch, simulated(name, float64=float64) as mode:
         for module in (call_history, loss_summary):  # there is no event of this device
             patch.setattr(module, "read_later", mode.read_later)
+        patch.setattr(anchor_block, "read_later", mode.read_in_this_step)
         kind, generator = name.split(":")[0], SimpleNamespace(get_rng_state=lambda _=None: torch.get_rng_state())
         generator.set_rng_state = generator.manual_seed = generator.manual_seed_all = lambda *_: None
         generator._is_in_bad_fork = lambda: False
@@ -249,9 +258,10 @@ def on_cpu(found: Any) -> Any:
 def value_and_gradients(loss: nn.Module, rows: list[Tensor]) -> list[Any]:
     leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in rows]
     value = loss(*leaves)
+    weighted = (value * torch.arange(1, len(value) + 1, device=value.device)).sum() if value.ndim else value
     learnt = [x for x in (*leaves, *loss.parameters()) if x.requires_grad]
     return [
         value,
-        *torch.autograd.grad(value, learnt, allow_unused=True, materialize_grads=True),
+        *torch.autograd.grad(weighted, learnt, allow_unused=True, materialize_grads=True),
         *(x.clone() for x in loss.buffers()),
     ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +12,7 @@ from contrastive_zoo import devices
 from contrastive_zoo.derivations import unchanged
 from contrastive_zoo.engine.class_pairs import class_numbers_as_floats
 from contrastive_zoo.engine.row_statistics import Rows
+from contrastive_zoo.later import read_later
 from contrastive_zoo.world import Shards, World
 
 
@@ -30,6 +31,13 @@ class AnchorBlock:
     candidate_ids: Int[Tensor, " N"]
     companions: tuple[tuple[Tensor, Tensor], ...] = ()
     """Further data without gradient, each for anchors and for candidates, such as a guide's embeddings."""
+    largest_count: Callable[[], int] | None = None
+    """What :func:`start_count` returns, for losses that list positives."""
+
+    @property
+    def most_positives(self) -> int | None:
+        """A number that no anchor's positives exceed; None if each block is to count its own."""
+        return None if self.largest_count is None else self.largest_count()
 
 
 BlockFunction = Callable[[AnchorBlock], "tuple[Tensor, Tensor] | Rows"]
@@ -41,6 +49,28 @@ Row i of the result depends on anchor i only. A loss whose mean is taken over pa
 and their numbers of pairs. A loss that adds several means returns them as columns, [c, k] both, and declares k in the
 attribute ``terms``.
 """
+
+
+def start_count(
+    ids: Int[Tensor, " n"], candidate_ids: Int[Tensor, " N"], *, anchors_are_candidates: bool
+) -> Callable[[], int] | None:
+    """Start to copy the largest number of positives of an anchor from an accelerator; the function waits for it, once.
+
+    None for ids on a CPU, where the positives of each block are counted without waiting.
+
+    Examples:
+        >>> ids = torch.tensor([7, 7, 8])
+        >>> start_count(ids, ids, anchors_are_candidates=True) is None
+        True
+    """
+    if devices.on_cpu(ids):
+        return None
+    if not len(ids) or not len(candidate_ids):  # there is no largest of no numbers
+        return lambda: 0
+    ordered = candidate_ids.sort().values
+    ends, starts = (torch.searchsorted(ordered, ids, right=right) for right in (True, False))
+    read = read_later((ends - starts).amax() - int(anchors_are_candidates))
+    return cache(lambda: int(read()[0]))
 
 
 @dataclass(frozen=True)
@@ -58,6 +88,8 @@ class BatchLayout:
     """The candidate that is a copy of each local anchor, −1 for none."""
     restore: Callable[[Tensor], Tensor] = unchanged
     """Computes candidates from the rows that a ring sends in their place."""
+    largest_count: Callable[[], int] | None = None
+    """What :func:`start_count` returns, for losses that list positives."""
 
     @cached_property
     def _ids_as_floats(self) -> tuple[Tensor, Tensor]:
@@ -94,4 +126,6 @@ class BatchLayout:
             index = torch.arange(positive.shape[1], device=positive.device)
             positive &= self.own_candidates[rows, None] != index
         companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
-        return AnchorBlock(anchors, candidates, positive, negative, ids, self.candidate_ids, companions)
+        return AnchorBlock(
+            anchors, candidates, positive, negative, ids, self.candidate_ids, companions, self.largest_count
+        )

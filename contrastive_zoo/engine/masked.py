@@ -172,9 +172,13 @@ def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
     return mask.view(torch.uint8).amax(1).bool() if mask.shape[1] else mask.any(1)
 
 
-@traced_as(lambda mask: READS_COUNTS)
-def masked_indices(mask: Bool[Tensor, "c N"]) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:
+@traced_as(lambda mask, most=None: READS_COUNTS)
+def masked_indices(
+    mask: Bool[Tensor, "c N"], most: int | None = None
+) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:
     """Return the selected columns of each row in order, padded to the longest row, and which of them are no padding.
+
+    With ``most``, which no row's number of columns exceeds, rows are padded to it, and no value is read.
 
     Examples:
         >>> masked_indices(torch.tensor([[True, False, True], [False, True, False]]))
@@ -182,6 +186,15 @@ def masked_indices(mask: Bool[Tensor, "c N"]) -> tuple[Int[Tensor, "c k"], Bool[
                 [1, 0]]), tensor([[ True,  True],
                 [ True, False]]))
     """
+    if most is not None:
+        position = mask.cumsum(1, dtype=torch.int32)
+        present = torch.arange(most, device=mask.device) < position[:, -1:]
+        # entries that are not selected are written to a column that is cut off
+        slot = (position - 1).where(mask, most).long()
+        padded = slot.new_zeros(len(mask), most + 1)
+        return padded.scatter_(1, slot, torch.arange(mask.shape[1], device=mask.device).expand_as(slot))[
+            :, :most
+        ], present
     rows, columns = mask.nonzero().unbind(1)
     counts = rows.bincount(minlength=len(mask))
     present = torch.arange(int(counts.max()) if len(rows) else 0, device=mask.device) < counts[:, None]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import all_gather, gather_rows, narrowest, replicated, sum_over_ranks
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.devices import sum_dtype
-from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, start_count
 from contrastive_zoo.engine.compiled_sweep import CompiledSweep
 from contrastive_zoo.engine.dense_mode import is_dense
 from contrastive_zoo.engine.derivatives import differentiable_once
@@ -58,7 +58,8 @@ def sum_over_anchors(
 
     Args:
         loss: a module whose method ``on_block(block)`` is a :data:`BlockFunction`, with ``loss.terms`` terms (1 if it
-            has no such attribute). Its parameters get their complete gradient on every rank.
+            has no such attribute). Its parameters get their complete gradient on every rank. With ``loss.lists_positives()``
+            blocks know how many positives an anchor has at most.
         anchors: the local anchors.
         ids: ids of the local anchors; candidates with an equal id are their positives.
         shards: shard sizes of the anchors.
@@ -87,15 +88,20 @@ def sum_over_anchors(
     def visible(rows: Tensor) -> Tensor:
         return rows if ring else gather_rows(rows, where, world)
 
+    all_ids, is_one_tower = visible(ids if candidate_ids is None else candidate_ids), candidates is None
+    # before candidates are sent: the host waits for the number, not for them
+    lists = getattr(loss, "lists_positives", bool)()
+    largest_count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if lists else None
     layout = BatchLayout(
         ids,
-        visible(ids if candidate_ids is None else candidate_ids),
+        all_ids,
         tuple((of_anchors, visible(of_candidates)) for of_anchors, of_candidates in companions),
         where,
         world,
-        shards.start if candidates is None else None,
+        shards.start if is_one_tower else None,
         own_candidates,
         restore,
+        largest_count,
     )
     parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
     if is_dense():

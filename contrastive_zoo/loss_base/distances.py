@@ -68,19 +68,19 @@ def row_sums(*terms: Shaped[Tensor, "c N"]) -> Shaped[Tensor, "c k"]:
 
 @traced_as(lambda term, positive: READS_COUNTS)
 def sum_over_positives(
-    term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"]
+    term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"], most: int | None = None
 ) -> Float[Tensor, " c"]:
     """Return Σ over each anchor's positives p of ``term(p)``; a term may make c × N matrices, of which one lives at a time.
 
     ``term`` is called with the first positive of each anchor, then with the second of each, and so on. The backward
-    pass recomputes each term.
+    pass recomputes each term. ``most`` is a number that no anchor's positives exceed; None counts them.
 
     Examples:
         >>> x = torch.tensor([[1.0, 2.0, 4.0]])
         >>> sum_over_positives(lambda p: x.gather(1, p)[:, 0], torch.tensor([[True, False, True]]))
         tensor([5.])
     """
-    columns, present = masked_indices(positive)
+    columns, present = masked_indices(positive, most)
     if not columns.shape[1]:  # one call of padding alone keeps the sum connected to the graph
         columns, present = columns.new_zeros(len(columns), 1), present.new_zeros(len(present), 1)
     # the mode of the forward pass, wherever backward() is called

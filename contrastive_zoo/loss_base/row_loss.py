@@ -92,6 +92,10 @@ class RowLoss(Loss):
         """
         raise NotImplementedError(f"{type(self).__name__} must define rows(similarity, positive, negative).")
 
+    def lists_positives(self) -> bool:
+        """Return whether :meth:`rows` takes ``most_positives``: it computes one positive of each anchor after the other."""
+        return False
+
     def can_ring(self) -> bool:
         """Return whether :meth:`rows`, or :meth:`on_block`, yields statistics that merge."""
         kind = type(self)
@@ -99,7 +103,10 @@ class RowLoss(Loss):
 
     def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]] | Rows:
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""
-        return self.rows(self.similarity(block.anchors, block.candidates), block.positive, block.negative)
+        similarity = self.similarity(block.anchors, block.candidates)
+        # last, because an accelerator computes similarities while the host waits for the number
+        settings = {"most_positives": block.most_positives} if self.lists_positives() else {}
+        return self.rows(similarity, block.positive, block.negative, **settings)
 
     @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:

@@ -50,6 +50,9 @@ class Angular(MetricLoss):
         rule = "alpha is an angle in degrees, between 0 and 90"
         return super().settings_problem() or number_problem(rule, above=0, below=90, alpha=self.alpha)
 
+    def lists_positives(self) -> bool:
+        return True
+
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         tan2 = math.tan(math.radians(self.alpha)) ** 2
         anchors, candidates = block.anchors, block.candidates
@@ -61,4 +64,5 @@ class Angular(MetricLoss):
             return log1p_sum_exp(angles - similarity, mask=block.negative)
 
         counts = block.positive.sum(1).where(block.negative.any(1), 0)
-        return sum_over_positives(pair_losses, block.positive & block.negative.any(1, keepdim=True)), counts
+        positive = block.positive & block.negative.any(1, keepdim=True)
+        return sum_over_positives(pair_losses, positive, block.most_positives), counts

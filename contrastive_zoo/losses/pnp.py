@@ -65,14 +65,20 @@ class PNP(MetricLoss):
             or number_problem(above=0, temperature=self.temperature, alpha=self.alpha, b=self.b)
         )
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    def lists_positives(self) -> bool:
+        return True
+
+    def rows(
+        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive
+        most = None if most_positives is None else most_positives + self.with_self
 
         def penalty(p: Tensor) -> Tensor:
             before = ((similarity - similarity.gather(1, p)) / self.temperature).sigmoid()
             return self._penalty(before.where(negative, 0).sum(1))
 
-        return sum_over_positives(penalty, relevant) / relevant.sum(1).clamp(min=1), positive.any(1)
+        return sum_over_positives(penalty, relevant, most) / relevant.sum(1).clamp(min=1), positive.any(1)
 
     def _penalty(self, negatives_before: Tensor) -> Tensor:
         r = negatives_before

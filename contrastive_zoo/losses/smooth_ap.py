@@ -49,8 +49,14 @@ class SmoothAP(MetricLoss):
         problem = number_problem("temperature is positive", above=0, temperature=self.temperature)
         return super().settings_problem() or flag_problem(with_self=self.with_self) or problem
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    def lists_positives(self) -> bool:
+        return True
+
+    def rows(
+        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive
+        most = None if most_positives is None else most_positives + self.with_self
         ranked = similarity.masked_fill(~(relevant | negative), -torch.inf)
 
         def precision(p: Tensor) -> Tensor:
@@ -58,5 +64,5 @@ class SmoothAP(MetricLoss):
             # both sums contain sigmoid(0) = ½ of the positive itself
             return (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
 
-        mean = sum_over_positives(precision, relevant) / relevant.sum(1).clamp(min=1)
+        mean = sum_over_positives(precision, relevant, most) / relevant.sum(1).clamp(min=1)
         return 1 - mean, positive.any(1)

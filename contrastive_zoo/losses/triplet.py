@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from contrastive_zoo import devices
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.masked import READS_COUNTS, masked_indices
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
@@ -89,7 +90,10 @@ class Triplet(DissimilarityLoss):
     def can_ring(self) -> bool:
         return super().can_ring() and self.mining == "hard" and not self.first_of_equals
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+    def lists_positives(self) -> bool:
+        return self.soft and self.mining != "hard"
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None) -> Rows:
         distance = similarity
         if self.mining == "hard":
             first = self.first_of_equals
@@ -98,11 +102,12 @@ class Triplet(DissimilarityLoss):
             both = violation != -torch.inf
             losses = self._penalty(violation.masked_fill(~both, 0))
             return losses, both & (losses > 0) if self.average == "nonzero" else both
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.soft):
-            losses, active = self._hinges(distance, positive, negative)
-        mined = positive.sum(1) * negative.sum(1) if self.mining == "all" else active
+        if not self.soft or self.mining == "semi-hard":
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.soft):
+                losses, active = self._hinges(distance, positive, negative)
+        mined = active if self.mining == "semi-hard" else positive.sum(1) * negative.sum(1)
         if self.soft:  # no triplet's loss is zero
-            return self._sum_by_positive(distance, positive, negative), mined
+            return self._sum_by_positive(distance, positive, negative, most_positives), mined
         return losses, active if self.average == "nonzero" else mined
 
     def _penalty(self, violation: Tensor) -> Tensor:
@@ -111,8 +116,7 @@ class Triplet(DissimilarityLoss):
     @traced_as(lambda self, distance, positive, negative: READS_COUNTS)
     def _hinges(self, distance: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ (D_ip + margin − D_in) over active triplets, and their number, from each pair's number of triplets."""
-        columns, present = masked_indices(positive)
-        positives = distance.gather(1, columns).where(present, -torch.inf).sort(1).values
+        positives = self._ascending_positives(distance, positive)
         with torch.no_grad():
             negatives = distance.where(negative, torch.inf)
             of_positive, of_negative = _active(positives + self.margin, negatives, torch.lt)
@@ -122,7 +126,15 @@ class Triplet(DissimilarityLoss):
         positive_term = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
         return positive_term - (of_negative * distance).sum(1), of_negative.sum(1)
 
-    def _sum_by_positive(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    @staticmethod
+    def _ascending_positives(distance: Tensor, positive: Tensor) -> Tensor:
+        """Return each anchor's distances to positives, after −inf in place of others."""
+        if not devices.on_cpu(distance):  # as many as candidates: the number of positives is not read
+            return distance.where(positive, -torch.inf).sort(1).values
+        columns, present = masked_indices(positive)
+        return distance.gather(1, columns).where(present, -torch.inf).sort(1).values
+
+    def _sum_by_positive(self, distance: Tensor, positive: Tensor, negative: Tensor, most: int | None) -> Tensor:
         negatives = distance.where(negative, torch.inf)
 
         def losses(p: Tensor) -> Tensor:
@@ -132,12 +144,12 @@ class Triplet(DissimilarityLoss):
                 values = values.where((negatives > positives) & (negatives < positives + self.margin), 0)
             return values.sum(1)
 
-        return sum_over_positives(losses, positive)
+        return sum_over_positives(losses, positive, most)
 
 
 def _active(thresholds: Tensor, negatives: Tensor, below: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     """Return the number of negatives below each ascending threshold, and of thresholds above each negative."""
-    if thresholds.shape[1] > _SEARCH_THRESHOLDS:
+    if not devices.on_cpu(negatives) or thresholds.shape[1] > _SEARCH_THRESHOLDS:
         lowest = torch.searchsorted(thresholds, negatives, right=below is torch.lt)
         ones = thresholds.new_ones(()).expand_as(negatives)
         counts_below = thresholds.new_zeros(len(thresholds), thresholds.shape[1] + 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -156,6 +157,10 @@ def test_marked_columns() -> None:
     assert torch.equal(there.sum(1), mask.sum(1))
     for of_row, present, marks in zip(columns, there, mask, strict=True):
         assert torch.equal(of_row[present], marks.nonzero().flatten())
+    for more in (0, 2):  # than the longest row has
+        padded, there_too = masked.masked_indices(mask, columns.shape[1] + more)
+        assert torch.equal(padded[there_too], columns[there])
+        assert torch.equal(there_too, F.pad(there, (0, more)))
 
 
 # ------------------------------------------------------------------------------------------------------------- mining
