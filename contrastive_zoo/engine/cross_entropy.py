@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def cross_entropy(positive: Float[Tensor, " n"], others: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+def cross_entropy(positive: Float[Tensor, "*n"], others: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Return ``logaddexp(others, positive) - positive``, as softplus(others − positive).
 
     With σ the share of the others in the softmax, the gradient is σ by ``others`` and −σ by ``positive``: as small as

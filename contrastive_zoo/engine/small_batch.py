@@ -112,7 +112,7 @@ def small_batch_siglip(
 
 
 def _learnt(temperature: float | Tensor) -> tuple[Tensor | None, float | Tensor, float | Tensor]:
-    """Return the parameter of the scale 1/t, the scale, and the derivative of its logarithm by the parameter.
+    """Return the parameter of the scale 1/t, the scale, and its derivative by the parameter.
 
     The scale is a number unless an accelerator holds it. The value of a LearnableTemperature carries its parameter θ,
     t = exp(−θ): differentiating by θ saves autograd's steps.
@@ -121,7 +121,7 @@ def _learnt(temperature: float | Tensor) -> tuple[Tensor | None, float | Tensor,
         return None, 1 / temperature, 0.0
     scale = _read_on_cpu(at_least_float32(temperature.detach()).reciprocal())
     log_scale = getattr(temperature, "log_scale", None)
-    return (temperature, scale, -scale) if log_scale is None else (log_scale, scale, 1.0)
+    return (temperature, scale, -scale * scale) if log_scale is None else (log_scale, scale, scale)
 
 
 def _read_on_cpu(x: Tensor) -> float | Tensor:
@@ -137,7 +137,7 @@ def _rounded_matmuls(a: Tensor) -> AbstractContextManager[None]:
 class _Settings(NamedTuple):
     """How a loss is computed, besides its parameters.
 
-    ``slope`` is the derivative of log(scale) by the parameter. The mean of the losses that ``terms`` returns is the mean
+    ``slope`` is the derivative of the scale by the parameter. The mean of the losses that ``terms`` returns is the mean
     over rows; their sum is that of ``sides`` directions. ``learns`` says whether gradients may be needed: a leaf has
     ``requires_grad`` under ``no_grad``, too.
     """
@@ -176,11 +176,14 @@ class _SmallBatch(Function):
             w, count = weights(), losses.numel() if mean else sides
             dz = _gradient_of_rows(w, q, k, own, views, count)
             radial = (z * dz).sum(1, keepdim=True)
-            if ctx.needs_input_grad[2] and own is None:  # each pair appears in two rows
-                of_pairs = (radial if factors is z else factors * dz).sum()
-                ctx.dparameter = _read_on_cpu(of_pairs) * (slope * scale / 2)
+            if (
+                ctx.needs_input_grad[2] and own is None
+            ):  # the rows of a side have each pair once, those of two views twice
+                of_pairs = radial if factors is z else factors * dz
+                of_pairs = (of_pairs if views else of_pairs[: len(a)]).sum()
+                ctx.dparameter = _read_on_cpu(of_pairs) * (slope / 2 if views else slope)
             elif ctx.needs_input_grad[2]:
-                ctx.dparameter = _read_on_cpu((w * logits).sum()) * (slope / (count * (2 if views else 1)))
+                ctx.dparameter = _read_on_cpu((w * logits).sum()) * (slope / scale / (count * (2 if views else 1)))
             if ctx.needs_input_grad[3]:
                 ctx.dbias = _read_on_cpu(w.sum()) / count
             if has_zero_row:

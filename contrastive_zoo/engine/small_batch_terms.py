@@ -65,19 +65,18 @@ def softmaxes(logits: Tensor, comparison: Comparison) -> Terms:
     if views:  # a finite number, whose product with the weight 0 is 0
         logits.fill_diagonal_(torch.finfo(logits.dtype).min)
     shares = torch.log_softmax(torch.stack([logits, logits.T]) if both else logits, -1)
-    of_pairs = _of_pairs(shares, views=views)
-    positive = of_pairs.clone()
-    shares.exp_()
+    w = shares.exp()
+    of_pairs = _of_pairs(w, views=views)
     of_pairs.zero_()  # the sums leave the positive out, so that it cancels nowhere
-    others = shares.sum(-1).view_as(positive)
+    others = w.sum(-1).view_as(of_pairs)
 
     def weights() -> Tensor:
         of_pairs.sub_(others)
         if views:
-            return shares + shares.T
-        return shares[0].add_(shares[1].T) if both else shares
+            return w + w.T
+        return w[0].add_(w[1].T) if both else w
 
-    return cross_entropy(positive.view(-1), others.log().view(-1)), weights
+    return cross_entropy(_of_pairs(shares, views=views), others.log()), weights
 
 
 def sigmoids(logits: Tensor) -> Terms:
