@@ -172,7 +172,7 @@ def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
     return mask.view(torch.uint8).amax(1).bool() if mask.shape[1] else mask.any(1)
 
 
-@traced_as(lambda mask, most=None: READS_COUNTS)
+@traced_as(lambda *args, **named: READS_COUNTS)
 def masked_indices(
     mask: Bool[Tensor, "c N"], most: int | None = None
 ) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:

@@ -66,7 +66,7 @@ def row_sums(*terms: Shaped[Tensor, "c N"]) -> Shaped[Tensor, "c k"]:
     return torch.stack([x.sum(1) for x in terms], 1)
 
 
-@traced_as(lambda term, positive: READS_COUNTS)
+@traced_as(lambda *args, **named: READS_COUNTS)
 def sum_over_positives(
     term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"], most: int | None = None
 ) -> Float[Tensor, " c"]:

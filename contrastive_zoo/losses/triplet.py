@@ -113,7 +113,7 @@ class Triplet(DissimilarityLoss):
     def _penalty(self, violation: Tensor) -> Tensor:
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
-    @traced_as(lambda self, distance, positive, negative: READS_COUNTS)
+    @traced_as(lambda *args, **named: READS_COUNTS)
     def _hinges(self, distance: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ (D_ip + margin − D_in) over active triplets, and their number, from each pair's number of triplets."""
         positives = self._ascending_positives(distance, positive)
