@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.devices import sum_dtype
-from contrastive_zoo.later import read_later
+from contrastive_zoo.later import ValueCheck, read_later
 from contrastive_zoo.loss_summary import LossModules, StateSums
+from contrastive_zoo.session import Session
 
 FIRST_VALUES, EVERY_NTH_CALL = 8, 64
 """Returned values are compared between ranks after the first 8 calls, parameters at the first call, both at every 64th."""
+
+_Check = tuple[int, Callable[[Sequence[float]], str | None]]
+"""How many numbers a check reads, and what it concludes from them."""
 
 
 class CallHistory:
@@ -42,11 +49,11 @@ class CallHistory:
         self.sizes: list[int] | None = None
         self._value: Callable[[], list[float]] | None = None
         self._sums: Callable[[], StateSums] | None = None
-        self._finite: list[tuple[list[str], Callable[[], list[float]]]] = []
+        self._checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Without numbers that are still to be read from a device for the next handshake of this very object."""
-        return {**vars(self), "_value": None, "_sums": None, "_finite": []}
+        return {**vars(self), "_value": None, "_sums": None, "_checks": []}
 
     def remember_value(self, value: Any) -> None:
         """Keep the returned value for the next handshake, at calls whose values are compared."""
@@ -71,23 +78,22 @@ class CallHistory:
                 due, self._sums = self._sums, None
         return None if due is None else due()
 
-    def finite_problem(self, arguments: Arguments) -> str | None:
-        """Which rows on an accelerator held NaN or infinite values at the previous call; starts to look at these rows."""
-        seen, self._finite = self._finite, []
-        if arguments.on_accelerator:
-            floating = {name: x.detach() for name, x in arguments.rows.items() if x.is_floating_point()}
-            # one copy from each device, and usually there is one
-            for device in dict.fromkeys(x.device for x in floating.values()):
-                here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}
-                self._finite.append((list(here), read_later(torch.stack(list(here.values())))))
-        bad = [name for names, flags in seen for name, finite in zip(names, flags(), strict=True) if not finite]
-        if not bad:
-            return None
-        return (
-            f"{', '.join(bad)} held NaN or infinite values at the previous call (on accelerators they are looked for "
-            "without waiting). Look for a diverged encoder, a division by a zero norm or an overflow in half precision; "
-            "check_finite=False lets them through."
-        )
+    def look_later(self, checks: Sequence[ValueCheck]) -> None:
+        """Start to copy the numbers of this call's checks, all in one copy from a device, for the next call."""
+        for device in dict.fromkeys(x.numbers.device for x in checks):  # usually there is one
+            here = [x for x in checks if x.numbers.device == device]
+            numbers = read_later(torch.cat([x.numbers.long() for x in here]))
+            self._checks.append(([(len(x.numbers), x.problem) for x in here], numbers))
+
+    def values_problem(self) -> str | None:
+        """What was wrong with the values that the previous call looked at on an accelerator, once; None if nothing was."""
+        checks, self._checks = self._checks, []
+        for of_device, read in checks:
+            numbers = iter(read())
+            found = [problem([*itertools.islice(numbers, count)]) for count, problem in of_device]
+            if wrong := next(filter(None, found), None):
+                return f"at the previous call (on accelerators values are looked at without waiting): {wrong}"
+        return None
 
     def shapes_problem(self, arguments: Arguments) -> str | None:
         """Why ``static_shapes=True`` does not hold: the sizes differ from the previous call's; None if they are equal."""
@@ -97,3 +103,24 @@ class CallHistory:
             f"static_shapes=True, but this rank brought {arguments.sizes} rows of {', '.join(arguments.rows)} after "
             f"{self.sizes}. Drop the last incomplete batch, or leave static_shapes out."
         )
+
+
+def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
+    """The session of a step whose rows are on an accelerator: NaN and infinite values are refused in the next call."""
+    floating = {name: x.detach() for name, x in rows.items() if x.is_floating_point()}
+    if (later := session.progress.later) is not None:
+        for device in dict.fromkeys(x.device for x in floating.values()):
+            here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}
+            finite = torch.stack(list(here.values()))
+            later.append(ValueCheck(finite, functools.partial(_finite_problem, list(here))))
+    return replace(session, options=replace(session.options, check_finite=False))
+
+
+def _finite_problem(names: Sequence[str], finite: Sequence[float]) -> str | None:
+    bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+    if not bad:
+        return None
+    return (
+        f"{', '.join(bad)} held NaN or infinite values. Look for a diverged encoder, a division by a zero norm or an "
+        "overflow in half precision; check_finite=False lets them through."
+    )

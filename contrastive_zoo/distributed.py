@@ -1,7 +1,6 @@
 """DistributedLoss makes any loss a function of the global batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from typing_extensions import TypeVar
 from contrastive_zoo import devices
 from contrastive_zoo.arguments import Arguments
 from contrastive_zoo.broadcast_state import broadcast_from_rank_0
-from contrastive_zoo.call_history import CallHistory
+from contrastive_zoo.call_history import CallHistory, looking_later
 from contrastive_zoo.collectives import scale_gradient
 from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.distributed_step import DistributedStep, Observer
@@ -22,7 +21,7 @@ from contrastive_zoo.loss_call import LossCall, bound_arguments, loss_name, sign
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.native_loss import native_and_replaced
 from contrastive_zoo.session import Session, refuse
-from contrastive_zoo.step_state import Options
+from contrastive_zoo.step_state import Options, Progress
 from contrastive_zoo.world import Processes, Shards, World
 from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 from contrastive_zoo.wrapper_options import (
@@ -77,8 +76,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
             that sums, a divide factor of 1.
         check_finite: whether rows with NaN or infinite values are refused. On an accelerator they are looked for without
-            waiting, and refused at the next call. False leaves out all checks that read values from an accelerator, such
-            as that of labels, so that the host never waits for it.
+            waiting, and refused at the next call, and so are other wrong values, such as labels that are no classes.
+            False leaves out all checks of values on an accelerator.
         check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
             value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
         check_distinct: whether the first call refuses embeddings that are equal on every rank, as they are after a gather.
@@ -203,7 +202,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
             refuse(loss_name(bare), problem, world=session)
         if arguments.on_accelerator:  # their values are checked one call later
-            session = replace(session, options=replace(session.options, check_finite=False))
+            session = looking_later(session, arguments.rows)
         step = DistributedStep(call, arguments, modules, self._options(), self._history, session, self._observing)
         value = step.compute()
         if self.grad_reduction == "sum":
@@ -240,9 +239,10 @@ class DistributedLoss(LossAttributes, Generic[R]):
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
         ring, problem = ring_in_group(machines_of(self.ring), world)
-        options = Options(check_finite, ring, factor, reads_values=check_finite)
+        options = Options(check_finite, ring, factor, reads_values=False)
+        progress = Progress(later=[] if check_finite else None)
         caller = f"{loss_name(bare)}, call {self._history.calls + 1}"
-        return Session(world.rank, world.size, world.group, options, caller=caller), problem
+        return Session(world.rank, world.size, world.group, options, progress=progress, caller=caller), problem
 
     def _options(self) -> WrapperOptions:
         return WrapperOptions(
@@ -275,12 +275,15 @@ class DistributedLoss(LossAttributes, Generic[R]):
         """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
         if not call.is_own and (problem := call.indices_problem(session)) is not None:
             refuse(loss_name(without_ddp(self.loss)), problem, world=session)
+        if (problem := self._history.values_problem()) is not None:
+            refuse(loss_name(without_ddp(self.loss)), problem, world=session)
         session = self._looking_later(call, session)
         own, observer = call.is_own, self._observing
         rows = {} if observer is None else Arguments.of(call.bound.arguments).rows
         if observer is not None and (problem := observer.problem(rows)) is not None:
             refuse(loss_name(without_ddp(self.loss)), problem, world=session)
         value = call.loss(*call.bound.args, **call.bound.kwargs, world=session) if own else call.mine_and_compute()
+        self._history.look_later(session.progress.later or ())
         if observer is not None:
             observer.observe(without_ddp(self.loss), rows, [Shards((len(x),)) for x in rows.values()], session)
         return value
@@ -291,6 +294,5 @@ class DistributedLoss(LossAttributes, Generic[R]):
         on_cpu = all(devices.on_cpu(x) or x.is_meta for x in given if isinstance(x, Tensor))
         if on_cpu or not (call.is_own and session.options.check_finite):
             return session
-        if problem := self._history.finite_problem(Arguments.of(call.bound.arguments)):
-            raise ValueError(f"{loss_name(call.loss)}: {problem}")
-        return replace(session, options=replace(session.options, check_finite=False))
+        arguments = Arguments.of(call.bound.arguments)
+        return looking_later(session, arguments.rows if arguments.on_accelerator else {})

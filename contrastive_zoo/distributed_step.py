@@ -100,6 +100,7 @@ class DistributedStep:
         except BaseException as error:
             report(error, self.session)
             raise
+        self.history.look_later(self.session.progress.later or ())
         assert self.opening.agreed is not None
         if self.opening.agreed.replicate and self.options.check_equal:
             self.history.remember_value(value)
@@ -140,7 +141,7 @@ class DistributedStep:
     def _problem(self) -> str | None:
         """What this rank knows to be wrong before any loss of this library declares itself."""
         call, arguments, session, history = self.call, self.arguments, self.session, self.history
-        problem = history.finite_problem(arguments) if self.options.check_finite else None
+        problem = history.values_problem()
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
         if history.keeps_state and _in_backward():
             problem = problem or _COMPUTED_AGAIN

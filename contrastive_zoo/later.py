@@ -1,9 +1,24 @@
 """Asynchronous copies from an accelerator to the host, which never waits for the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class ValueCheck(NamedTuple):
+    """A check of values on a device, of which the host reads a few integers or bools.
+
+    Examples:
+        >>> check = ValueCheck(torch.tensor([3, 9]), lambda numbers: f"got {numbers[1]}" if numbers[1] > 5 else None)
+        >>> check.problem(check.numbers.tolist())
+        'got 9'
+    """
+
+    numbers: Tensor
+    problem: Callable[[Sequence[float]], str | None]
+    """Returns what is wrong, given the numbers, in words; None if nothing is."""
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from contrastive_zoo import devices
 from contrastive_zoo.derivations import Derivations
 from contrastive_zoo.gather_cache import GatherCache
 from contrastive_zoo.handshake import Agreed, Statement, shake_hands
@@ -24,19 +23,6 @@ from contrastive_zoo.step_state import (
     Replicate,
 )
 from contrastive_zoo.world import Machines, Shards, World
-
-
-def values_are_read(x: Tensor, world: World) -> bool:
-    """Return whether checks read the values of labels, weights and the like.
-
-    With ``DistributedLoss(check_finite=False)`` they are not read from an accelerator, which the host would wait for.
-
-    Examples:
-        >>> import torch
-        >>> values_are_read(torch.arange(2), World())
-        True
-    """
-    return devices.on_cpu(x) or not isinstance(world, Session) or world.options.reads_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +149,8 @@ class Session(World):
             >>> Session.of(World()).of_all_rows().options.check_finite
             False
         """
-        return Session(options=UNCHECKED, progress=Progress(settings=self.progress.settings))
+        progress = Progress(settings=self.progress.settings, later=self.progress.later)
+        return Session(options=UNCHECKED, progress=progress)
 
     def open(self, caller: str, problem: str | None = None) -> None:
         """Hold the step's first handshake without a declaration, for a third-party loss."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from contrastive_zoo.handshake import Agreed, Statement
+from contrastive_zoo.later import ValueCheck
 from contrastive_zoo.world import Machines, Shards, World
 
 
@@ -21,7 +22,8 @@ class Options:
         ring: whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks
             of each machine, so that shards pass first inside a machine and then between machines.
         sharded_factor: the factor of the gradient of sharded parameters, of which each rank holds another part.
-        reads_values: whether checks wait for the values of labels, weights and the like that are on an accelerator.
+        reads_values: whether checks wait for the values of labels, weights and the like that are on an accelerator; a
+            wrapper reads them in the next call instead.
     """
 
     check_finite: bool = True
@@ -103,3 +105,5 @@ class Progress:
     """Tells whether the loss has drawn random numbers or changed a buffer; None for a loss that cannot."""
     go_on: Callable[[Mapping[str, Tensor]], ComputedFrom] | None = None
     """For a loss that runs once: what it is computed from after the handshake, given the rows with which it has begun."""
+    later: list[ValueCheck] | None = None
+    """The checks of values on an accelerator, which the wrapper reads in the next call; None where no values are checked."""

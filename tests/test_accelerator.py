@@ -36,11 +36,6 @@ READS = {
 }
 """What some losses need to know before they compute; :func:`reading` calls the other losses of a family by their names."""
 
-CLASS_LOSSES = {"ArcFace", "ArcFace, sub-centers", "CosFace", "InstanceLoss", "InstanceLoss, unit rows",
-                "LargeMarginSoftmax", "NormalizedSoftmax", "P2SGrad",
-                "ProxyAnchor", "ProxyNCA++", "SoftTriple", "SphereFace"}  # fmt: skip
-"""Their labels are indices, and are checked unless ``check_finite=False``."""
-
 
 @functools.cache
 def reading(*options: str) -> set[str]:
@@ -62,16 +57,20 @@ def test_no_loss_waits_for_an_accelerator() -> None:
     assert all(may_read(name) for name in found), found
 
 
-def test_checks_of_values_wait_for_labels_only() -> None:
-    expected = CLASS_LOSSES | {"Margin, by class", "MultiPositive, several targets", "OnlineContrastive", "MNRL"}
-    names = expected | {str(entry) for entry in ENTRIES[:: 1 if EVERY_CASE else 3]}
-    assert {name for name in reading("--check-finite", *sorted(names)) if not may_read(name)} == expected
+CHECKED = ["ArcFace", "P2SGrad", "Margin, by class", "MultiPositive, several targets", "OnlineContrastive", "MNRL"]
+"""Losses that check the values of labels, weights and owners."""
+
+
+def test_no_check_waits_for_an_accelerator() -> None:
+    names = {*CHECKED, *(str(entry) for entry in ENTRIES[:: 1 if EVERY_CASE else 3])}
+    found = reading("--check-finite", *sorted(names))
+    assert all(may_read(name) for name in found), found
 
 
 def test_what_a_cpu_does_would_be_noticed() -> None:
     """The mutant: all losses take an accelerator for a CPU."""
-    names = {"Clip", "Histogram", "Contrastive"}
-    assert names == reading("--as-cpu", *sorted(names))
+    names = {"Clip", "Histogram", "Contrastive", *CHECKED}
+    assert names == reading("--as-cpu", "--check-finite", *sorted(names))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ LAYERS = [
     {"handshake", "common_failure"},
     {"step_state"},
     {"session"},
-    {"collectives"},
+    {"collectives", "value_checks"},
     {"masks", "randomness", "averaging", "arguments", "loss_summary", "wrapped"},
     {"engine", "evaluation"},
     {"plots"},

@@ -25,8 +25,9 @@ from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, labels_as_int64, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
-from contrastive_zoo.session import Session, values_are_read
+from contrastive_zoo.session import Session
 from contrastive_zoo.sizes import of_size
+from contrastive_zoo.value_checks import range_problem, safe_index, values_are_read
 from contrastive_zoo.world import Shards, World
 
 
@@ -208,9 +209,8 @@ def begin_with_classes(
         ValueError: Loss: labels are classes 0 … 1, got 7. Number them from 0, or raise num_classes.
     """
     problem = labelled_problem(embeddings, labels) or _weights_problem(embeddings, weights) or problem
-    reads_labels = labels is not None and values_are_read(labels, world)
-    if problem is None and not sharded and reads_labels:
-        problem = _classes_problem(labels, len(weights))
+    if problem is None and not sharded:
+        problem = _classes_problem(labels, len(weights), world)
     named: dict[str, Tensor | None] = {"embeddings": embeddings, "labels": labels}
     if sharded:
         named["class weights"] = weights
@@ -220,16 +220,16 @@ def begin_with_classes(
     shards, class_shards = all_shards[0], all_shards[-1] if sharded else None
     assert labels is not None  # begin raises otherwise
     if class_shards is not None:
-        problem = _classes_problem(gather_rows(labels, shards, world), class_shards.total) if reads_labels else None
-        if problem:  # every rank sees the same labels
+        checked = gather_rows(labels, shards, world) if values_are_read(labels, world) else labels
+        if problem := _classes_problem(checked, class_shards.total, world):  # every rank sees the same labels
             raise ValueError(f"{caller}: {problem}")
         if isinstance(world, Session):
             weights = scale_gradient(weights, world.options.sharded_factor)
-    labels = labels_as_int64(labels, world)
+    targets = safe_index(labels_as_int64(labels, world), len(weights) if class_shards is None else class_shards.total)
     z = prepare_rows(embeddings, normalize=normalize, world=world)
     weights = at_least_float32(weights)
     centers = (F.normalize(weights, dim=-1) if normalize_weights else weights).to(z.dtype)
-    return z, labels, centers if centers.ndim == 3 else centers[:, None], shards, class_shards
+    return z, targets, centers if centers.ndim == 3 else centers[:, None], shards, class_shards
 
 
 def _weights_problem(embeddings: Tensor, weights: Tensor) -> str | None:
@@ -241,7 +241,9 @@ def _weights_problem(embeddings: Tensor, weights: Tensor) -> str | None:
     return state_problem("weights", weights, embeddings)
 
 
-def _classes_problem(labels: Tensor | None, classes: int) -> str | None:
-    if labels is not None and len(wrong := labels[(labels < 0) | (labels >= classes)]):
-        return f"labels are classes 0 … {classes - 1}, got {int(wrong[0])}. Number them from 0, or raise num_classes."
-    return None
+def _classes_problem(labels: Tensor | None, classes: int, world: World) -> str | None:
+    def problem(least: int, most: int) -> str:
+        wrong = least if least < 0 else most
+        return f"labels are classes 0 … {classes - 1}, got {wrong}. Number them from 0, or raise num_classes."
+
+    return None if labels is None else range_problem(labels, 0, classes - 1, problem, world=world)

@@ -15,8 +15,9 @@ from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.row_loss import RowSettings
 from contrastive_zoo.row_checks import tensor_problem
-from contrastive_zoo.session import refuse, values_are_read
+from contrastive_zoo.session import refuse
 from contrastive_zoo.sizes import of_size
+from contrastive_zoo.value_checks import range_problem, safe_index
 from contrastive_zoo.world import World
 
 _SIZE = "num_classes is 1 or more"
@@ -94,7 +95,7 @@ class Margin(MetricLoss):
     def on_block(self, block: AnchorBlock) -> Rows:
         distance = self.similarity(block.anchors, block.candidates)
         beta = self.beta.to(distance.dtype)
-        beta = beta[:, None] if self.num_classes is None else beta[block.ids, None]
+        beta = beta[:, None] if self.num_classes is None else beta[safe_index(block.ids, self.num_classes), None]
         positive_term = (distance - beta + self.margin).relu().where(block.positive, 0)
         negative_term = (beta - distance + self.margin).relu().where(block.negative, 0)
         counts = row_sums(block.positive, block.negative, positive_term > 0, negative_term > 0)
@@ -120,8 +121,8 @@ class Margin(MetricLoss):
         world = self.local() if world is None else world
         labels = named_rows.get("labels", rows[-1] if len(rows) == 2 else None)
         if self.num_classes is not None:
-            reads_labels = not isinstance(labels, Tensor) or values_are_read(labels, world)
-            if problem := _classes_problem(labels, self.num_classes, reads_labels):
+            problem = _classes_problem(labels, self.num_classes, world)
+            if problem is not None:
                 refuse(type(self).__name__, problem, world=world)
         value = super().forward(*rows, world=world, **named_rows)
         if self.num_classes is not None or self.reduction == "none" or not self.learn_beta:
@@ -129,9 +130,10 @@ class Margin(MetricLoss):
         return value + self.nu * real(self.beta).to(value.dtype)
 
 
-def _classes_problem(labels: Tensor | None, num_classes: int, reads_labels: bool) -> str | None:
+def _classes_problem(labels: Tensor | None, num_classes: int, world: World) -> str | None:
+    def problem(least: int, most: int) -> str:
+        return f"labels are 0 … {num_classes - 1}, got {least} … {most}."
+
     if labels is None or tensor_problem("labels", labels) or labels.is_floating_point() or labels.is_complex():
         return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
-    if reads_labels and bool(((labels < 0) | (labels >= num_classes)).any()):
-        return f"labels are 0 … {num_classes - 1}, got {int(labels.min())} … {int(labels.max())}."
-    return None
+    return range_problem(labels, 0, num_classes - 1, problem, world=world)

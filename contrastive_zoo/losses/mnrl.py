@@ -22,7 +22,8 @@ from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
 from contrastive_zoo.loss_base.temperature import logit_scale
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.session import refuse, values_are_read
+from contrastive_zoo.session import refuse
+from contrastive_zoo.value_checks import range_problem
 from contrastive_zoo.world import ALONE, Shards, World
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
@@ -94,8 +95,7 @@ def mnrl(
     directions = tuple(directions) if isinstance(directions, (list, tuple)) else directions
     settings: dict[str, Any] = {"directions": directions, "partition_mode": partition_mode}
     settings |= {"hardness_mode": hardness_mode, "hardness_strength": hardness_strength}
-    reads_owners = owners is None or values_are_read(owners, world)
-    problem = _problem(queries, documents, negatives, owners, reads_owners) or _settings_problem(**settings)
+    problem = _problem(queries, documents, negatives, owners, world) or _settings_problem(**settings)
     if problem is not None:
         refuse("MNRL", problem, world=world)
     kernels = choose_kernels([queries, documents], unsupported=_unsupported_by_kernels(directions, hardness_mode))
@@ -208,19 +208,24 @@ def _ranked(
 
 
 def _problem(
-    queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None, reads_owners: bool
+    queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None, world: World
 ) -> str | None:
     if negatives is not None and (negatives.shape[1:] != queries.shape[1:] or negatives.dtype != queries.dtype):
         return f"negatives are [m, d], got {kind(negatives)} for queries {kind(queries)}."
     if owners is not None:
         if negatives is None:
             return "owners say whose the negatives are, but there are no negatives."
-        if wrong := labels_problem("owners", owners, len(negatives)):
+        if wrong := labels_problem("owners", owners, len(negatives)) or _owners_problem(owners, len(queries), world):
             return wrong
-        if reads_owners and len(owners) and not -1 <= int(owners.min()) <= int(owners.max()) < len(queries):
-            return f"owners are rows of this rank's {len(queries)} queries, or -1, got {owners.unique().tolist()}."
     rule, fix = "row i of queries belongs to row i of documents", "Pass further documents as negatives."
     return towers_problem(rule, fix, queries=queries, documents=documents)
+
+
+def _owners_problem(owners: Tensor, queries: int, world: World) -> str | None:
+    def problem(least: int, most: int) -> str:
+        return f"owners are rows of this rank's {queries} queries, or -1, got {least} … {most}."
+
+    return range_problem(owners, -1, queries - 1, problem, world=world)
 
 
 def _settings_problem(

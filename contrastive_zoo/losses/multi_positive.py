@@ -17,7 +17,7 @@ from contrastive_zoo.loss_base.checks import rows_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.session import values_are_read
+from contrastive_zoo.value_checks import value_problem
 from contrastive_zoo.world import ALONE, World
 
 Duplicates = Literal["positive", "ignore", "negative"]
@@ -81,10 +81,9 @@ def multi_positive(
     Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748, with the targets of Yang et al. 2022
     (UniCL), https://arxiv.org/abs/2204.03610
     """
-    reads_weights = weights is None or values_are_read(weights, world)
-    problem = _problem(queries, keys, ids, key_ids, weights, reads_weights, duplicates, symmetric) or _settings_problem(
-        duplicates
-    )
+    problem = _problem(queries, keys, ids, key_ids, weights, duplicates, symmetric) or _settings_problem(duplicates)
+    if problem is None and weights is not None:
+        problem = _weights_problem(weights, world)
     paired = key_ids is None
     named = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
     settings: dict[str, Any] = {"temperature": temperature, "duplicates": duplicates, "symmetric": symmetric}
@@ -148,7 +147,6 @@ def _problem(
     ids: Tensor,
     key_ids: Tensor | None,
     weights: Tensor | None,
-    reads_weights: bool,
     duplicates: str,
     symmetric: bool,
 ) -> str | None:
@@ -162,7 +160,11 @@ def _problem(
         return f"key_ids are missing: queries {kind(queries)} with ids {kind(ids)} do not pair with keys {kind(keys)}."
     if (key_ids is not None or weights is not None) and (symmetric or duplicates != "positive"):
         return "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
-    fits = weights is None or (weights.shape == ids.shape and not weights.is_complex())
-    if weights is not None and (not fits or (reads_weights and not bool((weights >= 0).all()))):
+    if weights is not None and (weights.shape != ids.shape or weights.is_complex()):
         return f"weights are non-negative, one per id, got {kind(weights)} for ids {kind(ids)}."
     return None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))
+
+
+def _weights_problem(weights: Tensor, world: World) -> str | None:
+    problem = f"weights are non-negative, one per id, got some of {kind(weights)} that are negative or NaN."
+    return value_problem(weights, lambda x: (x >= 0).all(), lambda valid: None if valid[0] else problem, world=world)

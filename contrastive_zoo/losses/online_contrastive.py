@@ -6,13 +6,12 @@ from torch import Tensor
 
 from contrastive_zoo.collectives import extreme_over_ranks, sum_over_ranks
 from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
 from contrastive_zoo.loss_base.checks import number_problem, towers_problem
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.session import values_are_read
+from contrastive_zoo.value_checks import range_problem
 from contrastive_zoo.world import ALONE, World
 
 
@@ -55,7 +54,7 @@ def online_contrastive(
     Source: sentence-transformers, https://sbert.net/docs/package_reference/sentence_transformer/losses.html, after
     Hadsell et al. 2006, eq. 4, https://doi.org/10.1109/CVPR.2006.100
     """
-    problem = _problem(queries, keys, labels, values_are_read(labels, world)) or _settings_problem(margin)
+    problem = _problem(queries, keys, labels, world) or _settings_problem(margin)
     named = {"queries": queries, "keys": keys, "labels": labels}
     begin("OnlineContrastive", named, problem=problem, margin=margin, reduction=reduction, world=world)
     q, k = (prepare_rows(rows, normalize=True, world=world) for rows in (queries, keys))
@@ -87,9 +86,10 @@ def _thresholds(distance: Tensor, positive: Tensor, world: World) -> tuple[Tenso
     return farthest.where(farthest.isfinite(), mean), nearest.where(nearest.isfinite(), mean)
 
 
-def _problem(queries: Tensor, keys: Tensor, labels: Tensor, reads_labels: bool) -> str | None:
+def _problem(queries: Tensor, keys: Tensor, labels: Tensor, world: World) -> str | None:
+    def problem(least: int, most: int) -> str:
+        return f"labels are 1 for a positive pair and 0 for a negative one, got {least} … {most}."
+
     found = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
     found = found or labels_problem("labels", labels, len(queries))
-    if found is None and reads_labels and not bool(((labels == 0) | (labels == 1)).all()):
-        return f"labels are 1 for a positive pair and 0 for a negative one, got {kind(labels)} with other values."
-    return found
+    return found or range_problem(labels, 0, 1, problem, world=world)

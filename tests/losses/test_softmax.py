@@ -387,7 +387,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: cz.InfoNCE(in_batch_negatives=False, symmetric=True)(EYE, EYE, EYE), "and not symmetric"),
     (lambda: MNRL()(EYE, EYE[:2]), "MNRL: row i of queries belongs to row i of documents"),
     (lambda: MNRL()(EYE, EYE, EYE[:, :2]), r"MNRL: negatives are \[m, d\], got float32 \[3, 2\]"),
-    (lambda: MNRL()(EYE, EYE, EYE, Y + 1), r"MNRL: owners are rows of this rank's 3 queries, or -1, got \[1, 2, 3\]"),
+    (lambda: MNRL()(EYE, EYE, EYE, Y + 1), r"MNRL: owners are rows of this rank's 3 queries, or -1, got 1 … 3"),
     (lambda: MNRL()(EYE, EYE, EYE, Y[:2]), "MNRL: owners are one per row"),
     (lambda: MNRL()(EYE, EYE, None, Y), "MNRL: owners say whose the negatives are, but there are no negatives"),
     (lambda: MNRL(directions=("doc_to_query",))(EYE, EYE), "MNRL: directions are 'query_to_doc' and any of"),
