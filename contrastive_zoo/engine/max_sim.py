@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import all_gather, gather_rows
 from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine import tiling
@@ -48,12 +49,24 @@ class TokenSets:
         lengths: the number of tokens of each local set, at least 1.
         shards: the split of the sets over the ranks.
         token_shards: the split of the tokens over the ranks.
+        read: ``lengths`` on the host.
     """
 
     tokens: Float[Tensor, "t d"]
     lengths: Tensor
     shards: Shards
     token_shards: Shards
+    read: Sequence[int]
+
+    def all_lengths(self, world: World) -> tuple[Tensor, Sequence[int]]:
+        """Return the numbers of tokens of the sets of all ranks, and the same on the host, which waits for no device."""
+        lengths = gather_rows(self.lengths, self.shards, world)
+        if world.size == 1:
+            return lengths, self.read
+        if devices.on_cpu(lengths):
+            return lengths, lengths.tolist()
+        by_rank = world.exchange([*self.read, *[0] * (max(self.shards.sizes) - len(self.read))])
+        return lengths, [x for of, size in zip(by_rank, self.shards.sizes, strict=True) for x in of[:size]]
 
 
 @without_autocast
@@ -72,17 +85,19 @@ def max_sim_scores(
 
     Examples:
         >>> from contrastive_zoo.world import ALONE
-        >>> q = TokenSets(torch.eye(2), torch.tensor([2]), Shards((1,)), Shards((2,)))
-        >>> d = TokenSets(torch.tensor([[3.0, 0.0], [1.0, 2.0]]), torch.tensor([1, 1]), Shards((2,)), Shards((2,)))
+        >>> q = TokenSets(torch.eye(2), torch.tensor([2]), Shards((1,)), Shards((2,)), [2])
+        >>> tokens, lengths = torch.tensor([[3.0, 0.0], [1.0, 2.0]]), torch.tensor([1, 1])
+        >>> d = TokenSets(tokens, lengths, Shards((2,)), Shards((2,)), [1, 1])
         >>> max_sim_scores(q, d, world=ALONE)
         tensor([[3., 3.]])
     """
-    lengths = gather_rows(documents.lengths, documents.shards, world)
+    lengths, read = documents.all_lengths(world)
     if is_dense():
-        return _dense_scores(queries, documents, lengths.tolist(), world)
+        return _dense_scores(queries, documents, read, world)
     sweep = MaxSimSweep(
         queries.lengths,
-        lengths.tolist(),
+        lengths,
+        read,
         documents.shards,
         documents.token_shards,
         world,
@@ -105,8 +120,10 @@ class MaxSimSweep:
     """Compute the tiles of the local queries, document block by document block, in the order in which they arrive."""
 
     query_lengths: Tensor
-    document_lengths: Sequence[int]
+    document_lengths: Tensor
     """Of all ranks."""
+    read_lengths: Sequence[int]
+    """The same on the host."""
     document_shards: Shards
     token_shards: Shards
     world: World
@@ -126,7 +143,7 @@ class MaxSimSweep:
         sizes = tiling.tile_shape(queries)[1], max(1, elements // max(1, len(queries)))
         for block, tokens in zip(exchange.blocks, exchange, strict=True):
             columns = Shards(self.document_shards.sizes, block.ahead).local
-            blocks = padded_blocks(self.document_lengths[columns], *sizes, queries.device)
+            blocks = padded_blocks(self.document_lengths[columns], self.read_lengths[columns], *sizes)
             yield tokens, [(columns.start + sets, index) for sets, index in blocks]
 
     def _best(self, queries: Tensor, tokens: Tensor, index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:

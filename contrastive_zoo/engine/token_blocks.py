@@ -1,30 +1,62 @@
 """Walk over sets of tokens that are stored one after the other, in blocks of sets of about one length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from contrastive_zoo import devices
+from contrastive_zoo.engine.masked import masked_indices
+
+
+def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
+    """Return the number of valid tokens of each set, by name; the host waits once for those of all masks.
+
+    Args:
+        rows: tokens, [n, L, d].
+        masks: which of them are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
+
+    Examples:
+        >>> rows = {"queries": torch.ones(2, 2, 1), "documents": torch.ones(1, 3, 1)}
+        >>> read_lengths(rows, {"queries": torch.tensor([[1, 0], [1, 1]])})
+        {'queries': [1, 2], 'documents': [3]}
+    """
+    counts = {name: (mask != 0).sum(1) for name, mask in masks.items() if mask is not None}
+    waiting = {name: x for name, x in counts.items() if not devices.on_cpu(x)}
+    if waiting:
+        read = torch.cat([*waiting.values()]).cpu().split([len(x) for x in waiting.values()])
+        counts |= dict(zip(waiting, read, strict=True))
+    return {name: counts[name].tolist() if name in counts else [x.shape[1]] * len(x) for name, x in rows.items()}
+
 
 def packed_tokens(
-    rows: Float[Tensor, "n L d"], mask: Bool[Tensor, "n L"] | Int[Tensor, "n L"] | None
+    rows: Float[Tensor, "n L d"], mask: Bool[Tensor, "n L"] | Int[Tensor, "n L"] | None, count: int
 ) -> tuple[Float[Tensor, "t d"], Int[Tensor, " n"]]:
     """Return the valid tokens of all sets, one set after the other, and the number of tokens of each set.
 
+    Args:
+        rows: tokens.
+        mask: which of them are valid (not 0); None is all of them.
+        count: how many of them are valid.
+
     Examples:
-        >>> tokens, lengths = packed_tokens(torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[1, 0], [1, 1]]))
+        >>> rows, mask = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[1, 0], [1, 1]])
+        >>> tokens, lengths = packed_tokens(rows, mask, 3)
         >>> tokens.flatten().tolist(), lengths.tolist()
         ([1.0, 3.0, 4.0], [1, 2])
     """
     if mask is None:
         return rows.flatten(0, 1), torch.full((len(rows),), rows.shape[1], device=rows.device)
     valid = mask.to(rows.device) != 0
-    return rows[valid], valid.sum(1)
+    if devices.on_cpu(rows):
+        return rows[valid], valid.sum(1)
+    columns, _ = masked_indices(valid.view(1, -1), count)
+    return rows.flatten(0, 1).index_select(0, columns[0]), valid.sum(1)
 
 
 def padded_blocks(
-    lengths: Sequence[int], tokens: int, sets: int, device: torch.device
+    lengths: Int[Tensor, " n"], read: Sequence[int], tokens: int, sets: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield blocks of packed sets, the longest first: the indices of the sets, [b], and of their tokens, [b, L].
 
@@ -32,25 +64,24 @@ def padded_blocks(
     over the set, and needs no mask.
 
     Args:
-        lengths: tokens of each set, at least 1.
+        lengths: tokens of each set, at least 1, where the indices are needed.
+        read: the same numbers on the host.
         tokens: the largest number of tokens of a block of more than one set.
         sets: the largest number of sets of a block.
-        device: where the indices are needed.
 
     Examples:
-        >>> [(sets.tolist(), index.tolist()) for sets, index in padded_blocks([1, 3, 2], 6, 2, torch.device("cpu"))]
+        >>> [(sets.tolist(), index.tolist()) for sets, index in padded_blocks(torch.tensor([1, 3, 2]), [1, 3, 2], 6, 2)]
         [([1, 2], [[1, 2, 3], [4, 5, 4]]), ([0], [[0]])]
     """
-    size = torch.tensor(lengths, dtype=torch.int64)
-    start = size.cumsum(0) - size
-    size, order = size.sort(descending=True, stable=True)
-    first = 0
+    start = lengths.cumsum(0) - lengths
+    size, order = lengths.sort(descending=True, stable=True)
+    descending, first = sorted(read, reverse=True), 0
     while first < len(order):
-        longest = int(size[first])
+        longest = descending[first]
         block = slice(first, first + max(1, min(sets, tokens // longest)))
-        position = torch.arange(longest).expand(len(order[block]), longest)
+        position = torch.arange(longest, device=lengths.device).expand(len(order[block]), longest)
         index = start[order[block], None] + position.where(position < size[block, None], 0)
-        yield order[block].to(device), index.to(device)
+        yield order[block], index
         first = block.stop
 
 

@@ -1,6 +1,6 @@
 """Begin a step of a loss of token embeddings: check them, and score queries against the documents of all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.max_sim import TokenSets, max_sim_scores
-from contrastive_zoo.engine.token_blocks import packed_tokens
+from contrastive_zoo.engine.token_blocks import packed_tokens, read_lengths
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import word_problem
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype
+from contrastive_zoo.loss_base.preparation import begin, begin_once, prepare_rows, round_to_input_dtype
 from contrastive_zoo.world import Shards, World
 
 TokenReduction = Literal["sum", "mean"]
@@ -77,7 +77,8 @@ def begin_late_interaction(
     """Begin with token embeddings and masks, by the names of :data:`MASKS`; return scores.
 
     Raises:
-        ValueError: on every rank: what :func:`tokens_problem` returns, or what :func:`begin` raises.
+        ValueError: on every rank: what :func:`tokens_problem` or :func:`lengths_problem` returns, or what :func:`begin`
+            raises.
 
     Examples:
         >>> from contrastive_zoo.world import ALONE
@@ -89,21 +90,19 @@ def begin_late_interaction(
     settings |= {"token_reduction": token_reduction, "normalize": normalize}
     problem = tokens_problem(rows) or token_reduction_problem(token_reduction) or problem
     given = {name: x for name in MASKS if (x := rows.get(name)) is not None}
+    read = {} if problem else read_lengths(given, {name: rows.get(MASKS[name]) for name in given})
+    problem = problem or lengths_problem(read)
     if problem is not None:
         begin(caller, {}, problem=problem, world=world, **settings)
-    packed = {name: packed_tokens(x, rows.get(MASKS[name])) for name, x in given.items()}
+    packed = {name: packed_tokens(x, rows.get(MASKS[name]), sum(read[name])) for name, x in given.items()}
     named = {name: lengths for name, (_, lengths) in packed.items()}
     named |= {f"tokens of {name}": tokens for name, (tokens, _) in packed.items()}
-    shards = dict(zip(named, begin(caller, named, world=world, **settings), strict=True))
-    sets = {
-        name: TokenSets(
-            round_to_input_dtype(prepare_rows(tokens, normalize=normalize, world=world), tokens, world),
-            lengths,
-            shards[name],
-            shards[f"tokens of {name}"],
-        )
-        for name, (tokens, lengths) in packed.items()
-    }
+    begun = begin_once(caller, named, world=world, **settings)
+    world, agreed, sets = begun.world, dict(zip(named, zip(begun.rows, begun.shards, strict=True), strict=True)), {}
+    for name in given:
+        (lengths, shards), (tokens, token_shards) = agreed[name], agreed[f"tokens of {name}"]
+        prepared = round_to_input_dtype(prepare_rows(tokens, normalize=normalize, world=world), tokens, world)
+        sets[name] = TokenSets(prepared, lengths, shards, token_shards, read[name])
     queries, dtype = sets.pop("queries"), given["queries"].dtype
     parts = [max_sim_scores(queries, documents, dtype=dtype, world=world) for documents in sets.values()]
     scores = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
@@ -142,15 +141,23 @@ def _mask_problem(name: str, x: Tensor | None, of: str, mask: Tensor | None) -> 
         return None if mask is None else f"{of} came without {name}. Leave it out."
     if mask is not None and (mask.shape != x.shape[:2] or mask.is_floating_point()):
         return f"{of} holds a bool or an integer for each token of {name}, got {kind(mask)} for {kind(x)}."
-    if not len(x):
-        return None
-    lengths = x.new_full((len(x),), x.shape[1]) if mask is None else (mask != 0).sum(1)
-    empty = (lengths == 0).nonzero().flatten().tolist()
-    if empty:
-        return (
-            f"{name} have one valid token or more each, got none in row {', '.join(map(str, empty[:5]))}. Drop the row, or "
-            "correct its mask."
-        )
+    return None
+
+
+def lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
+    """Return which sets have no valid token, in words, or None.
+
+    Examples:
+        >>> lengths_problem({"queries": [2, 0]})
+        'queries have one valid token or more each, got none in row 1. Drop the row, or correct its mask.'
+    """
+    for name, of_sets in lengths.items():
+        empty = [str(row) for row, length in enumerate(of_sets) if length == 0]
+        if empty:
+            return (
+                f"{name} have one valid token or more each, got none in row {', '.join(empty[:5])}. Drop the row, or "
+                "correct its mask."
+            )
     return None
 
 

@@ -90,7 +90,7 @@ def max_sim(
     return reduce_anchors(losses, reduction=reduction, world=world)
 
 
-class MaxSim(LateInteractionLoss, function=max_sim, check=token_reduction_problem): ...
+class MaxSim(LateInteractionLoss, function=max_sim, check=token_reduction_problem, begins_once=True): ...
 
 
 @without_autocast

@@ -83,7 +83,9 @@ def max_sim_pairwise(
     return reduce_anchors(losses, counts, reduction=reduction, world=world)
 
 
-class MaxSimPairwise(LateInteractionLoss, function=max_sim_pairwise, check=token_reduction_problem): ...
+class MaxSimPairwise(
+    LateInteractionLoss, function=max_sim_pairwise, check=token_reduction_problem, begins_once=True
+): ...
 
 
 @without_autocast

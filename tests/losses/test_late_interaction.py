@@ -140,7 +140,8 @@ def test_positions_return_to_the_budget_after_the_backward_pass() -> None:
 
     def forward() -> Tensor:
         tokens = [
-            TokenSets(x.flatten(0, 1), torch.full((6,), 3), Shards((6,)), Shards((18,))) for x in (queries, documents)
+            TokenSets(x.flatten(0, 1), torch.full((6,), 3), Shards((6,)), Shards((18,)), [3] * 6)
+            for x in (queries, documents)
         ]
         return max_sim_scores(*tokens, world=cz.ALONE)
 

@@ -58,7 +58,7 @@ def dense_pairwise(given: Given, temperature: Any = 1.0, token_reduction: str = 
 
 
 def tokens_of(*views: Tensor) -> Given:
-    """Tokens made of rows without rounding: 3 of a query, 4 of a document, 1 of a negative; some are not valid."""
+    """Tokens made of rows without rounding: 3 of a query, 4 of a document, 2 of a negative; some are not valid."""
     q, d, *more = views
     found: Given = {
         "queries": torch.stack([q, q.flip(1), -q.roll(1, 1)], 1),
@@ -66,7 +66,12 @@ def tokens_of(*views: Tensor) -> Given:
         "query_mask": torch.stack([q[:, 0] > -torch.inf, q[:, 0] > 0, q[:, -1] > 0], 1),
         "document_mask": torch.stack([d[:, 0] > 0, d[:, -1] > 0, d[:, 0] > -torch.inf, d[:, 0] < 0], 1).long(),
     }
-    return found | ({"negatives": more[0][more[0][:, 0] > 0][:, None]} if more else {})
+    for x in more:
+        found |= {
+            "negatives": torch.stack([x, -x], 1),
+            "negative_mask": torch.stack([x[:, 0] > -torch.inf, x[:, 0] > 0], 1),
+        }
+    return found
 
 
 def max_sim_of_views(
@@ -78,7 +83,7 @@ def max_sim_of_views(
     )  # fmt: skip
 
 
-class MaxSimOfViews(Loss, function=max_sim_of_views):
+class MaxSimOfViews(Loss, function=max_sim_of_views, begins_once=True):
     """The function as a module."""
 
     supports_ring = True
@@ -90,7 +95,7 @@ def pairwise_of_views(*views: Tensor, temperature=1.0, token_reduction="sum", re
     )
 
 
-class MaxSimPairwiseOfViews(Loss, function=pairwise_of_views):
+class MaxSimPairwiseOfViews(Loss, function=pairwise_of_views, begins_once=True):
     """The function as a module."""
 
     supports_ring = True

@@ -1,0 +1,122 @@
+"""Numbers of tokens on an accelerator: the host reads them once a step, for all sets, blocks of sets and ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo import devices
+from contrastive_zoo.engine import max_sim, tiling
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import World
+from tests.helpers import EXACT, distance
+from tests.losses.test_late_interaction import MASKS, NAMES, Shard, largest_error, rows_of, whole
+from tests.simulated import device, on_cpu, put_by, value_and_gradients
+
+ORDER = [*NAMES[:2], *MASKS[:2], NAMES[2], MASKS[2]]
+LOW_TILES = 400
+"""Bytes of a tile, so that documents are computed in several blocks."""
+
+
+def step(make: Callable[[], Any], rows: dict[str, Tensor]) -> tuple[list[Any], list[str]]:
+    """Return value and gradients of rows on a simulated device, and what the host reads in the third step."""
+    with device() as mode, cz.memory_budget(0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "TILE_BYTES", LOW_TILES)
+        put = put_by(mode)
+        loss = cz.DistributedLoss(make(), static_shapes=True, check_finite=False, check_equal=False)
+        moved = [put(rows[name]) for name in ORDER if name in rows]
+        for _ in range(3):
+            mode.reads.clear()
+            mode.uploads.clear()
+            found = value_and_gradients(loss, moved)
+        reads = [*mode.reads, *mode.uploads]
+        return on_cpu(found), reads
+
+
+def whole_step(make: Callable[[], Any], rows: dict[str, Tensor]) -> list[Any]:
+    return value_and_gradients(make(), [rows[name] for name in ORDER if name in rows])
+
+
+@pytest.mark.parametrize("make", [lambda: cz.MaxSim(symmetric=True), cz.MaxSimPairwise])
+def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
+    rows = rows_of(Shard(7, 4), seed=1)
+    found, reads = step(make, rows)
+    assert len(reads) == 1
+    torch.testing.assert_close(found, whole_step(make, rows), rtol=1e-10, atol=1e-10)
+
+
+def test_nothing_is_read_without_masks() -> None:
+    rows = {name: x for name, x in rows_of(Shard(7), seed=1).items() if name in NAMES[:2]}
+    found, reads = step(cz.MaxSim, rows)
+    assert not reads
+    torch.testing.assert_close(found, whole_step(cz.MaxSim, rows), rtol=1e-10, atol=1e-10)
+
+
+def blocks_by(change: Callable[[Tensor, Sequence[int]], Sequence[int]]) -> Callable[..., Iterator[Any]]:
+    original = max_sim.padded_blocks
+    return lambda lengths, read, *sizes: original(lengths, change(lengths, read), *sizes)
+
+
+def test_a_read_for_each_rank_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(max_sim, "padded_blocks", blocks_by(lambda lengths, read: lengths.tolist()))
+    assert len(step(cz.MaxSim, rows_of(Shard(7, 4), seed=1))[1]) > 1
+
+
+def test_lengths_that_are_too_small_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(Shard(7, 4), seed=1)
+    monkeypatch.setattr(max_sim, "padded_blocks", blocks_by(lambda lengths, read: [max(1, x - 1) for x in read]))
+    found, _ = step(cz.MaxSim, rows)
+    monkeypatch.undo()
+    assert distance(found[0], whole_step(cz.MaxSim, rows)[0]) > 1e-3
+
+
+SHARDS = (Shard(3, 2), Shard(5, 0, (2, 7, 1)))
+
+
+def own_numbers_only(exchange: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+    def found(world: World, numbers: Sequence[int]) -> list[list[int]]:
+        by_rank = exchange(world, numbers)
+        return [x if rank == world.rank else [1] * len(x) for rank, x in enumerate(by_rank)]
+
+    return found
+
+
+def error_of_rank(mutant: bool = False) -> tuple[float, int]:
+    """Return the largest error of a rank's value and gradients, and how often the host reads."""
+    by_rank = [rows_of(shard, seed=20 * rank) for rank, shard in enumerate(SHARDS)]
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if mutant:  # a rank takes the others' documents for single tokens
+            patch.setattr(World, "exchange", own_numbers_only(World.exchange))
+        (value, *gradients), reads = step(cz.MaxSim, by_rank[rank])
+    expected, *by_rows = whole_step(cz.MaxSim, whole(by_rank))
+    errors = [distance(value, expected)]
+    for name, found, every in zip(NAMES, gradients, by_rows, strict=True):
+        own = every.split([len(x[name]) for x in by_rank])[rank]
+        errors.append(distance(found, 2 * own[:, : found.shape[1]]))
+    return max(errors), len(reads)
+
+
+def test_ranks_read_their_own_lengths(device_worlds: Worlds) -> None:
+    for error, reads in device_worlds.run(2, error_of_rank):
+        assert error <= EXACT
+        assert reads == 1
+
+
+def test_a_ring_of_ranks_that_read_their_own_lengths(worlds: Worlds) -> None:
+    """With what is computed on accelerators: the simulated device has no ring."""
+
+    def job() -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(devices, "on_cpu", lambda x: False)
+            return largest_error("MaxSim, symmetric", [SHARDS, (Shard(0), Shard(2, 1))], True, 0)
+
+    assert max(worlds.run(2, job)) <= EXACT
+
+
+def test_lengths_of_another_rank_would_be_noticed(device_worlds: Worlds) -> None:
+    assert max(error for error, _ in device_worlds.run(2, error_of_rank, True)) > 1e-3
