@@ -113,10 +113,21 @@ class Triplet(DissimilarityLoss):
     def _penalty(self, violation: Tensor) -> Tensor:
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
-    @traced_as(lambda *args, **named: READS_COUNTS)
     def _hinges(self, distance: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ (D_ip + margin − D_in) over active triplets, and their number, from each pair's number of triplets."""
-        positives = self._ascending_positives(distance, positive)
+        if devices.on_cpu(distance):
+            return self._hinges_of_list(distance, positive, negative)
+        # as many thresholds as candidates: the number of positives is not read
+        return self._active_sums(distance.where(positive, -torch.inf).sort(1).values, distance, negative)
+
+    @traced_as(lambda *args, **named: READS_COUNTS)
+    def _hinges_of_list(self, distance: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        columns, present = masked_indices(positive)
+        positives = distance.gather(1, columns).where(present, -torch.inf).sort(1).values
+        return self._active_sums(positives, distance, negative)
+
+    def _active_sums(self, positives: Tensor, distance: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same, given each anchor's ascending distances to positives, after −inf in place of others."""
         with torch.no_grad():
             negatives = distance.where(negative, torch.inf)
             of_positive, of_negative = _active(positives + self.margin, negatives, torch.lt)
@@ -125,14 +136,6 @@ class Triplet(DissimilarityLoss):
                 of_positive, of_negative = of_positive - harder[0], of_negative - harder[1]
         positive_term = (of_positive * (positives + self.margin).where(of_positive > 0, 0)).sum(1)
         return positive_term - (of_negative * distance).sum(1), of_negative.sum(1)
-
-    @staticmethod
-    def _ascending_positives(distance: Tensor, positive: Tensor) -> Tensor:
-        """Return each anchor's distances to positives, after −inf in place of others."""
-        if not devices.on_cpu(distance):  # as many as candidates: the number of positives is not read
-            return distance.where(positive, -torch.inf).sort(1).values
-        columns, present = masked_indices(positive)
-        return distance.gather(1, columns).where(present, -torch.inf).sort(1).values
 
     def _sum_by_positive(self, distance: Tensor, positive: Tensor, negative: Tensor, most: int | None) -> Tensor:
         negatives = distance.where(negative, torch.inf)
