@@ -38,7 +38,10 @@ class KernelSweep(SoftmaxSweep):
         scale: float | Tensor,
         cached: object,
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
-        """Return sums of local rows over all columns, of local columns over all rows, partners' logits, and no tiles."""
+        """Return sums of local rows over all columns, of local columns over all rows, partners' logits, and no tiles.
+
+        Logits are in float64, as the logarithms of sums.
+        """
         factor, total, parts = as_scalar(scale, rows), arithmetic.empty(len(rows), rows), []
         positives = torch.zeros_like(rows[:, 0])
         for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
@@ -48,9 +51,8 @@ class KernelSweep(SoftmaxSweep):
                 a, b = self._operands(rows[block.rows], columns)
                 _add_sums(pairs, a, b, factor, total[block.rows].T, column_total.T, positives)
             parts.append(column_total)
-        logits = self.partners.empty(rows, len(rows), self.column_shards.size)
-        for x in logits:
-            torch.mul(positives[: len(x)], scale, out=x)
+        counts = [len(x) for x in self.partners.empty(rows, len(rows), self.column_shards.size)]
+        logits = [positives[:count].double() * scale for count in counts]
         if not self.columnwise:
             return total, None, logits, []
         column_total = merge_at_owners(parts[0], parts[1:], exchange.blocks[1:], self.world, arithmetic.merge)
@@ -77,6 +79,7 @@ class KernelSweep(SoftmaxSweep):
         columns_of_all = row_statistics[:0] if column_statistics is None else column_statistics
         if symmetric:
             columns_of_all = gather_rows(columns_of_all, self.column_shards, self.world)
+        dpositives = [x.to(rows.dtype) for x in dpositives]
         unit = _largest(row_statistics[:, 2], columns_of_all[:, 2], *dpositives)
         row_weights, column_weights = (arithmetic.coefficients(x, unit) for x in (row_statistics, columns_of_all))
         by_rank = column_weights.split(self.column_shards.sizes if symmetric else [0] * self.world.size, 1)

@@ -105,7 +105,7 @@ def info_nce(
         q, k, others[0] if others else None, shards, last, scale=scale, symmetric=symmetric,
         in_batch_negatives=in_batch_negatives, unit_norm=normalize, dtype=queries.dtype, on_kernel=on_kernel, world=world,
     )  # fmt: skip
-    return reduce_anchors(losses, reduction=reduction, world=world)
+    return reduce_anchors(losses.to(q.dtype), reduction=reduction, world=world)
 
 
 def _of_queries(

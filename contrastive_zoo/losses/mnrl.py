@@ -126,7 +126,8 @@ def mnrl(
             "on_kernel": kernels.compute(shards.total, shards.total + mined.total),
         }  # fmt: skip
         others, positive = _sums(q, d, x, directions, shards, mined, **settings_of_sums)
-        return reduce_anchors(_losses(others, positive, partition_mode), reduction=reduction, world=world)
+        losses = _losses(others, positive, partition_mode).to(q.dtype)
+        return reduce_anchors(losses, reduction=reduction, world=world)
 
     q, d, x = (prepare_rows(rows, normalize=normalize, world=world) for rows in (queries, documents, negatives))
     ids = sample_indices(shards, q)

@@ -83,7 +83,7 @@ def nt_xent(
         shards=shards.times(count), world=world, on_kernel=on_kernel,
     )  # fmt: skip
     losses = cross_entropy_of_several(_of_partners(similarities, count), others)
-    return reduce_anchors(losses, reduction=reduction, world=world)
+    return reduce_anchors(losses.to(rows[0].dtype), reduction=reduction, world=world)
 
 
 def _of_partners(similarities: list[Tensor], views: int) -> Tensor:

@@ -136,7 +136,7 @@ def sup_con(
     losses = candidates - positive
     if only is not None:
         losses = cross_entropy(positive, candidates).where(positives == 1, losses)
-    losses = _rescaled(losses, temperature, base_temperature)
+    losses = _rescaled(losses.to(z.dtype), temperature, base_temperature)
     return reduce_anchors(losses, positives > 0, reduction=reduction, world=world)
 
 

@@ -8,8 +8,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,18 +17,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.schedule import RankBlock
-from contrastive_zoo.kernels import softmax_sweep
-from contrastive_zoo.kernels.exponent_sums import ExponentSums
-from contrastive_zoo.kernels.sigmoid_pairs import KernelBlock
-from contrastive_zoo.kernels.softmax_pairs import SoftmaxPairs
-from contrastive_zoo.kernels.softmax_sweep import KernelSweep
 from contrastive_zoo.small_batch import splitting
 from tests.kernels.cases import DEVICE, dense_clip, dense_info_nce, dense_nt_xent, dense_siglip, interpret_bfloat16
-from tests.simulated import READS
+from tests.kernels.rank_mutants import (
+    Mutant,
+    mantissas_only,
+    never_recomputed,
+    not_transposed,
+    partners_on_every_rank,
+    reading,
+    without_reads,
+)
 
 
 def dense_mnrl(queries: Tensor, documents: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
@@ -121,8 +122,8 @@ class Case:
     def anchors(self, sizes: Sequence[int]) -> int:
         return sum(sizes) * (2 if self.loss == "NTXent" else 1)
 
-    def expected(self, rank: int, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return what the dense formula gives in a dtype, by the parameters log(1/t) and the bias."""
+    def expected(self, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return what the dense formula gives in a dtype, of all rows and by the parameters log(1/t) and the bias."""
         given = self.inputs(sizes, step)
         rows = [x.to(dtype).requires_grad_() for x in given if x.is_floating_point()]
         log_scale = torch.tensor(1 / self.temperature, device=DEVICE).log().to(dtype).requires_grad_()
@@ -130,10 +131,10 @@ class Case:
         if self.loss == "SigLIP":
             numbers.append(torch.tensor(-10.0, device=DEVICE, dtype=dtype, requires_grad=True))
         unit, labels = (F.normalize(x, dim=1) for x in rows), given[len(rows) :]
-        value = LOSSES[self.loss][1](*unit, *labels, log_scale.exp(), *numbers[1:])
+        value = LOSSES[self.loss][1](*unit, *labels, 1 / (-log_scale).exp(), *numbers[1:])
         value = value * self.anchors(sizes) if self.reduction == "sum" else value
         gradients = torch.autograd.grad(value, [*rows, *numbers])
-        return [value.detach(), *self.local(gradients[: len(rows)], sizes, rank), *gradients[len(rows) :]]
+        return [value.detach(), *gradients]
 
     def local(self, rows: Sequence[Tensor], sizes: Sequence[int], rank: int) -> list[Tensor]:
         return [x.split([n * len(x) // sum(sizes) for n in sizes])[rank].detach().clone() for x in rows]
@@ -146,15 +147,24 @@ class Case:
         steps = self.found(world, rank, shards)
         torch.use_deterministic_algorithms(False)
         for step, (found, sizes) in enumerate(zip(steps, shards, strict=True)):
-            truth, dense = (
-                self.expected(rank, sizes, step, dtype) for dtype in (torch.float64, getattr(torch, self.dtype))
-            )
-            for x, y, z in zip(found, dense, truth, strict=True):
+            truth, dense = (self.expected(sizes, step, dtype) for dtype in (torch.float64, getattr(torch, self.dtype)))
+            of_rows, rest = slice(1, 1 + LOSSES[self.loss][2]), slice(1 + LOSSES[self.loss][2], None)
+            errors.append(_errors(found[0], dense[0], truth[0], float(truth[0].norm())))
+            local = (self.local(x[of_rows], sizes, rank) for x in (dense, truth))
+            for x, y, z, whole in zip(found[of_rows], *local, truth[of_rows], strict=True):
+                # of a rank's few rows the gradient may be small by chance: relative to as many rows of the batch
+                norm = max(float(z.norm()), float(whole.norm()) * (len(z) / len(whole)) ** 0.5)
+                errors.append(_errors(x, y, z, norm))
+            for x, y, z in zip(found[rest], dense[rest], truth[rest], strict=True):
                 # a parameter's gradient is a difference of numbers as large as the loss at t = 1
-                norm = max(float(z.norm()), 1.0 / self.temperature if z.numel() == 1 else 1e-30)
-                norm = max(float(z.norm()), 1e-30) if z is truth[0] else norm
-                errors.append((float((x.double().reshape(z.shape) - z).norm()) / norm, float((y - z).norm()) / norm))
+                errors.append(_errors(x, y, z, max(float(z.norm()), 1.0 / self.temperature)))
         return errors
+
+
+def _errors(found: Tensor, dense: Tensor, truth: Tensor, norm: float) -> tuple[float, float]:
+    """Return the errors of both, relative to a norm."""
+    x, y = (float((x.double().reshape(truth.shape) - truth).norm()) / max(norm, 1e-30) for x in (found, dense))
+    return x, y
 
 
 _SUP_CON = [("float32", 0.07, False), ("float32", 0.01, True), ("bfloat16", 0.05, True), ("float16", 0.05, False)]
@@ -172,86 +182,6 @@ CASES = [
 ]
 
 
-class NoReads(TorchDispatchMode):
-    """Refuse operations for whose result the host would wait."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket.__name__ not in READS, f"the host reads a value: {func}"
-        return func(*args, **(kwargs or {}))
-
-
-def without_reads(patch: pytest.MonkeyPatch) -> None:
-    """Run what kernels do of a step within :class:`NoReads`."""
-    sums, gradients, add = KernelSweep.sums, KernelSweep.gradients, KernelBlock.add
-
-    def checked_sums(*args: Any) -> Any:
-        with NoReads():
-            return sums(*args)
-
-    def checked_gradients(*args: Any) -> Iterator[Tensor]:
-        parts = gradients(*args)
-        while True:
-            with NoReads():
-                part = next(parts, None)
-            if part is None:
-                return
-            yield part
-
-    def checked_add(*args: Any, **options: Any) -> None:
-        with NoReads():
-            add(*args, **options)
-
-    patch.setattr(KernelSweep, "sums", checked_sums)
-    patch.setattr(KernelSweep, "gradients", checked_gradients)
-    patch.setattr(KernelBlock, "add", checked_add)
-
-
-def reading(patch: pytest.MonkeyPatch) -> None:
-    """The mutant that asks whether a sum lost precision."""
-    without_reads(patch)
-    add = softmax_sweep._add_sums
-
-    def wrong(*given: Any) -> None:
-        add(*given)
-        bool(given[-1].sum() > 0)
-
-    patch.setattr(softmax_sweep, "_add_sums", wrong)
-
-
-def partners_on_every_rank(patch: pytest.MonkeyPatch) -> None:
-    """The mutant that takes rows of equal index on other ranks for positives."""
-    pairs, add = KernelSweep._pairs, KernelBlock.add
-
-    def wrong_pairs(self: KernelSweep, index: int, block: RankBlock, rows: Tensor, symmetric: bool) -> SoftmaxPairs:
-        return replace(pairs(self, index, block, rows, symmetric), partner=self.partners.offsets[0])
-
-    patch.setattr(KernelSweep, "_pairs", wrong_pairs)
-    patch.setattr(KernelBlock, "add", lambda self, *args, local: add(self, *args, local=True))
-
-
-def mantissas_only(patch: pytest.MonkeyPatch) -> None:
-    """The mutant that adds sums as if their exponents were equal."""
-
-    def wrong_merge(self: ExponentSums, total: Tensor, part: Tensor) -> Tensor:
-        return torch.stack([total[:, 0], total[:, 1] + part[:, 1]], 1)
-
-    patch.setattr(ExponentSums, "merge", wrong_merge)
-
-
-def never_recomputed(patch: pytest.MonkeyPatch) -> None:
-    """The mutant that keeps sums of columns that lost their precision."""
-
-    def never(pairs: SoftmaxPairs, *given: Any) -> None:
-        pairs.add_sums(*given, torch.zeros((), dtype=torch.int32, device=DEVICE))
-
-    patch.setattr(softmax_sweep, "_add_sums", never)
-
-
-def not_transposed(patch: pytest.MonkeyPatch) -> None:
-    """The mutant that takes the excluded columns of rows for the excluded rows of columns."""
-    patch.setattr(SoftmaxPairs, "transposed", lambda self, columns: replace(self, symmetric=False))
-
-
 MUTANTS = [
     (partners_on_every_rank, Case("Clip")),
     (partners_on_every_rank, Case("SigLIP")),
@@ -263,11 +193,12 @@ MUTANTS = [
 """Each with a case that catches it."""
 
 
-def selected() -> list[tuple[Callable[[pytest.MonkeyPatch], None] | None, Case]]:
-    if sys.argv[1:] == ["mutants"]:
-        return list(MUTANTS)
+def selected() -> list[tuple[Mutant | None, Case]]:
+    """Return cases that the arguments choose, the first and the step, and then the mutants if a third asks for them."""
+    first, step, *mutants = sys.argv[1:]
     every = DEVICE == "cuda" or os.environ.get("ALL_DTYPES")
-    return [(None, case) for case in (CASES if every else CASES[int(sys.argv[1]) :: int(sys.argv[2])])]
+    cases = CASES if every else CASES[int(first) :: int(step)]
+    return [*((None, case) for case in cases), *(MUTANTS if mutants else [])]
 
 
 def main() -> None:
@@ -290,7 +221,14 @@ def main() -> None:
             except AssertionError:  # of a read
                 errors = [(math.inf, 0.0)]
             dist.all_gather_object(found, errors)
-        results.append({"case": str(case), "dtype": case.dtype, "errors": [x for of_rank in found for x in of_rank]})
+        results.append(
+            {
+                "case": str(case),
+                "mutant": mutant and mutant.__name__,
+                "dtype": case.dtype,
+                "errors": [x for of_rank in found for x in of_rank],
+            }
+        )
     if rank == 0:
         json.dump(results, sys.stdout)
     dist.destroy_process_group()

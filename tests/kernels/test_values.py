@@ -19,29 +19,21 @@ interpreter rounds a logit before it subtracts a maximum of 20 bits or more from
 CASES = 6 + (48 if torch.cuda.is_available() or os.environ.get("ALL_DTYPES") else 24)
 
 
-@pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
-    run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("cases.py")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=900,
-    )
+    program = [sys.executable, Path(__file__).with_name("cases.py")]
+    run = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("number", range(CASES))
-def test_as_near_to_float64_as_the_dense_formula(results: list[dict[str, Any]], number: int) -> None:
-    case = results[number]
-    for found, dense in case["errors"]:
-        assert found <= 1.5 * dense + ROUNDING[case["dtype"]], case
-
-
-def test_every_case_is_tested(results: list[dict[str, Any]]) -> None:
-    assert len(results) == CASES
+def test_as_near_to_float64_as_the_dense_formula() -> None:
+    """All cases in one test: one program computes them."""
+    found = results()
+    assert len(found) == CASES
+    for case in found:
+        for error, dense in case["errors"]:
+            assert error <= 1.5 * dense + ROUNDING[case["dtype"]], case
