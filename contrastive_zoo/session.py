@@ -137,6 +137,20 @@ class Session(World):
         if self.progress.declaring is not None:
             self.progress.settings.setdefault(id(loss), []).append(settings)
 
+    def read_once(self, tensors: Sequence[Tensor | None], read: Callable[[], Any]) -> Any:
+        """What ``read`` returns of tensors, for which the host waits: once a step, though losses run to declare themselves.
+
+        Examples:
+            >>> import torch
+            >>> session, x = Session.of(World()), torch.ones(1)
+            >>> session.read_once([x], lambda: 1), session.read_once([x], lambda: 2)
+            (1, 1)
+        """
+        key = tuple(map(id, tensors))
+        if key not in self.progress.numbers:
+            self.progress.numbers[key] = tensors, read()
+        return self.progress.numbers[key][1]
+
     def declared_settings(self, loss: object) -> Mapping[str, Any] | None:
         """The settings with which a loss has declared itself, to be computed now; None if it has not."""
         of_loss = None if self.progress.declaring is not None else self.progress.settings.get(id(loss))

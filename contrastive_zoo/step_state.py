@@ -101,6 +101,8 @@ class Progress:
     """Declarations of losses that are still to be computed, in order."""
     settings: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
     """By the id of a loss that is still to be computed, the settings with which it has declared itself."""
+    numbers: dict[tuple[int, ...], tuple[Any, Any]] = field(default_factory=dict)
+    """By the ids of tensors: the tensors, so that ids stay theirs, and what the host has read of them."""
     changes: Callable[[], bool] | None = None
     """Tells whether the loss has drawn random numbers or changed a buffer; None for a loss that cannot."""
     go_on: Callable[[Mapping[str, Tensor]], ComputedFrom] | None = None

@@ -8,26 +8,39 @@ from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.engine.masked import masked_indices
+from contrastive_zoo.session import Session
+from contrastive_zoo.world import World
 
 
-def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
+def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None], world: World) -> dict[str, list[int]]:
     """Return the number of valid tokens of each set, by name; the host waits once for those of all masks.
 
     Args:
         rows: tokens, [n, L, d].
         masks: which of them are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
+        world: the ranks; its step reads a mask once.
 
     Examples:
         >>> rows = {"queries": torch.ones(2, 2, 1), "documents": torch.ones(1, 3, 1)}
-        >>> read_lengths(rows, {"queries": torch.tensor([[1, 0], [1, 1]])})
+        >>> read_lengths(rows, {"queries": torch.tensor([[1, 0], [1, 1]])}, World())
         {'queries': [1, 2], 'documents': [3]}
     """
-    counts = {name: (mask != 0).sum(1) for name, mask in masks.items() if mask is not None}
-    waiting = {name: x for name, x in counts.items() if not devices.on_cpu(x)}
+    given = {name: mask for name, mask in masks.items() if mask is not None}
+    values = [*given.values()]
+    read = world.read_once(values, lambda: _counts(values)) if isinstance(world, Session) else _counts(values)
+    counts = dict(zip(given, read, strict=True))
+    return {name: counts.get(name, [x.shape[1]] * len(x)) for name, x in rows.items()}
+
+
+def _counts(masks: Sequence[Tensor]) -> list[list[int]]:
+    """Return the number of valid tokens of each set, by mask; those that are on an accelerator are read together."""
+    counts = [(mask != 0).sum(1) for mask in masks]
+    waiting = [index for index, x in enumerate(counts) if not devices.on_cpu(x)]
     if waiting:
-        read = torch.cat([*waiting.values()]).cpu().split([len(x) for x in waiting.values()])
-        counts |= dict(zip(waiting, read, strict=True))
-    return {name: counts[name].tolist() if name in counts else [x.shape[1]] * len(x) for name, x in rows.items()}
+        together = torch.cat([counts[index] for index in waiting]).cpu()
+        for index, x in zip(waiting, together.split([len(masks[index]) for index in waiting]), strict=True):
+            counts[index] = x
+    return [x.tolist() for x in counts]
 
 
 def packed_tokens(

@@ -90,7 +90,7 @@ def begin_late_interaction(
     settings |= {"token_reduction": token_reduction, "normalize": normalize}
     problem = tokens_problem(rows) or token_reduction_problem(token_reduction) or problem
     given = {name: x for name in MASKS if (x := rows.get(name)) is not None}
-    read = {} if problem else read_lengths(given, {name: rows.get(MASKS[name]) for name in given})
+    read = {} if problem else read_lengths(given, {name: rows.get(MASKS[name]) for name in given}, world)
     problem = problem or lengths_problem(read)
     if problem is not None:
         begin(caller, {}, problem=problem, world=world, **settings)

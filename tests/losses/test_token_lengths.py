@@ -10,7 +10,9 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo import devices
+from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.engine import max_sim, tiling
+from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
 from tests.helpers import EXACT, distance
@@ -41,12 +43,17 @@ def whole_step(make: Callable[[], Any], rows: dict[str, Tensor]) -> list[Any]:
     return value_and_gradients(make(), [rows[name] for name in ORDER if name in rows])
 
 
-@pytest.mark.parametrize("make", [lambda: cz.MaxSim(symmetric=True), cz.MaxSimPairwise])
+@pytest.mark.parametrize("make", [lambda: cz.MaxSim(symmetric=True), lambda: composition()])
 def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
     rows = rows_of(Shard(7, 4), seed=1)
     found, reads = step(make, rows)
     assert len(reads) == 1
     torch.testing.assert_close(found, whole_step(make, rows), rtol=1e-10, atol=1e-10)
+
+
+def composition() -> Any:
+    """A loss that runs twice in a step of several ranks, first to declare itself."""
+    return cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()])
 
 
 def test_nothing_is_read_without_masks() -> None:
@@ -77,23 +84,23 @@ def test_lengths_that_are_too_small_would_be_noticed(monkeypatch: pytest.MonkeyP
 SHARDS = (Shard(3, 2), Shard(5, 0, (2, 7, 1)))
 
 
-def own_numbers_only(exchange: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
-    def found(world: World, numbers: Sequence[int]) -> list[list[int]]:
-        by_rank = exchange(world, numbers)
-        return [x if rank == world.rank else [1] * len(x) for rank, x in enumerate(by_rank)]
-
-    return found
+def single_tokens(sets: max_sim.TokenSets, world: World) -> tuple[Tensor, list[int]]:
+    """The mutant: the documents of other ranks have one token each."""
+    lengths, local = gather_rows(sets.lengths, sets.shards, world), sets.shards.local
+    return lengths, [*[1] * local.start, *sets.read, *[1] * (sets.shards.total - local.stop)]
 
 
-def error_of_rank(mutant: bool = False) -> tuple[float, int]:
+def error_of_rank(mutant: str = "") -> tuple[float, int]:
     """Return the largest error of a rank's value and gradients, and how often the host reads."""
     by_rank = [rows_of(shard, seed=20 * rank) for rank, shard in enumerate(SHARDS)]
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        if mutant:  # a rank takes the others' documents for single tokens
-            patch.setattr(World, "exchange", own_numbers_only(World.exchange))
-        (value, *gradients), reads = step(cz.MaxSim, by_rank[rank])
-    expected, *by_rows = whole_step(cz.MaxSim, whole(by_rank))
+        if mutant == "reads again":
+            patch.setattr(Session, "read_once", lambda session, tensors, read: read())
+        if mutant == "single tokens":
+            patch.setattr(max_sim.TokenSets, "all_lengths", single_tokens)
+        (value, *gradients), reads = step(composition, by_rank[rank])
+    expected, *by_rows = whole_step(composition, whole(by_rank))
     errors = [distance(value, expected)]
     for name, found, every in zip(NAMES, gradients, by_rows, strict=True):
         own = every.split([len(x[name]) for x in by_rank])[rank]
@@ -119,4 +126,8 @@ def test_a_ring_of_ranks_that_read_their_own_lengths(worlds: Worlds) -> None:
 
 
 def test_lengths_of_another_rank_would_be_noticed(device_worlds: Worlds) -> None:
-    assert max(error for error, _ in device_worlds.run(2, error_of_rank, True)) > 1e-3
+    assert max(error for error, _ in device_worlds.run(2, error_of_rank, "single tokens")) > 1e-3
+
+
+def test_a_read_by_each_run_of_a_loss_would_be_noticed(device_worlds: Worlds) -> None:
+    assert min(reads for _, reads in device_worlds.run(2, error_of_rank, "reads again")) > 1
