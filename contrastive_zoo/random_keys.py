@@ -3,7 +3,10 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_STEP, _MIX1, _MIX2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GAMMA, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""The constants of SplitMix64."""
+
+_STEP, _MIX1, _MIX2 = (np.uint64(x) for x in (GAMMA, *MULTIPLIERS))
 
 
 def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from contrastive_zoo import call_history, loss_summary
+from contrastive_zoo import call_history, devices, loss_summary
 from contrastive_zoo.engine import anchor_block
 from contrastive_zoo.world import World
 
@@ -234,6 +234,19 @@ def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
         patch.setattr(torch, kind, generator, raising=False)
         patch.setattr(torch, "get_device_module", lambda device: generator)
         yield mode
+
+
+DRAWN = {"SIGReg", "LeJEPA, three views"}
+"""Losses of the zoo that draw other random numbers on an accelerator than on a CPU."""
+
+
+@contextmanager
+def draws_of_a_device(name: str) -> Iterator[None]:
+    """Make a loss of the zoo draw on the CPU what it draws on an accelerator."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name in DRAWN:
+            patch.setattr(devices, "on_cpu", lambda x: False)
+        yield
 
 
 def put_by(mode: Simulated) -> Put:

@@ -24,7 +24,7 @@ from contrastive_zoo.world import World
 from tests.adapters.test_sharded import ALONE, PAIRS, Rows
 from tests.device_entries import ENTRIES as OTHERS
 from tests.helpers import EVERY_CASE, EXACT, distance, error_message
-from tests.simulated import device, on_cpu, put_by, value_and_gradients
+from tests.simulated import device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.test_accelerator import may_read
 from tests.test_contract import WHOLE_ZOO
 from tests.test_devices import LEFT_OUT
@@ -32,9 +32,6 @@ from tests.zoo import Entry
 
 SPLITS = [(4, 4), (5, 3), (0, 8)]
 SHARDS = SPLITS[0]
-STATEFUL = {"NNCLR", "ReSSL"}
-"""They read how many rows their memory holds."""
-
 HANDSHAKE = 2 * 8 * 64
 """Bytes that are more than the headers of two ranks in one message."""
 
@@ -87,7 +84,8 @@ def test_a_steady_step_can_be_captured(entry: Entry, splits: bool, device_worlds
     shards = SPLITS[index // 3 % 3]
     rows = whole_batch(entry.case(), GlobalBatch(shards, d=3, labels="mixed", seed=5))
     loss = copy.deepcopy(entry.case(temperature=0.3).make()).double()
-    expected = [value_and_gradients(loss, rows) for _ in range(3)]
+    with draws_of_a_device(str(entry)):
+        expected = [value_and_gradients(loss, rows) for _ in range(3)]
     each = list(zip(*(x.split(shards) for x in rows), strict=True))
     for rank, (found, reads, sent) in enumerate(
         device_worlds.run(2, steps, index, each=each, check=False, splits=splits)
@@ -97,7 +95,7 @@ def test_a_steady_step_can_be_captured(entry: Entry, splits: bool, device_worlds
             count = sum(x.is_floating_point() for x in rows)
             parts = [whole[0], *(2 * x[local] for x in whole[1 : 1 + count]), *whole[1 + count :]]
             torch.testing.assert_close(step, [x.detach() for x in parts], rtol=1e-9, atol=1e-10)
-        if not may_read(str(entry)) and str(entry) not in STATEFUL and is_own(entry):
+        if not may_read(str(entry)) and is_own(entry):
             assert not reads
         assert max(sent, default=0) <= HANDSHAKE, "the host sends headers only"
 

@@ -30,8 +30,6 @@ READS = {
     "SmoothAP": "the number of positives of an anchor",
     "Angular": "the number of positives of an anchor",
     "PNP": "the number of positives of an anchor",
-    "SIGReg": "its step, from which the CPU draws the directions",
-    "LeJEPA": "the step of its SIGReg",
     "MaxSim": "the numbers of tokens",
 }
 """What some losses need to know before they compute; :func:`reading` calls the other losses of a family by their names."""

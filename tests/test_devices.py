@@ -16,7 +16,7 @@ from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.device_entries import ENTRIES
 from tests.helpers import EVERY_CASE, common_error
-from tests.simulated import Put, device, on_cpu, put_by, value_and_gradients
+from tests.simulated import Put, device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.test_contract import WHOLE_ZOO
 from tests.zoo import Entry
 
@@ -32,7 +32,8 @@ LOSSES = [entry for entry in WHOLE_ZOO if str(entry) not in LEFT_OUT]
 def test_a_loss_with_labels_on_the_cpu(entry: Entry) -> None:
     rows = whole_batch(entry.case(), GlobalBatch((7,), d=3, seed=1))
     loss = entry.case(temperature=0.3).make().double()
-    expected = value_and_gradients(copy.deepcopy(loss), rows)
+    with draws_of_a_device(str(entry)):
+        expected = value_and_gradients(copy.deepcopy(loss), rows)
     with device() as mode:
         put = put_by(mode)
         moved = [put(x) if x.is_floating_point() else x for x in rows]
@@ -48,7 +49,8 @@ def test_a_loss_without_float64(entry: Entry) -> None:
     ]
     loss = entry.case(temperature=0.3).make().float()
     wide = [x.double() if x.is_floating_point() else x for x in rows]
-    expected = value_and_gradients(copy.deepcopy(loss).double(), wide)
+    with draws_of_a_device(str(entry)):
+        expected = value_and_gradients(copy.deepcopy(loss).double(), wide)
     with device("mps:0", float64=False) as mode:
         put = put_by(mode)
         found = on_cpu(value_and_gradients(put(loss), [put(x) for x in rows]))

@@ -19,7 +19,7 @@ NAME = PACKAGE.name
 LAYERS = [
     {"_compat", "class_docstring", "derivations", "devices", "later", "uneven_ends"},
     {"messages", "random_keys", "row_checks", "sizes", "small_batch"},
-    {"compiling", "loaded_state"},
+    {"compiling", "device_normals", "loaded_state"},
     {"world"},
     {"differences", "gather_cache"},
     {"handshake", "common_failure"},

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.devices import state_problem
 from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
@@ -58,6 +59,8 @@ def lejepa(
         problem = f"the first global_views of the views are global, got {global_views} of {len(views)} views."
     if problem is None and views and (directions.ndim != 2 or directions.shape[:1] != views[0].shape[-1:]):
         problem = f"directions are [d, m], got {kind(directions)} for views {kind(views[0])}."
+    if problem is None and views:
+        problem = state_problem("directions", directions, views[0])
     settings: Any = {"num_points": num_points, "limit": limit}
     rows, shards = begin_views(
         "LeJEPA", views, normalize=False, problem=problem, lambda_=lambda_, global_views=global_views, world=world,

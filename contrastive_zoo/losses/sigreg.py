@@ -9,8 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from contrastive_zoo import devices
 from contrastive_zoo.collectives import sum_over_ranks
 from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.device_normals import normal_numbers
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.argument_types import checked
@@ -49,8 +51,8 @@ def sigreg(
         world: the ranks that share the batch.
 
     Raises:
-        ValueError: directions of another width, fewer than two points, a limit that is not positive, or what any
-            :class:`Loss` refuses.
+        ValueError: directions of another width or on another device, fewer than two points, a limit that is not positive,
+            or what any :class:`Loss` refuses.
 
     Examples:
         >>> sigreg(torch.zeros(2, 1), directions=torch.ones(1, 1), num_points=2, limit=100.0)   # 2 · 100 · |0 − 1|² · 0
@@ -61,6 +63,7 @@ def sigreg(
     problem = rows_problem("embeddings", embeddings) or _settings_problem(num_points, limit)
     if problem is None and (directions.ndim != 2 or len(directions) != embeddings.shape[1]):
         problem = f"directions are [d, m], got {kind(directions)} for embeddings {kind(embeddings)}."
+    problem = problem or devices.state_problem("directions", directions, embeddings)
     settings: Any = {"directions": list(directions.shape), "num_points": num_points, "limit": limit}
     (shards,) = begin("SIGReg", {"embeddings": embeddings}, problem=problem, world=world, **settings)
     z = prepare_rows(embeddings, normalize=False, world=world)
@@ -101,6 +104,8 @@ _MOST_POINTS = 10_000
 class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
     """In training mode each call draws other directions, from the buffer ``step``: they are equal on every rank.
 
+    An accelerator draws other ones than a CPU, without reading the step. Move the loss to the device of its embeddings.
+
     In evaluation mode all calls have the same directions. The buffer is part of the state dict, so that a resumed
     training draws what an uninterrupted one does.
 
@@ -135,14 +140,9 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
         return number_problem(low=1, whole=True, embedding_size=self.embedding_size, num_slices=self.num_slices)
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the current settings, with the directions of the current step.
-
-        They are drawn on the CPU, so that they are equal on every device.
-        """
-        generator = torch.Generator().manual_seed(int(self.step))
+        """Return the current settings, with the directions of the current step."""
         sizes = {"embedding_size": int(self.embedding_size), "num_slices": int(self.num_slices)}
-        shape = tuple(sizes.values())
-        draw = partial(torch.randn, shape, generator=generator, dtype=torch.float32, device="cpu")
+        draw = partial(_drawn, self.step, *sizes.values())
         return {**super().settings(), "directions": of_size(type(self).__name__, draw, **sizes)}
 
     @traced_as(GraphModule.traced_forward)
@@ -161,6 +161,13 @@ class SIGReg(ConstructingLoss, function=sigreg, check=_settings_problem):
         if self.training:
             self.step.add_(1)
         return loss
+
+
+def _drawn(step: Tensor, *shape: int) -> Tensor:
+    """Return normal random numbers: on a CPU a generator's, elsewhere numbers that are computed without reading the step."""
+    if devices.on_cpu(step):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(int(step)), dtype=torch.float32, device="cpu")
+    return normal_numbers(step, *shape)
 
 
 @without_autocast

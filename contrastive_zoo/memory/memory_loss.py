@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from contrastive_zoo import devices
 from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.class_loss import ConstructingLoss
@@ -28,7 +30,6 @@ class MemoryLoss(ConstructingLoss):
         ValueError: a size or embedding_size below 1.
 
     Examples:
-        >>> import torch
         >>> from contrastive_zoo.memory.ressl import ReSSL
         >>> loss = ReSSL(3, embedding_size=2)
         >>> _ = loss(torch.eye(2), torch.eye(2))
@@ -37,19 +38,25 @@ class MemoryLoss(ConstructingLoss):
                 [0., 1.]])
     """
 
-    made = ("memory",)
+    made = ("memory", "filled")
     ring_refusal = "every rank holds the memory that it compares with, so a ring would save nothing"
 
     def __init__(self, size: int, embedding_size: int, **settings: Any) -> None:
-        super().__init__(memory=None, **settings)
+        super().__init__(memory=None, filled=None, **settings)
         if problem := number_problem(low=1, whole=True, size=size, embedding_size=embedding_size):
             raise ValueError(f"{type(self).__name__}: {problem}")
         self.queue = MemoryQueue(size, embedding_size)
         self.size, self.embedding_size = int(size), int(embedding_size)
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the current settings, with the rows of the memory."""
-        return {**super().settings(), "memory": self.queue.rows}
+        """Return the current settings, with the rows of the memory.
+
+        The host knows their number on a CPU only. On an accelerator they are all slots, and the number of filled ones.
+        """
+        queue = self.queue
+        if devices.on_cpu(queue.filled):
+            return {**super().settings(), "memory": queue.rows}
+        return {**super().settings(), "memory": queue.embeddings, "filled": queue.filled}
 
     def remember(self, rows: Tensor, world: World) -> None:
         """Store the rows of all ranks with unit length, in training mode."""
@@ -58,11 +65,20 @@ class MemoryLoss(ConstructingLoss):
             self.queue.write(unit, None, None, world.shards(rows), world)
 
 
+def unfilled(memory: Tensor, filled: Tensor | None) -> Tensor | None:
+    """Return which rows of a memory do not count, [m]; None if all do.
+
+    Examples:
+        >>> unfilled(torch.ones(3, 1), torch.tensor(2))
+        tensor([False, False,  True])
+    """
+    return None if filled is None else torch.arange(len(memory), device=filled.device) >= filled
+
+
 def memory_problem(memory: Tensor, rows: Tensor) -> str | None:
     """Return why rows cannot be compared with those of a memory, in words; None if they can.
 
     Examples:
-        >>> import torch
         >>> memory_problem(torch.empty(0, 3), torch.ones(4, 2))
         'the memory is as wide as embeddings, [m, 2], got float32 [0, 3]. Pass embedding_size=2.'
     """

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import traced_as, uncompiled
@@ -16,7 +16,7 @@ from contrastive_zoo.loss_base.checks import towers_problem
 from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.losses.info_nce import info_nce
-from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
+from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem, unfilled
 from contrastive_zoo.session import Session, refuse
 from contrastive_zoo.world import ALONE, World
 
@@ -29,6 +29,7 @@ def nnclr(
     predictions2: Float[Tensor, "n d"],
     *,
     memory: Float[Tensor, "m d"],
+    filled: Int[Tensor, ""] | None = None,
     temperature: float | Tensor = 0.1,
     reduction: Reduction = "mean",
     world: World = ALONE,
@@ -48,6 +49,7 @@ def nnclr(
         predictions1: p¹, [n, d], the predictor's output for z¹.
         predictions2: p², [n, d].
         memory: Q, [m, d], equal on every rank; the ``queue`` of :class:`NNCLR`.
+        filled: how many rows of ``memory`` are in Q, the first ones, on its device; None is all.
         temperature: t > 0; a tensor is learnable.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
         world: the ranks that share the batch.
@@ -85,7 +87,7 @@ def nnclr(
     projections = [prepare_rows(z.detach(), normalize=True, world=session) for z in (projections1, projections2)]
     session.declare("NNCLR", [own, *compared(projections)])  # neighbours have the shape and dtype of projections
     own()
-    losses = [loss() for loss in compared([_neighbours(z, memory) for z in projections])]
+    losses = [loss() for loss in compared([_neighbours(z, memory, filled) for z in projections])]
     return (losses[0] + losses[1]) / 2
 
 
@@ -124,12 +126,16 @@ class NNCLR(MemoryLoss, function=nnclr):
 
 
 @torch.no_grad()
-def _neighbours(z: Float[Tensor, "n d"], memory: Float[Tensor, "m d"]) -> Float[Tensor, "n d"]:
+def _neighbours(
+    z: Float[Tensor, "n d"], memory: Float[Tensor, "m d"], filled: Int[Tensor, ""] | None
+) -> Float[Tensor, "n d"]:
     """Return the most similar row of the memory for each row, block by block; the row itself if the memory is empty."""
     if not len(memory):
         return z
     candidates = torch.nn.functional.normalize(memory.to(z), dim=1)
+    unused = unfilled(memory, filled)
     nearest = torch.empty(len(z), dtype=torch.int64, device=z.device)
     for rows in row_blocks(len(z), len(memory), z.dtype):
-        nearest[rows] = matmul(z[rows], candidates.T).argmax(1)
-    return candidates[nearest]
+        similarity = matmul(z[rows], candidates.T)
+        nearest[rows] = (similarity if unused is None else similarity.masked_fill(unused, -torch.inf)).argmax(1)
+    return candidates[nearest] if filled is None else candidates[nearest].where(filled > 0, z)

@@ -175,8 +175,8 @@ class MemoryQueue(nn.Module):
         device = self.embeddings.device
         rows = gather_rows(rows, shards, world).to(device)
         labels = self.ids.new_zeros(len(rows)) if labels is None else gather_rows(labels, shards, world).to(self.ids)
-        mask = torch.ones_like(labels).bool() if mask is None else gather_rows(mask, shards, world).to(device)
-        entering = mask.nonzero().flatten()
+        mask = None if mask is None else gather_rows(mask, shards, world).to(device)
+        entering = torch.arange(len(rows), device=device) if mask is None else mask.nonzero().flatten()
         order = torch.arange(len(entering), device=device)
         stored = entering[-self.size :]
         slots = torch.full_like(labels, -1)

@@ -1,7 +1,7 @@
 """ReSSL: the student's similarities to a memory of earlier embeddings follow the teacher's."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.compiling import traced_as, uncompiled
@@ -12,7 +12,7 @@ from contrastive_zoo.loss_base.graph_operator import GraphModule
 from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.preparation import begin, prepare_rows
 from contrastive_zoo.loss_base.temperature import logit_scale
-from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem
+from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem, unfilled
 from contrastive_zoo.session import refuse
 from contrastive_zoo.world import ALONE, World
 
@@ -23,6 +23,7 @@ def ressl(
     teacher: Float[Tensor, "n d"],
     *,
     memory: Float[Tensor, "m d"],
+    filled: Int[Tensor, ""] | None = None,
     temperature: float | Tensor = 0.1,
     teacher_temperature: float = 0.04,
     reduction: Reduction = "mean",
@@ -41,6 +42,7 @@ def ressl(
         student: q, [n, d]; n may differ between ranks.
         teacher: k, [n, d], a momentum encoder's embeddings of weakly augmented views.
         memory: x, [m, d], equal on every rank; the ``queue`` of :class:`ReSSL`.
+        filled: how many rows of ``memory`` count, the first ones, on its device; None is all.
         temperature: t > 0, the student's; a tensor is learnable.
         teacher_temperature: t' > 0, smaller than t.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
@@ -67,8 +69,9 @@ def ressl(
     )  # fmt: skip
     q, k = (prepare_rows(rows, normalize=True, world=world) for rows in (student, teacher.detach()))
     candidates = torch.nn.functional.normalize(memory.to(q), dim=1)
-    losses = _cross_entropies(logit_scale(temperature, world) * q, k / real(teacher_temperature), candidates)
-    valid = torch.full_like(losses, len(memory) > 0)
+    student_rows, teacher_rows = logit_scale(temperature, world) * q, k / real(teacher_temperature)
+    losses = _cross_entropies(student_rows, teacher_rows, candidates, unfilled(memory, filled))
+    valid = torch.full_like(losses, len(memory) > 0) if filled is None else (filled > 0).to(losses).expand_as(losses)
     return reduce_anchors(losses, valid, reduction=reduction, world=world)
 
 
@@ -102,7 +105,12 @@ class ReSSL(MemoryLoss, function=ressl, check=_settings_problem):
 
 @without_autocast
 def _cross_entropies(
-    q: Float[Tensor, "n d"], k: Float[Tensor, "n d"], candidates: Float[Tensor, "m d"]
+    q: Float[Tensor, "n d"],
+    k: Float[Tensor, "n d"],
+    candidates: Float[Tensor, "m d"],
+    unused: Bool[Tensor, " m"] | None,
 ) -> Float[Tensor, " n"]:
-    targets = matmul(k, candidates.T).softmax(1)
-    return -(targets * matmul(q, candidates.T).log_softmax(1)).sum(1)
+    targets, logits = matmul(k, candidates.T), matmul(q, candidates.T)
+    if unused is not None:  # −inf would make 0 · −inf of them
+        targets, logits = (x.masked_fill(unused, torch.finfo(x.dtype).min) for x in (targets, logits))
+    return -(targets.softmax(1) * logits.log_softmax(1)).sum(1)

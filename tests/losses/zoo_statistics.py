@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastive_zoo import devices
+from contrastive_zoo.device_normals import normal_numbers
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.barlow_twins import BarlowTwins
@@ -276,11 +278,18 @@ def remembered() -> Tensor:
 
 
 def nnclr_of_views(
-    view1: Tensor, view2: Tensor, *, memory: Any, temperature: Any = 0.1, reduction: Any = "mean", world: Any = ALONE
+    view1: Tensor,
+    view2: Tensor,
+    *,
+    memory: Any,
+    filled: Any = None,
+    temperature: Any = 0.1,
+    reduction: Any = "mean",
+    world: Any = ALONE,
 ) -> Tensor:
     """Rows are padded with zeros; the predictor turns features around."""
     z1, z2 = _widened((view1, view2)).unbind(1)
-    settings = {"temperature": temperature, "reduction": reduction}
+    settings = {"temperature": temperature, "reduction": reduction, "filled": filled}
     return nnclr(z1, z2, z1.flip(1), z2.flip(1), memory=memory, world=world, **settings)
 
 
@@ -373,6 +382,8 @@ def dense_sigreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
 
 def _normality(z: Tensor) -> Tensor:
     drawn = torch.randn(z.shape[1], 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    if not devices.on_cpu(z):
+        drawn = normal_numbers(torch.zeros((), dtype=torch.int64), *drawn.shape)
     x, loss = z @ F.normalize(drawn.double(), dim=0), 0 * z.sum()
     for k, weight in ((-4, 0.5), *((k, 1.0) for k in range(-3, 4)), (4, 0.5)):
         t = 0.75 * k
