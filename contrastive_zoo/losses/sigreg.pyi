@@ -33,8 +33,8 @@ def sigreg(
         world: the ranks that share the batch.
 
     Raises:
-        ValueError: directions of another width, fewer than two points, a limit that is not positive, or what any
-            :class:`Loss` refuses.
+        ValueError: directions of another width or on another device, fewer than two points, a limit that is not positive,
+            or what any :class:`Loss` refuses.
 
     Examples:
         >>> sigreg(torch.zeros(2, 1), directions=torch.ones(1, 1), num_points=2, limit=100.0)   # 2 · 100 · |0 − 1|² · 0
@@ -69,6 +69,8 @@ class SIGReg(ConstructingLoss):
 
     In training mode each call draws other directions, from the buffer ``step``: they are equal on every rank.
 
+    An accelerator draws other ones than a CPU, without reading the step. Move the loss to the device of its embeddings.
+
     In evaluation mode all calls have the same directions. The buffer is part of the state dict, so that a resumed
     training draws what an uninterrupted one does.
 
@@ -85,8 +87,8 @@ class SIGReg(ConstructingLoss):
 
     Raises:
         ValueError: an embedding_size or num_slices below 1; at the call, one above what memory holds.
-        ValueError: directions of another width, fewer than two points, a limit that is not positive, or what any
-            :class:`Loss` refuses.
+        ValueError: directions of another width or on another device, fewer than two points, a limit that is not positive,
+            or what any :class:`Loss` refuses.
 
     Examples:
         >>> loss = SIGReg(2, num_slices=64)
@@ -116,7 +118,4 @@ class SIGReg(ConstructingLoss):
     def __call__(self, embeddings: Float[Tensor, "n d"], *, world: World | None = None) -> Tensor: ...
     def settings_problem(self) -> str | None: ...
     def settings(self) -> Mapping[str, Any]:
-        """Return the current settings, with the directions of the current step.
-
-        They are drawn on the CPU, so that they are equal on every device.
-        """
+        """Return the current settings, with the directions of the current step."""

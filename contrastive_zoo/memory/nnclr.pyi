@@ -1,5 +1,5 @@
 # Written by tools/stubs.py from the module beside it: `make stubs`.
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
@@ -13,6 +13,7 @@ def nnclr(
     predictions2: Float[Tensor, "n d"],
     *,
     memory: Float[Tensor, "m d"],
+    filled: Int[Tensor, ""] | None = None,
     temperature: float | Tensor = 0.1,
     reduction: Reduction = "mean",
     world: World = ALONE,
@@ -32,6 +33,7 @@ def nnclr(
         predictions1: p¹, [n, d], the predictor's output for z¹.
         predictions2: p², [n, d].
         memory: Q, [m, d], equal on every rank; the ``queue`` of :class:`NNCLR`.
+        filled: how many rows of ``memory`` are in Q, the first ones, on its device; None is all.
         temperature: t > 0; a tensor is learnable.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
         world: the ranks that share the batch.

@@ -1,5 +1,5 @@
 # Written by tools/stubs.py from the module beside it: `make stubs`.
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.reduction import Reduction
@@ -11,6 +11,7 @@ def ressl(
     teacher: Float[Tensor, "n d"],
     *,
     memory: Float[Tensor, "m d"],
+    filled: Int[Tensor, ""] | None = None,
     temperature: float | Tensor = 0.1,
     teacher_temperature: float = 0.04,
     reduction: Reduction = "mean",
@@ -29,6 +30,7 @@ def ressl(
         student: q, [n, d]; n may differ between ranks.
         teacher: k, [n, d], a momentum encoder's embeddings of weakly augmented views.
         memory: x, [m, d], equal on every rank; the ``queue`` of :class:`ReSSL`.
+        filled: how many rows of ``memory`` count, the first ones, on its device; None is all.
         temperature: t > 0, the student's; a tensor is learnable.
         teacher_temperature: t' > 0, smaller than t.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
