@@ -30,8 +30,8 @@ GROUPS = {
 
 WITHOUT = {
     "_compat", "audit", "broadcast_state", "catalogue", "class_docstring", "cli", "compiling", "console", "demo",
-    "gather_cache", "later", "loss_attributes", "loss_summary", "plots", "random_keys", "randomness", "small_batch",
-    "step_state", "testing", "vectors",
+    "device_normals", "gather_cache", "later", "loss_attributes", "loss_summary", "plots", "random_keys", "randomness",
+    "small_batch", "step_state", "testing", "value_checks", "vectors",
 }  # fmt: skip
 """Modules whose texts are no errors of a training: reports, commands, pictures."""
 
