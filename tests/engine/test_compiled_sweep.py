@@ -132,7 +132,7 @@ NAMES = list(LOSSES)
     ("ranks", "backend", "names", "options"),
     [
         (1, "aot_eager", NAMES if EVERY_CASE else ["Circle"], {}),
-        (2, "eager", NAMES if EVERY_CASE else ["a parameter", "SmoothAP", "a graph break"], {}),
+        (2, "eager", NAMES if EVERY_CASE else ["a parameter", "a graph break"], {}),
         *([(2, "aot_eager", NAMES, {}), (2, "eager", ["Circle", "NCA"], {"ring": True})] if EVERY_CASE else []),
         *([(1, "inductor", ["Circle", "a parameter", "Margin"], {})] if EVERY_CASE else []),
     ],
@@ -202,10 +202,10 @@ def graphs(sizes: Sequence[int]) -> list[int]:
 
 def test_the_number_of_graphs_is_bounded(worlds: Worlds) -> None:
     """Blocks of one anchor have a graph of their own, and those without gradient."""
-    ((first, *rest),) = worlds.run(1, graphs, [6, 7, 5, 3, 11, 29, 1, 2, 8])
+    ((first, *rest),) = worlds.run(1, graphs, [6, 7, 5, 3, 1, 29, 2, 8])
     assert first == 2
     assert rest[-1] <= 6
-    assert rest[-1] == rest[5]
+    assert rest[-1] == rest[3]
 
 
 def copies_and_pickles() -> tuple[bool, list[float]]:
