@@ -159,7 +159,7 @@ def valid(name: str, annotation: Any) -> Any:
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     dtypes = annotation.dtypes if isinstance(annotation.dtypes, list | tuple) else ["float32"]
     if "int64" in dtypes and "float32" not in dtypes:
-        return torch.arange(shape[0]) % 2
+        return torch.arange(shape[0]) % 2 if shape else torch.tensor(2)
     if list(dtypes) == ["bool"]:
         return torch.ones(shape, dtype=torch.bool)
     return torch.randn(shape, generator=generator)

@@ -75,16 +75,23 @@ def unfilled(memory: Tensor, filled: Tensor | None) -> Tensor | None:
     return None if filled is None else torch.arange(len(memory), device=filled.device) >= filled
 
 
-def memory_problem(memory: Tensor, rows: Tensor) -> str | None:
+def memory_problem(memory: Tensor, rows: Tensor, filled: Tensor | None = None) -> str | None:
     """Return why rows cannot be compared with those of a memory, in words; None if they can.
 
     Examples:
         >>> memory_problem(torch.empty(0, 3), torch.ones(4, 2))
         'the memory is as wide as embeddings, [m, 2], got float32 [0, 3]. Pass embedding_size=2.'
     """
-    if (wrong := tensor_problem("memory", memory)) is not None:
+    wrong = tensor_problem("memory", memory) or (None if filled is None else tensor_problem("filled", filled))
+    if wrong is not None:
         return wrong
+    if filled is not None and (filled.ndim or filled.dtype not in _INTEGERS or filled.device != memory.device):
+        got = f"got {kind(filled)} on {filled.device} for a memory on {memory.device}"
+        return f"filled is one integer on the device of the memory, the number of its slots in use, {got}."
     if memory.ndim == 2 and memory.is_floating_point() and memory.shape[1:] == rows.shape[1:]:
         return None
     width = rows.shape[-1]
     return f"the memory is as wide as embeddings, [m, {width}], got {kind(memory)}. Pass embedding_size={width}."
+
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -73,7 +73,7 @@ def nnclr(
         "predictions2": predictions2,
     }
     problem = towers_problem("row i of all four is one sample", "Pass as many of each.", **named)
-    problem = problem or memory_problem(memory, projections1)
+    problem = problem or memory_problem(memory, projections1, filled)
     if problem is not None:
         refuse("NNCLR", problem, world=world)
     settings: Any = {"temperature": temperature, "reduction": reduction}

@@ -60,7 +60,7 @@ def ressl(
     Source: Zheng et al. 2021, eqs. 3-5, https://arxiv.org/abs/2107.09282
     """
     problem = towers_problem("row i of both is one sample", "Pass as many of each.", student=student, teacher=teacher)
-    problem = problem or memory_problem(memory, student) or _settings_problem(teacher_temperature)
+    problem = problem or memory_problem(memory, student, filled) or _settings_problem(teacher_temperature)
     if problem is not None:
         refuse("ReSSL", problem, world=world)
     begin(

@@ -13,7 +13,6 @@ from contrastive_zoo.engine import dense_mode
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from tests.simulated import value_and_gradients
-from tests.test_accelerated_ranks import STATEFUL
 from tests.test_accelerator import may_read
 from tests.test_contract import WHOLE_ZOO
 from tests.test_devices import LEFT_OUT
@@ -26,7 +25,7 @@ FEWEST_CLASSES = 64
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-ENTRIES = [x for x in WHOLE_ZOO if str(x) not in LEFT_OUT and str(x) not in STATEFUL and not may_read(str(x))]
+ENTRIES = [x for x in WHOLE_ZOO if str(x) not in LEFT_OUT and not may_read(str(x))]
 
 
 SMALL = {"NTXent", "InfoNCE", "CLIP", "Clip", "SigLIP"}
