@@ -16,7 +16,7 @@ ROUNDING = {"float32": 10 * 2.0**-23, "bfloat16": 4 * 2.0**-8, "float16": 4 * 2.
 """What a result may be off by where the dense formula happens to be nearer: units in the last place. The
 interpreter rounds a logit before it subtracts a maximum of 20 bits or more from it; the chip does not."""
 
-CASES = 6 + (48 if torch.cuda.is_available() or os.environ.get("ALL_DTYPES") else 24)
+CASES = 6 + (48 if torch.cuda.is_available() or os.environ.get("ALL_DTYPES") else 10)
 
 
 def results() -> list[dict[str, Any]]:
