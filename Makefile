@@ -43,7 +43,7 @@ search: .venv/.installed
 		tests/engine/test_ring_16_bits.py tests/test_extremes.py tests/test_graph_ranks.py tests/test_devices.py \
 		tests/test_accelerated_ranks.py tests/test_late_messages.py tests/test_host_reads.py \
 		tests/adapters/test_native.py tests/adapters/test_sentence_transformers.py tests/engine/test_malloc.py
-	ALL_DTYPES=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
+	HYPOTHESIS_PROFILE=long ALL_DTYPES=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
 	HYPOTHESIS_PROFILE=long HYPOTHESIS_EXAMPLES=200 $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_fuzz.py
 
 lint: .venv/.installed
