@@ -19,6 +19,7 @@ from contrastive_zoo.losses import triplet
 from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.engine.test_compiled_sweep import compiling
+from tests.helpers import EVERY_CASE
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
 
 LISTING: dict[str, Callable[..., nn.Module]] = {
@@ -105,6 +106,7 @@ def sorts_in_a_graph(on_cpu: bool) -> bool:
     return any(node.target == "sort" for graph in backend.graphs for node in graph.graph.nodes)
 
 
+@pytest.mark.skipif(not EVERY_CASE, reason="compiles for seconds; the search runs it")
 def test_counted_triplets_are_compiled_on_an_accelerator(worlds: Worlds) -> None:
     assert worlds.run(1, sorts_in_a_graph, False) == [True]
     assert worlds.run(1, sorts_in_a_graph, True) == [False], "a CPU lists positives, whose number is read"

@@ -83,11 +83,12 @@ def resources(binary: bytes) -> dict[str, int]:
     }
 
 
-def rows(capability: int, dtype: torch.dtype, precision: str) -> list[dict[str, Any]]:
-    """One for every kernel and launch."""
+def rows(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = False) -> list[dict[str, Any]]:
+    """One for every kernel and launch, or for launches without masks only."""
     plain, edges = tiles(dtype, precision, capability)
     found = []
-    for edge, tile in [(2, edges)] if plain == edges else [(0, plain), (1, edges)]:
+    launches = [(2, edges)] if plain == edges else [(0, plain), (1, edges)]
+    for edge, tile in launches[:1] if inner else launches:
         for name in KERNELS:
             if "SupCon" in name and edge == 0:
                 continue
@@ -105,8 +106,8 @@ PRECISIONS = (("bfloat16", "tf32"), ("float16", "tf32"), ("float32", "tf32"), ("
 
 def main() -> None:
     if len(sys.argv) > 1:
-        chip, dtype, precision = sys.argv[1:]
-        json.dump(rows(int(chip), getattr(torch, dtype), precision), sys.stdout)
+        chip, dtype, precision, *inner = sys.argv[1:]
+        json.dump(rows(int(chip), getattr(torch, dtype), precision, inner=bool(inner)), sys.stdout)
         return
     print(HEAD, "|---" * 8 + "|", sep="\n")
     for chip in (90, 80):
