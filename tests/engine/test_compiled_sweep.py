@@ -287,7 +287,7 @@ def compiles_without_a_compiler() -> list[str]:
     return [str(x.message) for x in caught if "torch.compile" in str(x.message)]
 
 
-@pytest.mark.skipif(not EVERY_CASE, reason="inductor starts in seconds")
+@pytest.mark.skipif(not EVERY_CASE, reason="takes seconds to start inductor; the search runs it")
 def test_a_machine_without_a_compiler_warns(worlds: Worlds) -> None:
     ((warning,),) = worlds.run(1, compiles_without_a_compiler, timeout=120)
     assert "Circle" in warning
