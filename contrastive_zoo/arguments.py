@@ -116,29 +116,6 @@ class Arguments:
                 return f"pad_dims[{path!r}] is {dims if len(dims) > 1 else dims[0]}, a dimension that {got} has not."
         return None
 
-    @property
-    def width(self) -> int:
-        """Numbers in the widest floating-point row."""
-        return max([x.shape[1:].numel() for x in self.rows.values() if x.is_floating_point()], default=0)
-
-    def total(self, shards: Sequence[Shards]) -> int:
-        """Floating-point rows of all arguments on all ranks, given the split of each argument."""
-        return sum(of.total for x, of in zip(self.rows.values(), shards, strict=False) if x.is_floating_point())
-
-    @property
-    def fingerprint(self) -> int:
-        """A digest of the floating-point rows, other than 0; 0 if they cannot be told from a coincidence.
-
-        One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks.
-        """
-        floating = [x.detach() for x in self.rows.values() if x.is_floating_point()]
-        if not any(len(x) > 1 and x.numel() and not torch.equal(x[:1].expand_as(x), x) for x in floating):
-            return 0
-        digest = hashlib.blake2b(digest_size=7)
-        for x in floating:
-            digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return 1 + int.from_bytes(digest.digest(), "big")
-
     def payload(self, world: World) -> list[Tensor] | None:
         """The rows as bytes that may follow a handshake's header; None if two backends send them, or if widths differ."""
         if self.ragged or self.on_accelerator or world.on_accelerators:  # widths of other ranks are not known yet
@@ -196,6 +173,24 @@ class Arguments:
 
 _COMPARED = 11
 """Arguments that may be one tensor: their pairs are as many bits as an int64 has for them."""
+
+
+def fingerprint(rows: Mapping[str, Tensor]) -> int:
+    """A digest of the floating-point rows, other than 0; 0 if they cannot be told from a coincidence.
+
+    One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks.
+
+    Examples:
+        >>> fingerprint({"embeddings": torch.ones(3, 2)})
+        0
+    """
+    floating = [x.detach() for x in rows.values() if x.is_floating_point()]
+    if not any(len(x) > 1 and x.numel() and not torch.equal(x[:1].expand_as(x), x) for x in floating):
+        return 0
+    digest = hashlib.blake2b(digest_size=7)
+    for x in floating:
+        digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return 1 + int.from_bytes(digest.digest(), "big")
 
 
 def _resized(rows: Tensor, dim: int, size: int) -> Tensor:

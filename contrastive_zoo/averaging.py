@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.collectives import mean_over_ranks, sum_over_ranks
 from contrastive_zoo.compiling import uncompiled
-from contrastive_zoo.handshake import kind
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, World
 
@@ -44,7 +44,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         refuse("average_gradients", problem, world=world)
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = list(named.values())
-    kinds = {name: kind(parameter) for name, parameter in named.items()}
+    kinds = {name: described(parameter) for name, parameter in named.items()}
     meet("average_gradients", {}, world=world, settings=kinds)
     if world.size == 1 or not parameters:
         return

@@ -1,9 +1,9 @@
 """The parameters and buffers of a loss, set to rank 0's: ranks that were seeded differently drew different ones."""
 
 from contrastive_zoo.collectives import broadcast
-from contrastive_zoo.handshake import kind
 from contrastive_zoo.loss_call import loss_name
 from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.row_checks import described
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import World
 
@@ -19,7 +19,7 @@ def broadcast_from_rank_0(modules: LossModules, world: World) -> None:
         >>> broadcast_from_rank_0(LossModules(nn.Linear(2, 1)), World())
     """
     state = dict(modules.shared_state())
-    kinds = {name: kind(x) for name, x in state.items()}
+    kinds = {name: described(x) for name, x in state.items()}
     meet(loss_name(modules.loss), {}, world=world, settings={"broadcast_parameters": "now", **kinds})
     for x in state.values():
         x.data.copy_(broadcast(x.detach(), process_group=world))

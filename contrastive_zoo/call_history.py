@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from contrastive_zoo.arguments import Arguments
-from contrastive_zoo.devices import sum_dtype
+from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.later import ValueCheck, read_later
 from contrastive_zoo.loss_summary import LossModules, StateSums
 from contrastive_zoo.session import Session
@@ -30,7 +29,7 @@ class CallHistory:
 
     Attributes:
         calls: how many have been completed between several ranks.
-        draws: whether the loss has drawn random numbers or changed its buffers while it declared itself.
+        draws: whether the loss has drawn random numbers or changed its buffers while it was computed.
         keeps_state: whether the last call changed the loss's buffers.
         sizes: the numbers of samples of the last call, by argument; None before the first.
         has_broadcast: whether parameters and buffers have been broadcast from rank 0.
@@ -60,9 +59,10 @@ class CallHistory:
         if self.calls < FIRST_VALUES or self.calls % EVERY_NTH_CALL == 0:
             # tensors only: other results, such as a time, may differ between ranks
             tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-            self._value = (
-                read_later(torch.stack([x.detach().sum().to(sum_dtype(x)) for x in tensors])) if tensors else None
-            )
+            self._value = None
+            if tensors:
+                sums = torch.stack([x.detach().sum().to(sum_dtype(x)) for x in tensors])
+                self._value = sums.tolist if sums.is_cpu else read_later(sums)
 
     def last_value(self) -> float | None:
         """The sum of what the previous call returned, once; None if it is not compared."""
@@ -95,12 +95,12 @@ class CallHistory:
                 return f"at the previous call (on accelerators values are looked at without waiting): {wrong}"
         return None
 
-    def shapes_problem(self, arguments: Arguments) -> str | None:
+    def shapes_problem(self, sizes: list[int], names: Iterable[str]) -> str | None:
         """Why ``static_shapes=True`` does not hold: the sizes differ from the previous call's; None if they are equal."""
-        if self.sizes is None or arguments.sizes == self.sizes:
+        if self.sizes is None or sizes == self.sizes:
             return None
         return (
-            f"static_shapes=True, but this rank brought {arguments.sizes} rows of {', '.join(arguments.rows)} after "
+            f"static_shapes=True, but this rank brought {sizes} rows of {', '.join(names)} after "
             f"{self.sizes}. Drop the last incomplete batch, or leave static_shapes out."
         )
 
@@ -108,7 +108,7 @@ class CallHistory:
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
     """The session of a step whose rows are on an accelerator: NaN and infinite values are refused in the next call."""
     floating = {name: x.detach() for name, x in rows.items() if x.is_floating_point()}
-    if (later := session.progress.later) is not None:
+    if (later := session.findings.later) is not None:
         for device in dict.fromkeys(x.device for x in floating.values()):
             here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}
             finite = torch.stack(list(here.values()))

@@ -10,6 +10,7 @@ from torch import nn
 
 from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.distributed import DistributedLoss
+from contrastive_zoo.loss_base.settings import Settings
 
 
 class TargetError(ValueError):
@@ -102,10 +103,13 @@ def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> Non
             f"{target} is a {type(factory).__name__}; pass a function that returns a loss, or a loss class."
         )
     try:
-        inspect.signature(factory).bind(**settings)
+        if isinstance(factory, type) and issubclass(factory, Settings):
+            factory(**settings)
+        else:
+            inspect.signature(factory).bind(**settings)
     except TypeError as error:
         hint = "If it is a loss, pass a function that returns it."
         hint = "Give them with --set name=value." if isinstance(factory, type) else hint
-        raise TargetError(f"{target}: {error}. {hint}") from None
-    except ValueError:  # a built-in without a signature
+        raise TargetError(f"{target}: {str(error).removesuffix('.')}. {hint}") from None
+    except ValueError:  # a built-in without a signature, or a value that the loss refuses where it is checked
         return

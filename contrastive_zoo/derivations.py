@@ -1,6 +1,7 @@
 """How the rows of one step were computed from others, so that the others can be sent in their place."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ Function = Callable[..., Tensor]
 """Computes rows from one or several tensors of rows of equal length, row by row, or concatenates them."""
 
 
+@dataclass
 class Derivations:
     """Records of each derived tensor the function and its arguments, as long as the tensor exists.
 
@@ -22,8 +24,8 @@ class Derivations:
         (tensor([2., 2.], dtype=torch.bfloat16), tensor([1., 1.]))
     """
 
-    def __init__(self) -> None:
-        self._found: WeakTensorKeyDictionary | None = None  # most steps derive nothing that is sent
+    _found: WeakTensorKeyDictionary | None = None
+    """None as long as nothing is derived that may be sent, as in most steps."""
 
     def derive(self, function: Function, *rows: Tensor) -> Tensor:
         """Return ``function(*rows)``, and record it unless it is one of ``rows``."""

@@ -1,33 +1,11 @@
 """What ranks disagree on, in words: the same on every rank, since each makes them from what all ranks have sent."""
 
 import math
-import struct
 from collections.abc import Sequence
 
-NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
-"""The bits of a missing number: no sum is -0.0 once 0.0 is added."""
 
-
-def to_bits(value: float | None) -> int:
-    """A number's bits as an int64 of the header.
-
-    Examples:
-        >>> from_bits([to_bits(0.5), to_bits(1.0)]), from_bits([to_bits(0.5), to_bits(None)])
-        ([0.5, 1.0], None)
-    """
-    return NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
-
-
-def from_bits(bits: Sequence[int]) -> list[float] | None:
-    """The numbers that all ranks have sent; None if some rank has sent none."""
-    return None if NO_VALUE in bits else [struct.unpack("d", struct.pack("q", x))[0] for x in bits]
-
-
-def values_difference(bits: Sequence[int], tolerance: float) -> str | None:
-    """Which two ranks returned different values, in words; None if none did, or if some rank has sent no value."""
-    values = from_bits(bits)
-    if values is None:
-        return None
+def values_difference(values: Sequence[float], tolerance: float) -> str | None:
+    """Which two ranks returned different values, in words; None if none did."""
     for rank, value in enumerate(values):
         both_nan = math.isnan(value) and math.isnan(values[0])
         if not both_nan and not math.isclose(value, values[0], rel_tol=tolerance**0.5, abs_tol=tolerance):
@@ -41,14 +19,11 @@ def values_difference(bits: Sequence[int], tolerance: float) -> str | None:
     return None
 
 
-def parameters_differ(norms: Sequence[int], projections: Sequence[int], tolerance: float) -> bool:
-    """Whether some rank's parameters differ from rank 0's; False if some rank has sent no sums."""
-    by_norm, by_projection = from_bits(norms), from_bits(projections)
-    if by_norm is None or by_projection is None:
-        return False
-    bound = tolerance**0.5 * abs(by_norm[0])
-    alike = all(abs(x - numbers[0]) <= bound for numbers in (by_norm, by_projection) for x in numbers)
-    return not alike and math.isfinite(sum(by_norm))
+def parameters_differ(norms: Sequence[float], projections: Sequence[float], tolerance: float) -> bool:
+    """Whether some rank's parameters differ from rank 0's."""
+    bound = tolerance**0.5 * abs(norms[0])
+    alike = all(abs(x - numbers[0]) <= bound for numbers in (norms, projections) for x in numbers)
+    return not alike and math.isfinite(sum(norms))
 
 
 def parameters_difference(norms: Sequence[str]) -> str:

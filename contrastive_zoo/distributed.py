@@ -1,9 +1,10 @@
 """DistributedLoss makes any loss a function of the global batch."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import TypeVar
 
@@ -13,27 +14,25 @@ from contrastive_zoo.broadcast_state import broadcast_from_rank_0
 from contrastive_zoo.call_history import CallHistory, looking_later
 from contrastive_zoo.collectives import scale_gradient
 from contrastive_zoo.compiling import traced_as
-from contrastive_zoo.distributed_step import DistributedStep, Observer
-from contrastive_zoo.loss_attributes import LossAttributes
+from contrastive_zoo.distributed_step import Observer, OwnStep, ThirdPartyStep, WrapperOptions
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_call import LossCall, bound_arguments, loss_name, signature, without_ddp
+from contrastive_zoo.loss_base.loss import Loss, Stated
+from contrastive_zoo.loss_call import LossCall, loss_name, signature, without_ddp
 from contrastive_zoo.loss_summary import LossModules
 from contrastive_zoo.native_loss import native_and_replaced
-from contrastive_zoo.session import Session, refuse
-from contrastive_zoo.step_state import Options, Progress
+from contrastive_zoo.session import Findings, Options, Session, refuse
 from contrastive_zoo.world import Processes, Shards, World
 from contrastive_zoo.wrapped import unwrapped_loss, unwrapped_miner
 from contrastive_zoo.wrapper_options import (
     GradReduction,
     Mode,
-    WrapperOptions,
     machines_of,
     padded_dims,
     refuse_bad_combination,
     refuse_bad_loss,
     refuse_bad_options,
     ring_in_group,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +40,41 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", default=Any)
 """What the loss returns."""
+
+
+class LossAttributes(GraphModule):
+    """A wrapper of ``loss``, whose public attributes are read and set through it where it has none of that name."""
+
+    def extra_repr(self) -> str:
+        """Every option that is not its default; modules stand below."""
+        parts = []
+        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
+            value = None if name == "self" else getattr(self, name)
+            if value is not parameter.default and value != parameter.default and name not in {"self", *self._modules}:
+                parts.append(f"{name}={shown(value)}")
+        return ", ".join(parts)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (bare := self._has(name)) is None:
+                raise
+            return getattr(bare, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # a schedule that sets loss_fn.temperature means the loss's; without this it would change nothing
+        own = name in vars(self) or name in vars(self).get("_modules", ()) or hasattr(type(self), name)
+        bare = None if own else self._has(name)
+        if bare is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(bare, name, value)
+
+    def _has(self, name: str) -> Any:
+        """The bare loss if this is one of its public attributes."""
+        bare = without_ddp(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
+        return None if name.startswith("_") or not hasattr(bare, name) else bare
 
 
 class DistributedLoss(LossAttributes, Generic[R]):
@@ -163,11 +197,14 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self._history = CallHistory()
         self._observer: Observer | None = None
         self.loss = loss
+        for module in self.modules():
+            if isinstance(module, Loss):
+                module._is_wrapped = True
 
     def graph_problem(self) -> str | None:
         if self._replaced is not None or not isinstance(self.loss, Loss):
             return THIRD_PARTY
-        if getattr(type(self.loss).forward, "traced", None) is not GraphModule.traced_forward:
+        if not all(x.is_plain for x in self.loss.modules() if isinstance(x, Loss)):
             return f"{type(self.loss).__name__}.forward may return anything."
         return None if self.miner is None else "a miner searches values."
 
@@ -179,58 +216,67 @@ class DistributedLoss(LossAttributes, Generic[R]):
             rows: as the loss takes them.
             named_rows: as the loss takes them.
         """
-        bare = without_ddp(self.loss)
-        if isinstance(bare, Loss):
-            rows, named_rows = devices.beside_rows(rows, named_rows)
+        loss: Any = self._modules.get("loss")
+        bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
         session, problem = self._session(bare)
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
         try:
-            call = self._call(bare, rows, named_rows, session)
-        except TypeError as error:
-            if session.size == 1:
-                return (self.loss if self._replaced is None else self._replaced.loss)(*rows, **named_rows)  # its error
-            # only this rank may lack an argument; the others wait in the handshake
-            refuse(loss_name(bare), f"{error}.", world=session)
+            call, compared = self._call(bare, rows, named_rows)
+        except Exception as error:
+            alone, is_own = session.size == 1, isinstance(bare, Loss) and self._replaced is None
+            if alone and (is_own or not isinstance(error, TypeError)):
+                raise
+            if alone:  # the error of the third-party loss itself
+                return (self.loss if self._replaced is None else self._replaced.loss)(*rows, **named_rows)
+            # only this rank may lack an argument, or fail to read a setting; the others wait in the handshake
+            text = f"{error}." if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+            refuse(loss_name(bare), text.removeprefix(f"{loss_name(bare)}: "), world=session)
         if session.size == 1:
-            return self._alone(call, session)
+            return self._alone(bare, call, session)
         modules = LossModules(bare)
         if self.broadcast_parameters and not self._history.has_broadcast:
             broadcast_from_rank_0(modules, session)
             self._history.has_broadcast = True
-        arguments = self._arguments(bare, call)
-        if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
-            refuse(loss_name(bare), problem, world=session)
-        if arguments.on_accelerator:  # their values are checked one call later
-            session = looking_later(session, arguments.rows)
-        step = DistributedStep(call, arguments, modules, self._options(), self._history, session, self._observing)
-        value = step.compute()
+        step, observer = (modules, self._options(), self._history), self._observer if self.training else None
+        if isinstance(call, Stated):
+            session = _looking_later(call.inputs.rows, session)
+            compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
+            value = OwnStep(call.name, compared, *step, session, observer, bare, call, compute).compute()
+        else:
+            arguments = Arguments.of(call.bound.arguments, self.pad_dims, padded=self.pad_dims is not None)
+            if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
+                refuse(loss_name(bare), problem, world=session)
+            session = _looking_later(arguments.rows, session)
+            value = ThirdPartyStep(loss_name(bare), compared, *step, session, observer, call, arguments).compute()
         if self.grad_reduction == "sum":
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
 
-    def _call(self, bare: Any, rows: tuple[Any, ...], named_rows: dict[str, Any], session: Session) -> LossCall:
-        """The arguments bound to this library's loss, or to the loss that it replaces where only that one takes them."""
+    def _call(
+        self, bare: Any, rows: tuple[Any, ...], named_rows: dict[str, Any]
+    ) -> tuple[Stated | LossCall, dict[str, str]]:
+        """What this rank states of a call of this library's loss, or a call of a third-party loss.
+
+        What ranks compare of it comes second: of a loss and the one that it replaces, all take the same.
+        """
         compared: dict[str, str] = {}
         if self._replaced is not None:
             given = signature(self._replaced.loss).bind(*rows, **named_rows)
             native = self._replaced.native_arguments(given.arguments)
-            # compared between ranks, so that all take the same of the two losses
             compared["arguments"] = ", ".join(name for name, x in given.arguments.items() if x is not None)
             empty = any(isinstance(x, Tensor) and x.ndim and not len(x) for x in native or ())
-            if native is None or (session.size == 1 and empty):
-                return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, given, compared)
+            if native is None or (empty and World.of(self.process_group).size == 1):
+                return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, given), compared
             rows, named_rows = native, {}
+        if isinstance(bare, Loss):
+            if bare.is_plain:
+                return bare.stated(rows, named_rows), compared
+            rows, named_rows = devices.beside_rows(rows, named_rows)
         # a miner's indices come later, also where the loss requires them
-        bound = bound_arguments(bare, rows, named_rows, partial=self.miner is not None)
-        return LossCall(self.loss, self.miner, bound, compared)
-
-    def _arguments(self, bare: Any, call: LossCall) -> Arguments:
-        """The call's arguments, with the dimensions whose sizes may differ between ranks."""
-        if self.pad_dims is not None:
-            return Arguments.of(call.bound.arguments, self.pad_dims, padded=True)
-        own = bare.ragged_dims() if isinstance(bare, Loss) else {}
-        return Arguments.of(call.bound.arguments, {name: (dim,) for name, dim in own.items()})
+        takes = signature(bare)
+        bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
+        return LossCall(self.loss, self.miner, bound), compared
 
     def _session(self, bare: Any) -> tuple[Session, str | None]:
         """Return the step's session, and what is wrong with the ring of this rank."""
@@ -238,17 +284,20 @@ class DistributedLoss(LossAttributes, Generic[R]):
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
-        ring, problem = ring_in_group(machines_of(self.ring), world)
-        options = Options(check_finite, ring, factor, reads_values=False)
-        progress = Progress(later=[] if check_finite else None)
-        caller = f"{loss_name(bare)}, call {self._history.calls + 1}"
-        return Session(world.rank, world.size, world.group, options, progress=progress, caller=caller), problem
+        ring, problem = self.ring, None
+        if not isinstance(ring, bool):
+            ring, problem = ring_in_group(machines_of(ring), world)
+        findings = Findings([] if check_finite else None)
+        name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
+        caller = f"{name}, call {self._history.calls + 1}"
+        options = Options(check_finite, ring, factor)
+        return Session(world.rank, world.size, world.group, options, findings=findings, caller=caller), problem
 
     def _options(self) -> WrapperOptions:
         return WrapperOptions(
             self.grad_reduction,
             self.mode if self._replaced is None else "replicated",
-            machines_of(self.ring),
+            self.ring if isinstance(self.ring, bool) else machines_of(self.ring),
             self.static_shapes,
             self.training,
             self.check_finite,
@@ -256,10 +305,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
             self.check_distinct,
             self.pad_dims or {},
         )
-
-    @property
-    def _observing(self) -> Observer | None:
-        return self._observer if self.training else None
 
     def observe_with(self, observer: Observer | None) -> None:
         """Tell an observer, such as :class:`Monitor`, of every call in training mode; None: no longer. Do so on every rank.
@@ -271,28 +316,33 @@ class DistributedLoss(LossAttributes, Generic[R]):
             raise ValueError("DistributedLoss: this loss has a monitor already. Use it, or call its remove() first.")
         self._observer = observer
 
-    def _alone(self, call: LossCall, session: Session) -> Any:
+    def _alone(self, bare: Any, call: Stated | LossCall, session: Session) -> Any:
         """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
-        if not call.is_own and (problem := call.indices_problem(session)) is not None:
-            refuse(loss_name(without_ddp(self.loss)), problem, world=session)
-        if (problem := self._history.values_problem()) is not None:
-            refuse(loss_name(without_ddp(self.loss)), problem, world=session)
-        session = self._looking_later(call, session)
-        own, observer = call.is_own, self._observing
-        rows = {} if observer is None else Arguments.of(call.bound.arguments).rows
-        if observer is not None and (problem := observer.problem(rows)) is not None:
-            refuse(loss_name(without_ddp(self.loss)), problem, world=session)
-        value = call.loss(*call.bound.args, **call.bound.kwargs, world=session) if own else call.mine_and_compute()
-        self._history.look_later(session.progress.later or ())
+        observer = self._observer if self.training else None
+        problem = None if isinstance(call, Stated) else call.indices_problem(session)
+        problem = problem or self._history.values_problem()
+        rows: Mapping[str, Tensor] = {}
         if observer is not None:
-            observer.observe(without_ddp(self.loss), rows, [Shards((len(x),)) for x in rows.values()], session)
+            rows = call.inputs.rows if isinstance(call, Stated) else Arguments.of(call.bound.arguments).rows
+            problem = problem or observer.problem(rows)
+        if problem is not None:
+            refuse(loss_name(bare), problem, world=session)
+        if isinstance(call, Stated):
+            batch = bare.agreed(call, _looking_later(call.inputs.rows, session), waits=False)
+            loss: Any = self.loss
+            value = bare.compute(batch) if loss is bare else loss(batch)
+        else:
+            value = call.mine_and_compute()
+        if session.findings.later:
+            self._history.look_later(session.findings.later)
+        if observer is not None:
+            observer.observe(bare, rows, [Shards((len(x),)) for x in rows.values()], session)
         return value
 
-    def _looking_later(self, call: LossCall, session: Session) -> Session:
-        """Return the session that leaves the rows of this call on an accelerator to be looked at in the next call."""
-        given = (*call.bound.args, *call.bound.kwargs.values())
-        on_cpu = all(devices.on_cpu(x) or x.is_meta for x in given if isinstance(x, Tensor))
-        if on_cpu or not (call.is_own and session.options.check_finite):
-            return session
-        arguments = Arguments.of(call.bound.arguments)
-        return looking_later(session, arguments.rows if arguments.on_accelerator else {})
+
+def _looking_later(rows: Mapping[str, Tensor], session: Session) -> Session:
+    """The session in which rows on an accelerator are looked at in the next call."""
+    for x in rows.values():
+        if not (x.is_cpu or x.is_meta) and session.options.check_finite:
+            return looking_later(session, rows)
+    return session

@@ -13,6 +13,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,11 +27,9 @@ from contrastive_zoo.differences import (
     parameters_differ,
     parameters_difference,
     statements_difference,
-    to_bits,
     values_difference,
 )
 from contrastive_zoo.messages import completed_handshake
-from contrastive_zoo.row_checks import described
 from contrastive_zoo.world import Shards, World
 
 PAYLOAD_LIMIT = 2**20
@@ -46,6 +45,8 @@ _FIELDS = (
     "problem", "digest", "last value", "norm", "projection", "fingerprint", "same", "replicable", "draws", "bytes",
 )  # fmt: skip
 """Header fields before the sizes, one int64 each."""
+
+_BYTES: Callable[[Tensor], int] = attrgetter("nbytes")
 
 _HEADER = struct.Struct(f"{len(_FIELDS) + _SIZES}q")
 
@@ -162,7 +163,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
 
 
 def _header(statement: Statement, text: str) -> list[int]:
-    sizes = list(statement.sizes[:_SIZES])
+    sizes = [*statement.sizes[:_SIZES]]
+    payload = -1 if statement.payload is None else sum(map(_BYTES, statement.payload))
     return [
         statement.problem is not None,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
@@ -171,10 +173,34 @@ def _header(statement: Statement, text: str) -> list[int]:
         statement.same,
         statement.replicable,
         statement.draws,
-        -1 if statement.payload is None else sum([x.nbytes for x in statement.payload]),
+        payload,
         *sizes,
         *[0] * (_SIZES - len(sizes)),
     ]
+
+
+NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
+"""The bits of a missing number: no sum is -0.0 once 0.0 is added."""
+
+
+def to_bits(value: float | None) -> int:
+    """A number's bits as an int64 of the header.
+
+    Examples:
+        >>> from_bits([to_bits(0.5), to_bits(1.0)])
+        [0.5, 1.0]
+    """
+    return NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
+
+
+def from_bits(bits: Sequence[int]) -> list[float]:
+    """The numbers that ranks have sent."""
+    return [struct.unpack("d", struct.pack("q", x))[0] for x in bits]
+
+
+def _differ(bits: Sequence[int]) -> bool:
+    """Whether all ranks have sent a number, and not all the same one."""
+    return NO_VALUE not in bits and len(set(bits)) > 1
 
 
 def _refuse_problems(statement: Statement, received: Mapping[str, Sequence[int]], text: str, world: World) -> None:
@@ -191,14 +217,16 @@ def _refuse_problems(statement: Statement, received: Mapping[str, Sequence[int]]
 
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
     """Raise if values, parameters or identical arguments differ between ranks, or if rows do not."""
-    if difference := values_difference(received["last value"], statement.tolerance):
+    values, norms, projections = (received[name] for name in ("last value", "norm", "projection"))
+    if _differ(values) and (difference := values_difference(from_bits(values), statement.tolerance)):
         raise ValueError(f"{statement.caller}: {difference}")
-    if parameters_differ(received["norm"], received["projection"], statement.tolerance):
-        norms = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in statement.parameters.items()))
-        raise ValueError(f"{statement.caller}: {parameters_difference(norms)}")
+    sums_differ = (_differ(norms) or _differ(projections)) and NO_VALUE not in norms
+    if sums_differ and parameters_differ(from_bits(norms), from_bits(projections), statement.tolerance):
+        texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in statement.parameters.items()))
+        raise ValueError(f"{statement.caller}: {parameters_difference(texts)}")
     if 0 not in received["fingerprint"] and len(set(received["fingerprint"])) == 1:
         raise ValueError(f"{statement.caller}: {GATHERED_BEFORE}")
-    if len({x for x in received["same"] if x}) > 1:
+    if len(set(received["same"]) - {0}) > 1:
         raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")
 
 
@@ -221,16 +249,6 @@ def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], lis
     """The callers and texts of all ranks, from which every rank makes the same error."""
     parts = [x.partition("\n") for x in world.exchange_text(f"{caller}\n{text}")]
     return [x[0] for x in parts], [x[2] for x in parts]
-
-
-def kind(tensor: Tensor) -> str:
-    """Dtype and shape as errors write them.
-
-    Examples:
-        >>> kind(torch.ones(2, 3))
-        'float32 [2, 3]'
-    """
-    return described(tensor)
 
 
 def refuse_empty(caller: str, shards: Shards) -> None:

@@ -1,16 +1,14 @@
 """One call of a loss: how its arguments bind to its signature, and what is wrong with them on this rank."""
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from contrastive_zoo.arguments import GlobalIndices
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.row_checks import described
+from contrastive_zoo.row_checks import described, labels_problem
 from contrastive_zoo.world import World
 
 _OPTIONAL = ("indices_tuple", "ref_emb", "ref_labels")
@@ -18,29 +16,28 @@ _OPTIONAL = ("indices_tuple", "ref_emb", "ref_labels")
 
 
 class LossCall(NamedTuple):
-    """One call: the loss that computes it, its miner, its arguments, and what ranks compare of these besides their kinds.
+    """One call of a third-party loss: the loss, its miner, and its arguments by name.
 
     Examples:
-        >>> call = LossCall(nn.MSELoss(), None, signature(nn.MSELoss()).bind(1, 2), {})
-        >>> call.is_own, list(call.bound.arguments)
-        (False, ['input', 'target'])
+        >>> call = LossCall(nn.MSELoss(), None, signature(nn.MSELoss()).bind(1, 2))
+        >>> list(call.bound.arguments)
+        ['input', 'target']
     """
 
     loss: Any
     miner: Any
     bound: inspect.BoundArguments
-    compared: Mapping[str, str]
-
-    @property
-    def is_own(self) -> bool:
-        """Whether a loss of this library computes the call."""
-        return isinstance(without_ddp(self.loss), Loss)
 
     def mine_and_compute(self) -> Any:
-        """What a third-party loss returns, given the miner's indices if there is a miner."""
+        """What the loss returns, given the miner's indices if there is a miner."""
         if self.miner is not None:
             self.bound.arguments["indices_tuple"] = self.miner(*miner_arguments(self.bound.arguments))
         return self.loss(*self.bound.args, **self.bound.kwargs)
+
+    def problem(self, world: World) -> str | None:
+        """Why the arguments cannot be used, in words; None if they can."""
+        given = self.bound.arguments
+        return self.indices_problem(world) or unequal_problem(given) or paired_problem(given)
 
     def indices_problem(self, world: World) -> str | None:
         """Why the call's ``indices_tuple`` cannot be used, in words; None if it can."""
@@ -75,64 +72,13 @@ def signature(loss: Any) -> inspect.Signature:
         >>> signature(lambda z, labels: z.sum())
         <Signature (z, labels)>
     """
-    if isinstance(loss, Loss):
-        return _signature_of(type(loss))  # type: ignore[arg-type]  # mypy takes a class for its instance
     try:
-        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        found = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:
         return inspect.signature(lambda *rows, **named_rows: None)
-
-
-def bound_arguments(
-    loss: Any, rows: Sequence[Any], named_rows: Mapping[str, Any], *, partial: bool = False
-) -> inspect.BoundArguments:
-    """Return the arguments of a call by name; with ``partial``, some that the loss requires may be missing.
-
-    Raises:
-        TypeError: the loss does not take these arguments.
-
-    Examples:
-        >>> bound_arguments(nn.MSELoss(), [1], {"target": 2}).arguments
-        {'input': 1, 'target': 2}
-    """
-    takes = signature(loss)
-    # mypy takes a class for its instance
-    names, required = _by_position(type(loss)) if isinstance(loss, Loss) else ((), 0)  # type: ignore[arg-type]  # as above
-    if names and not named_rows and required <= len(rows) <= len(names):
-        return _ByPosition(takes, dict(zip(names, rows, strict=False)))
-    return (takes.bind_partial if partial else takes.bind)(*rows, **named_rows)
-
-
-class _ByPosition(inspect.BoundArguments):
-    """The first arguments of a signature, all by position; the base class looks at each parameter to find out."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return tuple(self.arguments.values())
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return {}
-
-
-@functools.cache
-def _by_position(kind: type[Loss]) -> tuple[tuple[str, ...], int]:
-    """The names of an own loss's arguments, and how many it requires; none if it takes any number of them.
-
-    With them a call by position is bound in a fraction of the time that ``bind`` takes.
-    """
-    parameters = _signature_of(kind).parameters.values()  # type: ignore[arg-type]  # as above
-    plain = all(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters)
-    required = sum(x.default is x.empty for x in parameters)
-    return tuple(x.name for x in parameters) if plain else (), required
-
-
-@functools.cache
-def _signature_of(kind: type[Loss]) -> inspect.Signature:
-    """The signature of an own loss, cached by its class: inspecting it takes longer than computing a small loss."""
-    function: Callable[..., Any] = getattr(kind, "function", kind.forward)
-    parameters = [x for x in inspect.signature(function).parameters.values() if x.name not in ("self", "world")]
-    return inspect.Signature([x for x in parameters if x.kind is not x.KEYWORD_ONLY or function is kind.forward])
+    if not isinstance(loss, Loss):
+        return found
+    return found.replace(parameters=[x for x in found.parameters.values() if x.name != "world"])
 
 
 def accepts(takes: inspect.Signature, name: str) -> bool:

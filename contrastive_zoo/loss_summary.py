@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
-from contrastive_zoo.devices import sum_dtype
+from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.later import read_later
 from contrastive_zoo.row_checks import in_one_line
 
@@ -51,23 +51,31 @@ class LossModules:
             return {"the loss": _name(self.loss)}
         lines: dict[str, str] = {}
         for path, module in self.by_path.items():
-            lines[path or "the loss"] = _name(module)
+            kind: Any = type(module)
+            lines[path or "the loss"] = kind.__name__
             prefix = f"{path}." if path else ""
             held: dict[str, Any] = vars(module)
-            kind: Any = type(module)
             if not _extends_this_library(kind):
                 names = [*(_constructed_with(kind) if third_party else ()), "training"]
                 held = {name: held[name] for name in names if name in held}
             for name, value in held.items():
-                if name[0] != "_" and (type(value) in _NUMBERS or _is_setting(value)):
-                    lines[prefix + name] = str(value) if type(value) in _NUMBERS else in_one_line(value)
+                if name[0] == "_":
+                    continue
+                if type(value) in _NUMBERS or (type(value) is str and value.isidentifier()):
+                    lines[prefix + name] = str(value)
+                elif _is_setting(value):
+                    lines[prefix + name] = in_one_line(value)
         return lines
 
     @functools.cached_property
     def runs_third_party_code(self) -> bool:
         """Whether any module is defined outside of this library: it may draw random numbers or keep a state."""
-        called = (x for module in self.by_path.values() for x in (module, attribute(module, "loss")) if x is not None)
-        return any(_is_third_party(type(x)) for x in called)  # type: ignore[arg-type]  # mypy takes a class for its instance
+        for module in self.by_path.values():
+            function = vars(module).get("loss")  # of a wrapper or a memory; modules are in the table
+            kinds: Any = (type(module), type(function))
+            if is_third_party(kinds[0]) or (function is not None and is_third_party(kinds[1])):
+                return True
+        return False
 
     def shared_state(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""
@@ -80,30 +88,24 @@ class LossModules:
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""
-        modules = self.by_path.values()
-        return [(x, x._version) for module in modules for x in module._buffers.values() if x is not None]
+        found: list[tuple[Tensor, int]] = []
+        for module in self.by_path.values():
+            if module._buffers:
+                found += [(x, x._version) for x in module._buffers.values() if x is not None]
+        return found
 
     def buffers_changed(self, before: list[tuple[Tensor, int]]) -> bool:
         """Whether a buffer was changed or replaced since ``before``, which :meth:`buffer_versions` returned."""
         now = self.buffer_versions()
+        if not now and not before:
+            return False
         return len(now) != len(before) or any(
             x is not y or new != old for (x, new), (y, old) in zip(now, before, strict=True)
         )
 
 
-def attribute(module: nn.Module, name: str) -> Any:
-    """Return an attribute of a module, None if it has none: a missing one costs torch the text of an error.
-
-    Examples:
-        >>> attribute(nn.Dropout(0.5), "p"), attribute(nn.Dropout(0.5), "sharded")
-        (0.5, None)
-    """
-    found = name in vars(module) or name in module._modules or hasattr(type(module), name)
-    return getattr(module, name) if found else None
-
-
 @functools.cache
-def _is_third_party(kind: type) -> bool:
+def is_third_party(kind: Any) -> bool:
     is_container = issubclass(kind, (nn.ModuleList, nn.ModuleDict))
     return not is_container and not kind.__module__.startswith("contrastive_zoo.")
 

@@ -1,14 +1,13 @@
 """Masks of positives and negatives between this rank's rows and all rows, from ids that are global."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.row_checks import described, is_integer, tensor_problem
+from contrastive_zoo.row_checks import described, is_integer, labels_problem
 from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.world import Processes, World
 
@@ -100,21 +99,3 @@ def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) 
     own = torch.zeros_like(alike)
     own.diagonal(start).fill_(True)
     return PairMasks(own, alike & ~own, ~alike)
-
-
-def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | None:
-    """The problem of these labels, in words; None if there is none.
-
-    Examples:
-        >>> labels_problem("labels", torch.tensor([0.5]))
-        'labels are one integer per row, got float32 [1]. Use labels.long().'
-    """
-    if problem := tensor_problem(name, labels):
-        return problem
-    if labels.is_floating_point() or labels.is_complex() or labels.ndim != 1:
-        fix = "Use labels.argmax(1) if they are one-hot." if labels.ndim > 1 else "Use labels.long()."
-        return f"{name} are one integer per row, got {kind(labels)}. {fix}"
-    if rows is not None and len(labels) != rows:
-        fix = "Pass this rank's own labels with its own rows."
-        return f"{name} are one per row, got {len(labels)} for {rows} rows. {fix}"
-    return None

@@ -17,7 +17,7 @@ from torch import Tensor
 from contrastive_zoo.evaluation.exact import prepared, similarities
 from contrastive_zoo.evaluation.rounds import rounds
 from contrastive_zoo.evaluation.search import rows_problem
-from contrastive_zoo.masks import labels_problem
+from contrastive_zoo.row_checks import labels_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
 

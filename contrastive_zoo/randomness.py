@@ -46,6 +46,9 @@ class StateWatch:
         loss: the module with the buffers.
         device: the accelerator with the generator, if any.
 
+    Attributes:
+        found_on_any_rank: whether ranks have told each other of a change.
+
     Examples:
         >>> watch = StateWatch(torch.nn.Identity())
         >>> _ = torch.rand(1)
@@ -54,6 +57,7 @@ class StateWatch:
     """
 
     def __init__(self, loss: torch.nn.Module, device: torch.device | None = None) -> None:
+        self.found_on_any_rank = False
         self.device, self.states = device, _states(device)
         self.buffers = [(x, x.clone()) for x in loss.buffers()]
 

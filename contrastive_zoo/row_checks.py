@@ -1,9 +1,10 @@
-"""Rows and settings as the handshake compares them, and the check for NaN and infinite values."""
+"""The tensors of a call: as the handshake compares them, and what is wrong with them."""
 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,8 +121,11 @@ def tolerance(rows: Iterable[Tensor]) -> float:
         >>> tolerance([torch.ones(1), torch.ones(1, dtype=torch.float64)]) == torch.finfo(torch.float32).eps
         True
     """
-    dtypes = {x.dtype for x in rows if x.is_floating_point()} or {torch.float32}
-    return max([torch.finfo(dtype).eps for dtype in dtypes])
+    largest = 0.0
+    for x in rows:
+        if x.is_floating_point():
+            largest = max(largest, torch.finfo(x.dtype).eps)
+    return largest or torch.finfo(torch.float32).eps
 
 
 def first_non_finite(rows: Mapping[str, Tensor]) -> str | None:
@@ -146,3 +150,88 @@ def _all_finite(x: Tensor) -> bool:
     """Whether all values are finite. A finite sum proves it; an infinite one may have overflowed, so values are checked."""
     total = x.sum(dtype=torch.float32 if x.dtype.itemsize == 2 else None).item()
     return math.isfinite(total) or bool(x.isfinite().all())
+
+
+def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | None:
+    """The problem of these labels, in words; None if there is none.
+
+    Examples:
+        >>> labels_problem("labels", torch.tensor([0.5]))
+        'labels are one integer per row, got float32 [1]. Use labels.long().'
+    """
+    if problem := tensor_problem(name, labels):
+        return problem
+    if labels.is_floating_point() or labels.is_complex() or labels.ndim != 1:
+        fix = "Use labels.argmax(1) if they are one-hot." if labels.ndim > 1 else "Use labels.long()."
+        return f"{name} are one integer per row, got {described(labels)}. {fix}"
+    if rows is not None and len(labels) != rows:
+        fix = "Pass this rank's own labels with its own rows."
+        return f"{name} are one per row, got {len(labels)} for {rows} rows. {fix}"
+    return None
+
+
+def rows_problem(name: str, rows: Tensor) -> str | None:
+    """Return what is wrong with embeddings, or None.
+
+    Examples:
+        >>> rows_problem("queries", torch.ones(3))
+        'queries are floating-point rows [n, d], got float32 [3].'
+    """
+    return tensor_problem(name, rows) or _shape_problem(name, rows)
+
+
+def _shape_problem(name: str, rows: Tensor) -> str | None:
+    if rows.ndim != 2 or not rows.is_floating_point():
+        return f"{name} are floating-point rows [n, d], got {described(rows)}."
+    return None
+
+
+def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
+    """Return what is wrong with tensors whose rows form pairs, or None.
+
+    Examples:
+        >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
+        'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
+    """
+    for name, x in towers.items():
+        if problem := tensor_problem(name, x):
+            return problem
+    (first, one), *others = towers.items()
+    for name, other in others:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{rule}, got {first} {described(one)} and {name} {described(other)}. {fix}".rstrip()
+    return _shape_problem(first, one)
+
+
+def views_problem(views: Sequence[Tensor]) -> str | None:
+    """Return what is wrong with views of the same samples, or None.
+
+    Examples:
+        >>> views_problem([torch.ones(2, 3)])
+        'two or more views are compared, got 1. Call loss(view1, view2).'
+    """
+    if len(views) < 2:
+        return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
+    for index, view in enumerate(views):
+        if problem := tensor_problem(f"view {index}", view):
+            return problem
+        if view.shape != views[0].shape or view.dtype != views[0].dtype:
+            return (
+                f"views must pair row by row, got view 0 {described(views[0])} and view {index} {described(view)}. "
+                "Pass the same samples, in the same order, in every view."
+            )
+    return _shape_problem("views", views[0])
+
+
+def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
+    """Return what is wrong with labelled embeddings, or None.
+
+    Examples:
+        >>> labelled_problem(torch.ones(2, 3))
+        'labels are missing: call loss(embeddings, labels) with one integer per row.'
+    """
+    if embeddings is None or more:
+        return "one tensor of embeddings and one of labels are compared: call loss(embeddings, labels)."
+    if labels is None:
+        return "labels are missing: call loss(embeddings, labels) with one integer per row."
+    return rows_problem("embeddings", embeddings) or labels_problem("labels", labels, len(embeddings))

@@ -14,7 +14,7 @@ _PROBLEM = (
     "batches, the last ones empty: GlobalBatchSampler does."
 )
 
-_entered: list[Any] = []
+JOINED: list[Any] = []
 """The contexts that this process is in."""
 
 
@@ -24,7 +24,7 @@ def join_problem() -> str | None:
     Examples:
         >>> join_problem()
     """
-    return _PROBLEM if any(context._enable for context in _entered) else None
+    return _PROBLEM if any(context._enable for context in JOINED) else None
 
 
 def _watch(join: Any) -> None:
@@ -33,13 +33,13 @@ def _watch(join: Any) -> None:
 
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
-        _entered.append(self)
+        JOINED.append(self)
         return enter(self)
 
     @functools.wraps(leave)
     def left(self: Any, *error: Any) -> Any:
         with suppress(ValueError):  # this module was imported inside of the context
-            _entered.remove(self)
+            JOINED.remove(self)
         return leave(self, *error)
 
     join.__enter__, join.__exit__ = entered, left

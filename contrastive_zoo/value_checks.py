@@ -1,71 +1,68 @@
 """Checks of values, such as labels: at once where the host can read them, in the next call where it would have to wait."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.later import ValueCheck
-from contrastive_zoo.session import Session
-from contrastive_zoo.world import World
 
 
-def values_are_read(x: Tensor, world: World) -> bool:
-    """Return whether checks read values of x at once: on a CPU, and without ``DistributedLoss`` also on an accelerator.
-
-    Examples:
-        >>> values_are_read(torch.arange(2), World())
-        True
-    """
-    return devices.on_cpu(x) or not isinstance(world, Session) or world.options.reads_values
-
-
-def value_problem(
-    x: Tensor,
-    numbers: Callable[[Tensor], Tensor],
-    problem: Callable[[Sequence[float]], str | None],
-    *,
-    world: World,
-) -> str | None:
-    """Return what is wrong with values of x, in words; None if nothing is, or if it turns out in the next call.
-
-    ``DistributedLoss`` copies the numbers from an accelerator without waiting, and reads them in the next call. With
-    ``check_finite=False`` it does not. Compute with values that are not read at once in a way that is safe for any.
+class ValueRule(NamedTuple):
+    """What the values of labels, weights or the like must be, stated without reading them.
 
     Args:
-        x: labels, weights or the like. Nothing is wrong with an empty one.
+        x: the tensor. Nothing is wrong with an empty one.
         numbers: returns a few integers or bools from x, on its device.
         problem: returns what is wrong, given these numbers; None if nothing is. It holds no tensor until the next call.
-        world: the ranks, or the session of a step.
 
     Examples:
         >>> negative = lambda numbers: f"{numbers[0]} are negative." if numbers[0] else None
-        >>> value_problem(torch.tensor([0.5, -1.0]), lambda x: (x < 0).sum(), negative, world=World())
+        >>> values_problem([ValueRule(torch.tensor([0.5, -1.0]), lambda x: (x < 0).sum(), negative)], None)
         '1 are negative.'
     """
-    if not x.numel():
-        return None
-    if values_are_read(x, world):
-        return problem(numbers(x.detach()).flatten().tolist())
-    assert isinstance(world, Session)
-    if world.progress.later is not None and world.progress.declaring is None:  # each is declared, then computed
-        world.progress.later.append(ValueCheck(numbers(x.detach()).flatten(), problem))
+
+    x: Tensor
+    numbers: Callable[[Tensor], Tensor]
+    problem: Callable[[Sequence[float]], str | None]
+
+
+def values_problem(rules: Iterable[ValueRule], later: list[ValueCheck] | None, *, waits: bool = True) -> str | None:
+    """Return what is wrong with values, in words; None if nothing is, or if it turns out in the next call.
+
+    Values on a CPU are read at once. Compute with values that are not in a way that is safe for any.
+
+    Args:
+        rules: for the values of a call.
+        later: takes the checks of values on an accelerator, which are copied without waiting; None where these are not
+            checked.
+        waits: whether values on an accelerator are read at once, too.
+    """
+    for rule in rules:
+        if not rule.x.numel():
+            continue
+        if waits or devices.on_cpu(rule.x):
+            if (problem := rule.problem(rule.numbers(rule.x.detach()).flatten().tolist())) is not None:
+                return problem
+        elif later is not None:
+            later.append(ValueCheck(rule.numbers(rule.x.detach()).flatten(), rule.problem))
     return None
 
 
-def range_problem(x: Tensor, low: int, high: int, problem: Callable[[int, int], str], *, world: World) -> str | None:
-    """Return what :func:`value_problem` does, if some integers are not in low … high.
+def range_rule(x: Tensor, low: int, high: int, problem: Callable[[int, int], str]) -> ValueRule:
+    """Return the rule that integers are in low … high.
 
     Args:
         x: integers.
         low: the smallest that is allowed.
         high: the largest.
         problem: returns what is wrong, given the smallest and the largest of x.
-        world: the ranks, or the session of a step.
 
     Examples:
-        >>> range_problem(torch.tensor([1, 7]), 0, 1, lambda least, most: f"got {least} … {most}.", world=World())
+        >>> rule = range_rule(torch.tensor([1, 7]), 0, 1, lambda least, most: f"got {least} … {most}.")
+        >>> values_problem([rule], None)
         'got 1 … 7.'
     """
 
@@ -73,7 +70,7 @@ def range_problem(x: Tensor, low: int, high: int, problem: Callable[[int, int], 
         least, most = map(int, numbers)
         return None if low <= least and most <= high else problem(least, most)
 
-    return value_problem(x, _extremes, of_numbers, world=world)
+    return ValueRule(x, _extremes, of_numbers)
 
 
 def safe_index(index: Tensor, stop: int) -> Tensor:

@@ -62,6 +62,24 @@ class Shards:
         """The split of ``factor`` rows per sample."""
         return Shards(tuple(factor * size for size in self.sizes), self.rank)
 
+    def plus(self, others: Shards) -> Shards:
+        """The split of these rows and, after those of each rank, of others.
+
+        Examples:
+            >>> Shards((2, 0)).plus(Shards((1, 3)))
+            Shards(sizes=(3, 3), rank=0)
+        """
+        return Shards(tuple(n + m for n, m in zip(self.sizes, others.sizes, strict=True)), self.rank)
+
+    def selected(self, which: Tensor) -> Shards:
+        """The split of some of the rows, given which rows of all ranks these are.
+
+        Examples:
+            >>> Shards((2, 1)).selected(torch.tensor([True, False, True]))
+            Shards(sizes=(1, 1), rank=0)
+        """
+        return Shards(tuple(int(part.sum()) for part in which.split(list(self.sizes))), self.rank)
+
 
 @dataclass(frozen=True)
 class World:
@@ -99,7 +117,7 @@ class World:
         """
         if isinstance(process_group, World):
             return process_group
-        if (problem := _group_problem(process_group)) is not None:
+        if process_group is not None and (problem := _group_problem(process_group)) is not None:
             raise ValueError(f"process_group: {problem}")
         default = dist.group.WORLD if dist.is_available() else None
         if default is None:

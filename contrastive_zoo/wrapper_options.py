@@ -1,7 +1,6 @@
 """The options of DistributedLoss: which are refused at construction, and how they are printed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -14,37 +13,6 @@ from contrastive_zoo.world import Machines, World
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
-
-
-@dataclass(frozen=True)
-class WrapperOptions:
-    """The options that decide how a call is computed and checked, as the documentation of ``DistributedLoss`` has them.
-
-    Examples:
-        >>> WrapperOptions(ring=True).compared()
-        {'grad_reduction': 'mean', 'mode': 'replicated', 'ring': 'True', 'static_shapes': 'False', 'training': 'True'}
-    """
-
-    grad_reduction: GradReduction = "mean"
-    mode: Mode = "replicated"
-    ring: bool | Machines = False
-    static_shapes: bool = False
-    training: bool = True
-    check_finite: bool = True
-    check_equal: bool = True
-    check_distinct: bool = True
-    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def compared(self) -> dict[str, str]:
-        """The options that must be equal on every rank."""
-        compared = {
-            "grad_reduction": self.grad_reduction,
-            "mode": self.mode,
-            "ring": str(self.ring),
-            "static_shapes": str(self.static_shapes),
-            "training": str(self.training),
-        }
-        return {**compared, "pad_dims": str(self.pad_dims)} if self.pad_dims else compared
 
 
 def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:

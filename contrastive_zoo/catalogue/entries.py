@@ -26,32 +26,44 @@ _PML, _ST, _LIGHTLY, _CLIP = "pytorch-metric-learning", "sentence-transformers",
 _SOLO, _PYLATE, _COLPALI = "solo-learn", "PyLate", "colpali-engine"
 _MAX_SIM = "tokens: 1 GEMM of all tokens, 2/L of it backward"
 
+_TOWERS = (("queries", "rows"), ("keys", "rows"))
+_IMAGES = (("images", "rows"), ("texts", "rows"))
+_POSITIVES = (("anchors", "rows"), ("positives", "rows"))
+_TEACHER = (("student", "rows"), ("teacher", "rows"))
+_TOKEN_ROWS = (
+    ("queries", "several"), ("documents", "several"), ("query_mask", "token mask"), ("document_mask", "token mask"),
+)  # fmt: skip
+_NNCLR = tuple((f"{name}{view}", "rows") for name in ("projections", "predictions") for view in (1, 2))
+_DRAWS = "directions from torch's random generator in each call"
+
 # fmt: off
 _ENTRIES = (
     Entry("nt-xent", "NTXent", "views", _PAIRS, _ONE_TOWER,
           peers=f"{_LIGHTLY} NTXentLoss, {_PML} SelfSupervisedLoss(NTXentLoss())"),
-    Entry("info-nce", "InfoNCE", "views", _PAIRS, _TWO_TOWERS),
-    Entry("clip", "Clip", "views", _PAIRS, _TWO_TOWERS, peers=f"{_CLIP} ClipLoss"),
+    Entry("info-nce", "InfoNCE", "views", _PAIRS, _TWO_TOWERS, arguments=_TOWERS),
+    Entry("clip", "Clip", "views", _PAIRS, _TWO_TOWERS, arguments=_IMAGES, peers=f"{_CLIP} ClipLoss"),
     Entry("clip-distillation", "ClipDistillation", "other", _PAIRS, _ROWS,
-          inputs="x, y, teacher_x, teacher_y", peers=f"{_CLIP} DistillClipLoss"),
+          arguments=(*_IMAGES, ("teacher_images", "rows"), ("teacher_texts", "rows")), peers=f"{_CLIP} DistillClipLoss"),
     Entry("sup-con", "SupCon", "labels", _PAIRS, _ONE_TOWER, peers=f"{_PML} SupConLoss"),
     Entry("sup-con-in", "SupCon", "labels", _PAIRS, _ROWS, (("variant", "in"),)),
-    Entry("multi-positive", "MultiPositive", "other", _PAIRS, _ROWS, inputs="queries, keys, ids"),
+    Entry("multi-positive", "MultiPositive", "other", _PAIRS, _ROWS, arguments=(*_TOWERS, ("ids", "labels"))),
     Entry("dcl", "DCL", "views", _PAIRS, _ROWS, peers=f"{_LIGHTLY} DCLLoss"),
     Entry("dclw", "DCLW", "views", _PAIRS, _ROWS, peers=f"{_LIGHTLY} DCLWLoss"),
     Entry("hcl", "HCL", "views", _PAIRS, _ROWS),
     Entry("debiased", "Debiased", "views", _PAIRS, _ROWS),
     Entry("mnrl", "MNRL", "views", _PAIRS, "softmax, two towers: 4 GEMM, 3 cached; rows with hardness",
+          arguments=(("queries", "rows"), ("documents", "rows"), ("negatives", "negatives")),
           inputs="queries, documents, negatives, owners", peers=f"{_ST} MultipleNegativesRankingLoss"),
     Entry("gist", "GIST", "other", _PAIRS, _ROWS,
-          inputs="anchors, positives, guide_anchors, guide_positives", peers=f"{_ST} GISTEmbedLoss"),
-    Entry("mil-nce", "MILNCE", "other", _PAIRS, _TWO_TOWERS, inputs="videos [n, d], texts [n, k, d]"),
+          arguments=(*_POSITIVES, ("guide_anchors", "rows"), ("guide_positives", "rows")), peers=f"{_ST} GISTEmbedLoss"),
+    Entry("mil-nce", "MILNCE", "other", _PAIRS, _TWO_TOWERS,
+          arguments=(("videos", "rows"), ("texts", "several")), inputs="videos [n, d], texts [n, k, d]"),
     Entry("sincere", "SINCERE", "labels", _PAIRS, _ROWS, peers=f"{_PML} NTXentLoss"),
     Entry("nca", "NCA", "labels", _PAIRS, _ROWS, peers=f"{_PML} NCALoss"),
     Entry("n-pairs", "NPairs", "labels", _PAIRS, _ROWS, peers=f"{_PML} NPairsLoss"),
     Entry("tuplet-margin", "TupletMargin", "labels", _PAIRS, _ROWS, peers=f"{_PML} TupletMarginLoss"),
 
-    Entry("siglip", "SigLIP", "views", _SIGMOID, _ROWS, peers=f"{_CLIP} SigLipLoss"),
+    Entry("siglip", "SigLIP", "views", _SIGMOID, _ROWS, arguments=_IMAGES, peers=f"{_CLIP} SigLipLoss"),
     Entry("sup-sigmoid", "SupSigmoid", "labels", _SIGMOID, _ROWS),
 
     Entry("signal-to-noise", "SignalToNoise", "labels", _MARGINS, _ROWS_4,
@@ -66,7 +78,7 @@ _ENTRIES = (
     Entry("mega-batch-margin", "MegaBatchMargin", "views", _MARGINS, _ROWS, inputs="queries, keys",
           peers=f"{_ST} MegaBatchMarginLoss"),
     Entry("dynamic-soft-margin", "DynamicSoftMargin", "views", _MARGINS, "rows, twice: 8 GEMM",
-          (("num_bins", 8),), inputs="anchors, positives", peers=f"{_PML} DynamicSoftMarginLoss"),
+          (("num_bins", 8),), arguments=_POSITIVES, peers=f"{_PML} DynamicSoftMarginLoss"),
     Entry("multi-similarity", "MultiSimilarity", "labels", _MARGINS, _ROWS, peers=f"{_PML} MultiSimilarityLoss"),
     Entry("circle", "Circle", "labels", _MARGINS, _ROWS, peers=f"{_PML} CircleLoss"),
     Entry("lifted-structure", "LiftedStructure", "labels", _MARGINS, "rows, twice: 7 GEMM",
@@ -85,21 +97,23 @@ _ENTRIES = (
     Entry("intra-pair-variance", "IntraPairVariance", "labels", _MARGINS, _ROWS_4,
           peers=f"{_PML} IntraPairVarianceLoss"),
 
-    Entry("cosent", "CoSENT", "other", _SCORES, "N numbers, sorted", inputs="queries, keys, scores",
+    Entry("cosent", "CoSENT", "other", _SCORES, "N numbers, sorted", arguments=(*_TOWERS, ("scores", "scores")),
           peers=f"{_ST} CoSENTLoss"),
-    Entry("angle", "AnglE", "other", _SCORES, "N numbers, sorted", inputs="queries, keys, scores",
+    Entry("angle", "AnglE", "other", _SCORES, "N numbers, sorted", arguments=(*_TOWERS, ("scores", "scores")),
           peers=f"{_ST} AnglELoss"),
-    Entry("online-contrastive", "OnlineContrastive", "other", _SCORES, _OWN_ROWS, inputs="queries, keys, labels",
+    Entry("online-contrastive", "OnlineContrastive", "other", _SCORES, _OWN_ROWS, arguments=(*_TOWERS, ("labels", "binary")),
           peers=f"{_ST} OnlineContrastiveLoss"),
-    Entry("margin-mse", "MarginMSE", "other", _SCORES, _OWN_ROWS, inputs="queries, positives, negatives, margins",
+    Entry("margin-mse", "MarginMSE", "other", _SCORES, _OWN_ROWS,
+          arguments=(("queries", "rows"), ("positives", "rows"), ("negatives", "several"), ("margins", "several scores")),
           peers=f"{_ST} MarginMSELoss"),
-    Entry("score-distillation", "ScoreDistillation", "other", _SCORES, _OWN_ROWS, inputs="queries, candidates, scores",
+    Entry("score-distillation", "ScoreDistillation", "other", _SCORES, _OWN_ROWS,
+          arguments=(("queries", "rows"), ("candidates", "several"), ("scores", "several scores")),
           peers=f"{_ST} DistillKLDivLoss"),
 
-    Entry("max-sim", "MaxSim", "other", _TOKENS, _MAX_SIM,
+    Entry("max-sim", "MaxSim", "other", _TOKENS, _MAX_SIM, arguments=_TOKEN_ROWS,
           inputs="queries [n, a, d], documents [n, b, d], masks, negatives",
           peers=f"{_PYLATE} Contrastive, {_COLPALI} ColbertLoss"),
-    Entry("max-sim-pairwise", "MaxSimPairwise", "other", _TOKENS, _MAX_SIM,
+    Entry("max-sim-pairwise", "MaxSimPairwise", "other", _TOKENS, _MAX_SIM, arguments=_TOKEN_ROWS,
           inputs="queries [n, a, d], documents [n, b, d], masks, negatives",
           peers=f"{_COLPALI} ColbertPairwiseCELoss"),
 
@@ -116,7 +130,8 @@ _ENTRIES = (
     Entry("large-margin-softmax", "LargeMarginSoftmax", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES,
           peers=f"{_PML} LargeMarginSoftmaxLoss"),
     Entry("sphere-face", "SphereFace", "labels", _CLASSES, _CLASS_WEIGHTS, _SIZES, peers=f"{_PML} SphereFaceLoss"),
-    Entry("instance", "InstanceLoss", "other", _CLASSES, "classes: 8 GEMM of N × d × C", _SIZES, inputs="x, y, labels"),
+    Entry("instance", "Instance", "other", _CLASSES, "classes: 8 GEMM of N × d × C", _SIZES,
+          arguments=(("x", "rows"), ("y", "rows"), ("labels", "labels"))),
     Entry("p2s-grad", "P2SGrad", "labels", _CLASSES, _MOMENTS, _SIZES, peers=f"{_PML} P2SGradLoss"),
 
     Entry("vicreg", "VICReg", "views", _STATISTICS, _MOMENTS, peers=f"{_PML} VICRegLoss, {_LIGHTLY} VICRegLoss"),
@@ -130,25 +145,27 @@ _ENTRIES = (
     Entry("w-mse", "WMSE", "views", _STATISTICS, _MOMENTS, peers=f"{_LIGHTLY} WMSELoss, {_SOLO} wmse_loss_func"),
     Entry("mmcr", "MMCR", "views", _STATISTICS, _MOMENTS, peers=f"{_LIGHTLY} MMCRLoss"),
 
-    Entry("koleo", "KoLeo", "other", _SPREAD, _ROWS_4, inputs="embeddings", peers=f"{_LIGHTLY} KoLeoLoss"),
+    Entry("koleo", "KoLeo", "other", _SPREAD, _ROWS_4, arguments=(("embeddings", "rows"),), peers=f"{_LIGHTLY} KoLeoLoss"),
     Entry("sigreg", "SIGReg", "other", _SPREAD, "N × slices, no pairs", (("embedding_size", 3),),
-          inputs="embeddings", peers=f"{_LIGHTLY} SIGReg"),
+          arguments=(("embeddings", "rows"),), draws=_DRAWS, peers=f"{_LIGHTLY} SIGReg"),
     Entry("lejepa", "LeJEPA", "views", _SPREAD, "N × slices, no pairs", (("embedding_size", 3),),
-          peers=f"{_LIGHTLY} LeJEPALoss"),
-    Entry("orthogonal-regularization", "OrthogonalRegularization", "other", _SPREAD, _MOMENTS, inputs="embeddings",
+          draws=_DRAWS, peers=f"{_LIGHTLY} LeJEPALoss"),
+    Entry("orthogonal-regularization", "OrthogonalRegularization", "other", _SPREAD, _MOMENTS,
+          arguments=(("embeddings", "rows"),),
           peers=f"{_ST} GlobalOrthogonalRegularizationLoss"),
 
-    Entry("negative-cosine", "NegativeCosine", "views", _CLUSTERS, _OWN_ROWS, inputs="predictions, targets",
+    Entry("negative-cosine", "NegativeCosine", "views", _CLUSTERS, _OWN_ROWS,
+          arguments=(("predictions", "rows"), ("targets", "rows")),
           peers=f"{_LIGHTLY} NegativeCosineSimilarity, {_SOLO} byol_loss_func, simsiam_loss_func"),
     Entry("nnclr", "NNCLR", "other", _CLUSTERS, "N × m, then softmax, two towers, twice",
-          (("size", 64), ("embedding_size", 3)), inputs="projections1, projections2, predictions1, predictions2",
+          (("size", 64), ("embedding_size", 3)), arguments=_NNCLR,
           peers=f"{_SOLO} nnclr_loss_func"),
     Entry("ressl", "ReSSL", "other", _CLUSTERS, "N × m, no pairs", (("size", 64), ("embedding_size", 3)),
-          inputs="student, teacher", peers=f"{_SOLO} ressl_loss_func"),
+          arguments=_TEACHER, peers=f"{_SOLO} ressl_loss_func"),
     Entry("swav", "SwAV", "views", _CLUSTERS, "N × K, Sinkhorn", (("num_prototypes", 5), ("embedding_size", 3)),
           peers=f"{_LIGHTLY} SwaVLoss"),
     Entry("dino", "DINO", "views", _CLUSTERS, "N × k, no pairs", (("out_dim", 3),),
-          inputs="student, teacher", peers=f"{_LIGHTLY} DINOLoss"),
+          arguments=_TEACHER, peers=f"{_LIGHTLY} DINOLoss"),
 )
 # fmt: on
 

@@ -2,14 +2,21 @@
 
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import contrastive_zoo
+from torch import nn
 
-_INPUTS = {"views": "view1, view2", "labels": "embeddings, labels"}
+import contrastive_zoo
+from contrastive_zoo.loss_base.loss import Loss
+
+_ARGUMENTS = {
+    "views": (("view1", "rows"), ("view2", "rows")),
+    "labels": (("embeddings", "rows"), ("labels", "labels")),
+}
+
+_SECTION = re.compile(r"^(?:Args|Raises|Examples|Source):", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,10 @@ class Entry:
         family: the heading under which the page lists it.
         engine: the engine that computes it; GEMM counts are forward + backward, in units of one N × d × N matmul.
         settings: constructor arguments for a check.
-        inputs: argument names, if they differ from those that ``call`` implies.
+        arguments: names and kinds of the arguments, if they are not those that ``call`` implies; a kind is a key of
+            :data:`contrastive_zoo.vectors.cases.KINDS`.
+        inputs: the arguments in words, where their names do not say enough.
+        draws: what the loss draws, if it does: there are no conformance vectors of it.
         peers: names of the same formula in other libraries.
     """
 
@@ -33,43 +43,67 @@ class Entry:
     family: str
     engine: str
     settings: tuple[tuple[str, Any], ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
     inputs: str = ""
+    draws: str = ""
     peers: str = ""
+
+    @property
+    def loss(self) -> type[Loss]:
+        """Return the class of the loss."""
+        return getattr(contrastive_zoo, self.cls)
 
     def make(self) -> Any:
         """Construct the loss with these settings."""
-        return getattr(contrastive_zoo, self.cls)(**dict(self.settings))
+        return self.loss(**dict(self.settings))
 
     @cached_property
-    def _doc(self) -> str:
-        cls = getattr(contrastive_zoo, self.cls)
-        function: Callable[..., Any] = getattr(cls, "function", cls)
-        return inspect.getdoc(function) or ""
+    def _docs(self) -> list[str]:
+        """The docstrings of the class and its bases, where it leaves to them what it does not say."""
+        return [inspect.cleandoc(vars(cls).get("__doc__") or "") for cls in self.loss.__mro__]
 
     @property
     def called_with(self) -> str:
         """Return the argument names of a call."""
-        return self.inputs or _INPUTS[self.call]
+        return self.inputs or ", ".join(self.kinds)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Return the kinds of the arguments of a call, by their names."""
+        return dict(self.arguments or _ARGUMENTS[self.call])
 
     @property
     def summary(self) -> str:
         """Return the first line of the loss's docstring."""
-        return re.sub(r":\w+:`(\w+)`", r"\1", self._doc.partition("\n")[0])
+        return re.sub(r":\w+:`(\w+)`", r"\1", self._docs[0].partition("\n")[0])
 
     @property
     def parameters(self) -> str:
         """Return the constructor's parameters with their default values."""
-        found = inspect.signature(getattr(contrastive_zoo, self.cls)).parameters.values()
-        given = [x for x in found if x.name != "check_finite" and x.kind is not x.VAR_KEYWORD]
-        return ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in given)
+        taken = {name: x for name, x in self.loss.fields.items() if x.init and name != "check_finite"}
+        defaults = {name: x.value() for name, x in taken.items()}
+        return ", ".join(
+            name if x is inspect.Parameter.empty else f"{name}={default_text(x)}" for name, x in defaults.items()
+        )
 
     @property
     def formula(self) -> str:
         """Return the formula: the indented lines of the docstring before its sections."""
-        lines = self._doc.partition("\n")[2].partition("\nArgs:")[0].split("\n")
-        return "\n".join(line[4:] for line in lines if line.startswith("    ")).strip("\n")
+        found = (_SECTION.split(doc)[0].split("\n") for doc in self._docs)
+        formulas = ("\n".join(line[4:] for line in lines if line.startswith("    ")).strip("\n") for lines in found)
+        return next(filter(None, formulas), "")
 
     @property
     def source(self) -> str:
         """Return the citation."""
-        return " ".join(self._doc.partition("Source:")[2].split())
+        return next(filter(None, (" ".join(doc.partition("Source:")[2].split()) for doc in self._docs)), "")
+
+
+def default_text(default: object) -> str:
+    """Return a default value as a signature shows it.
+
+    Examples:
+        >>> default_text(nn.Parameter(nn.Linear(1, 1).bias.detach().fill_(-10)))
+        'Parameter([-10.0])'
+    """
+    return f"Parameter({default.tolist()})" if isinstance(default, nn.Parameter) else repr(default)

@@ -75,7 +75,7 @@ class LocalSliceInfoNCE(WrongInfoNCE):
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         gathered = _LocalSlice.apply(queries), _LocalSlice.apply(keys)
-        return cz.info_nce(*gathered, temperature=self.temperature(), symmetric=True)
+        return cz.InfoNCE(temperature=self.temperature, symmetric=True).forward(*gathered, world=cz.ALONE)
 
 
 class DetachedCandidatesInfoNCE(WrongInfoNCE):

@@ -10,6 +10,8 @@ complete, because no other rank has any.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -18,11 +20,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows, replicated, sum_over_ranks
-from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.dense_mode import is_dense
-from contrastive_zoo.engine.derivatives import differentiable_once, inner_graph
-from contrastive_zoo.engine.precision import matmul, without_autocast
+from contrastive_zoo.compiling import Function, differentiable_once, inner_graph
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.engine.precision import at_least_float32, matmul, without_autocast
 from contrastive_zoo.engine.tiling import row_blocks
+from contrastive_zoo.value_checks import safe_index
 from contrastive_zoo.world import Shards, World
 
 CenterPooling = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]
@@ -40,6 +43,90 @@ def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
         tensor([[0.7000, 0.3000]])
     """
     return similarity.amax(2)
+
+
+@dataclass(frozen=True)
+class ClassPairs:
+    """Similarities z_i·w_j of embeddings to the weight vectors of all classes; ``labels`` of the batch are their classes.
+
+    Args:
+        batch: has embeddings and ``labels``, and a split of ``class weights`` where each rank holds only some of them.
+        weights: [C, d], or [C, k, d] with k centres of each class.
+        normalize: whether embeddings are normalised to unit length first.
+        normalize_weights: whether weights are.
+        names: the tensors of the batch that hold embeddings; several are concatenated, and have the same labels.
+
+    Examples:
+        >>> rows = {"embeddings": torch.eye(2), "labels": torch.arange(2)}
+        >>> ClassPairs(Batch(rows, dict.fromkeys(rows, Shards((2,)))), torch.eye(2)).cross_entropies(1.0)   # log(e + 1) − 1
+        tensor([0.3133, 0.3133])
+    """
+
+    batch: Batch
+    weights: Float[Tensor, "C d"] | Float[Tensor, "C k d"]
+    normalize: bool = True
+    normalize_weights: bool = True
+    names: tuple[str, ...] = ("embeddings",)
+
+    def cross_entropies(
+        self,
+        scale: float | Tensor,
+        target_function: Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]] = lambda similarity: similarity,
+        pooling: CenterPooling = nearest_center,
+    ) -> Float[Tensor, " n"]:
+        """Return ``log(1 + Σ_{j≠y_i} exp(scale · z_i·w_j) / exp(scale · f(z_i·w_{y_i})))`` of the local embeddings.
+
+        Args:
+            scale: the factor of similarities.
+            target_function: f, applied to the similarity to the own class.
+            pooling: from the similarities to a class's centres to that of the class.
+        """
+        target, negatives = self.target_and_negatives(scale, pooling)
+        return -F.logsigmoid(scale * target_function(target) - negatives)
+
+    def target_and_negatives(
+        self, scale: float | Tensor, pooling: CenterPooling = nearest_center
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """Return :func:`target_and_negatives` of the local embeddings."""
+        return target_and_negatives(
+            self.embeddings, self.targets, self.centers, scale=scale, pooling=pooling,
+            shards=self.batch.samples.times(len(self.names)), class_shards=self.class_shards, world=self.batch.world,
+        )  # fmt: skip
+
+    def log1p_sum_exp_by_class(
+        self, shift: float | Tensor, scale: float | Tensor
+    ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Int[Tensor, " C"]]:
+        """Return :func:`log1p_sum_exp_by_class` of the embeddings of all ranks."""
+        return log1p_sum_exp_by_class(
+            self.embeddings, self.targets, self.centers, shift=shift, scale=scale, world=self.batch.world
+        )
+
+    @cached_property
+    def embeddings(self) -> Float[Tensor, "n d"]:
+        """The local embeddings, prepared for matmuls."""
+        first, *others = (self.batch.rows[name] for name in self.names)
+        rows = self.batch.concatenated([first, *others]) if others else first
+        return self.batch.prepared(rows, normalize=self.normalize)
+
+    @cached_property
+    def targets(self) -> Int[Tensor, " n"]:
+        """The classes of the local embeddings."""
+        labels = self.batch.int64(self.batch.rows["labels"])
+        if len(self.names) > 1:
+            labels = labels.repeat(len(self.names))
+        return safe_index(labels, len(self.weights) if self.class_shards is None else self.class_shards.total)
+
+    @cached_property
+    def centers(self) -> Float[Tensor, "C k d"]:
+        """The weights, in the dtype of the prepared embeddings."""
+        weights = at_least_float32(self.weights if self.class_shards is None else self.batch.sharded(self.weights))
+        centers = (F.normalize(weights, dim=-1) if self.normalize_weights else weights).to(self.embeddings.dtype)
+        return centers if centers.ndim == 3 else centers[:, None]
+
+    @property
+    def class_shards(self) -> Shards | None:
+        """The split of the classes over the ranks; None if every rank holds all."""
+        return self.batch.shards.get("class weights")
 
 
 @without_autocast
@@ -99,8 +186,8 @@ def log1p_sum_exp_by_class(
     labels: Int[Tensor, " n"],
     weights: Float[Tensor, "C 1 d"],
     *,
-    shift: float,
-    scale: float,
+    shift: float | Tensor,
+    scale: float | Tensor,
     world: World,
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Int[Tensor, " C"]]:
     """Return per class two log-sum-exps over the rows of all ranks, and the number of its rows.

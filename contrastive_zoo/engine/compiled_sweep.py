@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo._compat import every_size_a_symbol
-from contrastive_zoo.engine.anchor_block import AnchorBlock, BlockFunction
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BlockFunction, RowwiseSweep
 from contrastive_zoo.engine.row_statistics import complete
-from contrastive_zoo.engine.rowwise_sweep import RowwiseSweep
 
 BACKEND = "inductor"
 """The backend of ``torch.compile``."""

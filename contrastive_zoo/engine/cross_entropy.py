@@ -2,8 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
+
+from contrastive_zoo.engine.implementation import is_dense
 
 
 def cross_entropy(positive: Float[Tensor, "*n"], others: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
@@ -58,3 +60,20 @@ def log_sum_exp(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
     """
     empty = (x == -torch.inf).all(dim, keepdim=True)
     return x.masked_fill(empty, 0).logsumexp(dim).masked_fill(empty.squeeze(dim), -torch.inf)
+
+
+def log_sum_of_inversions(s: Float[Tensor, " N"], y: Shaped[Tensor, " N"]) -> Float[Tensor, ""]:
+    """Return log(1 + Σ_{i, j: y_i < y_j} exp(s_i − s_j)), the penalty of pairs in the wrong order.
+
+    Examples:
+        >>> log_sum_of_inversions(torch.zeros(2), torch.tensor([0.2, 0.9]))   # log 2
+        tensor(0.6931)
+    """
+    if is_dense():
+        terms = (s[:, None] - s).masked_fill(y[:, None] >= y, -torch.inf).flatten()
+    else:
+        y, order = y.sort(stable=True)
+        s = s[order]
+        sums = torch.cat([(-s.flip(0)).logcumsumexp(0).flip(0), s.new_full((1,), -torch.inf)])
+        terms = s + sums[torch.searchsorted(y, y, right=True)]  # over the pairs with a strictly larger score
+    return torch.cat([s.new_zeros(1), terms]).logsumexp(0)

@@ -1,18 +1,72 @@
-"""Choose what computes losses: torch operations, Triton kernels on a GPU, or block functions that are compiled."""
+"""Choose what computes losses: plain autograd, engines of torch operations, Triton kernels, or compiled block functions."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
-from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.world import World
+
+SMALL_BATCH_ELEMENTS = 2**16
+"""Up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine."""
+
+ON_ACCELERATORS = 64
+"""So many times as many similarities are a small batch on an accelerator: those of 2,048 rows of either side, 16 MB.
+
+A step there takes as long as its launches. On an H100 the Triton kernels take 0.9 to 2.1 ms a step up to 2,048 rows and the
+compiled dense formula 0.6 to 1.3 ms; from about 8,192 rows on the kernels are quicker (benchmarks/gpu.md).
+"""
+
+_dense: ContextVar[bool] = ContextVar("dense", default=False)
+
+
+@contextmanager
+def dense() -> Iterator[None]:
+    """Compute losses from the whole similarity matrix with plain autograd: the definition, slow and differentiable twice.
+
+    The engines write their gradients by hand, so these cannot be differentiated again. A gradient penalty, a Hessian
+    or a meta-learning step runs the loss under this context instead. Value and gradients are the same. Across ranks,
+    differentiate the bare loss, ``NTXent()(…, world=World.of())``, whose gradients are the plain derivatives:
+    ``DistributedLoss`` multiplies the gradients of embeddings by the number that the trainer divides by, and would do
+    so at each order. (Small batches on one process run as plain autograd anyway.)
+
+    Examples:
+        >>> import torch
+        >>> import contrastive_zoo as cz
+        >>> a, b = torch.eye(2, requires_grad=True), torch.eye(2)
+        >>> with cz.dense():
+        ...     (g,) = torch.autograd.grad(cz.InfoNCE(temperature=1.0)(a, b), a, create_graph=True)
+        >>> g.square().sum().backward()          # differentiated twice
+    """
+    token = _dense.set(True)
+    try:
+        yield
+    finally:
+        _dense.reset(token)
+
+
+def is_dense() -> bool:
+    """Return whether :func:`dense` is in force."""
+    return _dense.get()
+
+
+def has_plain_formulas() -> bool:
+    """Return whether functions of matrices are their plain formulas, with gradients by autograd: under :func:`dense`.
+
+    Also in code that is being compiled: the compiler derives gradients, and fuses passes that autograd would make.
+    """
+    return torch.compiler.is_compiling() or is_dense()
+
+
+def is_small_batch(elements: int, *, on_accelerator: bool = False) -> bool:
+    """Return whether a matrix of so many elements is at most at the threshold :data:`SMALL_BATCH_ELEMENTS`."""
+    return elements <= SMALL_BATCH_ELEMENTS * (ON_ACCELERATORS if on_accelerator else 1)
+
 
 Implementation = Literal["auto", "torch", "triton", "compiled"]
 
@@ -52,7 +106,7 @@ def implementation(name: Implementation | str) -> Iterator[None]:
     Examples:
         >>> import contrastive_zoo as cz
         >>> with implementation("torch"):
-        ...     cz.nt_xent(torch.eye(2), torch.eye(2), temperature=1.0)
+        ...     cz.NTXent(temperature=1.0)(torch.eye(2), torch.eye(2))
         tensor(0.5514)
     """
     if name not in get_args(Implementation):
@@ -76,67 +130,86 @@ def compiles_blocks() -> bool:
 
 
 class Kernels(NamedTuple):
-    """Whether kernels compute a call.
+    """Whether kernels compute the losses that they can compute, as far as this rank and its embeddings go.
 
     Args:
         apply: whether they can.
-        always: whether they also compute small batches.
-        problem: what is wrong with the user's choice, for the handshake.
+        always: whether the user chose ``"triton"``: they compute small batches, too, and what they cannot is refused.
+        problem: why they cannot, in words.
+        missing: whether only Triton's installation is missing.
     """
 
     apply: bool = False
     always: bool = False
     problem: str | None = None
+    missing: bool = False
 
     def __str__(self) -> str:
         """What ranks compare: which implementation it is determines their messages."""
-        return "torch" if not self.apply else "triton" if self.always else "triton for large batches"
+        if not self.apply:
+            return f"triton, which {self.problem}" if self.always else "torch"
+        return "triton" if self.always else "triton for large batches"
 
-    def compute(self, rows: int, columns: int) -> bool:
-        """Return whether they compute so many rows of all ranks against so many columns.
+    def compute(self, caller: str, rows: int, columns: int, *, unsupported: str | None = None) -> bool:
+        """Return whether they compute so many rows of all ranks against so many columns, by a loss that they support.
+
+        Args:
+            caller: the first word of an error.
+            rows: of all ranks.
+            columns: of all ranks.
+            unsupported: why they cannot compute this call, a function of what all ranks have agreed on.
+
+        Raises:
+            ValueError: the user chose ``"triton"``, and kernels cannot compute this. All ranks raise it.
 
         Examples:
-            >>> Kernels(apply=True).compute(10**4, 10**4), Kernels().compute(10**4, 10**4)
+            >>> Kernels(apply=True).compute("Loss", 10**4, 10**4), Kernels().compute("Loss", 10**4, 10**4)
             (True, False)
         """
-        return self.apply and (self.always or not is_small_batch(rows * columns, on_accelerator=True))
+        if self.always and (problem := unsupported or self.problem) is not None:
+            raise ValueError(f"{caller}: implementation 'triton' {problem}. Use implementation('auto').")
+        if unsupported is not None:
+            return False
+        if self.missing:
+            _warn_once()
+        if not self.apply:
+            return False
+        return self.always or not is_small_batch(rows * columns, on_accelerator=True)
 
 
-def choose_kernels(rows: Sequence[Any], *, unsupported: str | None = None) -> Kernels:
-    """Return whether kernels compute a loss.
+def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
+    """Return whether kernels can compute losses of these embeddings on this rank.
 
     Args:
-        rows: the arguments of the loss; if they are invalid, the loss refuses them.
-        unsupported: why kernels cannot compute this call.
+        rows: the tensors of a call, of which the first floating-point one decides; if it is invalid, the loss refuses it.
 
     Examples:
         >>> with implementation("triton"):
-        ...     choose_kernels([torch.eye(2)] * 2, unsupported="computes no sums").problem
-        "implementation 'triton' computes no sums. Use implementation('auto')."
+        ...     choose_kernels([torch.eye(2, dtype=torch.float64)]).problem
+        'takes float32, bfloat16 or float16, got torch.float64'
     """
-    name = _implementation.get()
-    tensors = [x for x in rows if isinstance(x, Tensor)]
-    if name == "torch" or not tensors or (name != "triton" and not tensors[0].is_cuda):
-        return Kernels()
-    if any(x.ndim < 2 for x in tensors):
-        return Kernels()
-    problem = unsupported or _problem(tensors[0])
-    if problem is None and find_spec("triton") is None:
-        problem = "needs Triton: pip install contrastive_zoo[triton]"
-        if name != "triton":
-            _warn_once()
-    if problem is None:
-        from contrastive_zoo.kernels import device_problem  # imported here: most programs use no kernels
+    name, first = _implementation.get(), None
+    for x in rows:
+        if x.is_floating_point():
+            first = x
+            break
+    if name == "torch" or first is None or first.ndim < 2 or (name != "triton" and not first.is_cuda):
+        return NO_KERNELS
+    chosen = name == "triton"
+    if (problem := _problem(first)) is not None:
+        return Kernels(always=chosen, problem=problem)
+    if find_spec("triton") is None:
+        return Kernels(always=chosen, problem="needs Triton: pip install contrastive_zoo[triton]", missing=not chosen)
+    from contrastive_zoo.kernels import device_problem  # imported here: most programs use no kernels
 
-        problem = device_problem(tensors[0].device)
-    if problem is None:
-        return Kernels(apply=True, always=name == "triton")
-    return Kernels(
-        problem=f"implementation 'triton' {problem}. Use implementation('auto')." if name == "triton" else None
-    )
+    problem = device_problem(first.device)
+    return Kernels(apply=problem is None, always=chosen, problem=problem)
 
 
-def is_one_call(reduction: Reduction, world: World) -> bool:
+NO_KERNELS = Kernels()
+
+
+def is_one_call(reduction: str, world: World) -> bool:
     """Return whether a function of :mod:`contrastive_zoo.kernels` is the loss; elsewhere kernels compute an engine's blocks.
 
     Examples:

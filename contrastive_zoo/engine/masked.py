@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from contrastive_zoo import devices
 from contrastive_zoo.compiling import Function, traced_as
-from contrastive_zoo.engine.dense_mode import has_plain_formulas
+from contrastive_zoo.engine.implementation import has_plain_formulas
 from contrastive_zoo.engine.pairwise import takes_sparse_gradient
 
 

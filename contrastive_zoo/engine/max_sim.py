@@ -27,15 +27,14 @@ from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.collectives import all_gather, gather_rows
-from contrastive_zoo.compiling import Function
+from contrastive_zoo.compiling import Function, differentiable_once, saved_tensors_are_hooked
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.engine.dense_mode import is_dense
-from contrastive_zoo.engine.derivatives import differentiable_once, saved_tensors_are_hooked
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.exchange import GatherExchange
-from contrastive_zoo.engine.malloc import keep_freed_memory
+from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.ring import Ring, start_exchange
-from contrastive_zoo.engine.similarity_budget import CachedLogits
+from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.engine.token_blocks import padded_blocks, set_of_token, sum_by_set, sum_selected
 from contrastive_zoo.world import Shards, World
 
@@ -67,6 +66,33 @@ class TokenSets:
             return lengths, lengths.tolist()
         by_rank = world.exchange([*self.read, *[0] * (max(self.shards.sizes) - len(self.read))])
         return lengths, [x for of, size in zip(by_rank, self.shards.sizes, strict=True) for x in of[:size]]
+
+
+def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "n M"]:
+    """Return the scores of the local queries and the documents of all ranks, and then of further documents, [n, M].
+
+    Args:
+        batch: the number of tokens of each set, also on the host, and ``tokens of`` these sets, by the names of what they
+            are: queries first, then documents, then what else they are compared with.
+        normalize: whether tokens are normalised to unit length first.
+
+    Examples:
+        >>> rows = {"queries": torch.tensor([2]), "documents": torch.tensor([1])}
+        >>> rows |= {"tokens of queries": torch.eye(2), "tokens of documents": torch.tensor([[3.0, 4.0]])}
+        >>> shards = {name: Shards((len(x),)) for name, x in rows.items()}
+        >>> batch = Batch(rows, shards, host={"queries": [2], "documents": [1]})
+        >>> late_interaction_scores(batch, normalize=True)   # 0.6 + 0.8
+        tensor([[1.4000]])
+    """
+    sets = []
+    for name, read in batch.host.items():
+        tokens, shards = batch.rows[f"tokens of {name}"], batch.shards[f"tokens of {name}"]
+        prepared = batch.rounded(batch.prepared(tokens, normalize=normalize), tokens)
+        sets.append(TokenSets(prepared, batch.rows[name], batch.shards[name], shards, read))
+    queries, *others = sets
+    dtype = batch.rows["tokens of queries"].dtype
+    parts = [max_sim_scores(queries, documents, dtype=dtype, world=batch.world) for documents in others]
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 @without_autocast

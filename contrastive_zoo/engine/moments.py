@@ -4,60 +4,73 @@ Two passes run: embeddings are first centred by the global mean, so that nothing
 exchange sums over rows only, so shards may be uneven or empty.
 """
 
+import torch  # noqa: F401 - the examples use it
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.collectives import sum_over_ranks
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import matmul, without_autocast
-from contrastive_zoo.world import Shards, World
 
 
 @without_autocast
-def centered(x: Float[Tensor, "n d"], *, shards: Shards, world: World) -> Float[Tensor, "n d"]:
+def centered(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     """Return the local rows minus the mean of all ranks' rows.
 
     Examples:
-        >>> import torch
-        >>> from contrastive_zoo.world import ALONE
-        >>> centered(torch.tensor([[1.0], [3.0]]), shards=Shards((2,)), world=ALONE)
+        >>> from contrastive_zoo.world import Shards
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> centered(Batch({"embeddings": x}, {"embeddings": Shards((2,))}), x)
         tensor([[-1.],
                 [ 1.]])
     """
     # each rank uses the mean for its local rows only, so gradients are summed over ranks
-    return x - sum_over_ranks(x.sum(0), gradient="partial", world=world) / max(1, shards.total)
+    return x - batch.sum(x.sum(0), gradient="partial") / max(1, batch.total)
 
 
 @without_autocast
-def second_moments(x: Float[Tensor, "n d"], y: Float[Tensor, "n e"], *, world: World) -> Float[Tensor, "d e"]:
+def second_moments(batch: Batch, x: Float[Tensor, "n d"], y: Float[Tensor, "n e"]) -> Float[Tensor, "d e"]:
     """Return ``X.T @ Y``, summed over the rows of all ranks, not divided; every rank must derive the same value from it.
 
     Examples:
-        >>> import torch
-        >>> from contrastive_zoo.world import ALONE
-        >>> second_moments(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]), world=ALONE)
+        >>> second_moments(Batch({}, {}), torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]))
         tensor([[11.]])
     """
-    return sum_over_ranks(matmul(x.T, y), gradient="complete", world=world)
+    return batch.sum(matmul(x.T, y), gradient="complete")
 
 
 @without_autocast
-def squared_sums(x: Float[Tensor, "n d"], *, world: World) -> Float[Tensor, " d"]:
-    """Return the diagonal of ``second_moments(x, x)``.
+def squared_sums(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+    """Return the diagonal of ``second_moments(batch, x, x)``.
 
     Examples:
-        >>> import torch
-        >>> from contrastive_zoo.world import ALONE
-        >>> squared_sums(torch.tensor([[1.0], [2.0]]), world=ALONE)
+        >>> squared_sums(Batch({}, {}), torch.tensor([[1.0], [2.0]]))
         tensor([5.])
     """
-    return sum_over_ranks(x.square().sum(0), gradient="complete", world=world)
+    return batch.sum(x.square().sum(0), gradient="complete")
+
+
+@without_autocast
+def divided_by_norms(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """Return rows whose features are divided by their norms over all ranks' rows; a feature of zeros stays zero.
+
+    Examples:
+        >>> divided_by_norms(Batch({}, {}), torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
+        tensor([[0.6000, 0.0000],
+                [0.8000, 0.0000]])
+    """
+    # each rank divides its local rows only, so gradients are summed over ranks
+    squares = batch.sum(x.square().sum(0), gradient="partial")
+    return x / squares.clamp(min=LEAST_SQUARE).sqrt()
+
+
+LEAST_SQUARE = 1e-24
+"""The square of the smallest norm by which ``torch.nn.functional.normalize`` divides."""
 
 
 def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """Return the matrix with zeros on its diagonal.
 
     Examples:
-        >>> import torch
         >>> off_diagonal(torch.ones(2, 2))
         tensor([[0., 1.],
                 [1., 0.]])

@@ -9,16 +9,16 @@ tensors of this module for that case. They are attributes, and not arguments, be
 user's ``RowLoss.similarity(anchors, candidates)`` and ``RowLoss.rows(similarity, …)``, which take plain tensors.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from contrastive_zoo import devices
 from contrastive_zoo.compiling import Function
-from contrastive_zoo.engine.dense_mode import has_plain_formulas
+from contrastive_zoo.engine.implementation import has_plain_formulas
 from contrastive_zoo.engine.precision import without_autocast
 
 _ROUNDING_UNITS = 8
@@ -178,3 +178,49 @@ def _is_sparse_enough(weights: Tensor, width: int) -> bool:
     return devices.on_cpu(weights) and all(
         int(x.count_nonzero()) * width <= x.numel() for x in (weights[::16], weights)
     )
+
+
+Metric = Literal["distance", "squared distance", "similarity"]
+
+
+def squared_distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
+    """Return ‖a − b‖² of every anchor and candidate; 0, without gradient, of points that rounding does not resolve.
+
+    Examples:
+        >>> squared_distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
+        tensor([[25.,  0.]])
+    """
+    return euclidean(anchors, candidates, squared=True)
+
+
+def distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
+    """Return ‖a − b‖ of every anchor and candidate; the gradient at 0 is 0.
+
+    Examples:
+        >>> distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
+        tensor([[5., 0.]])
+    """
+    return euclidean(anchors, candidates)
+
+
+def dissimilarities(anchors: Tensor, candidates: Tensor, metric: Metric) -> Float[Tensor, "c N"]:
+    """Return distances, or negative similarities: values that grow as embeddings move apart.
+
+    Examples:
+        >>> dissimilarities(torch.eye(2), torch.eye(2), "similarity")
+        tensor([[-1.,  0.],
+                [ 0., -1.]])
+    """
+    if metric == "similarity":
+        return dot_products(-anchors, candidates)
+    return distances(anchors, candidates) if metric == "distance" else squared_distances(anchors, candidates)
+
+
+def row_sums(*terms: Shaped[Tensor, "c _"]) -> Shaped[Tensor, "c k"]:
+    """Return the sums of the rows of k matrices, one column per matrix.
+
+    Examples:
+        >>> row_sums(torch.ones(1, 3), torch.ones(1, 2))
+        tensor([[3., 2.]])
+    """
+    return torch.stack([x.sum(1) for x in terms], 1)

@@ -1,4 +1,4 @@
-"""Keep statistics in at least float32, and run matmuls of 16-bit embeddings at 16-bit speed."""
+"""Prepare embeddings: unit length, statistics in at least float32, matmuls of 16-bit embeddings at 16-bit speed."""
 
 import functools
 import threading
@@ -9,7 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from contrastive_zoo.compiling import Function
+from contrastive_zoo.compiling import Function, differentiable_once
+from contrastive_zoo.engine.implementation import is_dense, is_small_batch
+from contrastive_zoo.engine.tiling import tile_bytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,3 +136,91 @@ class _Matmul(Function):
             matmul(g, b.mT) if ctx.needs_input_grad[0] else None,
             matmul(a.mT, g) if ctx.needs_input_grad[1] else None,
         )
+
+
+MIN_NORM = 1e-12
+"""Rows with a smaller norm are divided by this number, as ``torch.nn.functional.normalize`` does."""
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """Return ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero.
+
+    Examples:
+        >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        tensor([[0.6000, 0.8000],
+                [0.0000, 0.0000]])
+    """
+    if is_dense() or is_small_batch(x.numel()):
+        return torch.nn.functional.normalize(x, dim=-1)
+    return _UnitRows.apply(x)
+
+
+class _UnitRows(Function):
+    """Compute y = x / |x| and dx = (dy − y ⟨y, dy⟩) / |x| chunk by chunk, so that a chunk stays in the cache."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y, norm = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
+        for x_chunk, y_chunk, norm_chunk in _chunks(x, y, norm):
+            torch.linalg.vector_norm(x_chunk, dim=-1, keepdim=True, out=norm_chunk)
+            torch.div(x_chunk, norm_chunk.clamp(min=MIN_NORM), out=y_chunk)
+        ctx.save_for_backward(x, y, norm)
+        return y
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, dy: Tensor) -> Tensor | None:
+        x, y, norm = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        with torch.no_grad():
+            for dx_chunk, dy_chunk, y_chunk, norm_chunk in _chunks(dx, dy, y, norm):
+                radial = torch.linalg.vecdot(y_chunk, dy_chunk).unsqueeze(-1).where(norm_chunk >= MIN_NORM, 0)
+                torch.addcmul(dy_chunk, y_chunk, radial, value=-1, out=dx_chunk).div_(norm_chunk.clamp(min=MIN_NORM))
+        return differentiable_once(dx, x)
+
+
+def _chunks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of several tensors, as many at a time as a quarter of a tile holds of the first tensor.
+
+    Examples:
+        >>> [[len(x) for x, in _chunks(torch.empty(3, tile_bytes(torch.empty(0)) // y))] for y in (16, 32)]   # 4 bytes each
+        [[1, 1, 1], [2, 1]]
+    """
+    first = rows[0]
+    height = max(1, tile_bytes(first) // 4 // max(1, first[:1].nbytes))
+    return zip(*(x.split(height) for x in rows), strict=True)
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64: MPS does not, and some XPUs do not.
+
+    Examples:
+        >>> has_float64(torch.device("cpu")), has_float64(torch.device("mps"))
+        (True, False)
+    """
+    if device.type == "xpu" and torch.xpu.is_available():
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which x is added up: float64, or float32 on devices without float64.
+
+    There a mean of 100,000 losses has a relative error of about 1e-6.
+
+    Examples:
+        >>> sum_dtype(torch.ones(2))
+        torch.float64
+    """
+    return torch.float64 if has_float64(x.device) else torch.float32
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """Return x in float64, on the CPU if its device has no float64.
+
+    Examples:
+        >>> in_float64(torch.ones(2)).dtype
+        torch.float64
+    """
+    return x.double() if has_float64(x.device) else x.cpu().double()

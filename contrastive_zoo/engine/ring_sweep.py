@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction
-from contrastive_zoo.engine.derivatives import inner_graph
+from contrastive_zoo.compiling import inner_graph
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, anchor_slices
 from contrastive_zoo.engine.exchange import GatherExchange
-from contrastive_zoo.engine.malloc import keep_freed_memory
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.row_statistics import State, Statistic, run
-from contrastive_zoo.engine.rowwise_sweep import anchor_slices
+from contrastive_zoo.engine.tiling import keep_freed_memory
 
 Values = tuple[Tensor, ...]
 """The statistics that one yield receives."""

@@ -18,24 +18,21 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.collectives import all_gather, gather_rows, narrowest, replicated, sum_over_ranks
-from contrastive_zoo.compiling import Function
-from contrastive_zoo.devices import sum_dtype
-from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, start_count
+from contrastive_zoo.compiling import Function, differentiable_once
+from contrastive_zoo.derivations import unchanged
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, RowwiseSweep, start_count
+from contrastive_zoo.engine.batch import Batch, Reduction, mean_divisor, reduce_anchors
 from contrastive_zoo.engine.compiled_sweep import CompiledSweep
-from contrastive_zoo.engine.dense_mode import is_dense
-from contrastive_zoo.engine.derivatives import differentiable_once
-from contrastive_zoo.engine.implementation import compiles_blocks
-from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.reduction import Reduction, mean_divisor, reduce_anchors
+from contrastive_zoo.engine.implementation import compiles_blocks, is_dense
+from contrastive_zoo.engine.precision import sum_dtype, without_autocast
 from contrastive_zoo.engine.ring_sweep import RingSweep
 from contrastive_zoo.engine.row_statistics import complete
-from contrastive_zoo.engine.rowwise_sweep import RowwiseSweep
-from contrastive_zoo.engine.similarity_budget import budget, memory_budget
+from contrastive_zoo.engine.tiling import budget, memory_budget
+from contrastive_zoo.randomness import StateWatch, one_stream
 from contrastive_zoo.session import Session
-from contrastive_zoo.step_state import Replicate
 from contrastive_zoo.world import Shards, World
 
-__all__ = ["AnchorBlock", "BlockFunction", "sum_over_anchors"]
+__all__ = ["AnchorBlock", "BlockFunction", "reduce_rows", "sum_over_anchors"]
 
 
 def sum_over_anchors(
@@ -51,6 +48,7 @@ def sum_over_anchors(
     own_candidates: Int[Tensor, " n"] | None = None,
     companions: Sequence[tuple[Tensor, Tensor]] = (),
     reduction: Reduction = "mean",
+    may_draw: bool = False,
 ) -> Float[Tensor, "..."]:
     """Return the losses that ``loss.on_block`` computes of every anchor, reduced over the valid anchors of all ranks.
 
@@ -71,6 +69,11 @@ def sum_over_anchors(
             then no positive; −1 for none.
         companions: pairs of [n, …] for the local anchors and [m, …] for the local candidates, without gradient.
         reduction: ``"mean"``, ``"sum"``, or ``"none"`` for the losses of the local anchors.
+        may_draw: whether the loss may draw random numbers or change a buffer, which a rank that sees a part of the anchors
+            does differently. If it has, every rank computes it from all anchors instead.
+
+    Raises:
+        ValueError: on every rank alike, it has, with ``reduction="none"``.
 
     Examples:
         >>> class Nearest(nn.Module):
@@ -81,12 +84,13 @@ def sum_over_anchors(
         >>> sum_over_anchors(Nearest(), torch.eye(2), torch.arange(2), shards=Shards((2,)), world=ALONE)
         tensor(0.)
     """
+    watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None
     where, ring = candidate_shards or shards, uses_ring(loss, world)
-    sent: Tensor | None
-    sent, restore = narrowest(anchors if candidates is None else candidates, world)
+    columns, is_alone = anchors if candidates is None else candidates, world.size == 1
+    sent, restore = (columns, unchanged) if is_alone else narrowest(columns, world)
 
     def visible(rows: Tensor) -> Tensor:
-        return rows if ring else gather_rows(rows, where, world)
+        return rows if ring or is_alone else gather_rows(rows, where, world)
 
     all_ids, is_one_tower = visible(ids if candidate_ids is None else candidate_ids), candidates is None
     # before candidates are sent: the host waits for the number, not for them
@@ -108,18 +112,89 @@ def sum_over_anchors(
         return _dense(loss, anchors, anchors if candidates is None else candidates, layout, parameters, reduction)
     terms, learns = getattr(loss, "terms", 1), torch.is_grad_enabled()
     sweep = RingSweep if ring else CompiledSweep if compiles_blocks() else RowwiseSweep
-    return _SumOverAnchors.apply(
+    value = _SumOverAnchors.apply(
         sweep,
         loss.on_block,
         terms,
         reduction,
         layout,
         learns,
+        watch,
         sent if ring else None,
         anchors,
         candidates,
         *parameters.values(),
     )
+    if watch is None or not watch.found_on_any_rank:
+        return value
+    watch.undo()
+    if isinstance(world, Session):
+        world.findings.draws = True
+    return _on_every_rank(
+        loss,
+        anchors,
+        ids,
+        shards,
+        world,
+        candidates,
+        candidate_ids,
+        candidate_shards,
+        own_candidates,
+        companions,
+        reduction,
+    )
+
+
+def _on_every_rank(
+    loss: nn.Module,
+    anchors: Tensor,
+    ids: Tensor,
+    shards: Shards,
+    world: World,
+    candidates: Tensor | None,
+    candidate_ids: Tensor | None,
+    candidate_shards: Shards | None,
+    own_candidates: Tensor | None,
+    companions: Sequence[tuple[Tensor, Tensor]],
+    reduction: Reduction,
+) -> Tensor:
+    """Compute the loss on every rank from the anchors and candidates of all ranks, with rank 0's random numbers."""
+    where = candidate_shards or shards
+
+    def gathered(x: Tensor | None, of: Shards) -> Any:
+        return None if x is None else all_gather(x, gradient="complete", shards=of, process_group=world)
+
+    with one_stream(world, anchors.device):
+        return sum_over_anchors(
+            loss,
+            gathered(anchors, shards),
+            gathered(ids, shards),
+            shards=Shards((shards.total,)),
+            world=World(),
+            candidates=gathered(candidates, where),
+            candidate_ids=gathered(candidate_ids, where),
+            candidate_shards=Shards((where.total,)),
+            own_candidates=gathered(own_candidates, shards),
+            companions=[(gathered(x, shards), gathered(y, where)) for x, y in companions],
+            reduction=reduction,
+        )
+
+
+def reduce_rows(
+    batch: Batch, loss: nn.Module, anchors: Tensor, ids: Tensor, *, times: int = 1, **more: Any
+) -> Float[Tensor, "..."]:
+    """Return :func:`sum_over_anchors` of a batch, with ``times`` anchors for each of its samples.
+
+    Args:
+        batch: says how anchors are split over ranks.
+        loss: as there.
+        anchors: as there.
+        ids: as there.
+        times: anchors of a sample.
+        more: further arguments, as there.
+    """
+    more.setdefault("shards", batch.samples.times(times) if times > 1 else batch.samples)
+    return sum_over_anchors(loss, anchors, ids, world=batch.world, **more)
 
 
 def uses_ring(loss: nn.Module, world: World) -> bool:
@@ -173,6 +248,7 @@ class _SumOverAnchors(Function):
         reduction: Reduction,
         layout: BatchLayout,
         learns: bool,
+        watch: StateWatch | None,
         sent: Tensor | None,
         anchors: Tensor,
         candidates: Tensor | None,
@@ -180,13 +256,15 @@ class _SumOverAnchors(Function):
     ) -> Tensor:
         """Compute the loss, and its gradients where the weight of every anchor is already known.
 
-        ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too. ``sent`` are
-        the rows that a ring sends.
+        ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too. ``watch``
+        learns whether the loss has drawn random numbers on any rank. ``sent`` are the rows that a ring sends.
         """
         visible = sent
         if visible is None:
             columns = anchors if candidates is None else candidates
-            visible = gather_rows(columns, layout.candidate_shards, layout.world)
+            visible = columns
+            if layout.world.size > 1:
+                visible = gather_rows(columns, layout.candidate_shards, layout.world)
         sweep = kind(on_block, terms, layout, anchors, visible, parameters)
         ctx.sweep_settings, ctx.reduction, ctx.one_tower = (
             (kind, on_block, terms, layout),
@@ -199,12 +277,13 @@ class _SumOverAnchors(Function):
             budget()
         )  # autograd computes gradients of an accelerator in a thread of its own, which has the default
         ctx.save_for_backward(*inputs, visible)  # saved tensors, unlike attributes, are freed with the graph
-        changes = layout.world.progress.changes if isinstance(layout.world, Session) else None
         if reduction == "none":  # each anchor's weight is known in the backward pass only
             losses = sweep.losses()[0].sum(1)
             ctx.stages = getattr(sweep, "stages", None)
-            if changes and sum_over_ranks(torch.tensor(float(changes())), gradient="complete", world=layout.world) > 0:
-                raise ValueError(_STATEFUL_WITHOUT_REDUCTION)
+            if watch is not None:
+                changed = torch.tensor(float(watch.has_changed()))
+                if sum_over_ranks(changed, gradient="complete", world=layout.world) > 0:
+                    raise ValueError(_STATEFUL_WITHOUT_REDUCTION)
             return losses
         if learns and any(ctx.needs_input_grad) and (terms == 1 or reduction == "sum"):
             losses, counts, *gradients = sweep.gradients()
@@ -213,11 +292,14 @@ class _SumOverAnchors(Function):
         else:  # each term has its own weight, which is known after the whole sweep
             losses, counts = sweep.losses()
         sums = [x.sum(0, dtype=sum_dtype(x)) for x in (losses, counts)]
-        if changes:
-            sums.append(torch.full_like(sums[0], changes()))
-        total, count, *changed = sum_over_ranks(torch.stack(sums), gradient="complete", world=layout.world).unbind()
-        if any(bool(x.any()) for x in changed):  # on any rank: all ranks see the same sum
-            raise Replicate
+        if watch is not None:
+            sums.append(torch.full_like(sums[0], watch.has_changed()))
+        totals = torch.stack(sums)
+        if layout.world.size > 1:
+            totals = sum_over_ranks(totals, gradient="complete", world=layout.world)
+        total, count, *changes = totals.unbind()
+        if watch is not None:  # all ranks see the same sum
+            watch.found_on_any_rank = any(bool(x.any()) for x in changes)
         ctx.stages = getattr(sweep, "stages", None)
         ctx.count = mean_divisor(count) if reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(anchors.dtype)
@@ -241,7 +323,7 @@ class _SumOverAnchors(Function):
         danchors, dcandidates, *dparameters = gradients
         by_rows = [danchors + dcandidates, None] if ctx.one_tower else [danchors, dcandidates]
         by_input = (differentiable_once(gradient, *inputs) for gradient in [*by_rows, *dparameters])
-        return None, None, None, None, None, None, None, *by_input
+        return None, None, None, None, None, None, None, None, *by_input
 
 
 _STATEFUL_WITHOUT_REDUCTION = (

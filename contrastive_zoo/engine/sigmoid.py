@@ -19,16 +19,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.collectives import gather_rows, sum_over_ranks
-from contrastive_zoo.compiling import Function
-from contrastive_zoo.devices import sum_dtype
-from contrastive_zoo.engine.class_pairs import class_numbers_as_floats
-from contrastive_zoo.engine.derivatives import differentiable_once
+from contrastive_zoo.compiling import Function, differentiable_once
+from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
+from contrastive_zoo.engine.batch import Reduction
 from contrastive_zoo.engine.exchange import GatherExchange
-from contrastive_zoo.engine.malloc import keep_freed_memory
-from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
 from contrastive_zoo.engine.ring import Ring, start_exchange
-from contrastive_zoo.engine.tiling import ScratchBuffer, tile_shape, tiles
+from contrastive_zoo.engine.tiling import ScratchBuffer, keep_freed_memory, tile_shape, tiles
 from contrastive_zoo.world import Shards, World
 
 softplus: Any = torch._C._nn.softplus  # F.softplus is the same function; its stub lacks out=

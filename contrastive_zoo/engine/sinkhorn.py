@@ -4,15 +4,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.classes import log_sum_exp_over_ranks
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.world import World
 
 
 @torch.no_grad()
 @without_autocast
 def balanced_assignment(
-    scores: Float[Tensor, "n K"], *, epsilon: float, iterations: int, world: World
+    batch: Batch, scores: Float[Tensor, "n K"], *, epsilon: float, iterations: int
 ) -> Float[Tensor, "n K"]:
     """Run Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks; return the local rows, which each sum to 1.
 
@@ -20,14 +19,13 @@ def balanced_assignment(
     iteration gives each prototype an equal share of all N rows, by a reduction of K numbers, and then normalises rows.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
         >>> both = torch.tensor([[1.0, 0.0], [1.0, 0.0]])   # two rows whose best prototype is the same
-        >>> balanced_assignment(both, epsilon=0.1, iterations=3, world=ALONE)
+        >>> balanced_assignment(Batch({}, {}), both, epsilon=0.1, iterations=3)
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
     log_q = scores / epsilon
     for _ in range(iterations):
-        share = log_sum_exp_over_ranks(torch.logsumexp(log_q, 0), gradient="complete", world=world)
+        share = batch.log_sum_exp(torch.logsumexp(log_q, 0), gradient="complete")
         log_q = (log_q - share).log_softmax(1)
     return log_q.softmax(1)

@@ -7,29 +7,36 @@ for batches that are split over ranks, and where each anchor's loss is returned.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo import devices
-from contrastive_zoo.compiling import Function
-from contrastive_zoo.devices import sum_dtype
-from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
-from contrastive_zoo.engine.derivatives import differentiable_once
-from contrastive_zoo.engine.precision import at_least_float32, matmul_rounding, rounded, without_autocast
-from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.small_batch_terms import (
-    LARGEST_SCALE,
-    Comparison,
-    Terms,
-    sigmoids,
-    softmaxes,
-    softmaxes_by_one_exponential,
+from contrastive_zoo.compiling import Function, differentiable_once
+from contrastive_zoo.engine.batch import Reduction
+from contrastive_zoo.engine.cross_entropy import cross_entropy
+from contrastive_zoo.engine.implementation import is_dense, is_small_batch
+from contrastive_zoo.engine.precision import (
+    MIN_NORM,
+    at_least_float32,
+    matmul_rounding,
+    rounded,
+    sum_dtype,
+    without_autocast,
 )
-from contrastive_zoo.engine.unit_rows import MIN_NORM
 from contrastive_zoo.world import World
+
+Comparison = Literal["rows", "rows and columns", "views"]
+"""The softmaxes of the loss: of each row over the columns; also of each column over the rows; or of all rows of two
+views over each other."""
+
+Terms = tuple[Tensor, Callable[[], Tensor]]
+
+LARGEST_SCALE = 40.0
+"""The exponentials of unit rows' logits, up to exp(1/t), and their sums are finite in float32 up to here."""
 
 
 def uses_small_batch_path(a: Tensor, reduction: Reduction, world: World, *, views: bool = False) -> bool:
@@ -223,3 +230,85 @@ def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, own: slice | None, views:
             dx, of_side = dx[own], of_side[own]
         dx.addmm_(of_side, other, beta=0, alpha=1 / count)
     return dz
+
+
+def softmaxes_by_one_exponential(logits: Tensor, comparison: Comparison, *, overwrite: bool) -> Terms:
+    """Return cross-entropies of logits of at most 40: one exponential serves rows and columns, and both passes.
+
+    Examples:
+        >>> losses, weights = softmaxes_by_one_exponential(torch.zeros(2, 2), "rows", overwrite=False)
+        >>> losses, weights()
+        (tensor([[0.6931, 0.6931]]), tensor([[-0.5000,  0.5000],
+                [ 0.5000, -0.5000]]))
+    """
+    n, views = len(logits), comparison == "views"
+    e = logits.exp_() if overwrite else logits.exp()
+    positive = e.diagonal(n // 2 if views else 0).clone()
+    own = e.as_strided((2, 2, n // 2), (n // 2 * n, n // 2, n + 1)) if views else e.diagonal()
+    own.zero_()  # the sums leave the positive out, so that it cancels nowhere
+    others = torch.stack([e.sum(1), e.sum(0)]) if comparison == "rows and columns" else e.sum(1).view(-1, len(positive))
+
+    def weights() -> Tensor:
+        inverse = (others + positive).reciprocal_()
+        of_positives = (inverse * others).sum(0)  # minus the sum of the others' weights
+        if views:
+            flat = inverse.view(-1)
+            w = torch.add(flat[:, None], flat).mul_(e)
+        else:
+            of_rows = inverse[0].unsqueeze(1)
+            w = e.mul_(of_rows if comparison == "rows" else of_rows + inverse[1])
+        _of_pairs(w, views=views).sub_(of_positives)
+        return w
+
+    return (others / positive).log1p_(), weights
+
+
+def softmaxes(logits: Tensor, comparison: Comparison) -> Terms:
+    """Return cross-entropies of logits of any size, in few operations. Of two views' logits the diagonal is overwritten.
+
+    Examples:
+        >>> softmaxes(torch.tensor([[400.0, 0.0], [400.0, 0.0]]), "rows")[0]
+        tensor([  0., 400.])
+    """
+    views, both = comparison == "views", comparison == "rows and columns"
+    if views:  # a finite number, whose product with the weight 0 is 0
+        logits.fill_diagonal_(torch.finfo(logits.dtype).min)
+    shares = torch.log_softmax(torch.stack([logits, logits.T]) if both else logits, -1)
+    w = shares.exp()
+    of_pairs = _of_pairs(w, views=views)
+    of_pairs.zero_()  # the sums leave the positive out, so that it cancels nowhere
+    others = w.sum(-1).view_as(of_pairs)
+
+    def weights() -> Tensor:
+        of_pairs.sub_(others)
+        if views:
+            return w + w.T
+        return w[0].add_(w[1].T) if both else w
+
+    return cross_entropy(_of_pairs(shares, views=views), others.log()), weights
+
+
+def sigmoids(logits: Tensor) -> Terms:
+    """Return binary cross-entropies, summed over the pairs of a row, of which that on the diagonal is positive.
+
+    Examples:
+        >>> losses, weights = sigmoids(torch.zeros(2, 2))
+        >>> losses, weights()
+        (tensor([1.3863, 1.3863]), tensor([[-0.5000,  0.5000],
+                [ 0.5000, -0.5000]]))
+    """
+    positive = logits.diagonal()
+    positive.neg_()
+
+    def weights() -> Tensor:
+        logits.sigmoid_()
+        positive.neg_()
+        return logits
+
+    return F.softplus(logits, threshold=40).sum(1), weights
+
+
+def _of_pairs(x: Tensor, *, views: bool) -> Tensor:
+    """Return a view of the positives: the diagonal of each matrix, or of the blocks of one view with the other."""
+    n, width = len(x) // 2, len(x)
+    return x.as_strided((2, n), (n * width - n, width + 1), n) if views else x.diagonal(dim1=-2, dim2=-1)

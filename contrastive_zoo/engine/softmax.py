@@ -29,16 +29,14 @@ from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.collectives import all_gather
-from contrastive_zoo.compiling import Function
+from contrastive_zoo.compiling import Function, differentiable_once, saved_tensors_are_hooked
 from contrastive_zoo.engine.cross_entropy import log_sum_exp
-from contrastive_zoo.engine.dense_mode import is_dense, is_small_batch
-from contrastive_zoo.engine.derivatives import differentiable_once, saved_tensors_are_hooked
-from contrastive_zoo.engine.malloc import keep_freed_memory
+from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
-from contrastive_zoo.engine.similarity_budget import CachedLogits
 from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
+from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.world import Shards, World
 
 Scale = float | Tensor

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
-from contrastive_zoo.engine.class_pairs import clear_excluded
+from contrastive_zoo.engine.anchor_block import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, merge_at_owners
 from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.schedule import RankBlock
-from contrastive_zoo.engine.similarity_budget import CachedLogits
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
-from contrastive_zoo.engine.tiling import ScratchBuffer, tile_shape, tiles
+from contrastive_zoo.engine.tiling import CachedLogits, ScratchBuffer, tile_shape, tiles
 from contrastive_zoo.world import Shards, World
 
 

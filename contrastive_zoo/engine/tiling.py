@@ -1,7 +1,14 @@
-"""Cut a similarity matrix into tiles that fit a cache, or into blocks of whole rows."""
+"""Cut a similarity matrix into tiles or blocks, and limit and keep the memory that they take."""
 
+import ctypes
 import math
+import os
+import platform
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -84,3 +91,112 @@ class ScratchBuffer:
         if shape not in self.views:
             self.views[shape] = self.elements[: math.prod(shape)].view(shape)
         return self.views[shape]
+
+
+_budget: ContextVar[int] = ContextVar("budget", default=128 * 2**20)
+
+
+@contextmanager
+def memory_budget(size: int) -> Iterator[None]:
+    """Limit the similarities that losses hold at a time to ``size`` bytes within this context.
+
+    Losses cache their logits for the backward pass as far as the budget allows, all losses whose backward pass is
+    pending together. A cached matrix saves one matmul of three (of four with two towers); other logits are recomputed
+    tile by tile. Losses that are sums over anchors choose the height of their blocks by the budget. The default is
+    128 MiB.
+
+    On a CPU with glibc, the library raises malloc's trim threshold to twice the budget plus one block, so that freed
+    memory stays in the process for the next step. ``CONTRASTIVE_ZOO_MALLOPT=0`` turns this off, and glibc's own
+    environment variables (``MALLOC_TRIM_THRESHOLD_``, …) take precedence.
+
+    Args:
+        size: bytes; 0 caches nothing.
+
+    Raises:
+        ValueError: a negative size.
+
+    Examples:
+        >>> import torch
+        >>> import contrastive_zoo as cz
+        >>> with memory_budget(2**30):
+        ...     cz.InfoNCE(temperature=1.0)(torch.eye(2), torch.eye(2))
+        tensor(0.3133)
+    """
+    if size < 0:
+        raise ValueError(f"memory_budget: size is a number of bytes, 0 or more, got {size}.")
+    token = _budget.set(size)
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+def budget() -> int:
+    """Return the bytes of similarities that losses may hold at a time."""
+    return _budget.get()
+
+
+class CachedLogits:
+    """Count the bytes of logits that one loss caches until its backward pass, within the budget of all losses.
+
+    Examples:
+        >>> with memory_budget(100):
+        ...     one, other = CachedLogits(), CachedLogits()
+        ...     one.reserve(80), other.reserve(80), other.reserve(20)
+        (True, False, True)
+    """
+
+    _all: ClassVar[weakref.WeakSet["CachedLogits"]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.size = 0
+        CachedLogits._all.add(self)
+
+    def reserve(self, size: int) -> bool:
+        """Reserve so many more bytes if they fit into the budget, and return whether they do."""
+        fits = sum(cached.size for cached in CachedLogits._all) + size <= budget()
+        self.size += size if fits else 0
+        return fits
+
+    def release(self) -> None:
+        """Return the bytes to the budget."""
+        self.size = 0
+
+
+_HEAP_BLOCK_BYTES = TILE_BYTES + 2**20
+"""Size of the largest allocation that comes from the heap, which keeps it. Larger ones are rare, and the holes that
+they would leave in the heap would add to the peak memory."""
+
+_SWITCH = "CONTRASTIVE_ZOO_MALLOPT"
+"""The environment variable that turns this off: ``CONTRASTIVE_ZOO_MALLOPT=0``."""
+
+_GLIBC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+"""Environment variables by which a user configures glibc's malloc. They take precedence."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+_threshold = 0
+
+
+def keep_freed_memory(like: Tensor) -> None:
+    """Raise glibc's trim threshold to twice the memory budget plus one block of similarities, if ``like`` is on a CPU.
+
+    By default glibc returns large allocations to the system as soon as they are freed. The page faults of the next
+    step then take a tenth of its time, or more. Nothing changes with another C library, with
+    ``CONTRASTIVE_ZOO_MALLOPT=0``, or where glibc's own environment variables are set.
+
+    Examples:
+        >>> import torch
+        >>> keep_freed_memory(torch.zeros(1))
+    """
+    global _threshold
+    wanted = min(2 * budget() + BLOCK_BYTES, 2**31 - 1)
+    if like.device.type != "cpu" or wanted <= _threshold:
+        return
+    _threshold = wanted
+    if os.environ.get(_SWITCH) == "0" or any(name in os.environ for name in _GLIBC_VARIABLES):
+        return
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, wanted)

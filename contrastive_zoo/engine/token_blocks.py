@@ -8,27 +8,22 @@ from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.engine.masked import masked_indices
-from contrastive_zoo.session import Session
-from contrastive_zoo.world import World
 
 
-def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None], world: World) -> dict[str, list[int]]:
+def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
     """Return the number of valid tokens of each set, by name; the host waits once for those of all masks.
 
     Args:
         rows: tokens, [n, L, d].
         masks: which of them are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
-        world: the ranks; its step reads a mask once.
 
     Examples:
         >>> rows = {"queries": torch.ones(2, 2, 1), "documents": torch.ones(1, 3, 1)}
-        >>> read_lengths(rows, {"queries": torch.tensor([[1, 0], [1, 1]])}, World())
+        >>> read_lengths(rows, {"queries": torch.tensor([[1, 0], [1, 1]])})
         {'queries': [1, 2], 'documents': [3]}
     """
     given = {name: mask for name, mask in masks.items() if mask is not None}
-    values = [*given.values()]
-    read = world.read_once(values, lambda: _counts(values)) if isinstance(world, Session) else _counts(values)
-    counts = dict(zip(given, read, strict=True))
+    counts = dict(zip(given, _counts([*given.values()]), strict=True))
     return {name: counts.get(name, [x.shape[1]] * len(x)) for name, x in rows.items()}
 
 

@@ -13,9 +13,7 @@ from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_prob
 from contrastive_zoo.evaluation.metrics import Ties
 from contrastive_zoo.evaluation.names import KNN, Metric, names_problem
 from contrastive_zoo.evaluation.search import rows_problem, settings_problem
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.row_checks import described, is_integer, tensor_problem
+from contrastive_zoo.row_checks import described, is_integer, labels_problem, tensor_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Shards, World
 
@@ -89,10 +87,10 @@ class Given(NamedTuple):
             if problem := tensor_problem(name, x):
                 return problem
         if not (query.ndim == 1 and query.shape == item.shape == grade.shape):
-            shapes = ", ".join(kind(x) for x in self.judgements)
+            shapes = ", ".join(described(x) for x in self.judgements)
             return f"judgements are query ids [j], gallery ids [j] and grades [j], got {shapes}."
         if query.is_floating_point() or item.is_floating_point():
-            return f"judgements name integer ids, got {kind(query)} and {kind(item)}."
+            return f"judgements name integer ids, got {described(query)} and {described(item)}."
         query, item = query.cpu(), item.cpu()  # they may come from the data set, and ids from the model
         if bool((unknown := ~torch.isin(query, self.ids.cpu())).any()):
             return f"judgements name query {query[unknown][0].item()}, which is not in ids of this rank."

@@ -14,9 +14,7 @@ from contrastive_zoo.evaluation.faiss_search import ApproximateIndex
 from contrastive_zoo.evaluation.measurement import measured
 from contrastive_zoo.evaluation.metrics import Ties
 from contrastive_zoo.evaluation.names import names_problem
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.row_checks import tensor_problem
+from contrastive_zoo.row_checks import described, labels_problem, tensor_problem
 from contrastive_zoo.world import Processes, World
 
 _ROWS = ("queries", "gallery")
@@ -161,7 +159,8 @@ class RetrievalMetrics(nn.Module):
         for name, x in given.items():
             if name in self.batches and (before := self.batches[name][0]).shape[1:] != x.shape[1:]:
                 raise ValueError(
-                    f"RetrievalMetrics: {name} are as wide as those of earlier batches, {kind(before)}, got {kind(x)}. Call "
+                    f"RetrievalMetrics: {name} are as wide as those of earlier batches, {described(before)}, got "
+                    f"{described(x)}. Call "
                     "reset() between evaluations."
                 )
 
@@ -191,10 +190,10 @@ _OWNERS = {
 def _problem(name: str, x: Tensor, given: Mapping[str, Tensor]) -> str | None:
     """Return why this tensor of a batch cannot be collected, in words; None if it can. Owners have been checked before."""
     if name in _ROWS:
-        return tensor_problem(name, x) or (None if x.ndim == 2 else f"{name} are rows [n, d], got {kind(x)}.")
+        return tensor_problem(name, x) or (None if x.ndim == 2 else f"{name} are rows [n, d], got {described(x)}.")
     if name in _OWNERS and _OWNERS[name] not in given:
         return f"{name} belong to {_OWNERS[name]}, got none in this batch. Pass both in one call."
     rows = len(given[_OWNERS[name]]) if name in _OWNERS else None
     if name != "grades":
         return labels_problem(name, x, rows)
-    return tensor_problem(name, x) or (None if x.shape == (rows,) else f"grades are [{rows}], got {kind(x)}.")
+    return tensor_problem(name, x) or (None if x.shape == (rows,) else f"grades are [{rows}], got {described(x)}.")

@@ -13,7 +13,6 @@ from contrastive_zoo.evaluation.exact import prepared
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.evaluation.local_search import Gallery, ordered
 from contrastive_zoo.evaluation.rounds import rounds
-from contrastive_zoo.handshake import kind
 from contrastive_zoo.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import Processes, World
@@ -127,7 +126,8 @@ def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
     if valid and queries.shape[1] == gallery.shape[1] and queries.dtype == gallery.dtype:
         return None
     return (
-        f"queries [n, d] and gallery [m, d] are rows of one width and dtype, got {kind(queries)} and {kind(gallery)}."
+        f"queries [n, d] and gallery [m, d] are rows of one width and dtype, got "
+        f"{described(queries)} and {described(gallery)}."
     )
 
 
@@ -153,4 +153,4 @@ def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:
         return problem
     if excluded is None or (excluded.ndim == 2 and excluded.dtype == torch.int64 and len(excluded) == len(queries)):
         return None
-    return f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {kind(excluded)}."
+    return f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {described(excluded)}."

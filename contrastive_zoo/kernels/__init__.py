@@ -45,4 +45,4 @@ def device_problem(device: "torch.device") -> str | None:
         return None
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    return f"runs on NVIDIA GPUs of compute capability 8.0 or later, got embeddings on {device}"
+    return f"runs on NVIDIA GPUs of compute capability 8.0 or later, got embeddings on {device.type}"

@@ -1,7 +1,6 @@
-"""Check settings and embeddings. Each function returns what is wrong as an error message, or None."""
+"""Check settings. Each function returns what is wrong as an error message, or None."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -9,40 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo import devices
-from contrastive_zoo.engine.reduction import REDUCTIONS
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.masks import labels_problem
 from contrastive_zoo.row_checks import described, tensor_problem
-
-
-def rows_problem(name: str, rows: Tensor) -> str | None:
-    """Return what is wrong with embeddings, or None.
-
-    Examples:
-        >>> rows_problem("queries", torch.ones(3))
-        'queries are floating-point rows [n, d], got float32 [3].'
-    """
-    return tensor_problem(name, rows) or _shape_problem(name, rows)
-
-
-def _shape_problem(name: str, rows: Tensor) -> str | None:
-    if rows.ndim != 2 or not rows.is_floating_point():
-        return f"{name} are floating-point rows [n, d], got {kind(rows)}."
-    return None
-
-
-def shared_problem(temperature: object = 1.0, reduction: object = "mean") -> str | None:
-    """Return what is wrong with the settings that losses share, or None.
-
-    Examples:
-        >>> shared_problem(reduction="average")
-        "reduction is one of mean, sum, none, got 'average'."
-    """
-    if not is_number(temperature, above=0):
-        return number_problem(None, "For a logit scale s pass temperature=1/s.", above=0, temperature=temperature)
-    if isinstance(reduction, str) and reduction in REDUCTIONS:
-        return None
-    return f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}."
 
 
 def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
@@ -195,16 +161,6 @@ def _expected(
     return " and ".join([*size, "an integer" if whole else "finite" if finite else "a number"])
 
 
-def bins_problem(num_bins: object) -> str | None:
-    """Return what is wrong with the number of bins of a histogram, or None: float32 resolves no more than 2²⁴ of them.
-
-    Examples:
-        >>> bins_problem(0)
-        'num_bins is an integer, 1 … 16777216, got 0.'
-    """
-    return number_problem(f"num_bins is an integer, 1 … {2**24}", low=1, high=2**24, whole=True, num_bins=num_bins)
-
-
 def flag_problem(**flags: object) -> str | None:
     """Return what is wrong with settings that must be True or False, or None.
 
@@ -212,18 +168,12 @@ def flag_problem(**flags: object) -> str | None:
         >>> flag_problem(soft="yes")
         "soft is True or False, got 'yes'."
     """
-    wrong = [f"{name} is True or False, got {described(x)}." for name, x in flags.items() if not isinstance(x, bool)]
+    wrong = [
+        f"{name} is True or False, got {described(x)}."
+        for name, x in flags.items()
+        if not isinstance(x, (bool, np.bool_))
+    ]
     return wrong[0] if wrong else None
-
-
-def positive_problem(**settings: object) -> str | None:
-    """Return what is wrong with settings that must be positive numbers, or None.
-
-    Examples:
-        >>> positive_problem(scale=-1.0)
-        'scale must be positive and finite, got -1.0.'
-    """
-    return number_problem(above=0, **settings)
 
 
 def instance_problem(loss: object) -> str | None:
@@ -237,54 +187,3 @@ def instance_problem(loss: object) -> str | None:
     if not isinstance(loss, type):
         return None
     return f"pass an instance, {loss.__name__}(...), not the class {loss.__name__}."
-
-
-def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
-    """Return what is wrong with tensors whose rows form pairs, or None.
-
-    Examples:
-        >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
-        'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
-    """
-    for name, x in towers.items():
-        if problem := tensor_problem(name, x):
-            return problem
-    (first, one), *others = towers.items()
-    for name, other in others:
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return f"{rule}, got {first} {kind(one)} and {name} {kind(other)}. {fix}".rstrip()
-    return _shape_problem(first, one)
-
-
-def views_problem(views: Sequence[Tensor]) -> str | None:
-    """Return what is wrong with views of the same samples, or None.
-
-    Examples:
-        >>> views_problem([torch.ones(2, 3)])
-        'two or more views are compared, got 1. Call loss(view1, view2).'
-    """
-    if len(views) < 2:
-        return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
-    for index, view in enumerate(views):
-        if problem := tensor_problem(f"view {index}", view):
-            return problem
-        if view.shape != views[0].shape or view.dtype != views[0].dtype:
-            return (
-                f"views must pair row by row, got view 0 {kind(views[0])} and view {index} {kind(view)}. "
-                "Pass the same samples, in the same order, in every view."
-            )
-    return _shape_problem("views", views[0])
-
-
-def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
-    """Return what is wrong with labelled embeddings, or None.
-
-    Examples:
-        >>> labelled_problem(torch.ones(2, 3))
-        'labels are missing: call loss(embeddings, labels) with one integer per row.'
-    """
-    if embeddings is None or more:
-        return "one tensor of embeddings and one of labels are compared: call loss(embeddings, labels)."
-    if labels is None:
-        return "labels are missing: call loss(embeddings, labels) with one integer per row."
-    return rows_problem("embeddings", embeddings) or labels_problem("labels", labels, len(embeddings))

@@ -1,24 +1,27 @@
-"""Add losses: a weight for each term, and one gather of the embeddings for all terms."""
+"""Add losses: a weight for each term, and one statement and one gather of the embeddings for all terms."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.compiling import traced_as
+from contrastive_zoo import devices
+from contrastive_zoo.engine.batch import Batch, Part
+from contrastive_zoo.engine.implementation import NO_KERNELS
 from contrastive_zoo.loss_base.checks import instance_problem, is_number
-from contrastive_zoo.loss_base.graph_operator import GraphModule
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.kept_state import state_kept_on_error
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Loss, Stated
 from contrastive_zoo.row_checks import described
-from contrastive_zoo.session import Session, refuse
-from contrastive_zoo.world import World
+from contrastive_zoo.session import Session
 
 
 class Composition(Loss):
-    """Return ``Σ weight · term`` over :meth:`terms`, which share one cache of gathered embeddings.
+    """Return ``Σ weight · term`` over :meth:`terms`, each of which computes from a view of one batch.
 
     Embeddings that one term gathers, and those that any rank can derive from them (a prefix, normalised ones), are not
     gathered again for other terms. Gradients are communicated for each term.
@@ -55,37 +58,53 @@ class Composition(Loss):
             raise ValueError(f"{name}: one weight for each of {count} terms, got {described(weights)}.")
         super().__init__(check_finite=all(loss.check_finite for loss in losses))
         self.weights = tuple(map(float, given))
-        self.refuse_bad_settings()
+        if problem := self.settings_problem():
+            raise ValueError(f"{name}: {problem}")
 
     def settings_problem(self) -> str | None:
         """Return what is wrong with the weights, or None; the losses check their own settings."""
-        return None if all(map(is_number, self.weights)) else f"weights must be finite, got {self.weights}."
+        weights = self.__dict__.get("weights", ())
+        return super().settings_problem() or (
+            None if all(map(is_number, weights)) else f"weights must be finite, got {weights}."
+        )
 
-    def terms(
-        self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
-    ) -> list[Callable[[], Tensor]]:
-        """Return a function for each term, which computes it.
+    def members(self) -> Sequence[Loss]:
+        """Return the losses that are added, each once.
 
         Raises:
             NotImplementedError: a subclass does not define this method.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define terms(rows, named_rows, world).")
+        raise NotImplementedError(f"{type(self).__name__} must define members().")
 
-    def members(self) -> list[Loss]:
-        """Return the losses that are added."""
-        return [x for x in self.modules() if isinstance(x, Loss) and x is not self]
+    def terms(self, batch: Batch) -> list[Tensor]:
+        """Return the value of each term.
 
-    def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
-        return all(loss.can_be_replicated(*rows, **named_rows) for loss in self.members())
+        Raises:
+            NotImplementedError: a subclass does not define this method.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define terms(batch).")
 
-    def ragged_dims(self) -> Mapping[str, int]:
-        dims: dict[str, int] = {}
-        for loss in self.members():
-            if not isinstance(loss, Composition):
-                names = loss.tensor_arguments()
-                for name, dim in loss.ragged_dims().items():
-                    dims |= {f"rows[{names.index(name)}]": dim, f"named_rows['{name}']": dim}
-        return dims
+    def stated(
+        self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
+    ) -> Stated:
+        known = {} if known is None else known
+        name = type(self).__name__
+        if problem := self.settings_problem():
+            return Stated(name, Inputs({}), SimpleNamespace(), {}, problem, NO_KERNELS)
+        args, named = _distinct(*devices.beside_rows(args, named))
+        return merged(name, [_member_stated(loss, args, named, known) for loss in self.members()])
+
+    def compute(self, batch: Batch) -> Float[Tensor, "..."]:
+        outer = batch.world
+        world = outer.with_cache() if isinstance(outer, Session) else outer
+        with state_kept_on_error(self):  # a term may raise after an earlier one has moved its state
+            values = self.terms(replace(batch, world=world))
+        if world is not outer and isinstance(world, Session) and world.cache is not None:
+            world.cache.clear()
+        return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
+
+    def replicable(self) -> bool:
+        return all(loss.replicable() for loss in self.members())
 
     def can_ring(self) -> bool:
         return all(loss.can_ring() for loss in self.members())
@@ -94,26 +113,72 @@ class Composition(Loss):
         problems = ((loss, loss.ring_problem()) for loss in self.members())
         return next((f"{type(loss).__name__}: {problem}" for loss, problem in problems if problem), None)
 
-    @traced_as(GraphModule.traced_forward)
-    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
-        """Return the weighted sum.
-
-        Args:
-            rows: arguments of the losses.
-            world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
-            named_rows: the same arguments by name.
-        """
-        outer = Session.of(self.local() if world is None else world)
-        if problem := self.settings_problem():
-            refuse(type(self).__name__, problem, world=outer)
-        session = outer.with_cache()
-        terms = self.terms(rows, named_rows, session)
-        session.declare(type(self).__name__, terms)
-        with state_kept_on_error(self):  # a term may raise after an earlier one has moved its state
-            values = [term() for term in terms]
-        if session is not outer and session.cache is not None:
-            session.cache.clear()
-        return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
-
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
+
+
+def _distinct(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments with a view in place of a tensor that occurs again: every rank then merges the same ones."""
+    given = [*args, *named.values()]
+    for index, x in enumerate(given):
+        if isinstance(x, Tensor) and any(x is y for y in given[:index]):
+            given[index] = x.view_as(x)
+    return given[: len(args)], dict(zip(named, given[len(args) :], strict=True))
+
+
+def merged(name: str, members: Sequence[Stated]) -> Stated:
+    """Return the statement of a sum of losses: each tensor once, and how each member finds its own.
+
+    Examples:
+        >>> from contrastive_zoo.losses.nt_xent import NTXent
+        >>> views = torch.eye(2), torch.eye(2)
+        >>> members = [NTXent().stated(views, {}), NTXent(temperature=0.5).stated(views, {})]
+        >>> list(merged("WeightedSum", members).inputs.rows)
+        ['view 0', 'view 1']
+    """
+    rows: dict[str, Tensor] = {}
+    parts: list[Part] = []
+    compared: dict[str, object] = {}
+    for index, stated in enumerate(members):
+        names = {}
+        for own, x in stated.inputs.rows.items():
+            known = next((key for key, y in rows.items() if y is x), None)
+            names[own] = known or (own if own not in rows else f"{own} of loss {index}")
+            rows[names[own]] = x
+        parts.append(Part(names, stated.inputs.parts, stated.inputs.host, stated.name))
+        compared |= {f"{stated.name} {index}: {key}": x for key, x in stated.compared.items()}
+    bad = next((x for x in members if x.problem is not None), None)
+    inputs = Inputs(
+        rows,
+        values=[rule for x in members for rule in x.inputs.values],
+        local=any(x.inputs.local for x in members),
+        whole=any(x.inputs.whole for x in members),
+        parts=parts,
+    )
+    settings = SimpleNamespace(members=[x.settings for x in members])
+    problem = None if bad is None else bad.problem
+    kernels = next((x.kernels for x in members if x.kernels is not NO_KERNELS), NO_KERNELS)
+    return Stated(name if bad is None else bad.name, inputs, settings, compared, problem, kernels)
+
+
+def _member_stated(
+    loss: Loss, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs]
+) -> Stated:
+    """Return a member's statement; one whose ``forward`` is its own, or that has hooks, states its arguments as they are."""
+    if loss.is_plain:
+        return loss.stated(args, named, known)
+    given = {f"argument {index}": x for index, x in enumerate(args)} | dict(named)
+    rows = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    others = {name: x for name, x in given.items() if name not in rows}
+    host = {"arguments": [*given][: len(args)], "named": [*named], "others": others}
+    return Stated(type(loss).__name__, Inputs(rows, whole=True, host=host), SimpleNamespace(), {}, None, NO_KERNELS)
+
+
+def member_value(loss: Loss, batch: Batch) -> Tensor:
+    """Return the value of a member of a sum, given its view of the batch."""
+    if loss.is_plain:
+        return loss.compute(batch)
+    given = {**batch.host["others"], **batch.rows}
+    return loss(
+        *(given[name] for name in batch.host["arguments"]), **{name: given[name] for name in batch.host["named"]}
+    )

@@ -9,10 +9,9 @@ batch.
 
 import ast
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,14 +19,9 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from contrastive_zoo._compat import eager_autograd, in_order
-from contrastive_zoo.compiling import gradients_in_forward, traced_as
+from contrastive_zoo.compiling import gradients_in_forward
 from contrastive_zoo.engine.precision import at_least_float32
-from contrastive_zoo.world import ALONE, World, alone
-
-P = ParamSpec("P")
-
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {}
-"""The loss functions that the operator can compute, by name."""
+from contrastive_zoo.world import World, alone
 
 MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 """The losses that the operator can compute, by id."""
@@ -35,35 +29,6 @@ MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 NOT_REDUCED = "reduction='none' returns one value per anchor, and the operator of a compiled graph returns one number."
 
 THIRD_PARTY = "it computes a third-party loss, which may return anything."
-
-
-def in_graph(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Return ``function``, which compiled code of one process calls as an operator; elsewhere the graph breaks at it.
-
-    Arguments are tensors; settings are tensors, numbers, bools, strings, None or tuples of these. Its value
-    has dtype float32, or float64 for float64 rows, and no dimension unless ``reduction="none"``.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> step = torch.compile(cz.NTXent(temperature=1.0), fullgraph=True, backend="eager")
-        >>> step(torch.eye(2), torch.eye(2))
-        tensor(0.5514)
-    """
-    name = function.__name__
-
-    def traced(*rows: Any, world: World | None = None, **named: Any) -> Tensor | str:
-        if world is not None and world != ALONE:  # a session has options of its own
-            return "world= holds several ranks, or a session. In compiled code call DistributedLoss."
-        if named.get("reduction") == "none":
-            return NOT_REDUCED
-        settings = {key: x for key, x in named.items() if not isinstance(x, Tensor)}
-        other = [key for key, x in settings.items() if not _is_literal(x)]
-        if other:
-            return f"{other[0]} is neither a tensor nor a plain value."
-        return _called(name, rows, {key: x for key, x in named.items() if key not in settings}, {}, settings)
-
-    FUNCTIONS[name] = decorated = traced_as(traced)(function)
-    return decorated
 
 
 class GraphModule(nn.Module):
@@ -106,44 +71,31 @@ class GraphModule(nn.Module):
         if not IN_ORDER and (has_buffers or not alone()):
             return "its messages or its buffers need operators that run in order, which torch has from 2.10 on."
         named_rows = {key: x for key, x in named_rows.items() if x is not None}
-        return _called(id(self), rows, named_rows, dict(self.named_parameters()), {})
+        return _called(id(self), rows, named_rows, dict(self.named_parameters()))
 
 
 class _Call(NamedTuple):
     """A call without its tensors."""
 
-    loss: str | int
-    """Name of a function, or id of a module."""
+    loss: int
+    """Id of a module."""
     given: list[bool]
     """Whether each positional argument is a tensor; otherwise it is None."""
     names: list[str]
     """Names of the tensors that are passed by name."""
     parameters: list[str]
     """Names of the module's parameters."""
-    settings: dict[str, Any]
-    """Other arguments of a function."""
 
 
 def _called(
-    loss: str | int,
-    rows: Sequence[Tensor | None],
-    named: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor],
-    settings: Mapping[str, Any],
+    loss: int, rows: Sequence[Tensor | None], named: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> Tensor | str:
     tensors: Any = [*(x for x in rows if x is not None), *named.values(), *parameters.values()]
     if not all(isinstance(x, Tensor) for x in tensors) or not (rows or named):
         return "an argument is no tensor."
-    call = (loss, [x is not None for x in rows], list(named), list(parameters), dict(settings))
+    call = (loss, [x is not None for x in rows], list(named), list(parameters))
     learns = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
     return loss_and_gradients(tensors, f"{call!r}", learns)[0]
-
-
-def _is_literal(x: object) -> bool:
-    """Return whether ``ast.literal_eval`` reads x from its representation; it reads neither inf nor nan."""
-    if isinstance(x, tuple):
-        return all(_is_literal(part) for part in x)
-    return x is None or isinstance(x, (bool, int, str)) or (isinstance(x, float) and math.isfinite(x))
 
 
 _TAGS: Any = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagraph_unsafe") else {}  # from torch 2.9 on
@@ -160,7 +112,7 @@ def loss_and_gradients(tensors: list[Tensor], call: str, learns: list[bool]) -> 
     """Return the value of a loss, and its gradients unless :func:`_postponed`.
 
     Args:
-        tensors: rows, then the tensors among the settings, or a module's parameters.
+        tensors: rows, then the module's parameters.
         call: a :class:`_Call` as a Python literal.
         learns: whether each tensor needs a gradient.
     """
@@ -210,17 +162,14 @@ def _computed(
     tensors: Sequence[Tensor], call: str, learns: Sequence[bool], grad_output: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the value of a loss and the gradients of some tensors, none of which shares memory."""
-    loss, given, names, parameters, settings = _parsed(call)
+    loss, given, names, parameters = _parsed(call)
     with _autograd(), eager_autograd(), torch.set_grad_enabled(any(learns)), gradients_in_forward(any(learns)):
         tensors = [x.detach().requires_grad_(learning) for x, learning in zip(tensors, learns, strict=True)]
         remaining = iter(tensors)
         args = tuple(next(remaining) if is_given else None for is_given in given)
         named = {name: next(remaining) for name in names}
-        if isinstance(loss, str):
-            value = FUNCTIONS[loss](*args, **named, **settings)
-        else:
-            with _holding(MODULES[loss], dict(zip(parameters, remaining, strict=True))):
-                value = MODULES[loss](*args, **named)
+        with _holding(MODULES[loss], dict(zip(parameters, remaining, strict=True))):
+            value = MODULES[loss](*args, **named)
         learnt = [x for x in tensors if x.requires_grad]
         gradients = torch.autograd.grad(value, learnt, grad_output, materialize_grads=True) if learnt else ()
     return value.detach().clone(), [x.clone(memory_format=torch.contiguous_format) for x in gradients]

@@ -1,42 +1,26 @@
-"""Begin a step of a loss of token embeddings: check them, and score queries against the documents of all ranks."""
+"""Late interaction: losses of sets of token embeddings, which are sent without padding, and the scores of these."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.max_sim import TokenSets, max_sim_scores
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.max_sim import late_interaction_scores
 from contrastive_zoo.engine.token_blocks import packed_tokens, read_lengths
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.checks import word_problem
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, begin_once, prepare_rows, round_to_input_dtype
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.loss_base.settings import Reduction
+from contrastive_zoo.row_checks import described
+from contrastive_zoo.world import Shards
 
 TokenReduction = Literal["sum", "mean"]
 
 MASKS = {"queries": "query_mask", "documents": "document_mask", "negatives": "negative_mask"}
 """The argument that says which tokens of another one are valid."""
-
-
-class LateInteractionLoss(Loss):
-    """A loss of queries and documents that are sets of token embeddings, [n, L, d].
-
-    Every number of tokens L may differ between ranks, and from call to call. A rank computes the scores of its own queries;
-    documents are gathered, without padding, or pass from rank to rank with ``ring=True``.
-    """
-
-    supports_ring = True
-
-    def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
-        """Return False: rows of different L are not gathered as they are, and a batch of tokens is not small."""
-        return False
-
-    def ragged_dims(self) -> Mapping[str, int]:
-        return dict.fromkeys([*MASKS, *MASKS.values()], 1)
 
 
 @dataclass(frozen=True)
@@ -64,49 +48,79 @@ class Scores:
         return self.scores[:, self.shards.local].diagonal()
 
 
-def begin_late_interaction(
-    caller: str,
-    rows: Mapping[str, Tensor | None],
-    *,
-    token_reduction: TokenReduction = "sum",
-    normalize: bool = True,
-    problem: str | None = None,
-    world: World,
-    **settings: Any,
-) -> Scores:
-    """Begin with token embeddings and masks, by the names of :data:`MASKS`; return scores.
+class LateInteractionLoss(Loss):
+    """A loss of queries and documents that are sets of token embeddings, [n, L, d].
 
-    Raises:
-        ValueError: on every rank: what :func:`tokens_problem` or :func:`lengths_problem` returns, or what :func:`begin`
-            raises.
+    Every number of tokens L may differ between ranks, and from call to call. A rank computes the scores of its own queries;
+    documents are gathered, without padding, or pass from rank to rank with ``ring=True``.
+
+    Args:
+        token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``.
+        normalize: normalise each token to unit length first.
+        reduction: ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for the local queries, [n].
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
-        >>> tokens = torch.eye(2)[:, None]
-        >>> begin_late_interaction("Loss", {"queries": tokens, "documents": tokens}, world=ALONE).scores
-        tensor([[1., 0.],
-                [0., 1.]])
+        >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)
+        >>> stated = LateInteractionLoss.inputs(tokens, tokens, torch.tensor([[1, 0, 0], [1, 1, 1]]))
+        >>> stated.rows["queries"].tolist(), list(stated.rows["tokens of queries"].shape)
+        ([1, 3], [4, 2])
     """
-    settings |= {"token_reduction": token_reduction, "normalize": normalize}
-    problem = tokens_problem(rows) or token_reduction_problem(token_reduction) or problem
-    given = {name: x for name in MASKS if (x := rows.get(name)) is not None}
-    read = {} if problem else read_lengths(given, {name: rows.get(MASKS[name]) for name in given}, world)
-    problem = problem or lengths_problem(read)
-    if problem is not None:
-        begin(caller, {}, problem=problem, world=world, **settings)
-    packed = {name: packed_tokens(x, rows.get(MASKS[name]), sum(read[name])) for name, x in given.items()}
-    named = {name: lengths for name, (_, lengths) in packed.items()}
-    named |= {f"tokens of {name}": tokens for name, (tokens, _) in packed.items()}
-    begun = begin_once(caller, named, world=world, **settings)
-    world, agreed, sets = begun.world, dict(zip(named, zip(begun.rows, begun.shards, strict=True), strict=True)), {}
-    for name in given:
-        (lengths, shards), (tokens, token_shards) = agreed[name], agreed[f"tokens of {name}"]
-        prepared = round_to_input_dtype(prepare_rows(tokens, normalize=normalize, world=world), tokens, world)
-        sets[name] = TokenSets(prepared, lengths, shards, token_shards, read[name])
-    queries, dtype = sets.pop("queries"), given["queries"].dtype
-    parts = [max_sim_scores(queries, documents, dtype=dtype, world=world) for documents in sets.values()]
-    scores = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-    return Scores(scores / queries.lengths[:, None] if token_reduction == "mean" else scores, queries.shards)
+
+    token_reduction: TokenReduction = "sum"
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            queries: Float[Tensor, "n a d"],
+            documents: Float[Tensor, "n b d"],
+            query_mask: Bool[Tensor, "n a"] | Int[Tensor, "n a"] | None = None,
+            document_mask: Bool[Tensor, "n b"] | Int[Tensor, "n b"] | None = None,
+            negatives: Float[Tensor, "m c d"] | None = None,
+            negative_mask: Bool[Tensor, "m c"] | Int[Tensor, "m c"] | None = None,
+        ) -> Float[Tensor, "..."]: ...
+
+    @staticmethod
+    def inputs(
+        queries: Tensor,
+        documents: Tensor,
+        query_mask: Tensor | None = None,
+        document_mask: Tensor | None = None,
+        negatives: Tensor | None = None,
+        negative_mask: Tensor | None = None,
+    ) -> Inputs:
+        """State the number of tokens of each set, and the valid tokens of all sets, one set after the other.
+
+        The host waits once for the numbers of an accelerator; :meth:`compute` finds them in the batch.
+        """
+        rows = {
+            "queries": queries, "documents": documents, "negatives": negatives,
+            "query_mask": query_mask, "document_mask": document_mask, "negative_mask": negative_mask,
+        }  # fmt: skip
+        if problem := tokens_problem(rows):
+            return Inputs({}, problem)
+        given = {name: x for name in MASKS if (x := rows[name]) is not None}
+        read = read_lengths(given, {name: rows[MASKS[name]] for name in given})
+        if problem := lengths_problem(read):
+            return Inputs({}, problem)
+        packed = {name: packed_tokens(x, rows[MASKS[name]], sum(read[name])) for name, x in given.items()}
+        lengths = {name: found for name, (_, found) in packed.items()}
+        tokens = {f"tokens of {name}": found for name, (found, _) in packed.items()}
+        passed = {"the passed arguments": ", ".join(name for name, x in rows.items() if x is not None)}
+        return Inputs({**lengths, **tokens}, compared=passed, host=read)
+
+    def replicable(self) -> bool:
+        """Return False: a batch of tokens is not small."""
+        return False
+
+    def scores(self, batch: Batch) -> Scores:
+        """Return the scores of the batch."""
+        scores = late_interaction_scores(batch, normalize=self.normalize)
+        return Scores(scores / batch.first[:, None] if self.token_reduction == "mean" else scores, batch.samples)
 
 
 def tokens_problem(rows: Mapping[str, Tensor | None]) -> str | None:
@@ -122,12 +136,13 @@ def tokens_problem(rows: Mapping[str, Tensor | None]) -> str | None:
     given = {"queries": queries, "documents": documents} | ({} if negatives is None else {"negatives": negatives})
     for name, x in given.items():
         if x.ndim != 3 or not x.is_floating_point():
-            return f"{name} are floating-point tokens [n, L, d], got {kind(x)}."
+            return f"{name} are floating-point tokens [n, L, d], got {described(x)}."
         if x.shape[2] != queries.shape[2] or x.dtype != queries.dtype:
-            return f"{name} are of the queries' width and dtype, got {kind(x)} for queries {kind(queries)}."
+            return f"{name} are of the queries' width and dtype, got {described(x)} for queries {described(queries)}."
     if len(queries) != len(documents):
         return (
-            f"document i belongs to query i, got queries {kind(queries)} and documents {kind(documents)}. Pass further "
+            f"document i belongs to query i, got "
+            f"queries {described(queries)} and documents {described(documents)}. Pass further "
             "documents as negatives."
         )
     for name, of in MASKS.items():
@@ -140,7 +155,7 @@ def _mask_problem(name: str, x: Tensor | None, of: str, mask: Tensor | None) -> 
     if x is None:
         return None if mask is None else f"{of} came without {name}. Leave it out."
     if mask is not None and (mask.shape != x.shape[:2] or mask.is_floating_point()):
-        return f"{of} holds a bool or an integer for each token of {name}, got {kind(mask)} for {kind(x)}."
+        return f"{of} holds a bool or an integer for each token of {name}, got {described(mask)} for {described(x)}."
     return None
 
 
@@ -159,13 +174,3 @@ def lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
                 "correct its mask."
             )
     return None
-
-
-def token_reduction_problem(token_reduction: str) -> str | None:
-    """Return what is wrong with the setting ``token_reduction``, or None.
-
-    Examples:
-        >>> token_reduction_problem("max")
-        "token_reduction is 'sum' or 'mean', got 'max'."
-    """
-    return word_problem("token_reduction", token_reduction, TokenReduction)

@@ -1,38 +1,67 @@
 """Write your own loss in five lines: the losses of anchors from their similarities to all candidates."""
 
 import inspect
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Literal
 
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
-from contrastive_zoo.compiling import traced_as
-from contrastive_zoo.devices import beside_rows
-from contrastive_zoo.engine.pairwise import dot_products
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
 from contrastive_zoo.engine.row_statistics import Rows
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.loss_base.checks import flag_problem, labelled_problem, shared_problem
-from contrastive_zoo.loss_base.graph_operator import GraphModule
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin_labelled, begin_views, concat_views, sample_indices
-from contrastive_zoo.session import refuse
-from contrastive_zoo.world import World
+from contrastive_zoo.loss_base.settings import Reduction
+from contrastive_zoo.loss_summary import is_third_party
+from contrastive_zoo.row_checks import labelled_problem, views_problem
+
+CountedTerms = Literal["nonzero", "all"]
+"""The terms that a mean counts: those with a loss, or all."""
 
 
-class RowSettings(TypedDict, total=False):
-    """The settings of every row loss; a subclass passes them on by ``**row_settings: Unpack[RowSettings]``."""
+class AnchorLoss(Loss):
+    """A loss of labelled embeddings that is a sum over anchors; they may also be compared with a memory's embeddings.
 
-    normalize: bool
-    reduction: Reduction
-    check_finite: bool
+    - embeddings: [n, d]; n may differ between ranks.
+    - labels: [n] integers, one per embedding.
+    """
+
+    reduction: Reduction = "mean"
+
+    if TYPE_CHECKING:
+
+        def __call__(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Float[Tensor, "..."]: ...
+
+    def inputs(self, embeddings: Tensor, labels: Tensor | None = None) -> Inputs:
+        problem = labelled_problem(embeddings, labels)
+        return Inputs({} if labels is None else {"embeddings": embeddings, "labels": labels}, problem)
+
+    def block_loss(self, batch: Batch) -> nn.Module:
+        """Return the loss of a block of anchors, with the settings of this step.
+
+        Raises:
+            NotImplementedError: a subclass does not define this method.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define block_loss(batch).")
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether embeddings are normalised to unit length first; a loss without this setting always does."""
+        return bool(self.__dict__.get("normalize", True))
+
+    def compute(self, batch: Batch) -> Tensor:
+        z = batch.prepared(batch.rows["embeddings"], normalize=self.normalizes)
+        ids = batch.int64(batch.rows["labels"])
+        return reduce_rows(batch, self.block_loss(batch), z, ids, reduction=self.reduction)
 
 
-class RowLoss(Loss):
+class RowLoss(AnchorLoss):
     """A loss that is a sum over anchors. Define :meth:`rows`; the loss is then distributed, with memory linear in N.
 
     Call it with labelled embeddings, ``loss(embeddings, labels)``, or with views, ``loss(view1, view2, …)``, whose rows
-    at the same index are positives of each other.
+    at the same index are positives of each other. Annotated class attributes are its settings, as of any :class:`Loss`.
 
     Args:
         normalize: normalise embeddings to unit length first, so that similarities are cosines, not dot products.
@@ -47,26 +76,25 @@ class RowLoss(Loss):
         >>> import torch
         >>> class Triplet(RowLoss):
         ...     '''Batch-hard: the farthest positive against the nearest negative.'''
+        ...     margin: float = 0.5
         ...     def rows(self, similarity, positive, negative):
         ...         hard_positive = similarity.masked_fill(~positive, 2).amin(1)
         ...         hard_negative = similarity.masked_fill(~negative, -2).amax(1)
-        ...         return (hard_negative - hard_positive + 0.5).relu(), positive.any(1) & negative.any(1)
+        ...         return (hard_negative - hard_positive + self.margin).relu(), positive.any(1) & negative.any(1)
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
         >>> Triplet()(z, torch.tensor([0, 0, 1]))   # 0.6 − 1 + 0.5; row 2 has no positive
         tensor(0.1000)
     """
 
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    calls_modules = False
     ring_refusal = "its rows() needs whole rows: it yields no statistics that merge"
 
-    def __init__(self, *, normalize: bool = True, reduction: Reduction = "mean", check_finite: bool = True) -> None:
-        super().__init__(check_finite=check_finite)
-        self.normalize, self.reduction = normalize, reduction
-        if problem := RowLoss.settings_problem(self):  # the settings of a subclass are not set yet
-            raise ValueError(f"{type(self).__name__}: {problem}")
+    if TYPE_CHECKING:
 
-    def settings_problem(self) -> str | None:
-        """Return what is wrong with the current settings, or None; a subclass with further settings extends it."""
-        return flag_problem(normalize=self.normalize) or shared_problem(reduction=self.reduction)
+        def __call__(self, *args: Tensor) -> Float[Tensor, "..."]: ...
 
     def similarity(self, anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
         """Return the dot products of anchors and candidates. A loss on distances overrides this with its distance."""
@@ -108,37 +136,45 @@ class RowLoss(Loss):
         settings = {"most_positives": block.most_positives} if self.lists_positives() else {}
         return self.rows(similarity, block.positive, block.negative, **settings)
 
-    @traced_as(GraphModule.traced_forward)
-    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Float[Tensor, "..."]:
-        """Return the reduced loss.
+    def block_loss(self, batch: Batch) -> nn.Module:
+        return self
 
-        Args:
-            rows: embeddings [n, d] and labels [n], or two or more views [n, d].
-            world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
-            named_rows: embeddings and labels by name.
-        """
-        world = self.local() if world is None else world
-        rows += tuple(named_rows.pop(name) for name in ("embeddings", "labels") if name in named_rows)
-        if named_rows:
-            unknown = f"compares embeddings with labels, or views; got {', '.join(named_rows)} as well. Leave them out."
-            refuse(type(self).__name__, unknown, world=world)
-        self.refuse_other_than_tensors(rows, {}, world)
-        rows, _ = beside_rows(rows, {})
-        settings: Any = {"normalize": self.normalize, "reduction": self.reduction, "world": world}
-        settings["problem"] = self.settings_problem()
-        if len(rows) > 1 and all(x.is_floating_point() and x.ndim == 2 for x in rows):
-            views, shards = begin_views(type(self).__name__, rows, **settings)
-            z, ids, shards = (
-                concat_views(views, world),
-                sample_indices(shards, views[0], views=len(views)),
-                shards.times(len(views)),
-            )
+    def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
+        """State labelled embeddings, or views."""
+        if len(args) > 1 and not named and all(x.is_floating_point() and x.ndim == 2 for x in args):
+            return Inputs({f"view {index}": x for index, x in enumerate(args)}, views_problem(args))
+        given = dict(zip(("embeddings", "labels"), args, strict=False)) | named
+        if len(args) > 2 or given.keys() - {"embeddings", "labels"} or len(given) < len(args) + len(named):
+            others = ", ".join(sorted(given.keys() - {"embeddings", "labels"})) or "more tensors"
+            return Inputs({}, f"compares embeddings with labels, or views; got {others} as well. Leave them out.")
+        return super().inputs(given.get("embeddings"), given.get("labels"))  # type: ignore[arg-type]  # checked there
+
+    def compute(self, batch: Batch) -> Tensor:
+        views = [batch.prepared(x, normalize=self.normalize) for name, x in batch.rows.items() if name != "labels"]
+        if "labels" in batch.rows:
+            z, ids = views[0], batch.int64(batch.rows["labels"])
         else:
-            embeddings, labels, *_ = *rows, None, None
-            settings["problem"] = labelled_problem(*rows) or settings["problem"]
-            z, ids, shards = begin_labelled(type(self).__name__, embeddings, labels, **settings)
-        return sum_over_anchors(self, z, ids, reduction=self.reduction, shards=shards, world=world)
+            z, ids = batch.concatenated(views), batch.indices(times=len(views))
+        may_draw = any(is_third_party(type(x)) for x in self.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
+        loss = self.block_loss(batch)
+        return reduce_rows(batch, loss, z, ids, times=len(views), reduction=self.reduction, may_draw=may_draw)
 
-    def extra_repr(self) -> str:
-        unchecked = "" if self.check_finite else ", check_finite=False"
-        return f"normalize={self.normalize}, reduction={self.reduction!r}{unchecked}"
+
+class DissimilarityLoss(RowLoss):
+    """A row loss whose user chooses the metric.
+
+    Examples:
+        >>> DissimilarityLoss(metric="similarity").sign
+        -1
+    """
+
+    metric: Metric = "distance"
+
+    @property
+    def sign(self) -> int:
+        """The factor of margins: −1 for similarities, whose dissimilarity is their negative."""
+        return -1 if self.metric == "similarity" else 1
+
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        """Return dissimilarities by the metric."""
+        return dissimilarities(anchors, candidates, self.metric)

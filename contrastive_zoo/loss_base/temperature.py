@@ -1,18 +1,15 @@
-"""Learn a temperature, and pass temperatures to formulas."""
+"""Learn a temperature."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import replicated
-from contrastive_zoo.engine.precision import at_least_float32
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
-from contrastive_zoo.loss_base.checks import is_number, shared_problem
+from contrastive_zoo.loss_base.checks import is_number
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import real, widen_numbers
-from contrastive_zoo.world import World
 
 
 class LearnableTemperature(nn.Module):
@@ -77,44 +74,17 @@ class LearnableTemperature(nn.Module):
         return ", ".join([*value, *([] if self.max_scale == 100 else [f"max_scale={self.max_scale:g}"])])
 
 
-class LearnableScaleLoss(Loss):
-    """A loss that learns its temperature; the setting is the initial value. ``logit_scale`` is log(1/t), as in open_clip.
-
-    Raises:
-        ValueError: what :class:`Loss` refuses, or an initial temperature below 1 / :attr:`max_scale`.
+class LogitScale(Loss):
+    """A loss whose temperature is learnable by default; ``logit_scale`` is log(1/t), as in open_clip.
 
     Examples:
         >>> from contrastive_zoo.losses.clip import Clip
-        >>> Clip(temperature=0.5).logit_scale
+        >>> Clip(temperature=LearnableTemperature(0.5)).logit_scale
         Parameter containing:
         tensor([0.6931], requires_grad=True)
     """
 
-    max_scale: ClassVar[float] = 100.0
-
-    def __init__(self, **settings: Any) -> None:
-        temperature = settings.pop("temperature", self._defaults["temperature"])
-        if not isinstance(temperature, nn.Module):
-            if problem := shared_problem(temperature=temperature):
-                raise ValueError(f"{type(self).__name__}: {problem}")
-            temperature = LearnableTemperature(temperature, max_scale=self.max_scale)
-        super().__init__(temperature=temperature, **settings)
-
     @property
     def logit_scale(self) -> nn.Parameter:
-        """The parameter log(1/t), [1]."""
+        """The parameter log(1/t), [1], of a :class:`LearnableTemperature`."""
         return self.get_parameter("temperature.log_scale")
-
-
-def logit_scale(temperature: float | Tensor, world: World) -> float | Tensor:
-    """Return 1 / temperature; a tensor gets the gradient of all ranks, each of which uses it for its local rows.
-
-    Examples:
-        >>> from contrastive_zoo.world import ALONE
-        >>> logit_scale(0.5, ALONE)
-        2.0
-    """
-    temperature = real(temperature)
-    if isinstance(temperature, Tensor):
-        return 1 / at_least_float32(replicated(temperature, process_group=world))
-    return 1 / temperature

@@ -1,18 +1,18 @@
 """Angular loss: limit the angle at the negative in the triangle of a positive pair and a negative."""
 
 import math
+from typing import Annotated
 
 from torch import Tensor
-from typing_extensions import Unpack
 
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.engine.masked import log1p_sum_exp
-from contrastive_zoo.engine.rowwise import AnchorBlock
-from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
-from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Bounds
 
 
-class Angular(MetricLoss):
+class Angular(RowLoss):
     r"""Compute a soft maximum, over the negatives of a positive pair, of the excess of their angle over α.
 
     With unit rows z, over all ordered positive pairs (i, p) whose class has a negative,
@@ -23,9 +23,10 @@ class Angular(MetricLoss):
 
     Args:
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
-            anchor's pairs.
-            pytorch-metric-learning normalises a pair but not its negatives: give it unit rows to compare.
+        normalize: normalise embeddings to unit length first. pytorch-metric-learning normalises a pair but not its
+            negatives: give it unit rows to compare.
+        reduction: of :class:`RowLoss`; ``"none"`` returns sums over an anchor's pairs.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: an angle that is not between 0 and 90 degrees; at the call as :class:`RowLoss`.
@@ -39,16 +40,9 @@ class Angular(MetricLoss):
     Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
+    alpha: Annotated[float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90)] = 40.0
+
     ring_refusal = "each of its terms joins an anchor's positive with all negatives, so it needs whole rows"
-
-    def __init__(self, *, alpha: float = 40.0, **row_settings: Unpack[RowSettings]) -> None:
-        super().__init__(**row_settings)
-        self.alpha = alpha
-        self.refuse_bad_settings()
-
-    def settings_problem(self) -> str | None:
-        rule = "alpha is an angle in degrees, between 0 and 90"
-        return super().settings_problem() or number_problem(rule, above=0, below=90, alpha=self.alpha)
 
     def lists_positives(self) -> bool:
         return True

@@ -1,16 +1,16 @@
 """Circle loss: each similarity is weighted by its distance from its optimum."""
 
+from typing import Annotated
+
 from torch import Tensor
-from typing_extensions import Unpack
 
 from contrastive_zoo.engine.masked import any_in_row, log1p_exp
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
-from contrastive_zoo.loss_base.checks import number_problem, word_problem
-from contrastive_zoo.loss_base.distances import CountedTerms, MetricLoss
-from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.loss_base.row_loss import CountedTerms, RowLoss
+from contrastive_zoo.loss_base.settings import Bounds, Number
 
 
-class Circle(MetricLoss):
+class Circle(RowLoss):
     r"""Compute a log-sum-exp over all pairs of a positive and a negative, with self-paced weights.
 
         loss_i = log(1 + Σ_{n∈N(i)} exp(γ a_n (s_in − m)) · Σ_{p∈P(i)} exp(−γ a_p (s_ip − 1 + m)))
@@ -22,7 +22,9 @@ class Circle(MetricLoss):
         m: relaxation, the radius of the decision boundary.
         gamma: γ > 0, scale; the paper's pairs (m, γ) are 0.25, 256 for faces, 0.25, 128 for persons, 0.4, 80 for images.
         average: ``"nonzero"`` leaves out anchors whose loss has underflowed to 0, as pytorch-metric-learning does.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
+        normalize: normalise embeddings to unit length first.
+        reduction: of :class:`RowLoss`.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a γ that is not positive, an m that is not finite, an unknown average; at the call as :class:`RowLoss`.
@@ -36,20 +38,9 @@ class Circle(MetricLoss):
     Source: Sun et al. 2020, eq. 6, https://arxiv.org/abs/2002.10857
     """
 
-    def __init__(
-        self, *, m: float = 0.4, gamma: float = 80.0, average: CountedTerms = "all", **row_settings: Unpack[RowSettings]
-    ) -> None:
-        super().__init__(**row_settings)
-        self.m, self.gamma, self.average = m, gamma, average
-        self.refuse_bad_settings()
-
-    def settings_problem(self) -> str | None:
-        return (
-            super().settings_problem()
-            or number_problem("gamma is positive", above=0, gamma=self.gamma)
-            or number_problem(m=self.m)
-            or word_problem("average", self.average, CountedTerms, one_of=True)
-        )
+    m: Number = 0.4
+    gamma: Annotated[float, Bounds("gamma is positive", above=0)] = 80.0
+    average: CountedTerms = "all"
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         s, constant = similarity, similarity.detach()

@@ -1,38 +1,23 @@
 """CLIP distillation: a teacher's similarities are the targets of the student's."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem, positive_problem, rows_problem, towers_problem
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature
+from contrastive_zoo.row_checks import described, rows_problem, towers_problem
 
 
-@checked
-def clip_distillation(
-    images: Float[Tensor, "n d"],
-    texts: Float[Tensor, "n d"],
-    teacher_images: Float[Tensor, "n e"],
-    teacher_texts: Float[Tensor, "n e"],
-    *,
-    temperature: float | Tensor = 0.07,
-    teacher_temperature: float = 0.07,
-    weight: float = 0.5,
-    symmetric: bool = True,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class ClipDistillation(Loss):
     r"""Compute CLIP's loss with targets that mix the identity with a teacher's softmax over all ranks' rows.
 
     With S = x yᵀ / t of the student's unit rows, T = u vᵀ / t' of the teacher's, both of all ranks,
@@ -43,60 +28,71 @@ def clip_distillation(
     open_clip's DistillClipLoss returns two numbers: this loss for λ = 0 and for λ = 1. It trains on their sum, twice this
     loss for λ = ½. The teacher gets no gradient, and neither N × N matrix is held.
 
+    Called as ``loss(images, texts, teacher_images, teacher_texts)``:
+
+    - images: [n, d], n may differ between ranks.
+    - texts: [n, d], row i belongs to row i of images.
+    - teacher_images: [n, e], of the same samples.
+    - teacher_texts: [n, e].
+
     Args:
-        images: [n, d], n may differ between ranks.
-        texts: [n, d], row i belongs to row i of images.
-        teacher_images: [n, e], of the same samples.
-        teacher_texts: [n, e].
-        temperature: t > 0, dimensionless; a tensor is learnable.
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         teacher_temperature: t' > 0, the teacher's temperature.
         weight: λ from 0 (no teacher) to 1 (teacher only).
         symmetric: whether to average both directions; otherwise only from images to texts.
         normalize: normalise embeddings of student and teacher to unit length first.
         reduction: ``"mean"`` over all ranks' pairs (nats per pair), ``"sum"``, or ``"none"`` for the local pairs, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: rows of different number, a weight out of range, or what any :class:`Loss` refuses.
 
     Examples:
         >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
-        >>> clip_distillation(eye, eye, uniform, uniform, temperature=1.0, weight=1.0)   # log(e + 1) − ½
+        >>> ClipDistillation(temperature=1.0, weight=1.0)(eye, eye, uniform, uniform)   # log(e + 1) − ½
         tensor(0.8133)
 
     Source: Hinton et al. 2015, eq. 1, https://arxiv.org/abs/1503.02531, on CLIP's logits
     """
-    problem = _problem(images, texts, teacher_images, teacher_texts)
-    problem = problem or _settings_problem(teacher_temperature, weight)
-    named = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
-    settings: dict[str, Any] = {"teacher_temperature": teacher_temperature, "weight": weight}
-    shards, *_ = begin(
-        "ClipDistillation", named, problem=problem, reduction=reduction, world=world, temperature=temperature,
-        symmetric=symmetric, normalize=normalize, **settings,
-    )  # fmt: skip
-    x, y = (prepare_rows(rows, normalize=normalize, world=world) for rows in (images, texts))
-    u, v = (prepare_rows(rows.detach(), normalize=normalize, world=world) for rows in (teacher_images, teacher_texts))
-    pairs = sample_indices(shards, x)
-    loss = BlockLoss(_distilled, temperature=temperature, **settings)
 
-    def direction(anchors: Tensor, candidates: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
-        return sum_over_anchors(
-            loss, anchors, pairs, candidates=candidates, candidate_ids=pairs, companions=[teachers], shards=shards,
-            reduction=reduction, world=world,
-        )  # fmt: skip
+    temperature: Temperature = 0.07
+    teacher_temperature: Positive = 0.07
+    weight: Annotated[float, Bounds("weight is the teacher's share, 0 to 1", low=0, high=1)] = 0.5
+    symmetric: bool = True
+    normalize: bool = True
+    reduction: Reduction = "mean"
 
-    image_to_text = direction(x, y, (u, v))
-    return (image_to_text + direction(y, x, (v, u))) / 2 if symmetric else image_to_text
-
-
-def _settings_problem(teacher_temperature: float, weight: float) -> str | None:
-    rule = "weight is the teacher's share, 0 to 1"
-    wrong = number_problem(rule, low=0, high=1, weight=weight)
-    return wrong or positive_problem(teacher_temperature=teacher_temperature)
-
-
-class ClipDistillation(Loss, function=clip_distillation, check=_settings_problem):
     supports_ring = True
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            images: Float[Tensor, "n d"],
+            texts: Float[Tensor, "n d"],
+            teacher_images: Float[Tensor, "n e"],
+            teacher_texts: Float[Tensor, "n e"],
+        ) -> Float[Tensor, "..."]: ...
+
+    def inputs(self, images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> Inputs:
+        rows = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
+        return Inputs(rows, _problem(images, texts, teacher_images, teacher_texts))
+
+    def compute(self, batch: Batch) -> Tensor:
+        images, texts, *teachers = batch.rows.values()
+        given = (images, texts, *(x.detach() for x in teachers))
+        x, y, u, v = (batch.prepared(rows, normalize=self.normalize) for rows in given)
+        settings = {name: getattr(batch.settings, name) for name in ("temperature", "teacher_temperature", "weight")}
+        pairs, loss = batch.indices(), BlockLoss(_distilled, **settings)
+
+        def direction(anchors: Tensor, candidates: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
+            return reduce_rows(
+                batch, loss, anchors, pairs, candidates=candidates, candidate_ids=pairs, companions=[teachers],
+                reduction=self.reduction,
+            )  # fmt: skip
+
+        image_to_text = direction(x, y, (u, v))
+        return (image_to_text + direction(y, x, (v, u))) / 2 if self.symmetric else image_to_text
 
 
 def _distilled(block: AnchorBlock, temperature: Tensor, teacher_temperature: float, weight: float) -> Rows:
@@ -115,6 +111,6 @@ def _problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_text
     if problem := rows_problem("images", images) or rows_problem("teacher_images", teacher_images):
         return problem
     if len(teacher_images) != len(images):
-        return f"{rule}, got teacher_images {kind(teacher_images)} and images {kind(images)}."
+        return f"{rule}, got teacher_images {described(teacher_images)} and images {described(images)}."
     found = towers_problem(rule, images=images, texts=texts)
     return found or towers_problem(rule, teacher_images=teacher_images, teacher_texts=teacher_texts)

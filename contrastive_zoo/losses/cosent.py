@@ -1,35 +1,23 @@
 """CoSENT and AnglE: pairs of sentences in the order of their annotated similarity."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from contrastive_zoo.collectives import all_gather, gather_rows
-from contrastive_zoo.engine.dense_mode import is_dense
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cross_entropy import log_sum_of_inversions
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.checks import towers_problem, word_problem
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows
-from contrastive_zoo.loss_base.temperature import logit_scale
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.loss_base.settings import Temperature
+from contrastive_zoo.row_checks import described, towers_problem
 
 PairSimilarity = Literal["cosine", "angle"]
 
 
-@checked
-def cosent(
-    queries: Float[Tensor, "n d"],
-    keys: Float[Tensor, "n d"],
-    scores: Shaped[Tensor, " n"],
-    *,
-    temperature: float | Tensor = 0.05,
-    similarity: PairSimilarity = "cosine",
-    world: World = ALONE,
-) -> Float[Tensor, ""]:
+class CoSENT(Loss):
     r"""Compute the log-sum-exp over all pairs of pairs that the similarity may put in the wrong order.
 
     With s_i the similarity of pair i and y_i its annotated score, over the pairs of all ranks,
@@ -42,55 +30,73 @@ def cosent(
     O(N log N) time and N numbers of memory instead of N². Equal to sentence-transformers' CoSENTLoss(scale=1/t) and
     AnglELoss(scale=1/t).
 
+    Called as ``loss(queries, keys, scores)``:
+
+    - queries: [n, d], n may differ between ranks.
+    - keys: [n, d], row i forms a pair with row i of queries.
+    - scores: y, [n] numbers of any scale; only their order matters.
+
     Args:
-        queries: [n, d], n may differ between ranks.
-        keys: [n, d], row i forms a pair with row i of queries.
-        scores: y, [n] numbers of any scale; only their order matters.
-        temperature: t > 0, dimensionless; a tensor is learnable.
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         similarity: ``"cosine"`` or ``"angle"``.
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: scores that are not one number per pair, an unknown similarity, or what any :class:`Loss` refuses.
 
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-        >>> cosent(q, k, torch.tensor([0.2, 0.9]), temperature=1.0)   # log(1 + e^(1 − 0))
+        >>> CoSENT(temperature=1.0)(q, k, torch.tensor([0.2, 0.9]))   # log(1 + e^(1 − 0))
         tensor(1.3133)
 
     Source: Su 2022, https://kexue.fm/archives/8847; AnglE: Li & Li 2023, https://arxiv.org/abs/2309.12871
     """
-    problem = _problem(queries, keys, scores) or _settings_problem(similarity)
-    named = {"queries": queries, "keys": keys, "scores": scores}
-    shards, *_ = begin("CoSENT", named, problem=problem, temperature=temperature, similarity=similarity, world=world)
-    q, k = (prepare_rows(rows, normalize=True, world=world) for rows in (queries, keys))
-    s = logit_scale(temperature, world) * _pair_similarities(q, k, similarity)
-    # every rank computes the same loss from the gathered similarities
-    s = all_gather(s, shards=shards, gradient="complete", process_group=world)
-    ordered = gather_rows(scores, shards, world)  # torch cannot search among bools
-    return _log_sum_of_inversions(s, ordered.to(torch.uint8) if ordered.dtype == torch.bool else ordered)
+
+    temperature: Temperature = 0.05
+    similarity: PairSimilarity = "cosine"
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scores: Shaped[Tensor, " n"]
+        ) -> Float[Tensor, ""]: ...
+
+    def inputs(self, queries: Tensor, keys: Tensor, scores: Tensor) -> Inputs:
+        return Inputs({"queries": queries, "keys": keys, "scores": scores}, _problem(queries, keys, scores))
+
+    def compute(self, batch: Batch) -> Tensor:
+        q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
+        s = batch.scale(batch.settings.temperature) * _pair_similarities(q, k, self.similarity)
+        # every rank computes the same loss from the gathered similarities
+        s, ordered = batch.all_rows(s), batch.gathered(batch.rows["scores"])
+        # torch cannot search among bools
+        return log_sum_of_inversions(s, ordered.to(torch.uint8) if ordered.dtype == torch.bool else ordered)
 
 
-def _settings_problem(similarity: str) -> str | None:
-    return word_problem("similarity", similarity, PairSimilarity)
-
-
-class CoSENT(Loss, function=cosent, check=_settings_problem): ...
-
-
-class AnglE(CoSENT, function=cosent, check=_settings_problem):
-    """This class compares complex angles by default: it is :class:`CoSENT` with ``similarity="angle"``.
+class AnglE(CoSENT):
+    r"""Compute the angle term of AnglE: :class:`CoSENT` that compares complex angles, ``similarity="angle"``, by default.
 
     AnglE's paper adds this loss to CoSENT and to InfoNCE, each with a weight.
+
+    Called as ``loss(queries, keys, scores)``, as :class:`CoSENT`.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        similarity: ``"cosine"`` or ``"angle"``.
+        check_finite: whether NaN and infinite values are refused.
+
+    Raises:
+        ValueError: as :class:`CoSENT`.
 
     Examples:
         >>> q, k, y = torch.eye(2), torch.ones(2, 2), torch.tensor([0.2, 0.9])
         >>> AnglE()(q, k, y).equal(CoSENT(similarity="angle")(q, k, y))
         True
+
+    Source: Li & Li 2023, https://arxiv.org/abs/2309.12871
     """
 
-    def __init__(self, *, similarity: PairSimilarity = "angle", **settings: Any) -> None:
-        super().__init__(similarity=similarity, **settings)
+    similarity: PairSimilarity = "angle"
 
 
 @without_autocast
@@ -104,20 +110,8 @@ def _pair_similarities(q: Tensor, k: Tensor, similarity: PairSimilarity) -> Tens
     return (cosine + (q_imaginary * k_real - q_real * k_imaginary).sum(1)).abs()
 
 
-def _log_sum_of_inversions(s: Float[Tensor, " N"], y: Shaped[Tensor, " N"]) -> Float[Tensor, ""]:
-    """Return log(1 + Σ_{i, j: y_i < y_j} exp(s_i − s_j))."""
-    if is_dense():
-        terms = (s[:, None] - s).masked_fill(y[:, None] >= y, -torch.inf).flatten()
-    else:
-        y, order = y.sort(stable=True)
-        s = s[order]
-        sums = torch.cat([(-s.flip(0)).logcumsumexp(0).flip(0), s.new_full((1,), -torch.inf)])
-        terms = s + sums[torch.searchsorted(y, y, right=True)]  # over the pairs with a strictly larger score
-    return torch.cat([s.new_zeros(1), terms]).logsumexp(0)
-
-
 def _problem(queries: Tensor, keys: Tensor, scores: Tensor) -> str | None:
     found = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
     if found is None and (scores.shape != queries.shape[:1] or scores.is_complex()):
-        return f"scores are one number per pair, got {kind(scores)} for queries {kind(queries)}."
+        return f"scores are one number per pair, got {described(scores)} for queries {described(queries)}."
     return found

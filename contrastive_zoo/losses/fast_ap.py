@@ -1,15 +1,14 @@
 """FastAP: average precision of an anchor's ranking, from a soft histogram of distances."""
 
 from torch import Tensor
-from typing_extensions import Unpack
 
+from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.engine.row_statistics import Rows, Sum
-from contrastive_zoo.loss_base.checks import bins_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, squared_distances
-from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Bins
 
 
-class FastAP(MetricLoss):
+class FastAP(RowLoss):
     r"""Compute one minus average precision, with ranks from a histogram of squared distances of unit rows.
 
     With h_l, h⁺_l the numbers of an anchor's other rows and of its positives in bin l (each row shared linearly between
@@ -21,7 +20,9 @@ class FastAP(MetricLoss):
 
     Args:
         num_bins: L, the number of steps between distances 0 and 4.
-        row_settings: reduction, check_finite of :class:`RowLoss`; rows are always normalised.
+        normalize: must be True; rows are always normalised.
+        reduction: of :class:`RowLoss`.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: num_bins below 1, ``normalize=False``; at the call as :class:`RowLoss`.
@@ -35,18 +36,14 @@ class FastAP(MetricLoss):
     Source: Cakir et al. 2019, https://openaccess.thecvf.com/content_CVPR_2019/html/Cakir_Deep_Metric_Learning_to_Rank_CVPR_2019_paper.html
     """
 
-    def __init__(self, *, num_bins: int = 10, **row_settings: Unpack[RowSettings]) -> None:
-        super().__init__(**row_settings)
-        self.num_bins = num_bins
-        self.refuse_bad_settings()
+    num_bins: Bins = 10
 
     def settings_problem(self) -> str | None:
-        if not self.normalize:
-            return "its histogram spans the distances of unit rows. Leave normalize=True."
-        return super().settings_problem() or bins_problem(self.num_bins)
+        unit = "its histogram spans the distances of unit rows. Leave normalize=True."
+        return super().settings_problem() or (None if self.normalize else unit)
 
-    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
-        return squared_distances(anchors, columns)
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        return squared_distances(anchors, candidates)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         position = similarity * (self.num_bins / 4)

@@ -1,12 +1,10 @@
 """Generalised lifted structure: a soft maximum of positive distances below a soft minimum of negative distances."""
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
-from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import DissimilarityLoss, Metric
-from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.loss_base.row_loss import DissimilarityLoss
+from contrastive_zoo.loss_base.settings import Number
 
 
 class GeneralizedLiftedStructure(DissimilarityLoss):
@@ -23,7 +21,9 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
         pos_margin: in units of the metric.
         neg_margin: in units of the metric; the paper's margin is neg_margin − pos_margin.
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
+        normalize: normalise embeddings to unit length first.
+        reduction: of :class:`RowLoss`.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: an unknown metric, a margin that is not finite; at the call as :class:`RowLoss`.
@@ -37,21 +37,8 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
     Source: Hermans et al. 2017, eq. 8, https://arxiv.org/abs/1703.07737
     """
 
-    def __init__(
-        self,
-        *,
-        pos_margin: float = 0.0,
-        neg_margin: float = 1.0,
-        metric: Metric = "distance",
-        **row_settings: Unpack[RowSettings],
-    ) -> None:
-        super().__init__(metric=metric, **row_settings)
-        self.pos_margin, self.neg_margin = pos_margin, neg_margin
-        self.refuse_bad_settings()
-
-    def settings_problem(self) -> str | None:
-        margins = {"pos_margin": self.pos_margin, "neg_margin": self.neg_margin}
-        return super().settings_problem() or number_problem(**margins)
+    pos_margin: Number = 0.0
+    neg_margin: Number = 1.0
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         farthest, nearest, has_positive, has_negative = yield (

@@ -1,45 +1,26 @@
 """GIST: a guide model masks false negatives of all ranks."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.masked import masked_log_sum_exp
-from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem, rows_problem, towers_problem, word_problem
+from contrastive_zoo.engine.pair_candidates import reduce_pairs, split_pairs
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
-from contrastive_zoo.session import refuse
-from contrastive_zoo.world import ALONE, Shards, World
+from contrastive_zoo.loss_base.settings import Number, Reduction, Temperature
+from contrastive_zoo.row_checks import described, rows_problem, towers_problem
 
 Strategy = Literal["absolute", "relative"]
 
 
-@checked
-def gist(
-    anchors: Float[Tensor, "n d"],
-    positives: Float[Tensor, "n d"],
-    guide_anchors: Float[Tensor, "n e"],
-    guide_positives: Float[Tensor, "n e"],
-    negatives: Float[Tensor, "m d"] | None = None,
-    guide_negatives: Float[Tensor, "m e"] | None = None,
-    *,
-    temperature: float | Tensor = 0.01,
-    margin_strategy: Strategy = "absolute",
-    margin: float = 0.0,
-    contrast_anchors: bool = True,
-    contrast_positives: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class GIST(Loss):
     r"""Compute InfoNCE over the candidates that a guide model does not find closer to the anchor than its positive.
 
     With a, p, x the unit rows of anchors, positives and negatives of all ranks, g(·,·) the guide's cosine and
@@ -54,20 +35,23 @@ def gist(
     Equal to sentence-transformers' GISTEmbedLoss on one process, which masks a_i·a_i and p_i·p_i only if the guide finds
     them closer than τ_i, that is, if τ_i < 1. On several ranks it compares anchors only with anchors of the same rank.
 
+    Called as ``loss(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)``:
+
+    - anchors: [n, d], n may differ between ranks.
+    - positives: [n, d], row i belongs to row i of anchors.
+    - guide_anchors: [n, e], the guide's embeddings of the same samples; without gradient.
+    - guide_positives: [n, e].
+    - negatives: [m, d], candidates of every anchor of every rank; m may differ between ranks.
+    - guide_negatives: [m, e].
+
     Args:
-        anchors: [n, d], n may differ between ranks.
-        positives: [n, d], row i belongs to row i of anchors.
-        guide_anchors: [n, e], the guide's embeddings of the same samples; without gradient.
-        guide_positives: [n, e].
-        negatives: [m, d], candidates of every anchor of every rank; m may differ between ranks.
-        guide_negatives: [m, e].
-        temperature: t > 0, dimensionless; a tensor is learnable.
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         margin: the margin in τ; a larger margin masks more pairs.
         contrast_anchors: whether anchors are candidates of each other.
         contrast_positives: whether positives are candidates of each other.
         reduction: ``"mean"`` over all ranks' anchors (nats per anchor), ``"sum"``, or ``"none"`` for the local anchors, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: rows that do not pair or lack their guide's, an unknown strategy, a margin that is not finite,
@@ -75,46 +59,62 @@ def gist(
 
     Examples:
         >>> eye, equal = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-        >>> gist(eye, eye, eye, eye, temperature=1.0)   # log(e + 3) − 1
+        >>> GIST(temperature=1.0)(eye, eye, eye, eye)   # log(e + 3) − 1
         tensor(0.7437)
-        >>> gist(eye, eye, equal, equal, temperature=1.0, margin=0.1)   # all other pairs are masked
+        >>> GIST(temperature=1.0, margin=0.1)(eye, eye, equal, equal)   # all other pairs are masked
         tensor(0.)
 
     Source: Solatorio 2024, §3, https://arxiv.org/abs/2402.16829
     """
-    problem = _problem(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)
-    problem = problem or _settings_problem(margin_strategy, margin)
-    if problem is not None:
-        refuse("GIST", problem, world=world)
-    x = anchors[:0] if negatives is None else negatives
-    guide_x = guide_anchors[:0] if guide_negatives is None else guide_negatives
-    named = {"anchors": anchors, "positives": positives, "negatives": x}
-    named |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_x}
-    settings: dict[str, Any] = {"relative": margin_strategy == "relative", "margin": margin}
-    settings |= {"contrast_anchors": contrast_anchors, "contrast_positives": contrast_positives}
-    shards, _, mined, *_ = begin("GIST", named, temperature=temperature, reduction=reduction, world=world, **settings)
-    pairs, columns, single = concat_pairs(
-        *(prepare_rows(rows, normalize=True, world=world) for rows in (anchors, positives, x))
-    )
-    guides = (
-        prepare_rows(rows.detach(), normalize=True, world=world) for rows in (guide_anchors, guide_positives, guide_x)
-    )
-    guide_pairs, guide_columns, _ = concat_pairs(*guides)
-    ids = sample_indices(shards, pairs)
-    sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
-    return sum_over_anchors(
-        BlockLoss(_guided, temperature=temperature, **settings), pairs, ids, candidates=columns, shards=shards,
-        candidate_ids=torch.cat([ids, ids.new_full((len(x),), -1)]), candidate_shards=Shards(sizes, shards.rank),
-        companions=[(ids, single), (guide_pairs, guide_columns)], reduction=reduction, world=world,
-    )  # fmt: skip
 
+    temperature: Temperature = 0.01
+    margin_strategy: Strategy = "absolute"
+    margin: Number = 0.0
+    contrast_anchors: bool = True
+    contrast_positives: bool = True
+    reduction: Reduction = "mean"
 
-def _settings_problem(margin_strategy: str, margin: float) -> str | None:
-    return word_problem("margin_strategy", margin_strategy, Strategy) or number_problem(margin=margin)
-
-
-class GIST(Loss, function=gist, check=_settings_problem):
     ring_refusal = "its guide compares the pairs that anchors and candidates make together, so it needs all of them"
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            anchors: Float[Tensor, "n d"],
+            positives: Float[Tensor, "n d"],
+            guide_anchors: Float[Tensor, "n e"],
+            guide_positives: Float[Tensor, "n e"],
+            negatives: Float[Tensor, "m d"] | None = None,
+            guide_negatives: Float[Tensor, "m e"] | None = None,
+        ) -> Float[Tensor, "..."]: ...
+
+    def inputs(
+        self,
+        anchors: Tensor,
+        positives: Tensor,
+        guide_anchors: Tensor,
+        guide_positives: Tensor,
+        negatives: Tensor | None = None,
+        guide_negatives: Tensor | None = None,
+    ) -> Inputs:
+        rows = {"anchors": anchors, "positives": positives, "negatives": negatives}
+        rows |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_negatives}
+        problem = _problem(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)
+        return Inputs.of(rows, problem)
+
+    def compute(self, batch: Batch) -> Tensor:
+        given = dict(batch.rows)
+        given.setdefault("negatives", given["anchors"][:0])
+        given.setdefault("guide_negatives", given["guide_anchors"][:0])
+        names = ("anchors", "positives", "negatives")
+        rows = [batch.prepared(given[name], normalize=True) for name in names]
+        guides = [batch.prepared(given[f"guide_{name}"].detach(), normalize=True) for name in names]
+        loss = BlockLoss(
+            _guided, temperature=batch.settings.temperature, relative=self.margin_strategy == "relative",
+            margin=batch.settings.margin, contrast_anchors=self.contrast_anchors,
+            contrast_positives=self.contrast_positives,
+        )  # fmt: skip
+        return reduce_pairs(batch, loss, rows, [guides], reduction=self.reduction)
 
 
 def _guided(
@@ -160,7 +160,7 @@ def _problem(
     if problem := rows_problem("anchors", anchors) or rows_problem("guide_anchors", guide_anchors):
         return problem
     if len(guide_anchors) != len(anchors):
-        return f"{rule}, got guide_anchors {kind(guide_anchors)} and anchors {kind(anchors)}."
+        return f"{rule}, got guide_anchors {described(guide_anchors)} and anchors {described(anchors)}."
     if (negatives is None) != (guide_negatives is None):
         return "negatives and guide_negatives come together, got one of them."
     if negatives is not None and guide_negatives is not None:
@@ -168,7 +168,7 @@ def _problem(
         fits = fits and negatives.ndim == guide_negatives.ndim == 2
         same = negatives.dtype == anchors.dtype and guide_negatives.dtype == guide_anchors.dtype
         if not (fits and same and len(negatives) == len(guide_negatives)):
-            got = f"got negatives {kind(negatives)} and guide_negatives {kind(guide_negatives)}"
+            got = f"got negatives {described(negatives)} and guide_negatives {described(guide_negatives)}"
             return f"negatives are rows like anchors, one for each of guide_negatives, {got}."
     found = towers_problem(rule, anchors=anchors, positives=positives)
     return found or towers_problem(rule, guide_anchors=guide_anchors, guide_positives=guide_positives)

@@ -1,35 +1,18 @@
 """Intra-pair variance: similarities of positives, and of negatives, close to their means."""
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.collectives import gather_rows, sum_over_ranks
-from contrastive_zoo.engine.class_pairs import class_numbers
-from contrastive_zoo.engine.pairwise import dot_products
-from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import row_sums
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin_labelled
-from contrastive_zoo.world import ALONE, Shards, World
+from contrastive_zoo.engine.anchor_block import AnchorBlock, class_numbers
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.pairwise import dot_products, row_sums
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.families import LabelledLoss
+from contrastive_zoo.loss_base.settings import Number, Reduction
 
 
-@checked
-def intra_pair_variance(
-    embeddings: Float[Tensor, "n d"],
-    labels: Int[Tensor, " n"] | None = None,
-    *,
-    pos_eps: float = 0.01,
-    neg_eps: float = 0.01,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class IntraPairVariance(LabelledLoss):
     r"""Compute squared hinges of similarities around the mean of all positives, and of all negatives.
 
     With μ⁺, μ⁻ the means of s_ij = z_i·z_j over the positive and over the negative pairs of all ranks,
@@ -39,55 +22,54 @@ def intra_pair_variance(
     over ordered pairs; an empty mean is 0. The means have gradients, too. They come from sums over classes, without a
     further pass over the pairs. Equal to pytorch-metric-learning's IntraPairVarianceLoss. It regularises another loss.
 
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+    - labels: [n] integers.
+
     Args:
-        embeddings: [n, d], n may differ between ranks.
-        labels: [n] integers.
         pos_eps: ε⁺.
         neg_eps: ε⁻.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"`` for sums over the pairs of the local anchors, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: an ε that is not finite, or what any :class:`Loss` refuses.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-        >>> intra_pair_variance(z, torch.tensor([0, 0, 0, 1]), pos_eps=0.0, neg_eps=0.0)   # (⅓)²·⅔ and (⅓)²·⅔
+        >>> IntraPairVariance(pos_eps=0.0, neg_eps=0.0)(z, torch.tensor([0, 0, 0, 1]))   # (⅓)²·⅔ and (⅓)²·⅔
         tensor(0.1481)
 
     Source: Yu & Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
     """
-    z, ids, shards = begin_labelled(
-        "IntraPairVariance", embeddings, labels, problem=_settings_problem(pos_eps, neg_eps), normalize=normalize,
-        reduction=reduction, pos_eps=pos_eps, neg_eps=neg_eps, world=world,
-    )  # fmt: skip
-    positive, negative = _mean_similarities(z, ids, shards, world)
-    loss = BlockLoss(_hinges, lowest=(1 - real(pos_eps)) * positive, highest=(1 + real(neg_eps)) * negative)
-    loss.terms = 2
-    return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
+
+    pos_eps: Number = 0.01
+    neg_eps: Number = 0.01
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        z = batch.prepared(batch.rows["embeddings"], normalize=self.normalize)
+        ids, settings = batch.int64(batch.rows["labels"]), batch.settings
+        positive, negative = _mean_similarities(batch, z, ids)
+        loss = BlockLoss(_hinges, lowest=(1 - settings.pos_eps) * positive, highest=(1 + settings.neg_eps) * negative)
+        loss.terms = 2
+        return reduce_rows(batch, loss, z, ids, reduction=self.reduction)
 
 
-def _settings_problem(pos_eps: float, neg_eps: float) -> str | None:
-    return number_problem(pos_eps=pos_eps, neg_eps=neg_eps)
-
-
-class IntraPairVariance(Loss, function=intra_pair_variance, check=_settings_problem): ...
-
-
-def _mean_similarities(z: Tensor, ids: Tensor, shards: Shards, world: World) -> tuple[Tensor, Tensor]:
+def _mean_similarities(batch: Batch, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean similarities of positive and of negative pairs; each class's pairs are the square of its sum."""
-    index, counts = class_numbers(gather_rows(ids, shards, world))
-    sums = z.new_zeros(len(counts), z.shape[1]).index_add(0, index[shards.local], z)
+    index, counts = class_numbers(batch.gathered(ids))
+    sums = z.new_zeros(len(counts), z.shape[1]).index_add(0, index[batch.samples.local], z)
     own = z.new_zeros(1, z.shape[1]) + z.square().sum() / z.shape[1]  # rides along as a row
-    total = sum_over_ranks(torch.cat([sums, own]), gradient="complete", world=world)
+    total = batch.sum(torch.cat([sums, own]), gradient="complete")
     sums, squares = total[:-1], total[-1].sum()
     same_class = sums.square().sum()
     positives, pairs = (counts * (counts - 1)).sum(), counts.sum().square()
-    negatives = pairs - counts.square().sum()
-    return (same_class - squares) / positives.clamp(min=1), (sums.sum(0).square().sum() - same_class) / negatives.clamp(
-        min=1
-    )
+    negatives, all_pairs = pairs - counts.square().sum(), sums.sum(0).square().sum()
+    return (same_class - squares) / positives.clamp(min=1), (all_pairs - same_class) / negatives.clamp(min=1)
 
 
 def _hinges(block: AnchorBlock, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:

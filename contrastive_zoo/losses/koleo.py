@@ -1,32 +1,21 @@
 """KoLeo: embeddings spread out, measured by the distance of each from its nearest neighbour."""
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import positive_problem, rows_problem
-from contrastive_zoo.loss_base.distances import squared_distances
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.pairwise import squared_distances
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.families import EmbeddingLoss
+from contrastive_zoo.loss_base.settings import Positive, Reduction
 
 _ROUNDING_UNITS = 8
 """Rows that differ by fewer units of rounding count as equal."""
 
 
-@checked
-def koleo(
-    embeddings: Float[Tensor, "n d"],
-    *,
-    eps: float = 1e-8,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class KoLeo(EmbeddingLoss):
     r"""Compute minus the log of the distance to the nearest neighbour, Kozachenko & Leonenko's estimate of the entropy.
 
     With z the unit rows of all ranks,
@@ -37,39 +26,33 @@ def koleo(
     none. It regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop by itself. DINOv2
     and lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
 
+    Called as ``loss(embeddings)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+
     Args:
-        embeddings: [n, d], n may differ between ranks.
         eps: ε > 0.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' rows, ``"sum"``, or ``"none"`` for the local rows, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: an eps that is not positive, or what any :class:`Loss` refuses.
 
     Examples:
-        >>> import torch
-        >>> koleo(torch.eye(3))   # −log √2
+        >>> KoLeo()(torch.eye(3))   # −log √2
         tensor(-0.3466)
 
     Source: Sablayrolles et al. 2019, https://arxiv.org/abs/1806.03198
     """
-    problem = rows_problem("embeddings", embeddings) or _settings_problem(eps)
-    settings = {"eps": eps, "normalize": normalize}
-    (shards,) = begin(
-        "KoLeo", {"embeddings": embeddings}, problem=problem, reduction=reduction, world=world, **settings
-    )
-    z = prepare_rows(embeddings, normalize=normalize, world=world)
-    return sum_over_anchors(
-        BlockLoss(_nearest, eps=eps), z, sample_indices(shards, z), shards=shards, reduction=reduction, world=world
-    )
 
+    eps: Positive = 1e-8
+    normalize: bool = True
+    reduction: Reduction = "mean"
 
-def _settings_problem(eps: float) -> str | None:
-    return positive_problem(eps=eps)
-
-
-class KoLeo(Loss, function=koleo, check=_settings_problem): ...
+    def compute(self, batch: Batch) -> Tensor:
+        z, loss = batch.prepared(batch.first, normalize=self.normalize), BlockLoss(_nearest, eps=batch.settings.eps)
+        return reduce_rows(batch, loss, z, batch.indices(), reduction=self.reduction)
 
 
 def _nearest(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:

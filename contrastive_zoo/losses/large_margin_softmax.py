@@ -1,37 +1,23 @@
 """Large-margin softmax and SphereFace: a softmax whose target angle is multiplied by a whole number."""
 
 import math
-from typing import Any
+from typing import Annotated
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn import functional as F
 
-from contrastive_zoo.collectives import replicated
-from contrastive_zoo.engine.classes import target_and_negatives
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.unit_rows import MIN_NORM
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.checks import number_problem, positive_problem
-from contrastive_zoo.loss_base.class_loss import ClassLoss, begin_with_classes
-from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.precision import MIN_NORM
+from contrastive_zoo.loss_base.class_loss import ClassLoss
+from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction
+
+_MOST_MARGIN = 100
+"""The degree of a polynomial of the cosine, whose rounding errors grow with it; the papers' is 4 at most."""
 
 
-@checked
-def large_margin_softmax(
-    embeddings: Float[Tensor, "n d"],
-    labels: Int[Tensor, " n"] | None = None,
-    *,
-    weights: Float[Tensor, "C d"],
-    margin: int = 4,
-    scale: float = 1.0,
-    normalize_weights: bool = False,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class LargeMarginSoftmax(ClassLoss):
     r"""Compute the softmax over classes with the target logit ‖x‖ ‖w‖ ψ(θ); embeddings are not normalised.
 
     With θ the angle between row x_i and the weights w of its class, and m the margin,
@@ -43,82 +29,83 @@ def large_margin_softmax(
     cos θ and anneal the share of cos θ to 0 in training; this is the loss without that share, as
     pytorch-metric-learning's LargeMarginSoftmaxLoss and SphereFaceLoss.
 
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+    - labels: [n] classes 0 … C − 1.
+
+    The parameter is ``loss.weights``, [C, d]; :class:`ClassLoss` documents how it is drawn and shared. Here norms count.
+
     Args:
-        embeddings: [n, d], n may differ between ranks.
-        labels: [n] classes 0 … C − 1.
-        weights: [C, d], equal on every rank.
+        num_classes: C.
+        embedding_size: d.
         margin: m, an integer of at least 1.
         scale: s > 0.
         normalize_weights: whether weights are normalised to unit length first.
         reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: labels that are no classes, weights of another width, a margin that is no positive integer, a scale that
             is not positive, or what any :class:`Loss` refuses.
 
     Examples:
-        >>> eye = torch.eye(2)
-        >>> large_margin_softmax(eye, torch.tensor([1, 0]), weights=eye, margin=2)   # ψ(90°) = −1: log(1 + e^(1 + 1))
+        >>> loss = LargeMarginSoftmax(2, 2, margin=2)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()   # ψ(90°) = −1: log(1 + e^(1 + 1))
         tensor(2.1269)
 
     Source: Liu et al. 2016, eqs. 6-7, https://arxiv.org/abs/1612.02295; SphereFace: Liu et al. 2017,
     https://arxiv.org/abs/1704.08063
     """
-    settings: dict[str, Any] = {"margin": margin, "scale": scale, "normalize_weights": normalize_weights}
-    several = f"there is one weight vector a class, got weights {list(weights.shape)}. Leave sub_centers at 1."
-    problem = _settings_problem(margin, scale) if weights.ndim == 2 else several
-    x, targets, centers, shards, _ = begin_with_classes(
-        "LargeMarginSoftmax", embeddings, labels, weights, problem=problem, normalize=False,
-        reduction=reduction, world=world, **settings,
-    )  # fmt: skip
-    target, negatives = target_and_negatives(x, targets, centers, scale=real(scale), shards=shards, world=world)
-    norms = vector_norm(x, dim=1) * replicated(vector_norm(centers, dim=2)[:, 0], process_group=world).index_select(
-        0, targets
-    )
-    cosine = (target / norms.clamp(min=MIN_NORM)).clamp(-1, 1)
-    return reduce_anchors(
-        -F.logsigmoid(scale * norms * _psi(cosine, margin) - negatives), reduction=reduction, world=world
-    )
+
+    margin: Annotated[
+        int, Bounds(f"margin is an integer, 1 … {_MOST_MARGIN}", low=1, high=_MOST_MARGIN, whole=True)
+    ] = 4
+    scale: Positive = 1.0
+    normalize_weights: bool = False
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        scale, pairs = (
+            batch.settings.scale,
+            self.pairs(batch, normalize=False, normalize_weights=self.normalize_weights),
+        )
+        target, negatives = pairs.target_and_negatives(scale)
+        of_weights = batch.shared(vector_norm(pairs.centers, dim=2)[:, 0])
+        norms = vector_norm(pairs.embeddings, dim=1) * of_weights.index_select(0, pairs.targets)
+        cosine = (target / norms.clamp(min=MIN_NORM)).clamp(-1, 1)
+        losses = -F.logsigmoid(scale * norms * _psi(cosine, batch.settings.margin) - negatives)
+        return batch.reduce(losses, reduction=self.reduction)
 
 
-def _settings_problem(margin: int, scale: float) -> str | None:
-    rule = f"margin is an integer, 1 … {_MOST_MARGIN}"
-    wrong = number_problem(rule, low=1, high=_MOST_MARGIN, whole=True, margin=margin)
-    return wrong or positive_problem(scale=scale)
+class SphereFace(LargeMarginSoftmax):
+    """Compute :class:`LargeMarginSoftmax` with ``normalize_weights=True``, this class's default.
 
+    Called as ``loss(embeddings, labels)``, as there.
 
-_MOST_MARGIN = 100
-"""The degree of a polynomial of the cosine, whose rounding errors grow with it; the papers' is 4 at most."""
+    Args:
+        num_classes: C.
+        embedding_size: d.
+        normalize_weights: whether weights are normalised to unit length first.
+        margin: m, an integer of at least 1.
+        scale: s > 0.
+        reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
+        check_finite: whether NaN and infinite values are refused.
 
-
-class LargeMarginSoftmax(ClassLoss, function=large_margin_softmax, check=_settings_problem):
-    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn and shared. Here their norms count.
-
-    Examples:
-        >>> loss = LargeMarginSoftmax(2, 2, margin=2)
-        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
-        >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()
-        tensor(2.1269)
-    """
-
-    refused = ("sub_centers", "shard_over")
-
-
-class SphereFace(LargeMarginSoftmax, function=large_margin_softmax, check=_settings_problem):
-    """This class normalises weights by default: it is :class:`LargeMarginSoftmax` with ``normalize_weights=True``.
+    Raises:
+        ValueError: as :class:`LargeMarginSoftmax`.
 
     Examples:
         >>> loss = SphereFace(2, 2, margin=2)
         >>> _ = loss.load_state_dict({"weights": 3 * torch.eye(2)})
-        >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()
+        >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()   # ψ(90°) = −1: log(1 + e^(1 + 1))
         tensor(2.1269)
+
+    Source: Liu et al. 2017, https://arxiv.org/abs/1704.08063
     """
 
-    def __init__(
-        self, num_classes: int, embedding_size: int, *, normalize_weights: bool = True, **settings: Any
-    ) -> None:
-        super().__init__(num_classes, embedding_size, normalize_weights=normalize_weights, **settings)
+    normalize_weights: bool = True
 
 
 def _psi(cosine: Tensor, margin: int) -> Tensor:

@@ -1,32 +1,19 @@
 """Lifted structure: each positive pair against all negatives of both of its rows."""
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.distances import distances
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin_labelled
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.families import LabelledLoss
+from contrastive_zoo.loss_base.settings import Number, Reduction
 
 
-@checked
-def lifted_structure(
-    embeddings: Float[Tensor, "n d"],
-    labels: Int[Tensor, " n"] | None = None,
-    *,
-    pos_margin: float = 0.0,
-    neg_margin: float = 1.0,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class LiftedStructure(LabelledLoss):
     r"""Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
 
     With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
@@ -35,41 +22,42 @@ def lifted_structure(
 
     Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
 
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+    - labels: [n] integers.
+
     Args:
-        embeddings: [n, d], n may differ between ranks.
-        labels: [n] integers.
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
         normalize: normalise embeddings to unit length first; the paper does not.
         reduction: ``"mean"`` over positive pairs (0 without any), ``"sum"``, or ``"none"`` for the local rows' sums, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
-        >>> lifted_structure(z, torch.tensor([0, 0, 1]), neg_margin=3.0)   # (log(e + e))² / 2
+        >>> LiftedStructure(neg_margin=3.0)(z, torch.tensor([0, 0, 1]))   # (log(e + e))² / 2
         tensor(1.4334)
 
     Source: Song et al. 2016, eq. 4, https://arxiv.org/abs/1511.06452
     """
-    z, ids, shards = begin_labelled(
-        "LiftedStructure", embeddings, labels, normalize=normalize, reduction=reduction, world=world,
-        problem=_settings_problem(pos_margin, neg_margin), margins=(pos_margin, neg_margin),
-    )  # fmt: skip
-    loss = BlockLoss(_negative_sums, margin=neg_margin)
-    crowding = sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction="none")
-    z, loss = torch.cat([z, crowding[:, None]], 1), BlockLoss(_pairs, margin=pos_margin)
-    return sum_over_anchors(loss, z, ids, shards=shards, world=world, reduction=reduction)
 
+    pos_margin: Number = 0.0
+    neg_margin: Number = 1.0
+    normalize: bool = True
+    reduction: Reduction = "mean"
 
-def _settings_problem(pos_margin: float, neg_margin: float) -> str | None:
-    return number_problem(pos_margin=pos_margin, neg_margin=neg_margin)
-
-
-class LiftedStructure(Loss, function=lifted_structure, check=_settings_problem):
     supports_ring = True
+
+    def compute(self, batch: Batch) -> Tensor:
+        z = batch.prepared(batch.rows["embeddings"], normalize=self.normalize)
+        ids, settings = batch.int64(batch.rows["labels"]), batch.settings
+        crowding = reduce_rows(batch, BlockLoss(_negative_sums, margin=settings.neg_margin), z, ids, reduction="none")
+        z, loss = torch.cat([z, crowding[:, None]], 1), BlockLoss(_pairs, margin=settings.pos_margin)
+        return reduce_rows(batch, loss, z, ids, reduction=self.reduction)
 
 
 def _negative_sums(block: AnchorBlock, margin: float) -> Rows:

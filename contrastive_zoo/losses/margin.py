@@ -1,29 +1,25 @@
 """Margin loss: positive distances below a learnable boundary β, negative distances above it, by a margin."""
 
-from functools import partial
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.pairwise import distances, row_sums
 from contrastive_zoo.engine.row_statistics import Rows, Sum
-from contrastive_zoo.engine.rowwise import AnchorBlock
-from contrastive_zoo.loss_base.checks import flag_problem, number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, distances, row_sums
-from contrastive_zoo.loss_base.graph_operator import GraphModule
+from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.row_loss import RowSettings
-from contrastive_zoo.row_checks import tensor_problem
-from contrastive_zoo.session import refuse
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Bounds, Number
 from contrastive_zoo.sizes import of_size
-from contrastive_zoo.value_checks import range_problem, safe_index
-from contrastive_zoo.world import World
-
-_SIZE = "num_classes is 1 or more"
+from contrastive_zoo.value_checks import range_rule, safe_index
 
 
-class Margin(MetricLoss):
+class Margin(RowLoss):
     r"""Compute two hinges around a boundary, which is one parameter or one per class.
 
     With D_ij the distance of unit rows, P and N an anchor's positives and negatives, and active pairs those with a loss,
@@ -37,12 +33,13 @@ class Margin(MetricLoss):
 
     Args:
         margin: distance α between β and either side.
-        beta: initial β.
+        beta: initial β; then the parameter, [1] or one number per class.
         num_classes: number of classes, each with its own β; labels are then 0 … num_classes − 1.
         learn_beta: whether β is a parameter; pytorch-metric-learning's default is False.
         nu: ν >= 0, the weight of β itself.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns
-            anchors' sums, without ν β.
+        normalize: normalise embeddings to unit length first.
+        reduction: of :class:`RowLoss`; ``"none"`` returns anchors' sums, without ν β.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a negative ν, num_classes below 1, a margin or β that is not finite; at the call labels
@@ -56,44 +53,41 @@ class Margin(MetricLoss):
     Source: Wu et al. 2017, §4, https://arxiv.org/abs/1706.07567
     """
 
-    def __init__(
-        self,
-        *,
-        margin: float = 0.2,
-        beta: float = 1.2,
-        num_classes: int | None = None,
-        learn_beta: bool = True,
-        nu: float = 0.0,
-        **row_settings: Unpack[RowSettings],
-    ) -> None:
-        super().__init__(**row_settings)
-        self.margin, self.nu, self.learn_beta = margin, nu, learn_beta
-        problem = None if num_classes is None else number_problem(_SIZE, low=1, whole=True, num_classes=num_classes)
-        problem = problem or flag_problem(learn_beta=learn_beta) or number_problem(beta=beta)
-        if problem := problem or (tensor_problem("beta", beta) if isinstance(beta, Tensor) else None):
+    margin: Number = 0.2
+    beta: Annotated[float | Tensor, Bounds(several=True)] = 1.2
+    num_classes: Annotated[int, Bounds("num_classes is 1 or more", low=1, whole=True)] | None = None
+    learn_beta: bool = True
+    nu: Annotated[float, Bounds("nu is 0 or more", low=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        given = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
+        if problem := number_problem(beta=given):
             raise ValueError(f"{type(self).__name__}: {problem}")
-        initial = float(beta.detach() if isinstance(beta, Tensor) else beta)
-        self.num_classes = None if num_classes is None else int(num_classes)
-        # one number as [1]: FSDP shards no parameter of shape []
-        betas = of_size(
-            "Margin", partial(torch.full, (self.num_classes or 1,), initial), num_classes=self.num_classes or 1
-        )
-        self.beta = nn.Parameter(betas, requires_grad=learn_beta)
-        self.refuse_bad_settings()
+        initial, self.num_classes = float(given), None if self.num_classes is None else int(self.num_classes)
+        size = self.num_classes or 1  # one number as [1]: FSDP shards no parameter of shape []
+        betas = of_size("Margin", lambda: torch.full((size,), initial), num_classes=size)
+        self.beta = nn.Parameter(betas, requires_grad=self.learn_beta)
 
-    def settings_problem(self) -> str | None:
-        return (
-            super().settings_problem()
-            or number_problem("nu is 0 or more", low=0, nu=self.nu)
-            or number_problem(margin=self.margin)
-            or number_problem(several=True, beta=self.beta)
-        )
+    def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
+        stated, classes = super().inputs(*args, **named), self.num_classes
+        if classes is None:
+            return stated
+        labels = stated.rows.get("labels")
+        if labels is None or labels.is_floating_point() or labels.is_complex():
+            problem = "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
+            return replace(stated, problem=problem)
 
-    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
-        return distances(anchors, columns)
+        def outside(least: int, most: int) -> str:
+            return f"labels are 0 … {classes - 1}, got {least} … {most}."
+
+        return replace(stated, values=[range_rule(labels, 0, classes - 1, outside)])
+
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        return distances(anchors, candidates)
 
     def on_block(self, block: AnchorBlock) -> Rows:
         distance = self.similarity(block.anchors, block.candidates)
+        assert isinstance(self.beta, Tensor)  # since __post_init__
         beta = self.beta.to(distance.dtype)
         beta = beta[:, None] if self.num_classes is None else beta[safe_index(block.ids, self.num_classes), None]
         positive_term = (distance - beta + self.margin).relu().where(block.positive, 0)
@@ -109,31 +103,8 @@ class Margin(MetricLoss):
         has_triplets = (positives * negatives > 0).to(sums.dtype)
         return losses, active.to(sums.dtype) + torch.finfo(sums.dtype).tiny * has_triplets
 
-    @traced_as(GraphModule.traced_forward)
-    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
-        """Return the reduced loss.
-
-        Args:
-            rows: as in :class:`RowLoss`.
-            world: the ranks that share the batch.
-            named_rows: as in :class:`RowLoss`.
-        """
-        world = self.local() if world is None else world
-        labels = named_rows.get("labels", rows[-1] if len(rows) == 2 else None)
-        if self.num_classes is not None:
-            problem = _classes_problem(labels, self.num_classes, world)
-            if problem is not None:
-                refuse(type(self).__name__, problem, world=world)
-        value = super().forward(*rows, world=world, **named_rows)
+    def compute(self, batch: Batch) -> Tensor:
+        value = super().compute(batch)
         if self.num_classes is not None or self.reduction == "none" or not self.learn_beta:
             return value
         return value + self.nu * real(self.beta).to(value.dtype)
-
-
-def _classes_problem(labels: Tensor | None, num_classes: int, world: World) -> str | None:
-    def problem(least: int, most: int) -> str:
-        return f"labels are 0 … {num_classes - 1}, got {least} … {most}."
-
-    if labels is None or tensor_problem("labels", labels) or labels.is_floating_point() or labels.is_complex():
-        return "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
-    return range_problem(labels, 0, num_classes - 1, problem, world=world)

@@ -1,19 +1,18 @@
 """Matryoshka: train prefixes of an embedding as embeddings."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import starmap
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.collectives import derived
-from contrastive_zoo.handshake import kind
+from contrastive_zoo.engine.batch import Batch, is_embedding
 from contrastive_zoo.loss_base.checks import is_number
-from contrastive_zoo.loss_base.composition import Composition
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.row_checks import described, tensor_problem
-from contrastive_zoo.session import refuse
-from contrastive_zoo.world import World
+from contrastive_zoo.loss_base.composition import Composition, member_value
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Loss, Stated
+from contrastive_zoo.row_checks import described
 
 
 class Matryoshka(Composition):
@@ -50,26 +49,37 @@ class Matryoshka(Composition):
         super().__init__([loss], len(dims), weights)
         self.loss, self.dims = loss, tuple(dims)
 
-    def terms(
-        self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
-    ) -> list[Callable[[], Tensor]]:
-        tensors = {**{f"argument {index}": x for index, x in enumerate(rows)}, **named_rows}
-        if wrong := next(filter(None, starmap(tensor_problem, tensors.items())), None):
-            return [partial(refuse, "Matryoshka", wrong, world=world)]
-        narrow = [f"{name} {kind(x)}" for name, x in tensors.items() if _wide(x) and x.shape[-1] < max(self.dims)]
-        problem = f"a prefix of {max(self.dims)} does not fit into {', '.join(narrow)}." if narrow else None
-        if problem is not None:
-            return [partial(refuse, "Matryoshka", problem, world=world)]
-        cut = [
-            ([_prefix(x, m, world) for x in rows], {k: _prefix(x, m, world) for k, x in named_rows.items()})
-            for m in self.dims
-        ]
-        return [partial(self.loss, *args, **kwargs, world=world) for args, kwargs in cut]
+    if TYPE_CHECKING:
 
+        def __call__(self, *args: Tensor | None, **named: Tensor | None) -> Float[Tensor, "..."]: ...
 
-def _wide(x: Tensor) -> bool:
-    return x.is_floating_point() and x.ndim > 1
+    def members(self) -> Sequence[Loss]:
+        return [self.loss]
 
+    def stated(
+        self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
+    ) -> Stated:
+        stated = super().stated(args, named, known)
+        if stated.problem is None and (problem := self._prefix_problem(args, named)) is not None:
+            return replace(stated, name=type(self).__name__, problem=problem)
+        return stated
 
-def _prefix(x: Tensor, m: int, world: World) -> Tensor:
-    return derived(lambda whole: whole[..., :m], x, world=world) if _wide(x) else x
+    def _prefix_problem(self, args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+        """Return why a prefix cannot be cut or compared, such as with class weights of another width, in words, or None."""
+        tensors = {**{f"argument {index}": x for index, x in enumerate(args)}, **named}
+        wide = {name: x for name, x in tensors.items() if x is not None and is_embedding(x)}
+        narrow = [f"{name} {described(x)}" for name, x in wide.items() if x.shape[-1] < max(self.dims)]
+        if narrow:
+            return f"a prefix of {max(self.dims)} does not fit into {', '.join(narrow)}."
+        if isinstance(self.loss, Composition) or not self.loss.is_plain or self.loss.has_static_inputs:
+            return None
+        for m in self.dims:
+            cut = {name: x[..., :m] for name, x in wide.items()}
+            of_args = [cut.get(f"argument {index}", x) for index, x in enumerate(args)]
+            if problem := self.loss.inputs(*of_args, **{name: cut.get(name, x) for name, x in named.items()}).problem:
+                return f"{type(self.loss).__name__}, of a prefix of {m}: {problem}"
+        return None
+
+    def terms(self, batch: Batch) -> list[Tensor]:
+        member = batch.member(0)
+        return [member_value(self.loss, member.prefix(m)) for m in self.dims]

@@ -1,33 +1,23 @@
 """Mega-batch margin: every positive pair within one margin, the hardest negative of the batch beyond another."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.masked import masked_max
 from contrastive_zoo.engine.pairwise import dot_products
-from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin_views, sample_indices
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.loss_base.settings import Number, Reduction
+from contrastive_zoo.row_checks import views_problem
 
 
-@checked
-def mega_batch_margin(
-    queries: Float[Tensor, "n d"],
-    keys: Float[Tensor, "n d"],
-    *,
-    positive_margin: float = 0.8,
-    negative_margin: float = 0.3,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class MegaBatchMargin(Loss):
     r"""Compute hinges on each query's own key and on the most similar other key of all ranks.
 
     With s_ij = q_i·k_j of unit rows,
@@ -36,14 +26,17 @@ def mega_batch_margin(
 
     A single pair has no second term. Equal maxima share the gradient.
 
+    Called as ``loss(queries, keys)``:
+
+    - queries: [n, d], n may differ between ranks.
+    - keys: [n, d], row i belongs to row i of queries.
+
     Args:
-        queries: [n, d], n may differ between ranks.
-        keys: [n, d], row i belongs to row i of queries.
         positive_margin: m⁺, the similarity from which on a pair has no loss.
         negative_margin: m⁻, the similarity up to which a negative has no loss.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for the local queries, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a margin that is not finite, or what any :class:`Loss` refuses.
@@ -51,28 +44,29 @@ def mega_batch_margin(
     Examples:
         >>> import torch
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.8, 0.6]])
-        >>> mega_batch_margin(q, k)   # 0.8 − 0.6 and 0.8 − 0.3, twice
+        >>> MegaBatchMargin()(q, k)   # 0.8 − 0.6 and 0.8 − 0.3, twice
         tensor(0.7000)
 
     Source: Wieting & Gimpel 2018, https://arxiv.org/abs/1711.05732
     """
-    settings: Any = {"positive_margin": positive_margin, "negative_margin": negative_margin}
-    (q, k), shards = begin_views(
-        "MegaBatchMargin", (queries, keys), problem=_settings_problem(**settings), normalize=normalize,
-        reduction=reduction, world=world, **settings,
-    )  # fmt: skip
-    pairs = sample_indices(shards, q)
-    return sum_over_anchors(
-        BlockLoss(_hinges, **settings), q, pairs, candidates=k, candidate_ids=pairs, shards=shards,
-        reduction=reduction, world=world,
-    )  # fmt: skip
 
+    positive_margin: Number = 0.8
+    negative_margin: Number = 0.3
+    normalize: bool = True
+    reduction: Reduction = "mean"
 
-def _settings_problem(positive_margin: float, negative_margin: float) -> str | None:
-    return number_problem(positive_margin=positive_margin, negative_margin=negative_margin)
+    if TYPE_CHECKING:
 
+        def __call__(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"]) -> Float[Tensor, "..."]: ...
 
-class MegaBatchMargin(Loss, function=mega_batch_margin, check=_settings_problem): ...
+    def inputs(self, queries: Tensor, keys: Tensor) -> Inputs:
+        return Inputs({"view 0": queries, "view 1": keys}, views_problem((queries, keys)))
+
+    def compute(self, batch: Batch) -> Tensor:
+        q, k = (batch.prepared(x, normalize=self.normalize) for x in batch.rows.values())
+        pairs, settings = batch.indices(), batch.settings
+        loss = BlockLoss(_hinges, positive_margin=settings.positive_margin, negative_margin=settings.negative_margin)
+        return reduce_rows(batch, loss, q, pairs, candidates=k, candidate_ids=pairs, reduction=self.reduction)
 
 
 def _hinges(block: AnchorBlock, positive_margin: float, negative_margin: float) -> tuple[Tensor, Tensor]:

@@ -6,21 +6,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.precision import matmul, without_autocast
-from contrastive_zoo.engine.reduction import reduce_anchors
 from contrastive_zoo.engine.spectral import eigenvalues
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.checks import number_problem, positive_problem
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin_views
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.loss_base.families import ViewLoss
+from contrastive_zoo.loss_base.settings import Number, Positive
 
 
-@checked
-def mmcr(
-    *views: Float[Tensor, "n d"], lambda_: float = 0.0, eps: float = 1e-6, world: World = ALONE
-) -> Float[Tensor, ""]:
+class MMCR(ViewLoss):
     r"""Compute minus the nuclear norm of the samples' centroids plus the mean nuclear norm of each sample's views.
 
     With Z_i the matrix [V, d] of unit rows of the V views of sample i, c_i their mean, C the centroids of all ranks,
@@ -36,33 +30,31 @@ def mmcr(
     for numbers of precision u, moves the value by at most u N/√ε per singular value of 0, and the gradient by as much:
     in float64 different splits agree to 1e-10 up to N = 1,000 with the default ε. In float32 choose a larger ε.
 
+    Called as ``loss(view1, view2, …)``: two or more views of the same samples, [n, d] each; n may differ between ranks.
+
     Args:
-        views: two or more views of the same samples, [n, d] each; n may differ between ranks.
         lambda_: λ; 0 leaves the views' norms out. lightly's default is 0.005.
         eps: ε > 0.
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a lambda_ that is not finite, an eps that is not positive, or what any :class:`Loss` refuses.
 
     Examples:
-        >>> mmcr(torch.eye(2), torch.eye(2), lambda_=1.0, eps=1e-12)   # −(1 + 1) + √2
+        >>> MMCR(lambda_=1.0, eps=1e-12)(torch.eye(2), torch.eye(2))   # −(1 + 1) + √2
         tensor(-0.5858)
 
     Source: Yerxa et al. 2023, eq. 4, https://arxiv.org/abs/2303.03307
     """
-    rows, _ = begin_views("MMCR", views, problem=_settings_problem(lambda_, eps), lambda_=lambda_, eps=eps, world=world)
-    z = torch.stack(rows, 1)
-    centroids = z.mean(1)
-    spread = _smooth_nuclear_norm(second_moments(centroids, centroids, world=world), eps)
-    return lambda_ * reduce_anchors(_smooth_nuclear_norm(_products(z), eps), world=world) - spread
 
+    lambda_: Number = 0.0
+    eps: Positive = 1e-6
 
-def _settings_problem(lambda_: float, eps: float) -> str | None:
-    return number_problem(lambda_=lambda_) or positive_problem(eps=eps)
-
-
-class MMCR(Loss, function=mmcr, check=_settings_problem): ...
+    def compute(self, batch: Batch) -> Tensor:
+        z, eps = torch.stack([batch.prepared(x, normalize=True) for x in batch.rows.values()], 1), batch.settings.eps
+        centroids = z.mean(1)
+        spread = _smooth_nuclear_norm(second_moments(batch, centroids, centroids), eps)
+        return batch.settings.lambda_ * batch.reduce(_smooth_nuclear_norm(_products(z), eps)) - spread
 
 
 @without_autocast

@@ -1,54 +1,32 @@
 """Multiple negatives ranking: classify each query's document among all documents and hard negatives."""
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
-from contrastive_zoo.engine.implementation import choose_kernels
 from contrastive_zoo.engine.masked import masked_log_sum_exp
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import number_problem, towers_problem
+from contrastive_zoo.engine.pair_candidates import reduce_pairs, split_pairs
+from contrastive_zoo.engine.tower_pairs import Direction, TowerPairs
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.pair_candidates import concat_pairs, split_pairs
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, round_to_input_dtype, sample_indices
-from contrastive_zoo.loss_base.temperature import logit_scale
-from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.session import refuse
-from contrastive_zoo.value_checks import range_problem
-from contrastive_zoo.world import ALONE, Shards, World
+from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
+from contrastive_zoo.row_checks import described, labels_problem, towers_problem
+from contrastive_zoo.value_checks import ValueRule, range_rule
 
-Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
+PartitionMode = Literal["joint", "per_direction"]
 Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
-_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+_DIRECTIONS = get_args(Direction)
 _HOLD_THE_POSITIVE = {"query_to_doc", "doc_to_query"}
-_HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 
 
-@checked
-def mnrl(
-    queries: Float[Tensor, "n d"],
-    documents: Float[Tensor, "n d"],
-    negatives: Float[Tensor, "m d"] | None = None,
-    owners: Int[Tensor, " m"] | None = None,
-    *,
-    temperature: float | Tensor = 0.05,
-    directions: tuple[Direction, ...] = ("query_to_doc",),
-    partition_mode: Literal["joint", "per_direction"] = "joint",
-    hardness_mode: Hardness | None = None,
-    hardness_strength: float = 0.0,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class MNRL(Loss):
     r"""Compute the multiple negatives ranking loss of sentence-transformers.
 
     With q, d the unit rows of queries and documents of all ranks, D all documents and hard negatives,
@@ -62,14 +40,17 @@ def mnrl(
     h_ix = hardness_strength · q_i·x, held constant, for the negatives that hardness_mode names, else 0. Equal to
     MultipleNegativesRankingLoss(scale=1/t) on one process; there every query has the same number of hard negatives.
 
+    Called as ``loss(queries, documents, negatives, owners)``:
+
+    - queries: [n, d], n may differ between ranks.
+    - documents: [n, d], row i belongs to row i of queries.
+    - negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
+      passes them, all must: a rank without any passes [0, d].
+    - owners: [m], the row among this rank's queries that a negative was mined for, any number each, or −1 for none;
+      None is −1.
+
     Args:
-        queries: [n, d], n may differ between ranks.
-        documents: [n, d], row i belongs to row i of queries.
-        negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
-            passes them, all must: a rank without any passes [0, d].
-        owners: [m], the row among this rank's queries that a negative was mined for, any number each, or −1 for none;
-            None is −1.
-        temperature: t > 0, dimensionless; a tensor is learnable.
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         directions: ``"query_to_doc"`` and any of the above. GTE's loss is all four, symmetric InfoNCE query_to_doc and
             doc_to_query ``"per_direction"``.
         partition_mode: ``"joint"`` or ``"per_direction"``.
@@ -78,92 +59,89 @@ def mnrl(
         hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: invalid owners, settings that are unknown or contradict each other, or what any :class:`Loss`
             refuses.
 
     Examples:
-        >>> eye = torch.eye(2)
-        >>> mnrl(eye, eye, -eye[:1], torch.tensor([0]), temperature=1.0)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
+        >>> eye = torch.eye(2)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
+        >>> MNRL(temperature=1.0)(eye, eye, -eye[:1], torch.tensor([0]))
         tensor(0.4795)
 
     Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: Li et al. 2023,
     https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, https://arxiv.org/abs/2503.04812
     """
-    directions = tuple(directions) if isinstance(directions, (list, tuple)) else directions
-    settings: dict[str, Any] = {"directions": directions, "partition_mode": partition_mode}
-    settings |= {"hardness_mode": hardness_mode, "hardness_strength": hardness_strength}
-    problem = _problem(queries, documents, negatives, owners, world) or _settings_problem(**settings)
-    if problem is not None:
-        refuse("MNRL", problem, world=world)
-    kernels = choose_kernels([queries, documents], unsupported=_unsupported_by_kernels(directions, hardness_mode))
-    if negatives is None:
-        negatives = queries[:0]
-    if owners is None:
-        owners = torch.full((len(negatives),), -1, device=queries.device)
-    named = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
-    shards, _, mined, _ = begin(
-        "MNRL",
-        named,
-        problem=kernels.problem,
-        temperature=temperature,
-        reduction=reduction,
-        normalize=normalize,
-        implementation=str(kernels),
-        world=world,
-        **settings,
-    )
-    scale = logit_scale(temperature, world)
-    if hardness_mode is None and not ("doc_to_doc" in directions and mined.total):  # each Z_i is a plain sum
-        q, d, x = (
-            round_to_input_dtype(prepare_rows(rows, normalize=normalize, world=world), rows, world)
-            for rows in (queries, documents, negatives)
-        )
-        settings_of_sums: Any = {
-            "scale": scale, "unit_norm": normalize, "dtype": queries.dtype, "world": world,
-            "on_kernel": kernels.compute(shards.total, shards.total + mined.total),
-        }  # fmt: skip
-        others, positive = _sums(q, d, x, directions, shards, mined, **settings_of_sums)
-        losses = _losses(others, positive, partition_mode).to(q.dtype)
-        return reduce_anchors(losses, reduction=reduction, world=world)
 
-    q, d, x = (prepare_rows(rows, normalize=normalize, world=world) for rows in (queries, documents, negatives))
-    ids = sample_indices(shards, q)
-    pairs, columns, single = concat_pairs(q, d, x)
-    sizes = tuple(n + m for n, m in zip(shards.sizes, mined.sizes, strict=True))
-    return sum_over_anchors(
-        BlockLoss(_ranked, temperature=temperature, **settings), pairs, ids, candidates=columns, shards=shards,
-        candidate_ids=torch.cat([ids, torch.where(owners < 0, -1, owners + shards.start)]),
-        candidate_shards=Shards(sizes, shards.rank), companions=[(ids, single)], reduction=reduction, world=world,
-    )  # fmt: skip
+    temperature: Temperature = 0.05
+    directions: tuple[Direction, ...] = ("query_to_doc",)
+    partition_mode: PartitionMode = "joint"
+    hardness_mode: Hardness | None = None
+    hardness_strength: Annotated[float, Bounds("hardness_strength is non-negative", low=0)] = 0.0
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    has_kernels = True
+    ring_refusal = "with hardness_mode or the direction doc_to_doc it compares an anchor with all candidates at once"
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            queries: Float[Tensor, "n d"],
+            documents: Float[Tensor, "n d"],
+            negatives: Float[Tensor, "m d"] | None = None,
+            owners: Int[Tensor, " m"] | None = None,
+        ) -> Float[Tensor, "..."]: ...
+
+    def settings_problem(self) -> str | None:
+        directions = self.directions
+        are_words = isinstance(directions, (list, tuple)) and all(isinstance(x, str) for x in directions)
+        if not are_words or "query_to_doc" not in directions or not set(directions) <= set(_DIRECTIONS):
+            return f"directions are 'query_to_doc' and any of {', '.join(_DIRECTIONS[1:])}, got {directions}."
+        if problem := super().settings_problem():
+            return problem
+        if self.partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
+            return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
+        return None
+
+    def can_ring(self) -> bool:
+        return self.hardness_mode is None and "doc_to_doc" not in self.directions
+
+    def inputs(
+        self, queries: Tensor, documents: Tensor, negatives: Tensor | None = None, owners: Tensor | None = None
+    ) -> Inputs:
+        rows = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
+        problem = _problem(queries, documents, negatives, owners)
+        values = [] if problem or owners is None else [_owners_rule(owners, len(queries))]
+        compared = {"directions": tuple(self.directions)}  # which may also be a list
+        return Inputs.of(rows, problem, values=values, compared=compared, local=owners is not None)
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs, directions = TowerPairs(batch, batch.settings.temperature, self.normalize), tuple(self.directions)
+        has_negatives = "negatives" in batch.shards and batch.shards["negatives"].total > 0
+        unsupported = None if self.can_ring() else _UNSUPPORTED
+        if self.hardness_mode is None and not ("doc_to_doc" in directions and has_negatives):
+            # each Z_i is a plain sum
+            others, positive = pairs.sums_by_direction(directions, unsupported=unsupported)
+            losses = _losses(others, positive, self.partition_mode)
+            return batch.reduce(losses.to(pairs.rows[0].dtype), reduction=self.reduction)
+
+        given = [batch.rows[name] for name in ("queries", "documents")]
+        given.append(batch.rows.get("negatives", given[0][:0]))
+        loss = BlockLoss(
+            _ranked, temperature=batch.settings.temperature, directions=directions,
+            partition_mode=self.partition_mode, hardness_mode=self.hardness_mode,
+            hardness_strength=batch.settings.hardness_strength,
+        )  # fmt: skip
+        return reduce_pairs(
+            batch, loss, [batch.prepared(x, normalize=self.normalize) for x in given], owners=batch.rows.get("owners"),
+            reduction=self.reduction, unsupported=unsupported,
+        )  # fmt: skip
 
 
-def _sums(
-    q: Tensor, d: Tensor, x: Tensor, directions: tuple[Direction, ...], shards: Shards, mined: Shards, **rows: Any
-) -> tuple[dict[Direction, Tensor], Tensor]:
-    """Return log(Z − exp(positive)) of every direction, if none leaves out mined negatives, and the logits of the pairs."""
-    documents, queries, (positive,) = cross_log_sum_exp(
-        q,
-        d,
-        row_shards=shards,
-        column_shards=shards,
-        columnwise="doc_to_query" in directions,
-        partner_offsets=[0],
-        **rows,
-    )
-    if mined.total:
-        over_mined, *_ = cross_log_sum_exp(q, x, row_shards=shards, column_shards=mined, columnwise=False, **rows)
-        documents = log_sum_exp(torch.stack([documents, over_mined]), 0)
-    others: dict[Direction, Tensor] = {"query_to_doc": documents}
-    if queries is not None:
-        others["doc_to_query"] = queries
-    if "query_to_query" in directions:
-        others["query_to_query"] = self_log_sum_exp(q, shards=shards, **rows)[0]
-    if "doc_to_doc" in directions:
-        others["doc_to_doc"] = self_log_sum_exp(d, shards=shards, **rows)[0]
-    return others, positive
+_UNSUPPORTED = "computes MNRL without hardness_mode and without the direction doc_to_doc"
 
 
 def _losses(others: dict[Direction, Tensor], positive: Tensor, partition_mode: str) -> Tensor:
@@ -173,12 +151,6 @@ def _losses(others: dict[Direction, Tensor], positive: Tensor, partition_mode: s
     # Z contains the positive once for each of these k directions: log(k + Σ exp(s − p)) = log k + log(1 + Σ … / k)
     shift = math.log(len(_HOLD_THE_POSITIVE & others.keys()))
     return shift + cross_entropy(positive, log_sum_exp(torch.stack([*others.values()]), 0) - shift)
-
-
-def _unsupported_by_kernels(directions: tuple[Direction, ...], hardness_mode: Hardness | None) -> str | None:
-    if hardness_mode is not None or "doc_to_doc" in directions:
-        return "computes MNRL without hardness_mode and without the direction doc_to_doc"
-    return None
 
 
 def _ranked(
@@ -208,46 +180,20 @@ def _ranked(
     return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
 
 
-def _problem(
-    queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None, world: World
-) -> str | None:
+def _problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:
     if negatives is not None and (negatives.shape[1:] != queries.shape[1:] or negatives.dtype != queries.dtype):
-        return f"negatives are [m, d], got {kind(negatives)} for queries {kind(queries)}."
-    if owners is not None:
-        if negatives is None:
-            return "owners say whose the negatives are, but there are no negatives."
-        if wrong := labels_problem("owners", owners, len(negatives)) or _owners_problem(owners, len(queries), world):
-            return wrong
+        return f"negatives are [m, d], got {described(negatives)} for queries {described(queries)}."
+    if owners is not None and negatives is None:
+        return "owners say whose the negatives are, but there are no negatives."
     rule, fix = "row i of queries belongs to row i of documents", "Pass further documents as negatives."
-    return towers_problem(rule, fix, queries=queries, documents=documents)
+    problem = towers_problem(rule, fix, queries=queries, documents=documents)
+    if problem is None and owners is not None and negatives is not None:
+        return labels_problem("owners", owners, len(negatives))
+    return problem
 
 
-def _owners_problem(owners: Tensor, queries: int, world: World) -> str | None:
+def _owners_rule(owners: Tensor, queries: int) -> ValueRule:
     def problem(least: int, most: int) -> str:
         return f"owners are rows of this rank's {queries} queries, or -1, got {least} … {most}."
 
-    return range_problem(owners, -1, queries - 1, problem, world=world)
-
-
-def _settings_problem(
-    directions: tuple[str, ...], partition_mode: str, hardness_mode: str | None, hardness_strength: float
-) -> str | None:
-    are_words = isinstance(directions, (list, tuple)) and all(isinstance(x, str) for x in directions)
-    if not are_words or "query_to_doc" not in directions or not set(directions) <= set(_DIRECTIONS):
-        return f"directions are 'query_to_doc' and any of {', '.join(_DIRECTIONS[1:])}, got {directions}."
-    if partition_mode not in ("joint", "per_direction"):
-        return f"partition_mode is 'joint' or 'per_direction', got {partition_mode!r}."
-    if partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
-        return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
-    if hardness_mode is not None and not (isinstance(hardness_mode, str) and hardness_mode in _HARDNESS):
-        return f"hardness_mode is None or one of {', '.join(_HARDNESS)}, got {hardness_mode!r}."
-    return number_problem("hardness_strength is non-negative", low=0, hardness_strength=hardness_strength)
-
-
-class MNRL(Loss, function=mnrl, check=_settings_problem):
-    rank_local = frozenset({"owners"})
-
-    ring_refusal = "with hardness_mode or the direction doc_to_doc it compares an anchor with all candidates at once"
-
-    def can_ring(self) -> bool:
-        return self.hardness_mode is None and "doc_to_doc" not in self.directions
+    return range_rule(owners, -1, queries - 1, problem)

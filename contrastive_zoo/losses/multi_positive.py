@@ -1,44 +1,27 @@
 """Multi-positive InfoNCE: each query has several positive keys, with weights."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.cross_entropy import cross_entropy
-from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.checks import rows_problem
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows, sample_indices
-from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.value_checks import value_problem
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.loss_base.settings import Reduction, Temperature
+from contrastive_zoo.row_checks import described, labels_problem, rows_problem
+from contrastive_zoo.value_checks import ValueRule
 
 Duplicates = Literal["positive", "ignore", "negative"]
-_MODES = ("positive", "ignore", "negative")
 
 
-@checked
-def multi_positive(
-    queries: Float[Tensor, "n d"],
-    keys: Float[Tensor, "m d"],
-    ids: Int[Tensor, " n"] | Int[Tensor, "n k"],
-    key_ids: Int[Tensor, " m"] | None = None,
-    weights: Float[Tensor, "n k"] | None = None,
-    *,
-    temperature: float | Tensor = 0.07,
-    duplicates: Duplicates = "positive",
-    symmetric: bool = False,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class MultiPositive(Loss):
     r"""Compute InfoNCE with all keys of the query's ids as targets.
 
     With q, k the unit rows of all ranks, s_ij = q_i·k_j / t and targets p_i, a distribution over keys,
@@ -54,66 +37,94 @@ def multi_positive(
         "ignore"    p_i is key i, and others of its id are left out of C(i)
         "negative"  p_i is key i, and others of its id are candidates like any: InfoNCE
 
+    Called as ``loss(queries, keys, ids, key_ids, weights)``:
+
+    - queries: [n, d], n may differ between ranks.
+    - keys: [m, d], m may differ between ranks.
+    - ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, is padding.
+    - key_ids: [m] integers; None where row i of keys belongs to row i of queries, and has its id.
+    - weights: [n, k], non-negative; None weights all ids equally.
+
     Args:
-        queries: [n, d], n may differ between ranks.
-        keys: [m, d], m may differ between ranks.
-        ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, is padding.
-        key_ids: [m] integers; None where row i of keys belongs to row i of queries, and has its id.
-        weights: [n, k], non-negative; None weights all ids equally.
-        temperature: t > 0, dimensionless; a tensor is learnable.
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         duplicates: see above; other than ``"positive"`` for paired rows with one id each.
         symmetric: whether to average with the direction from keys to queries, for paired rows with one id each.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' queries with a target (nats per query), ``"sum"``, or ``"none"`` for the
             local queries, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: invalid ids or weights, or what any :class:`Loss` refuses.
 
     Examples:
-        >>> eye = torch.eye(2)
-        >>> multi_positive(eye, eye, torch.tensor([5, 5]), temperature=1.0)   # log(e + 1) − ½
+        >>> eye, ids = torch.eye(2), torch.tensor([5, 5])
+        >>> MultiPositive(temperature=1.0)(eye, eye, ids)   # log(e + 1) − ½
         tensor(0.8133)
-        >>> multi_positive(eye, eye, torch.tensor([5, 5]), temperature=1.0, duplicates="ignore")   # log e − 1
+        >>> MultiPositive(temperature=1.0, duplicates="ignore")(eye, eye, ids)   # log e − 1
         tensor(0.)
 
     Source: van den Oord et al. 2018, eq. 4, https://arxiv.org/abs/1807.03748, with the targets of Yang et al. 2022
     (UniCL), https://arxiv.org/abs/2204.03610
     """
-    problem = _problem(queries, keys, ids, key_ids, weights, duplicates, symmetric) or _settings_problem(duplicates)
-    if problem is None and weights is not None:
-        problem = _weights_problem(weights, world)
-    paired = key_ids is None
-    named = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
-    settings: dict[str, Any] = {"temperature": temperature, "duplicates": duplicates, "symmetric": symmetric}
-    shards, key_shards, *_ = begin(
-        "MultiPositive", named, problem=problem, reduction=reduction, normalize=normalize, world=world, **settings
-    )
-    q, k = (prepare_rows(rows, normalize=normalize, world=world) for rows in (queries, keys))
-    ids_of_keys = ids if key_ids is None else key_ids
-    targets = ids[:, None] if ids.ndim == 1 else ids
-    target_weights = q.new_ones(targets.shape) if weights is None else weights.detach().to(q.dtype).view(targets.shape)
-    query_index, key_index = (sample_indices(x, q) for x in (shards, key_shards))
-    loss = BlockLoss(_block_losses, temperature=temperature, paired=paired, duplicates=duplicates)
 
-    def direction(anchors: Tensor, candidates: Tensor) -> Tensor:
-        return sum_over_anchors(
-            loss, anchors, query_index, candidates=candidates, candidate_ids=key_index, shards=shards,
-            candidate_shards=key_shards, companions=[(targets, ids_of_keys), (target_weights, ids_of_keys)],
-            reduction=reduction, world=world,
+    temperature: Temperature = 0.07
+    duplicates: Duplicates = "positive"
+    symmetric: bool = False
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            queries: Float[Tensor, "n d"],
+            keys: Float[Tensor, "m d"],
+            ids: Int[Tensor, " n"] | Int[Tensor, "n k"],
+            key_ids: Int[Tensor, " m"] | None = None,
+            weights: Float[Tensor, "n k"] | None = None,
+        ) -> Float[Tensor, "..."]: ...
+
+    def inputs(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        ids: Tensor,
+        key_ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Inputs:
+        rows = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
+        problem = _problem(queries, keys, ids, key_ids, weights)
+        only_paired = self.symmetric or self.duplicates != "positive"
+        if problem is None and only_paired and (key_ids is not None or weights is not None):
+            problem = (
+                "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
+            )
+        return Inputs.of(rows, problem, values=[] if weights is None else [_weights_rule(weights)])
+
+    def compute(self, batch: Batch) -> Tensor:
+        q, k = (batch.prepared(batch.rows[name], normalize=self.normalize) for name in ("queries", "keys"))
+        ids, weights = batch.rows["ids"], batch.rows.get("weights")
+        ids_of_keys = batch.rows.get("key_ids", ids)
+        targets = ids[:, None] if ids.ndim == 1 else ids
+        target_weights = (
+            q.new_ones(targets.shape) if weights is None else weights.detach().to(q.dtype).view(targets.shape)
+        )
+        loss = BlockLoss(
+            _block_losses, temperature=batch.settings.temperature, paired="key_ids" not in batch.rows,
+            duplicates=self.duplicates,
         )  # fmt: skip
 
-    return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
+        def direction(anchors: Tensor, candidates: Tensor) -> Tensor:
+            return reduce_rows(
+                batch, loss, anchors, batch.indices(), candidates=candidates, candidate_ids=batch.indices("keys"),
+                candidate_shards=batch.shards["keys"], reduction=self.reduction,
+                companions=[(targets, ids_of_keys), (target_weights, ids_of_keys)],
+            )  # fmt: skip
 
-
-def _settings_problem(duplicates: str) -> str | None:
-    known = f"duplicates are one of {', '.join(_MODES)}"
-    return None if duplicates in _MODES else f"{known}, got {duplicates!r}."
-
-
-class MultiPositive(Loss, function=multi_positive, check=_settings_problem):
-    supports_ring = True
+        return (direction(q, k) + direction(k, q)) / 2 if self.symmetric else direction(q, k)
 
 
 def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplicates: Duplicates) -> Rows:
@@ -141,30 +152,23 @@ def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplica
     return cross_entropy(mean, of_others).where(count == 1, several), total > 0
 
 
-def _problem(
-    queries: Tensor,
-    keys: Tensor,
-    ids: Tensor,
-    key_ids: Tensor | None,
-    weights: Tensor | None,
-    duplicates: str,
-    symmetric: bool,
-) -> str | None:
+def _problem(queries: Tensor, keys: Tensor, ids: Tensor, key_ids: Tensor | None, weights: Tensor | None) -> str | None:
     if wrong := rows_problem("queries", queries) or rows_problem("keys", keys):
         return wrong
     if keys.shape[1:] != queries.shape[1:] or keys.dtype != queries.dtype:
-        return f"queries and keys are of one width and dtype, got queries {kind(queries)} and keys {kind(keys)}."
+        return (
+            f"queries and keys are of one width and dtype, got queries {described(queries)} and keys {described(keys)}."
+        )
     if ids.is_floating_point() or ids.is_complex() or ids.ndim not in (1, 2) or len(ids) != len(queries):
-        return f"ids are integers, one or k per query, got {kind(ids)} for queries {kind(queries)}."
+        return f"ids are integers, one or k per query, got {described(ids)} for queries {described(queries)}."
     if key_ids is None and (len(queries) != len(keys) or ids.ndim != 1):
-        return f"key_ids are missing: queries {kind(queries)} with ids {kind(ids)} do not pair with keys {kind(keys)}."
-    if (key_ids is not None or weights is not None) and (symmetric or duplicates != "positive"):
-        return "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
+        paired = f"queries {described(queries)} with ids {described(ids)}"
+        return f"key_ids are missing: {paired} do not pair with keys {described(keys)}."
     if weights is not None and (weights.shape != ids.shape or weights.is_complex()):
-        return f"weights are non-negative, one per id, got {kind(weights)} for ids {kind(ids)}."
+        return f"weights are non-negative, one per id, got {described(weights)} for ids {described(ids)}."
     return None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))
 
 
-def _weights_problem(weights: Tensor, world: World) -> str | None:
-    problem = f"weights are non-negative, one per id, got some of {kind(weights)} that are negative or NaN."
-    return value_problem(weights, lambda x: (x >= 0).all(), lambda valid: None if valid[0] else problem, world=world)
+def _weights_rule(weights: Tensor) -> ValueRule:
+    problem = f"weights are non-negative, one per id, got some of {described(weights)} that are negative or NaN."
+    return ValueRule(weights, lambda x: (x >= 0).all(), lambda valid: None if valid[0] else problem)

@@ -1,16 +1,18 @@
 """Multi-similarity: weight each pair by its similarity relative to the anchor's other pairs."""
 
+from typing import Annotated
+
 from torch import Tensor
-from typing_extensions import Unpack
 
 from contrastive_zoo.engine.masked import any_in_row, log1p_exp
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Maximum, Minimum, Rows
-from contrastive_zoo.loss_base.checks import is_number, number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss
-from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Bounds, Number
+
+_Exponent = Annotated[float, Bounds("alpha and beta are positive", above=0)]
 
 
-class MultiSimilarity(MetricLoss):
+class MultiSimilarity(RowLoss):
     r"""Compute soft sums of an anchor's similarities, to positives below a base and to negatives above it.
 
         loss_i = 1/α · log(1 + Σ_{p∈P(i)} exp(−α (s_ip − λ)))  +  1/β · log(1 + Σ_{n∈N(i)} exp(β (s_in − λ)))
@@ -23,7 +25,9 @@ class MultiSimilarity(MetricLoss):
         base: λ, a similarity.
         epsilon: if given, the paper's mining, as pytorch-metric-learning's MultiSimilarityMiner: only negatives with
             s_in > min_p s_ip − ε and positives with s_ip < max_n s_in + ε.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
+        normalize: normalise embeddings to unit length first.
+        reduction: of :class:`RowLoss`.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: α or β that is not positive, a base or ε that is not finite; at the call as :class:`RowLoss`.
@@ -37,24 +41,10 @@ class MultiSimilarity(MetricLoss):
     Source: Wang et al. 2019, https://arxiv.org/abs/1904.06627
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 2.0,
-        beta: float = 50.0,
-        base: float = 0.5,
-        epsilon: float | None = None,
-        **row_settings: Unpack[RowSettings],
-    ) -> None:
-        super().__init__(**row_settings)
-        self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon
-        self.refuse_bad_settings()
-
-    def settings_problem(self) -> str | None:
-        if not (is_number(self.alpha, above=0) and is_number(self.beta, above=0)):
-            return f"alpha and beta are positive, got {self.alpha} and {self.beta}."
-        given = {} if self.epsilon is None else {"epsilon": self.epsilon}
-        return super().settings_problem() or number_problem(base=self.base, **given)
+    alpha: _Exponent = 2.0
+    beta: _Exponent = 50.0
+    base: Number = 0.5
+    epsilon: Number | None = None
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         any_pair = AnyOf(any_in_row(positive) | any_in_row(negative))

@@ -1,23 +1,19 @@
 """Negative cosine: predictions of one view point at the other view's targets; the loss of BYOL and SimSiam."""
 
+from typing import TYPE_CHECKING
+
+import torch  # noqa: F401 - the examples use it
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.reduction import Reduction, reduce_anchors
-from contrastive_zoo.loss_base.argument_types import checked
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin_views
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.loss_base.settings import Reduction
+from contrastive_zoo.row_checks import views_problem
 
 
-@checked
-def negative_cosine(
-    predictions: Float[Tensor, "n d"],
-    targets: Float[Tensor, "n d"],
-    *,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class NegativeCosine(Loss):
     r"""Compute minus the cosine of each prediction and its target; targets have no gradient.
 
         loss_i = − p_i·z_i / (‖p_i‖ ‖z_i‖)
@@ -26,25 +22,38 @@ def negative_cosine(
     targets. There are no negatives, so the loss of a batch is a mean over its samples, which is right also for shards
     of different size. lightly's NegativeCosineSimilarity has gradients with respect to targets that are not detached.
 
+    Called as ``loss(predictions, targets)``:
+
+    - predictions: p, [n, d], n may differ between ranks.
+    - targets: z, [n, d] of the same samples in another view.
+
     Args:
-        predictions: p, [n, d], n may differ between ranks.
-        targets: z, [n, d] of the same samples in another view.
         reduction: ``"mean"`` over all ranks' samples, ``"sum"``, or ``"none"`` for the local samples, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: predictions and targets of different shape, or what any :class:`Loss` refuses.
 
     Examples:
-        >>> import torch
-        >>> negative_cosine(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
+        >>> NegativeCosine()(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
         tensor(-0.6000)
 
     Source: Chen & He 2021, eq. 1, https://arxiv.org/abs/2011.10566; Grill et al. 2020, eq. 2,
     https://arxiv.org/abs/2006.07733
     """
-    (p, z), _ = begin_views("NegativeCosine", (predictions, targets.detach()), reduction=reduction, world=world)
-    return reduce_anchors(-(p * z).sum(1), reduction=reduction, world=world)
 
+    reduction: Reduction = "mean"
 
-class NegativeCosine(Loss, function=negative_cosine): ...
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, predictions: Float[Tensor, "n d"], targets: Float[Tensor, "n d"]
+        ) -> Float[Tensor, "..."]: ...
+
+    def inputs(self, predictions: Tensor, targets: Tensor) -> Inputs:
+        return Inputs({"view 0": predictions, "view 1": targets}, views_problem((predictions, targets)))
+
+    def compute(self, batch: Batch) -> Tensor:
+        predictions, targets = batch.rows.values()
+        p, z = (batch.prepared(x, normalize=True) for x in (predictions, targets.detach()))
+        return batch.reduce(-(p * z).sum(1), reduction=self.reduction)

@@ -4,16 +4,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from contrastive_zoo.loss_base.checks import flag_problem, number_problem, word_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
-from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.engine.hinges import sum_over_positives
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Positive
 
 PNPVariant = Literal["O", "Iu", "Ib", "Ds", "Dq"]
 
 
-class PNP(MetricLoss):
+class PNP(RowLoss):
     r"""Compute a function of the soft number of negatives before each positive, the mean over an anchor's positives.
 
         R_ip = Σ_{n∈N(i)} σ((s_in − s_ip) / τ)
@@ -29,7 +28,9 @@ class PNP(MetricLoss):
         alpha: α > 0, used by ``"Dq"``.
         b: b > 0, used by ``"Ib"``.
         with_self: whether the anchor is one of its own positives, as in pytorch-metric-learning.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
+        normalize: normalise embeddings to unit length first.
+        reduction: of :class:`RowLoss`.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: an unknown variant, a τ, α or b that is not positive; at the call as :class:`RowLoss`.
@@ -42,28 +43,11 @@ class PNP(MetricLoss):
     Source: Li et al. 2021, https://arxiv.org/abs/2102.04640
     """
 
-    def __init__(
-        self,
-        *,
-        variant: PNPVariant = "O",
-        temperature: float = 0.01,
-        alpha: float = 1.0,
-        b: float = 2.0,
-        with_self: bool = False,
-        **row_settings: Unpack[RowSettings],
-    ) -> None:
-        super().__init__(**row_settings)
-        self.variant, self.temperature, self.alpha, self.b = variant, temperature, alpha, b
-        self.with_self = with_self
-        self.refuse_bad_settings()
-
-    def settings_problem(self) -> str | None:
-        return (
-            super().settings_problem()
-            or flag_problem(with_self=self.with_self)
-            or word_problem("variant", self.variant, PNPVariant, one_of=True)
-            or number_problem(above=0, temperature=self.temperature, alpha=self.alpha, b=self.b)
-        )
+    variant: PNPVariant = "O"
+    temperature: Positive = 0.01
+    alpha: Positive = 1.0
+    b: Positive = 2.0
+    with_self: bool = False
 
     def lists_positives(self) -> bool:
         return True

@@ -1,26 +1,14 @@
 """ProxyAnchor: each proxy is an anchor for all rows of the batch, with the hardest rows weighted most."""
 
-from jaxtyping import Float, Int
+import torch  # noqa: F401 - the examples use it
 from torch import Tensor
 
-from contrastive_zoo.engine.classes import log1p_sum_exp_by_class
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.checks import number_problem, positive_problem
-from contrastive_zoo.loss_base.class_loss import ClassLoss, begin_with_classes
-from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.class_loss import ClassLoss
+from contrastive_zoo.loss_base.settings import Number, Positive
 
 
-@checked
-def proxy_anchor(
-    embeddings: Float[Tensor, "n d"],
-    labels: Int[Tensor, " n"] | None = None,
-    *,
-    weights: Float[Tensor, "C d"],
-    margin: float = 0.1,
-    alpha: float = 32.0,
-    world: World = ALONE,
-) -> Float[Tensor, ""]:
+class ProxyAnchor(ClassLoss):
     r"""Compute a loss whose anchors are proxies, and whose positives and negatives are the rows of the global batch.
 
     With s the cosines of rows x and proxies p, X⁺(p) the rows of p's class and P⁺ the proxies that have some,
@@ -29,48 +17,36 @@ def proxy_anchor(
 
     in nats per proxy. The sums over rows are two numbers per proxy, reduced over all ranks.
 
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+    - labels: [n] classes 0 … C − 1.
+
+    The parameter is ``loss.weights``, the proxies [C, d]; :class:`ClassLoss` documents how it is drawn and shared.
+
     Args:
-        embeddings: [n, d], n may differ between ranks.
-        labels: [n] classes 0 … C − 1.
-        weights: the proxies [C, d], equal on every rank.
+        num_classes: C.
+        embedding_size: d.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: labels that are no classes, proxies of another shape, an alpha <= 0, or what any :class:`Loss` refuses.
 
     Examples:
-        >>> import torch
-        >>> proxy_anchor(torch.eye(2), torch.arange(2), weights=torch.eye(2), margin=0.0, alpha=1.0)   # log(1 + 1/e) + log 2
-        tensor(1.0064)
-
-    Source: Kim et al. 2020, eq. 4, https://arxiv.org/abs/2003.13911
-    """
-    several = f"there is one proxy a class, got weights {list(weights.shape)}. Leave sub_centers at 1."
-    problem = _settings_problem(margin, alpha) if weights.ndim == 2 else several
-    z, targets, proxies, *_ = begin_with_classes(
-        "ProxyAnchor", embeddings, labels, weights, margin=margin, alpha=alpha, problem=problem, world=world
-    )
-    positive_term, negative_term, counts = log1p_sum_exp_by_class(
-        z, targets, proxies, shift=real(margin), scale=real(alpha), world=world
-    )
-    return positive_term.sum() / (counts > 0).sum() + negative_term.mean()  # a proxy without such rows has 0
-
-
-def _settings_problem(margin: float, alpha: float) -> str | None:
-    return positive_problem(alpha=alpha) or number_problem(margin=margin)
-
-
-class ProxyAnchor(ClassLoss, function=proxy_anchor, check=_settings_problem):
-    """The parameter is ``loss.weights``; :class:`ClassLoss` documents how it is drawn, shared and sharded.
-
-    Examples:
-        >>> import torch
         >>> loss = ProxyAnchor(2, 2, margin=0.0, alpha=1.0)
         >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
         >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(1 + 1/e) + log 2
         tensor(1.0064)
+
+    Source: Kim et al. 2020, eq. 4, https://arxiv.org/abs/2003.13911
     """
 
-    refused = ("sub_centers", "shard_over")
+    margin: Number = 0.1
+    alpha: Positive = 32.0
+
+    def compute(self, batch: Batch) -> Tensor:
+        settings = batch.settings
+        positive, negative, counts = self.pairs(batch).log1p_sum_exp_by_class(settings.margin, settings.alpha)
+        return positive.sum() / (counts > 0).sum() + negative.mean()  # a proxy without such rows has 0

@@ -1,16 +1,19 @@
 """Ranked list: positives within one radius, negatives beyond a larger one, with the hardest weighted most."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
+from contrastive_zoo.engine.pairwise import distances, row_sums
 from contrastive_zoo.engine.row_statistics import AnyOf, Maximum, Rows, Sum
-from contrastive_zoo.loss_base.checks import is_number, number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, distances, row_sums
-from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Bounds, Number
+
+_NonNegative = Annotated[float, Bounds("t_p, t_n and epsilon are 0 or more", low=0)]
 
 
-class RankedList(MetricLoss):
+class RankedList(RowLoss):
     r"""Compute weighted means of the hinges of positives and of negatives that violate their radius.
 
     With D_ij the distance of unit rows, over the pairs with D_ip > α − margin and D_in < α,
@@ -27,7 +30,9 @@ class RankedList(MetricLoss):
         t_n: T_n >= 0.
         imbalance: λ in 0 … 1, the share of the negatives.
         epsilon: added to Σ w once per row of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
+        normalize: normalise embeddings to unit length first.
+        reduction: of :class:`RowLoss`.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a λ outside of 0 … 1, a negative T or epsilon, a margin or α that is not finite; at the call
@@ -42,34 +47,15 @@ class RankedList(MetricLoss):
     Source: Wang et al. 2019, https://arxiv.org/abs/1903.03238
     """
 
-    def __init__(
-        self,
-        *,
-        margin: float = 0.4,
-        alpha: float = 1.2,
-        t_p: float = 0.0,
-        t_n: float = 10.0,
-        imbalance: float = 0.5,
-        epsilon: float = 0.0,
-        **row_settings: Unpack[RowSettings],
-    ) -> None:
-        super().__init__(**row_settings)
-        self.margin, self.alpha, self.t_p, self.t_n = margin, alpha, t_p, t_n
-        self.imbalance, self.epsilon = imbalance, epsilon
-        self.refuse_bad_settings()
+    margin: Number = 0.4
+    alpha: Number = 1.2
+    t_p: _NonNegative = 0.0
+    t_n: _NonNegative = 10.0
+    imbalance: Annotated[float, Bounds("imbalance is a share, 0 … 1", low=0, high=1)] = 0.5
+    epsilon: _NonNegative = 0.0
 
-    def settings_problem(self) -> str | None:
-        not_negative = self.t_p, self.t_n, self.epsilon
-        if not all(is_number(x, low=0) for x in not_negative):
-            return "t_p, t_n and epsilon are 0 or more, got {}, {} and {}.".format(*not_negative)
-        return (
-            super().settings_problem()
-            or number_problem("imbalance is a share, 0 … 1", low=0, high=1, imbalance=self.imbalance)
-            or number_problem(margin=self.margin, alpha=self.alpha)
-        )
-
-    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
-        return distances(anchors, columns)
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        return distances(anchors, candidates)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         valid = AnyOf(positive.any(1) | negative.any(1))

@@ -2,14 +2,16 @@
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from contrastive_zoo.loss_base.distances import CountedTerms, squared_distances
-from contrastive_zoo.loss_base.row_loss import RowSettings
-from contrastive_zoo.losses.contrastive import Contrastive
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.pairwise import squared_distances
+from contrastive_zoo.engine.row_statistics import Rows
+from contrastive_zoo.loss_base.row_loss import CountedTerms, RowLoss
+from contrastive_zoo.loss_base.settings import Number
+from contrastive_zoo.losses.contrastive import Power, pair_hinges
 
 
-class SignalToNoise(Contrastive):
+class SignalToNoise(RowLoss):
     r"""Compute hinges on pairs as :class:`Contrastive`, on the ratio of noise to the anchor's variance.
 
         D_ij = var(z_j − z_i) / var(z_i)
@@ -22,8 +24,9 @@ class SignalToNoise(Contrastive):
         neg_margin: ratio from which on negatives have no loss.
         power: the power of the hinges.
         average: over the pairs with a loss (``"nonzero"``, as pytorch-metric-learning) or ``"all"``.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`; ``"none"`` returns sums over an
-            anchor's pairs.
+        normalize: normalise embeddings to unit length first.
+        reduction: of :class:`RowLoss`; ``"none"`` returns sums over an anchor's pairs.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: an unknown average, a power below 1, a margin that is not finite; at the call as :class:`RowLoss`.
@@ -36,18 +39,18 @@ class SignalToNoise(Contrastive):
     Source: Yuan et al. 2019, https://arxiv.org/abs/1904.02616
     """
 
-    def __init__(
-        self,
-        *,
-        pos_margin: float = 0.0,
-        neg_margin: float = 1.0,
-        power: float = 1.0,
-        average: CountedTerms = "nonzero",
-        **row_settings: Unpack[RowSettings],
-    ) -> None:
-        super().__init__(pos_margin=pos_margin, neg_margin=neg_margin, power=power, average=average, **row_settings)
+    pos_margin: Number = 0.0
+    neg_margin: Number = 1.0
+    power: Power = 1.0
+    average: CountedTerms = "nonzero"
 
-    def similarity(self, anchors: Tensor, columns: Tensor) -> Tensor:
-        a, b = (x - x.mean(1, keepdim=True) for x in (anchors, columns))
+    terms = 2
+
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        a, b = (x - x.mean(1, keepdim=True) for x in (anchors, candidates))
         signal = a.square().sum(1, keepdim=True).clamp(min=torch.finfo(a.dtype).eps)
         return squared_distances(a, b) / signal
+
+    def on_block(self, block: AnchorBlock) -> Rows:
+        distance = self.similarity(block.anchors, block.candidates)
+        return (yield from pair_hinges(distance, block, self.pos_margin, self.neg_margin, self.power, self.average))

@@ -1,15 +1,16 @@
 """SmoothAP: average precision of an anchor's ranking, with sigmoids in place of comparisons."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from contrastive_zoo.loss_base.checks import flag_problem, number_problem
-from contrastive_zoo.loss_base.distances import MetricLoss, sum_over_positives
-from contrastive_zoo.loss_base.row_loss import RowSettings
+from contrastive_zoo.engine.hinges import sum_over_positives
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Bounds
 
 
-class SmoothAP(MetricLoss):
+class SmoothAP(RowLoss):
     r"""Compute one minus average precision, with a soft count of the rows before each positive.
 
     With σ_k(p) = sigmoid((s_ik − s_ip) / t), the soft comparison of row k and positive p in anchor i's ranking,
@@ -23,7 +24,9 @@ class SmoothAP(MetricLoss):
         temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
         with_self: whether an anchor is its own positive, as in the authors' code and in pytorch-metric-learning, which needs
             classes of equal size, in blocks.
-        row_settings: normalize, reduction, check_finite of :class:`RowLoss`.
+        normalize: normalise embeddings to unit length first.
+        reduction: of :class:`RowLoss`.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a temperature that is not positive; at the call as :class:`RowLoss`.
@@ -36,18 +39,10 @@ class SmoothAP(MetricLoss):
     Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
 
+    temperature: Annotated[float, Bounds("temperature is positive", above=0)] = 0.01
+    with_self: bool = False
+
     ring_refusal = "a rank is a sum over all candidates for each positive, so it needs whole rows"
-
-    def __init__(
-        self, *, temperature: float = 0.01, with_self: bool = False, **row_settings: Unpack[RowSettings]
-    ) -> None:
-        super().__init__(**row_settings)
-        self.temperature, self.with_self = temperature, with_self
-        self.refuse_bad_settings()
-
-    def settings_problem(self) -> str | None:
-        problem = number_problem("temperature is positive", above=0, temperature=self.temperature)
-        return super().settings_problem() or flag_problem(with_self=self.with_self) or problem
 
     def lists_positives(self) -> bool:
         return True

@@ -1,24 +1,19 @@
 """Spectral contrastive loss: large dot products of partners, small squared dot products of other pairs."""
 
+from typing import Annotated
+
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.moments import second_moments
-from contrastive_zoo.engine.reduction import reduce_anchors
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Loss
-from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin_views
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.loss_base.families import TwoViewLoss
+from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS
+from contrastive_zoo.loss_base.settings import Bounds
 
 
-@checked
-def spectral_contrastive(
-    view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"], *, mu: float = 1.0, world: World = ALONE
-) -> Float[Tensor, ""]:
+class SpectralContrastive(TwoViewLoss):
     r"""Compute squared dot products of all other pairs minus dot products of partners, in closed form.
 
     Rows with norms above √μ are scaled to √μ; then, with a, b the rows of all ranks,
@@ -28,38 +23,37 @@ def spectral_contrastive(
     The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N; it is 0 without a pair. The
     loss has no unit if rows have none.
 
+    Called as ``loss(view1, view2)``:
+
+    - view1: a, [n, d]; n may differ between ranks.
+    - view2: b, [n, d]; rows of one sample stand at the same index.
+
     Args:
-        view1: a, [n, d]; n may differ between ranks.
-        view2: b, [n, d]; rows of one sample stand at the same index.
         mu: largest squared norm; ``math.inf`` for the paper's loss, 1 in the authors' code.
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a mu that is not positive, or what any :class:`Loss` refuses.
 
     Examples:
         >>> a = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
-        >>> spectral_contrastive(a, a)   # −2 · 1 + 0.6²
+        >>> SpectralContrastive()(a, a)   # −2 · 1 + 0.6²
         tensor(-1.6400)
 
     Source: HaoChen et al. 2021, §3, https://arxiv.org/abs/2106.04156
     """
-    views, shards = begin_views(
-        "SpectralContrastive", (view1, view2), normalize=False, problem=_settings_problem(mu), mu=mu, world=world
-    )
-    a, b = (_clip_norms(z, real(mu) ** 0.5) for z in views)
-    own, n = (a * b).sum(1), shards.total
-    all_pairs = (second_moments(a, a, world=world) * second_moments(b, b, world=world)).sum()
-    others = all_pairs - reduce_anchors(own.square(), reduction="sum", world=world)
-    return -2 * reduce_anchors(own, world=world) + others / max(1, n * (n - 1))
 
+    mu: Annotated[float, Bounds("mu must be positive", above=0, finite=False)] = 1.0
 
-def _settings_problem(mu: float) -> str | None:
-    return number_problem("mu must be positive", above=0, finite=False, mu=mu)
-
-
-class SpectralContrastive(Loss, function=spectral_contrastive, check=_settings_problem):
     ring_refusal = SENDS_NO_ROWS
+
+    def compute(self, batch: Batch) -> Tensor:
+        max_norm, n = batch.settings.mu**0.5, batch.total
+        a, b = (_clip_norms(batch.prepared(x, normalize=False), max_norm) for x in batch.rows.values())
+        own = (a * b).sum(1)
+        all_pairs = (second_moments(batch, a, a) * second_moments(batch, b, b)).sum()
+        others = all_pairs - batch.reduce(own.square(), reduction="sum")
+        return -2 * batch.reduce(own) + others / max(1, n * (n - 1))
 
 
 def _clip_norms(z: Tensor, max_norm: float) -> Tensor:

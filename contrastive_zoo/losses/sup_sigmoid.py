@@ -1,47 +1,38 @@
 """Supervised sigmoid: a binary classification of every pair of rows as the same class or not."""
 
-from typing import Any
-
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.dense_mode import is_dense
-from contrastive_zoo.engine.reduction import Reduction
-from contrastive_zoo.engine.rowwise import sum_over_anchors
-from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
-from contrastive_zoo.loss_base.argument_types import checked
-from contrastive_zoo.loss_base.block_loss import BlockLoss, LabelledLoss
-from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin_labelled, round_to_input_dtype
-from contrastive_zoo.losses.siglip import SigLIP, bias_problem, binary_cross_entropy
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.labelled_pairs import LabelledPairs
+from contrastive_zoo.engine.tower_pairs import sigmoid_block_loss
+from contrastive_zoo.loss_base.row_loss import AnchorLoss
+from contrastive_zoo.loss_base.settings import Learnable, Reduction, Temperature, field
+from contrastive_zoo.loss_base.temperature import LogitScale
+from contrastive_zoo.losses.siglip import negative_bias, unbounded_temperature
 
 
-@checked
-def sup_sigmoid(
-    embeddings: Float[Tensor, "n d"],
-    labels: Int[Tensor, " n"] | None = None,
-    *,
-    temperature: float | Tensor = 0.1,
-    logit_bias: float | Tensor = -10.0,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class SupSigmoid(AnchorLoss, LogitScale):
     r"""Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
 
     With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
 
         loss = −1/N · Σ_i Σ_{j≠i} log σ( y_ij · (z_i·z_j / t + b) )
 
+    Temperature and bias are learnable by default, as those of :class:`SigLIP`.
+
+    Called as ``loss(embeddings, labels)``:
+
+    - embeddings: [n, d], n may differ between ranks.
+    - labels: [n] integers.
+
     Args:
-        embeddings: [n, d], n may differ between ranks.
-        labels: [n] integers.
-        temperature: t > 0, dimensionless; a tensor is learnable.
-        logit_bias: b; a tensor is learnable.
+        temperature: t > 0, dimensionless; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default. A number is
+            constant.
+        logit_bias: b; a parameter that begins at −10 by default. A number is constant.
         normalize: normalise embeddings to unit length first.
         reduction: ``"mean"`` over all ranks' rows (nats per row), ``"sum"``, or ``"none"`` for the local rows, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
@@ -49,32 +40,22 @@ def sup_sigmoid(
     Examples:
         >>> import torch
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
-        >>> sup_sigmoid(z, torch.tensor([0, 0, 1]), temperature=1.0, logit_bias=0.0)
+        >>> SupSigmoid(temperature=1.0, logit_bias=0.0)(z, torch.tensor([0, 0, 1]))
         tensor(1.1330)
 
     Source: Zhai et al. 2023, §3.2, with z_ij from labels, https://arxiv.org/abs/2303.15343
     """
-    settings: Any = {"temperature": temperature, "logit_bias": logit_bias}
-    z, ids, shards = begin_labelled(
-        "SupSigmoid", embeddings, labels, problem=bias_problem(logit_bias), normalize=normalize, reduction=reduction,
-        world=world, **settings,
-    )  # fmt: skip
-    if is_dense():
-        loss = BlockLoss(binary_cross_entropy, **settings)
-        return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
-    z = round_to_input_dtype(z, embeddings, world)
-    return sum_over_sigmoid_pairs(
-        z, None, ids, scale=1 / real(temperature), bias=real(logit_bias), dtype=embeddings.dtype, shards=shards,
-        reduction=reduction, world=world,
-    )  # fmt: skip
 
+    temperature: Temperature = field(factory=unbounded_temperature)
+    logit_bias: Learnable = field(factory=negative_bias)
+    normalize: bool = True
+    reduction: Reduction = "mean"
 
-class SupSigmoid(SigLIP, LabelledLoss, function=sup_sigmoid, block_function=binary_cross_entropy, check=bias_problem):
-    """Temperature and bias are learnable; the settings are their initial values.
+    supports_ring = True
 
-    Examples:
-        >>> import torch
-        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
-        >>> SupSigmoid(temperature=1.0, logit_bias=0.0)(z, torch.tensor([0, 0, 1])).detach()
-        tensor(1.1330)
-    """
+    def block_loss(self, batch: Batch) -> BlockLoss:
+        return sigmoid_block_loss(batch.settings.temperature, batch.settings.logit_bias)
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs = LabelledPairs(batch, batch.rows["labels"], batch.settings.temperature, self.normalize)
+        return pairs.binary_cross_entropy(self.reduction, batch.settings.logit_bias)

@@ -1,14 +1,15 @@
 """Weighted sum: several losses of the same embeddings, trained together."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from contrastive_zoo.loss_base.composition import Composition
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.composition import Composition, member_value
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.row_checks import described
-from contrastive_zoo.world import World
 
 
 class WeightedSum(Composition):
@@ -43,7 +44,12 @@ class WeightedSum(Composition):
         super().__init__(losses, len(losses), weights)
         self.losses = nn.ModuleList(losses)
 
-    def terms(
-        self, rows: Sequence[Tensor], named_rows: Mapping[str, Tensor], world: World
-    ) -> list[Callable[[], Tensor]]:
-        return [partial(loss, *rows, **named_rows, world=world) for loss in self.losses]
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Tensor | None, **named: Tensor | None) -> Float[Tensor, "..."]: ...
+
+    def members(self) -> Sequence[Loss]:
+        return [*self.losses]
+
+    def terms(self, batch: Batch) -> list[Tensor]:
+        return [member_value(loss, batch.member(index)) for index, loss in enumerate(self.members())]

@@ -1,32 +1,29 @@
 """A loss that compares the batch with a memory of earlier batches."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
-from contrastive_zoo.collectives import all_gather, gather_rows
+from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.common_failure import failing_together
-from contrastive_zoo.compiling import traced_as
-from contrastive_zoo.devices import beside_rows, values_problem
-from contrastive_zoo.engine.rowwise import sum_over_anchors
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.block_loss import LabelledLoss
-from contrastive_zoo.loss_base.checks import labelled_problem, rows_problem
-from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.kept_state import state_kept_on_error
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows
-from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Evaluated
 from contrastive_zoo.loss_call import loss_name
-from contrastive_zoo.memory.memory_input import memory_input
-from contrastive_zoo.memory.queue import MemoryQueue, present
+from contrastive_zoo.loss_summary import is_third_party
+from contrastive_zoo.memory.memory_input import MemoryInput, memory_input
+from contrastive_zoo.memory.queue import MemoryQueue
 from contrastive_zoo.randomness import one_stream
-from contrastive_zoo.session import Session, refuse
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.row_checks import described, labelled_problem, rows_problem
 
 
 class CrossBatchMemory(Loss):
@@ -35,7 +32,7 @@ class CrossBatchMemory(Loss):
     The arguments of ``loss`` decide how M is used:
 
     - **Labels**: SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss` that does not
-      override ``forward`` (most pair and triplet losses), and third-party losses that take ``ref_emb`` and
+      override ``compute`` (most pair and triplet losses), and third-party losses that take ``ref_emb`` and
       ``ref_labels``, such as pytorch-metric-learning's. Call it ``loss(embeddings, labels)``. The batch enters M; then
       each of its embeddings is an anchor and is compared with M, except with its own copy:
 
@@ -48,6 +45,13 @@ class CrossBatchMemory(Loss):
 
     Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises, on
     any rank.
+
+    Called as ``loss(rows, partners, enqueue_mask)``:
+
+    - rows: [n, d] embeddings, or queries; n may differ between ranks.
+    - partners: [n] labels, or [n, d] keys.
+    - enqueue_mask: [n], with labels, as in pytorch-metric-learning: rows that enter and are no anchors; the others are
+      anchors and do not enter. With keys: which of them enter; all are compared. None: all rows enter, and are compared.
 
     Args:
         loss: as above.
@@ -95,6 +99,7 @@ class CrossBatchMemory(Loss):
         check_finite: bool = True,
     ) -> None:
         super().__init__(check_finite=check_finite)
+        self.has_kernels = isinstance(loss, Loss) and loss.has_kernels
         self.memory_input = memory_input(loss)
         if miner is not None and self.memory_input != "references":
             raise ValueError(
@@ -105,57 +110,68 @@ class CrossBatchMemory(Loss):
         self.miner = miner
         self.memory = MemoryQueue(size, embedding_size, dtype=dtype)
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            rows: Float[Tensor, "n d"],
+            partners: Int[Tensor, " n"] | Float[Tensor, "n d"],
+            enqueue_mask: Bool[Tensor, " n"] | None = None,
+        ) -> Float[Tensor, "..."]: ...
+
+    def inputs(self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None = None) -> Inputs:
+        labelled = self.memory_input in ("candidates", "references")
+        names = ("embeddings", "labels") if labelled else ("queries", "keys")
+        given = {**dict(zip(names, (rows, partners), strict=True)), "enqueue_mask": enqueue_mask}
+        problem = self._problem(rows, partners, enqueue_mask, names)
+        return Inputs.of(given, problem, compared=self._inner_settings() | self.memory.compared_state())
+
+    def compute(self, batch: Batch) -> Tensor:
+        rows, partners, *_ = batch.rows.values()
+        mask = batch.rows.get("enqueue_mask")
+        if "keys" in batch.rows:
+            against = self._against_shards if self._way() == "sharded negatives" else self._against_negatives
+            value = against(batch, rows, partners)
+            self._enqueue(batch, partners, None, mask)
+            return value
+        with state_kept_on_error(self):  # the batch is part of the memory that it is compared with
+            slots = self._enqueue(batch, rows, partners, mask)
+            batch = replace(batch, rows={"embeddings": rows, "labels": partners}, own=None)
+            if mask is not None:
+                slots = slots[~batch.gathered(mask).to(slots.device)]
+                anchors = {name: x[~mask] for name, x in batch.rows.items()}
+                shards = batch.world.shards(anchors["embeddings"])
+                batch = replace(batch, rows=anchors, shards=dict.fromkeys(anchors, shards))
+            return self._against_candidates(batch, slots) if self._is_own() else self._against_references(batch, slots)
+
+    def evaluated(self) -> Evaluated:
+        """Return the values of the settings, with those of the loss as ``members[0]``, if its ``forward`` is not called."""
+        values, computed, problem = super().evaluated()
+        if isinstance(self.loss, Loss) and self._is_own():
+            inner, computed, wrong = self.loss.evaluated()
+            values.members, problem = [inner], None if wrong is None else f"{loss_name(self.loss)}: {wrong}"
+        return Evaluated(values, computed, problem)
+
+    def settings_problem(self) -> str | None:
+        """Return what is wrong with the settings of the loss, or None; until the constructor has set it, nothing is."""
+        loss = getattr(self, "loss", None)
+        problem = loss.settings_problem() if isinstance(loss, Loss) else None
+        return super().settings_problem() or (None if problem is None else f"{loss_name(loss)}: {problem}")
+
+    def replicable(self) -> bool:
+        return all(getattr(x, "reduction", None) != "none" for x in self.modules())
+
     def graph_problem(self) -> str | None:
         return None if isinstance(self.loss, Loss) else THIRD_PARTY
 
-    @traced_as(GraphModule.traced_forward)
-    def forward(  # type: ignore[override]  # rows by name
-        self,
-        rows: Tensor,
-        partners: Tensor,
-        *,
-        enqueue_mask: Bool[Tensor, " n"] | None = None,
-        world: World | None = None,
-    ) -> Tensor:
-        """Return the loss of the local rows against the memory, and add the batch to the memory.
+    def _way(self) -> MemoryInput:
+        """Return how the loss takes the memory in this call: hooks of a loss of this library run only if it is called."""
+        has_hooks = self.memory_input == "sharded negatives" and not self.loss.is_plain  # type: ignore[attr-defined]  # a Loss
+        return "negatives" if has_hooks else self.memory_input
 
-        Args:
-            rows: [n, d] embeddings, or queries.
-            partners: [n] labels, or [n, d] keys.
-            enqueue_mask: with labels, as in pytorch-metric-learning: rows that enter and are no anchors; the others are
-                anchors and do not enter. With keys: which of them enter; all are compared.
-            world: the ranks that hold rows; None is this process alone. ``DistributedLoss`` passes its process group.
-        """
-        session = Session.of(self.local() if world is None else world)
-        if problem := values_problem(self):
-            refuse("CrossBatchMemory", problem, world=session)
-        (rows, partners, enqueue_mask), _ = beside_rows((rows, partners, enqueue_mask), {})
-        shards = self._begin(rows, partners, enqueue_mask, session)
-        if self.memory_input in ("negatives", "sharded negatives"):
-            value = self._against_negatives(rows, partners, shards, session)
-            self._enqueue(partners, None, enqueue_mask, shards, session)
-            return value
-        with state_kept_on_error(self):  # the batch is part of the memory that it is compared with
-            slots = self._enqueue(rows, partners, enqueue_mask, shards, session)
-            if enqueue_mask is not None:
-                all_masks = gather_rows(enqueue_mask, shards, session).to(slots.device)
-                rows, partners, slots = rows[~enqueue_mask], partners[~enqueue_mask], slots[~all_masks]
-                shards = session.shards(rows)
-            if self.memory_input == "candidates":
-                return self._against_candidates(rows, partners, slots, shards, session)
-            return self._against_references(rows, partners, slots, shards, session)
-
-    def _begin(self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, session: Session) -> Shards:
-        """Agree with all ranks on the rows, the memory and what the loss compares; return the shard sizes."""
-        with_labels = self.memory_input in ("candidates", "references")
-        names = ("embeddings", "labels") if with_labels else ("queries", "keys")
-        named = dict(zip(names, (rows, partners), strict=True)) | present(enqueue_mask=enqueue_mask)
-        problem = self._problem(rows, partners, enqueue_mask, names)
-        compared = self._inner_settings() | self.memory.compared_state()
-        own = partial(begin, "CrossBatchMemory", named, problem=problem, world=session, **compared)
-        if self.memory_input == "sharded negatives" and problem is None:
-            session.declare("CrossBatchMemory", [own, partial(self._against_shards, rows, partners, session)])
-        return own()[0]
+    def _is_own(self) -> bool:
+        """Return whether the loss is computed by its formula, rather than called."""
+        return self._way() in ("candidates", "sharded negatives")
 
     def _problem(
         self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, names: tuple[str, str]
@@ -170,67 +186,74 @@ class CrossBatchMemory(Loss):
                 names[1],
             )
             if not problem and len(partners) != len(rows):
-                problem = f"row i of queries belongs to row i of keys, got {kind(rows)} and {kind(partners)}."
+                problem = f"row i of queries belongs to row i of keys, got {described(rows)} and {described(partners)}."
         problem = problem or self.memory.problem(entering, enqueue_mask=enqueue_mask, name=name)
-        if isinstance(self.loss, Loss) and (settings_problem := self.loss.settings_problem()):
-            problem = problem or f"{loss_name(self.loss)}: {settings_problem}"
+        if problem is None and self._way() == "sharded negatives":  # whose share of a rank has the shape of keys
+            inner = self.loss.inputs(rows, partners, negatives=partners[:0]).problem  # type: ignore[attr-defined]  # a Loss
+            problem = None if inner is None else f"{loss_name(self.loss)}: {inner}"
         return problem
 
     def _inner_settings(self) -> dict[str, Any]:
-        """Return the settings of the loss that ranks compare."""
-        if isinstance(self.loss, RowLoss):
-            return {"reduction": self.loss.reduction, "normalize": self.loss.normalize}
-        return dict(self.loss.settings()) if isinstance(self.loss, Loss) else {}
+        """Return the settings of the loss that ranks compare: those that are plain values."""
+        if not isinstance(self.loss, Loss):
+            return {}
+        values = {name: getattr(self.loss, name) for name in self.loss.fields if name not in self.fields}
+        return {name: x for name, x in values.items() if not isinstance(x, (Tensor, nn.Module))}
 
-    def _enqueue(
-        self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
-    ) -> Int[Tensor, " N"]:
+    def _enqueue(self, batch: Batch, rows: Tensor, labels: Tensor | None, mask: Tensor | None) -> Int[Tensor, " N"]:
         """Add the rows to the memory in train mode; return the slots of all ranks' rows, −1 for rows that are not in it."""
         if self.training:
-            return self.memory.write(rows.detach(), labels, mask, shards, world)
-        return torch.full((shards.total,), -1, device=self.memory.ids.device)
+            return self.memory.write(rows.detach(), labels, mask, batch.samples, batch.world)
+        return torch.full((batch.total,), -1, device=self.memory.ids.device)
 
     def _stored(self, like: Tensor, share: slice = slice(None)) -> Tensor:
         """Return a copy of the embeddings in the memory, or a share of them, in the dtype and on the device of ``like``."""
         return self.memory.embeddings[: len(self.memory)][share].to(like, copy=True)
 
-    def _against_negatives(self, queries: Tensor, keys: Tensor, shards: Shards, session: Session) -> Tensor:
-        if self.memory_input == "sharded negatives":
-            return self._against_shards(queries, keys, session)
-        gathered = (all_gather(x, gradient="complete", shards=shards, process_group=session) for x in (queries, keys))
+    def _against_negatives(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
+        """Compare all ranks' queries with their keys and the memory on every rank alike."""
+        split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
+        gathered = (all_gather(x, gradient="complete", **split) for x in (queries, keys))
         compute = partial(self.loss, *gathered, negatives=self._stored(keys))
-        with one_stream(session, queries.device):
-            return failing_together("CrossBatchMemory", compute, session)
+        with one_stream(batch.world, queries.device):
+            return failing_together(batch.name, compute, batch.world)
 
-    def _against_shards(self, queries: Tensor, keys: Tensor, session: Session) -> Tensor:
+    def _against_shards(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
-        share = self.memory.shards(session).local
-        return self.loss(queries, keys, negatives=self._stored(keys, share), world=session)
+        loss: Any = self.loss
+        share = self.memory.shards(batch.world)
+        inputs: Inputs = loss.inputs(queries, keys, negatives=self._stored(keys, share.local))
+        shards = {name: batch.samples if index < 2 else share for index, name in enumerate(inputs.rows)}
+        value: Tensor = loss.compute(self._of_loss(replace(batch, rows=inputs.rows, shards=shards, host=inputs.host)))
+        return value
 
-    def _against_candidates(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
+    def _of_loss(self, batch: Batch) -> Batch:
+        return replace(batch, settings=batch.settings.members[0], name=loss_name(self.loss))
+
+    def _against_candidates(self, batch: Batch, slots: Tensor) -> Tensor:
         """Compare the local anchors with the memory; each rank provides its shard of the memory as candidates."""
         loss: Any = self.loss
-        block_loss = loss.block_loss() if isinstance(loss, LabelledLoss) else loss
-        normalize = getattr(loss, "normalize", True)  # a loss without this setting always normalizes
-        share = self.memory.shards(world)
+        rows, labels = batch.rows.values()
+        share = self.memory.shards(batch.world)
         columns = self._stored(rows, share.local)
-        return sum_over_anchors(
-            block_loss,
-            prepare_rows(rows, normalize=normalize, world=world),
+        return reduce_rows(
+            batch,
+            loss.block_loss(self._of_loss(batch)),
+            batch.prepared(rows, normalize=loss.normalizes),
             labels,
-            shards=shards,
-            world=world,
-            candidates=prepare_rows(columns, normalize=normalize, world=world),
+            candidates=batch.prepared(columns, normalize=loss.normalizes),
             candidate_ids=self.memory.labels.to(labels)[share.local],
             candidate_shards=share,
-            own_candidates=slots[shards.local].to(rows.device),  # candidates stand in the order of slots
+            own_candidates=slots[batch.samples.local].to(rows.device),  # candidates stand in the order of slots
             reduction=loss.reduction,
+            may_draw=any(is_third_party(type(x)) for x in loss.modules()),  # type: ignore[arg-type]  # mypy takes a class for its instance
         )
 
-    def _against_references(self, rows: Tensor, labels: Tensor, slots: Tensor, shards: Shards, world: World) -> Tensor:
+    def _against_references(self, batch: Batch, slots: Tensor) -> Tensor:
         """Compare all ranks' anchors with the memory on every rank alike: a third-party loss does not know of ranks."""
-        rows = all_gather(rows, gradient="complete", shards=shards, process_group=world)
-        labels = all_gather(labels, shards=shards, process_group=world)
+        rows, labels = batch.rows.values()
+        rows = all_gather(rows, gradient="complete", shards=batch.samples, process_group=batch.world)
+        labels = all_gather(labels, shards=batch.samples, process_group=batch.world)
         slots = slots.to(rows.device)
         references, ref_labels = self._stored(rows), self.memory.labels.to(labels)
 
@@ -242,8 +265,8 @@ class CrossBatchMemory(Loss):
             value: Tensor = self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
             return value
 
-        with one_stream(world, rows.device):
-            return failing_together("CrossBatchMemory", compute, world)
+        with one_stream(batch.world, rows.device):
+            return failing_together(batch.name, compute, batch.world)
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from contrastive_zoo.loss_base.block_loss import LabelledLoss
 from contrastive_zoo.loss_base.checks import instance_problem
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.loss import Loss, call_form
+from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_call import loss_name
 
 MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
@@ -27,13 +26,14 @@ def memory_input(loss: Any) -> MemoryInput:
         raise ValueError(f"CrossBatchMemory: {problem}")
     if not callable(loss):
         raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
-    if isinstance(loss, LabelledLoss) or (isinstance(loss, RowLoss) and type(loss).forward is RowLoss.forward):
+    is_own = isinstance(loss, Loss) and loss.is_plain
+    if is_own and isinstance(loss, AnchorLoss) and _is_sum_of_blocks(type(loss)):
         return "candidates"
     parameters = _parameters(loss)
     required = [name for name, x in parameters.items() if x.default is x.empty and name != "negatives"]
     if "negatives" in parameters and len(required) == 2:
-        return "sharded negatives" if isinstance(loss, Loss) else "negatives"
-    if not isinstance(loss, Loss) and {"indices_tuple", "ref_emb", "ref_labels"} <= parameters.keys():
+        return "sharded negatives" if is_own else "negatives"
+    if not is_own and {"indices_tuple", "ref_emb", "ref_labels"} <= parameters.keys():
         return "references"
     raise ValueError(
         f"CrossBatchMemory: {loss_name(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
@@ -42,9 +42,16 @@ def memory_input(loss: Any) -> MemoryInput:
     )
 
 
+def _is_sum_of_blocks(kind: type[AnchorLoss]) -> bool:
+    """Return whether ``block_loss`` is the whole loss: no subclass of the class that defines it has another ``compute``."""
+    computing, blocks = (next(x for x in kind.__mro__ if name in vars(x)) for name in ("compute", "block_loss"))
+    return issubclass(blocks, computing)
+
+
 def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
-    function = getattr(type(loss), "function", None) if isinstance(loss, Loss) else None
+    if isinstance(loss, Loss) and type(loss).forward is Loss.forward:
+        return call_form(type(loss)).signature.parameters  # type: ignore[arg-type]  # mypy takes a class for its instance
     try:
-        return inspect.signature(function or (loss.forward if isinstance(loss, nn.Module) else loss)).parameters
+        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
     except ValueError:  # a built-in function has no signature
         return {}

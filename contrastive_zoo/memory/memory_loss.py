@@ -1,23 +1,19 @@
 """Share between losses whose formula contains the embeddings of a memory queue."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from contrastive_zoo import devices
-from contrastive_zoo.handshake import kind
-from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.class_loss import ConstructingLoss
-from contrastive_zoo.loss_base.preparation import prepare_rows
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.settings import Size, field
 from contrastive_zoo.memory.queue import MemoryQueue
-from contrastive_zoo.row_checks import tensor_problem
-from contrastive_zoo.world import World
+from contrastive_zoo.row_checks import described, towers_problem
 
 
-class MemoryLoss(ConstructingLoss):
-    """A loss whose function has a setting ``memory``, the rows of the module ``queue``, a :class:`MemoryQueue`.
+class MemoryLoss(Loss):
+    """A loss of a batch and of the embeddings of earlier batches, in the module ``queue``, a :class:`MemoryQueue`.
 
     In training mode unit embeddings of all ranks enter it after each call, in rank order: it is equal on every rank, and
     equal to that of one process. It is part of the state dict.
@@ -38,31 +34,38 @@ class MemoryLoss(ConstructingLoss):
                 [0., 1.]])
     """
 
-    made = ("memory", "filled")
+    size: Size = field(kw_only=False)
+    embedding_size: Size = field(kw_only=False)
+
     ring_refusal = "every rank holds the memory that it compares with, so a ring would save nothing"
 
-    def __init__(self, size: int, embedding_size: int, **settings: Any) -> None:
-        super().__init__(memory=None, filled=None, **settings)
-        if problem := number_problem(low=1, whole=True, size=size, embedding_size=embedding_size):
-            raise ValueError(f"{type(self).__name__}: {problem}")
-        self.queue = MemoryQueue(size, embedding_size)
-        self.size, self.embedding_size = int(size), int(embedding_size)
+    def __post_init__(self) -> None:
+        self.size, self.embedding_size = int(self.size), int(self.embedding_size)
+        self.queue = MemoryQueue(self.size, self.embedding_size)
 
-    def settings(self) -> Mapping[str, Any]:
-        """Return the current settings, with the rows of the memory.
+    def stated_rows(self, rule: str, **rows: Tensor) -> Inputs:
+        """Return the inputs of a call whose tensors have one shape, that of rows of the memory."""
+        problem, (first, *_) = towers_problem(rule, "Pass as many of each.", **rows), rows.values()
+        if problem is None and first.shape[1] != self.queue.embeddings.shape[1]:
+            width, memory = first.shape[1], described(self.queue.embeddings)
+            problem = f"the memory is as wide as embeddings, [m, {width}], got {memory}. Pass embedding_size={width}."
+        return Inputs(rows, problem, compared={"memory": list(self.earlier()[0].shape)})
+
+    def earlier(self) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings of earlier calls, which a later one overwrites, and how many of them count; None is all.
 
         The host knows their number on a CPU only. On an accelerator they are all slots, and the number of filled ones.
         """
         queue = self.queue
         if devices.on_cpu(queue.filled):
-            return {**super().settings(), "memory": queue.rows}
-        return {**super().settings(), "memory": queue.embeddings, "filled": queue.filled}
+            return queue.embeddings[: len(queue)], None
+        return queue.embeddings, queue.filled
 
-    def remember(self, rows: Tensor, world: World) -> None:
+    def remember(self, rows: Tensor, batch: Batch) -> None:
         """Store the rows of all ranks with unit length, in training mode."""
         if self.training:
-            unit = prepare_rows(rows.detach(), normalize=True, world=world)
-            self.queue.write(unit, None, None, world.shards(rows), world)
+            unit = batch.prepared(rows.detach(), normalize=True)
+            self.queue.write(unit, None, None, batch.samples, batch.world)
 
 
 def unfilled(memory: Tensor, filled: Tensor | None) -> Tensor | None:
@@ -73,25 +76,3 @@ def unfilled(memory: Tensor, filled: Tensor | None) -> Tensor | None:
         tensor([False, False,  True])
     """
     return None if filled is None else torch.arange(len(memory), device=filled.device) >= filled
-
-
-def memory_problem(memory: Tensor, rows: Tensor, filled: Tensor | None = None) -> str | None:
-    """Return why rows cannot be compared with those of a memory, in words; None if they can.
-
-    Examples:
-        >>> memory_problem(torch.empty(0, 3), torch.ones(4, 2))
-        'the memory is as wide as embeddings, [m, 2], got float32 [0, 3]. Pass embedding_size=2.'
-    """
-    wrong = tensor_problem("memory", memory) or (None if filled is None else tensor_problem("filled", filled))
-    if wrong is not None:
-        return wrong
-    if filled is not None and (filled.ndim or filled.dtype not in _INTEGERS or filled.device != memory.device):
-        got = f"got {kind(filled)} on {filled.device} for a memory on {memory.device}"
-        return f"filled is one integer on the device of the memory, the number of its slots in use, {got}."
-    if memory.ndim == 2 and memory.is_floating_point() and memory.shape[1:] == rows.shape[1:]:
-        return None
-    width = rows.shape[-1]
-    return f"the memory is as wide as embeddings, [m, {width}], got {kind(memory)}. Pass embedding_size={width}."
-
-
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -1,39 +1,22 @@
 """NNCLR: the nearest neighbour in a memory of earlier embeddings as the positive."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.compiling import traced_as, uncompiled
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import matmul
-from contrastive_zoo.engine.reduction import Reduction
 from contrastive_zoo.engine.tiling import row_blocks
-from contrastive_zoo.loss_base.checks import towers_problem
-from contrastive_zoo.loss_base.graph_operator import GraphModule
-from contrastive_zoo.loss_base.preparation import begin, prepare_rows
-from contrastive_zoo.losses.info_nce import info_nce
-from contrastive_zoo.memory.memory_loss import MemoryLoss, memory_problem, unfilled
-from contrastive_zoo.session import Session, refuse
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.engine.tower_pairs import TowerPairs
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.settings import Reduction, Temperature
+from contrastive_zoo.memory.memory_loss import MemoryLoss, unfilled
 
 
-@uncompiled
-def nnclr(
-    projections1: Float[Tensor, "n d"],
-    projections2: Float[Tensor, "n d"],
-    predictions1: Float[Tensor, "n d"],
-    predictions2: Float[Tensor, "n d"],
-    *,
-    memory: Float[Tensor, "m d"],
-    filled: Int[Tensor, ""] | None = None,
-    temperature: float | Tensor = 0.1,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Float[Tensor, "..."]:
+class NNCLR(MemoryLoss):
     r"""Compute InfoNCE between the neighbours of one view's projections and the other view's predictions.
 
     With z the projections and p the predictions of two views, unit rows of all ranks, Q the unit rows of the memory and
@@ -41,88 +24,70 @@ def nnclr(
 
         loss = ( InfoNCE(NN(z¹), p²) + InfoNCE(NN(z²), p¹) ) / 2
 
-    with :func:`info_nce` at temperature t. Neighbours have no gradient. As long as Q is empty, z takes the place of NN(z).
+    with :class:`InfoNCE` at temperature t. Neighbours have no gradient. As long as Q is empty, z takes the place of NN(z).
+
+    The memory holds the projections of the first view of earlier calls; :class:`MemoryLoss` documents it.
+
+    Called as ``loss(projections1, projections2, predictions1, predictions2)``:
+
+    - projections1: z¹, [n, d]; n may differ between ranks.
+    - projections2: z², [n, d].
+    - predictions1: p¹, [n, d], the predictor's output for z¹.
+    - predictions2: p², [n, d].
 
     Args:
-        projections1: z¹, [n, d]; n may differ between ranks.
-        projections2: z², [n, d].
-        predictions1: p¹, [n, d], the predictor's output for z¹.
-        predictions2: p², [n, d].
-        memory: Q, [m, d], equal on every rank; the ``queue`` of :class:`NNCLR`.
-        filled: how many rows of ``memory`` are in Q, the first ones, on its device; None is all.
-        temperature: t > 0; a tensor is learnable.
+        size: number of embeddings in the memory.
+        embedding_size: d.
+        temperature: t > 0; a tensor or a module is learnable.
         reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
-        world: the ranks that share the batch.
+        check_finite: whether NaN and infinite values are refused.
 
     Raises:
         ValueError: rows that do not belong together, a memory of another width, or what any :class:`Loss` refuses.
 
     Examples:
-        >>> eye = torch.eye(2)
-        >>> nnclr(eye, eye, eye, eye, memory=torch.empty(0, 2), temperature=1.0)   # log(e + 1) − 1
+        >>> eye, loss = torch.eye(2), NNCLR(1, embedding_size=2, temperature=1.0)
+        >>> loss(eye, eye, eye, eye)   # log(e + 1) − 1
         tensor(0.3133)
-        >>> nnclr(eye, eye, eye, eye, memory=eye[:1], temperature=1.0)   # row 2 has the neighbour of row 1: + ½
+        >>> loss(eye, eye, eye, eye)   # all have the neighbour (0, 1), which row 1 is not: + ½
         tensor(0.8133)
 
     Source: Dwibedi et al. 2021, eqs. 2-4, https://arxiv.org/abs/2104.14548
     """
-    named = {
-        "projections1": projections1,
-        "projections2": projections2,
-        "predictions1": predictions1,
-        "predictions2": predictions2,
-    }
-    problem = towers_problem("row i of all four is one sample", "Pass as many of each.", **named)
-    problem = problem or memory_problem(memory, projections1, filled)
-    if problem is not None:
-        refuse("NNCLR", problem, world=world)
-    settings: Any = {"temperature": temperature, "reduction": reduction}
-    session = Session.of(world)
-    own = partial(begin, "NNCLR", named, memory=list(memory.shape), world=session, **settings)
 
-    def compared(positives: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-        predictions = (prepare_rows(p, normalize=False, world=session) for p in (predictions2, predictions1))
-        return [partial(info_nce, q, p, world=session, **settings) for q, p in zip(positives, predictions, strict=True)]
+    temperature: Temperature = 0.1
+    reduction: Reduction = "mean"
 
-    projections = [prepare_rows(z.detach(), normalize=True, world=session) for z in (projections1, projections2)]
-    session.declare("NNCLR", [own, *compared(projections)])  # neighbours have the shape and dtype of projections
-    own()
-    losses = [loss() for loss in compared([_neighbours(z, memory, filled) for z in projections])]
-    return (losses[0] + losses[1]) / 2
+    has_kernels = True
 
+    if TYPE_CHECKING:
 
-class NNCLR(MemoryLoss, function=nnclr):
-    """The memory holds the projections of the first view of earlier calls; :class:`MemoryLoss` documents it.
+        def __call__(
+            self,
+            projections1: Float[Tensor, "n d"],
+            projections2: Float[Tensor, "n d"],
+            predictions1: Float[Tensor, "n d"],
+            predictions2: Float[Tensor, "n d"],
+        ) -> Float[Tensor, "..."]: ...
 
-    Examples:
-        >>> eye, loss = torch.eye(2), NNCLR(1, embedding_size=2, temperature=1.0)
-        >>> loss(eye, eye, eye, eye), loss(eye, eye, eye, eye)   # then all have the neighbour (0, 1)
-        (tensor(0.3133), tensor(0.8133))
-    """
+    def inputs(self, projections1: Tensor, projections2: Tensor, predictions1: Tensor, predictions2: Tensor) -> Inputs:
+        return self.stated_rows(
+            "row i of all four is one sample", projections1=projections1, projections2=projections2,
+            predictions1=predictions1, predictions2=predictions2,
+        )  # fmt: skip
 
-    @traced_as(GraphModule.traced_forward)
-    def forward(  # type: ignore[override]  # rows by name
-        self,
-        projections1: Tensor,
-        projections2: Tensor,
-        predictions1: Tensor,
-        predictions2: Tensor,
-        *,
-        world: World | None = None,
-    ) -> Tensor:
-        """Return the loss, and add the first view's projections to the memory.
+    def compute(self, batch: Batch) -> Tensor:
+        z1, z2, p1, p2 = batch.rows.values()
+        losses = [self._info_nce(batch, z, p) for z, p in ((z1, p2), (z2, p1))]
+        self.remember(z1, batch)
+        return (losses[0] + losses[1]) / 2
 
-        Args:
-            projections1: as in the function.
-            projections2: as in the function.
-            predictions1: as in the function.
-            predictions2: as in the function.
-            world: the ranks that share the batch; None is this rank alone. ``DistributedLoss`` passes its own.
-        """
-        world = self.local() if world is None else world
-        loss = super().forward(projections1, projections2, predictions1, predictions2, world=world)
-        self.remember(projections1, world)
-        return loss
+    def _info_nce(self, batch: Batch, projections: Tensor, predictions: Tensor) -> Tensor:
+        """Return InfoNCE of the neighbours of one view's projections and the other view's predictions."""
+        nearest = _neighbours(batch.prepared(projections.detach(), normalize=True), *self.earlier())
+        towers = {"neighbours": nearest, "predictions": batch.prepared(predictions, normalize=False)}
+        pairs = replace(batch, rows=towers, shards=dict.fromkeys(towers, batch.samples))
+        return TowerPairs(pairs, batch.settings.temperature, True).cross_entropy(self.reduction)
 
 
 @torch.no_grad()

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.compiling import uncompiled
 from contrastive_zoo.devices import values_problem
-from contrastive_zoo.handshake import kind
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
-from contrastive_zoo.loss_base.checks import is_number, rows_problem
-from contrastive_zoo.masks import labels_problem
-from contrastive_zoo.row_checks import array_in_one_line, tensor_problem
+from contrastive_zoo.loss_base.checks import is_number
+from contrastive_zoo.row_checks import array_in_one_line, described, labels_problem, rows_problem, tensor_problem
 from contrastive_zoo.session import meet, refuse
 from contrastive_zoo.sizes import of_size
 from contrastive_zoo.world import Processes, Shards, World
@@ -208,12 +206,13 @@ class MemoryQueue(nn.Module):
             return found
         if rows.shape[1] != width:
             return (
-                f"the memory holds rows of width {width}, got {name} {kind(rows)}. Pass embedding_size={rows.shape[1]}."
+                f"the memory holds rows of width {width}, got "
+                f"{name} {described(rows)}. Pass embedding_size={rows.shape[1]}."
             )
         if enqueue_mask is not None and (found := tensor_problem("enqueue_mask", enqueue_mask)):
             return found
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != rows.shape[:1]):
-            return f"enqueue_mask is one bool per row, got {kind(enqueue_mask)} for {len(rows)} rows."
+            return f"enqueue_mask is one bool per row, got {described(enqueue_mask)} for {len(rows)} rows."
         return None if labels is None else labels_problem("labels", labels, len(rows))
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from contrastive_zoo.handshake import kind
+from contrastive_zoo.row_checks import described
 
 Guide: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A function of query indices [p] and corpus indices [p] that returns scores [p]."""
@@ -21,7 +21,7 @@ def guided(
         pairs = which.nonzero(as_tuple=True)
         found = torch.as_tensor(guide(query[pairs[0]], corpus[pairs])).double().cpu()
         if found.shape != pairs[0].shape or found.isnan().any():
-            raise ValueError(f"it returns one number per pair, {len(pairs[0])}, got {kind(found)}.")
+            raise ValueError(f"it returns one number per pair, {len(pairs[0])}, got {described(found)}.")
         return torch.full(which.shape, otherwise, dtype=torch.float64).index_put(pairs, found)
 
     if not len(query):

@@ -15,7 +15,6 @@ from torch import Tensor
 from contrastive_zoo.evaluation.exact import prepared, similarities
 from contrastive_zoo.evaluation.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.evaluation.search import settings_problem
-from contrastive_zoo.handshake import kind
 from contrastive_zoo.mining.candidates import NO_LABEL, Corpus
 from contrastive_zoo.mining.fetch import fetched
 from contrastive_zoo.mining.guide import Guide, guided
@@ -89,12 +88,12 @@ class Task:
         if not alike or self.queries.shape[1] != self.corpus.shape[1]:
             return (
                 "queries [n, d] and corpus [m, d] are floating-point rows of one width and dtype, got "
-                f"{kind(self.queries)} and {kind(self.corpus)}."
+                f"{described(self.queries)} and {described(self.corpus)}."
             )
         if (self.query_labels is None) != (self.corpus_labels is None):
             return "query_labels and corpus_labels come together: a candidate's label is compared with the query's."
         if self.positives.ndim not in (1, 2):
-            return f"positives are [n] or [n, p], got {kind(self.positives)}."
+            return f"positives are [n] or [n, p], got {described(self.positives)}."
         for name, tensor in self.rows.items():
             of = self.corpus if name.startswith("corpus") else self.queries
             if (
@@ -102,9 +101,9 @@ class Task:
                 or len(tensor) != len(of)
                 or (name not in ("queries", "corpus", "positives") and tensor.ndim != 1)
             ):
-                return f"{name} are one entry for each of {len(of)} rows, got {kind(tensor)}."
+                return f"{name} are one entry for each of {len(of)} rows, got {described(tensor)}."
             if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
-                return f"{name} are int64, got {kind(tensor)}."
+                return f"{name} are int64, got {described(tensor)}."
         return self.selection.problem
 
 

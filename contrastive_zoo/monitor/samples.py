@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_zoo.devices import in_float64
+from contrastive_zoo.engine.precision import in_float64
 from contrastive_zoo.evaluation.exact import norms
 from contrastive_zoo.world import Shards
 

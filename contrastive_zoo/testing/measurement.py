@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.edits import Edit, edited
 from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples
@@ -60,7 +61,9 @@ def call_form(loss: Any) -> Call:
     inner = getattr(loss, "loss", None) or getattr(loss, "module", None)
     if inner is not None and callable(inner) and type(loss).__name__.startswith("Distributed"):
         return call_form(inner)
-    function = getattr(loss, "function", None) or (loss.forward if isinstance(loss, nn.Module) else loss)
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    if isinstance(loss, Loss):
+        function = loss.inputs
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.memory.memory_loss import MemoryLoss
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.memory.queue import MemoryQueue
 from contrastive_zoo.testing.invariant import Broken, close, first_line, invariant
 from contrastive_zoo.testing.worlds import RankError, Worlds
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.world import ALONE, Shards
 
 
 class Call(NamedTuple):
@@ -92,11 +93,13 @@ def memory_holds_earlier_calls(trial: MemoryTrial) -> None:
 
     When it fails, the nearest neighbour of a sample is the sample itself, and the loss has nothing to learn from.
     """
-    loss: MemoryLoss = trial.make_loss().loss
+    loss: MemoryLoss = trial.make_loss().loss.double()
     earlier = torch.empty(0, trial.calls[0][trial.stored].shape[1], dtype=torch.float64)
     expected = []
     for rows in trial.calls:
-        expected.append(type(loss).function(*rows, **{**loss.settings(), "memory": earlier}))
+        loss.queue = MemoryQueue(loss.size, loss.embedding_size, dtype=torch.float64)
+        loss.queue.enqueue(earlier)
+        expected.append(loss(*rows))
         earlier = torch.cat([earlier, F.normalize(rows[trial.stored], dim=1)])[-loss.size :]
     for rank, found in enumerate(trial.called()):
         for number, (of_rank, value) in enumerate(zip(found, expected, strict=True), 1):
@@ -110,8 +113,8 @@ MEMORY_INVARIANTS = (memory_same_for_every_split, memory_holds_earlier_calls)
 def own_rows(loss: MemoryLoss) -> None:
     """Let each rank store its own rows only."""
 
-    def remember(self: Any, rows: Tensor, world: World) -> None:
-        super(type(self), self).remember(rows, ALONE)
+    def remember(self: Any, rows: Tensor, batch: Any) -> None:
+        super(type(self), self).remember(rows, replace(batch, shards={"rows": Shards((len(rows),))}, world=ALONE))
 
     _override(loss, remember=remember)
 
@@ -119,11 +122,14 @@ def own_rows(loss: MemoryLoss) -> None:
 def stored_first(loss: MemoryLoss) -> None:
     """Let the batch enter the memory before it is compared."""
 
-    def forward(self: Any, *rows: Tensor, world: World | None = None) -> Tensor:
-        super(type(self), self).forward(*rows, world=world)
-        return MemoryLoss.forward(self, *rows, world=world)
+    def compute(self: Any, batch: Any) -> Tensor:
+        super(type(self), self).compute(batch)
+        self.eval()  # the second time nothing is stored
+        value: Tensor = super(type(self), self).compute(batch)
+        self.train()
+        return value
 
-    _override(loss, forward=forward)
+    _override(loss, compute=compute)
 
 
 def _override(loss: MemoryLoss, **methods: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.faults import Fault, inject
 from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples

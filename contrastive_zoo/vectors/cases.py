@@ -1,14 +1,18 @@
 """The cases of the conformance vectors: each loss of the catalogue, and the options of those that have several."""
 
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.catalogue import CATALOGUE, Entry
+from contrastive_zoo.loss_base.temperature import LearnableTemperature
 
 Array = NDArray[Any]
 
@@ -20,10 +24,7 @@ SPLITS: dict[int, list[list[int]]] = {
 }
 """Shard sizes of arguments by their length: one rank, equal shards, uneven shards, an empty shard, four ranks."""
 
-LEFT_OUT = {
-    "sigreg": "it draws directions from torch's random generator in each call",
-    "lejepa": "its SIGReg draws directions from torch's random generator in each call",
-}
+LEFT_OUT = {entry.name: f"it draws {entry.draws}" for entry in CATALOGUE.values() if entry.draws}
 """Losses without vectors, and why."""
 
 
@@ -76,44 +77,8 @@ KINDS: dict[str, Callable[[np.random.Generator, Array], Array]] = {
 
 VIEWS = {"view1": "rows", "view2": "rows"}
 LABELLED = {"embeddings": "rows", "labels": "labels"}
-_BY_CALL = {"views": VIEWS, "labels": LABELLED}  # a loss that is called otherwise has a row in the table below
-TOWERS = {"queries": "rows", "keys": "rows"}
-_SCORED = {**TOWERS, "scores": "scores"}
-
-_TOKENS = {
-    "queries": "several",
-    "documents": "several",
-    "query_mask": "token mask",
-    "document_mask": "token mask",
-}
-
-_OTHER: dict[str, dict[str, str]] = {
-    "max-sim": _TOKENS,
-    "max-sim-pairwise": _TOKENS,
-    "info-nce": TOWERS,
-    "clip": {"images": "rows", "texts": "rows"},
-    "siglip": {"images": "rows", "texts": "rows"},
-    "clip-distillation": {"images": "rows", "texts": "rows", "teacher_images": "rows", "teacher_texts": "rows"},
-    "multi-positive": {**TOWERS, "ids": "labels"},
-    "mnrl": {"queries": "rows", "documents": "rows", "negatives": "negatives"},
-    "gist": {"anchors": "rows", "positives": "rows", "guide_anchors": "rows", "guide_positives": "rows"},
-    "mil-nce": {"videos": "rows", "texts": "several"},
-    "cosent": _SCORED,
-    "angle": _SCORED,
-    "online-contrastive": {**TOWERS, "labels": "binary"},
-    "margin-mse": {"queries": "rows", "positives": "rows", "negatives": "several", "margins": "several scores"},
-    "score-distillation": {"queries": "rows", "candidates": "several", "scores": "several scores"},
-    "koleo": {"embeddings": "rows"},
-    "orthogonal-regularization": {"embeddings": "rows"},
-    "negative-cosine": {"predictions": "rows", "targets": "rows"},
-    "instance": {"x": "rows", "y": "rows", "labels": "labels"},
-    "dino": {"student": "rows", "teacher": "rows"},
-    "ressl": {"student": "rows", "teacher": "rows"},
-    "nnclr": {"projections1": "rows", "projections2": "rows", "predictions1": "rows", "predictions2": "rows"},
-    "dynamic-soft-margin": {"anchors": "rows", "positives": "rows"},
-}
-"""Arguments of the losses whose call form has names of its own."""
-
+TOWERS = CATALOGUE["info-nce"].kinds
+_TOKENS = CATALOGUE["max-sim"].kinds
 _THREE_VIEWS = {**VIEWS, "view3": "rows"}
 _MORE_NEGATIVES = {**TOWERS, "negatives": "negatives"}
 _NT_XENT_OPTIONS = ({"temperature": 0.5}, {"temperature": 0.01}, {"normalize": False}, {"reduction": "sum"})
@@ -127,6 +92,11 @@ _TRIPLET_OPTIONS = (
     {"mining": "all", "metric": "similarity", "average": "all", "margin": 0.2},
 )
 
+_LEARNT = {
+    "temperature": LearnableTemperature(1.0, max_scale=math.inf),
+    "logit_bias": nn.Parameter(torch.tensor([0.0])),
+}
+
 _OPTIONS: tuple[tuple[str, str, dict[str, str], Iterable[dict[str, Any]]], ...] = (
     ("nt-xent", "NTXent", VIEWS, _NT_XENT_OPTIONS),
     ("nt-xent-three-views", "NTXent", _THREE_VIEWS, ({"temperature": 0.5},)),
@@ -135,26 +105,22 @@ _OPTIONS: tuple[tuple[str, str, dict[str, str], Iterable[dict[str, Any]]], ...] 
     ("info-nce-own-negatives", "InfoNCE", {**TOWERS, "negatives": "several"}, ({},)),
     ("sup-con", "SupCon", LABELLED, _SUP_CON_OPTIONS),
     ("sincere", "SINCERE", LABELLED, ({"reduction": "sum"},)),
-    ("mil-nce", "MILNCE", _OTHER["mil-nce"], ({"denominator": "reference", "normalize": True},)),
+    ("mil-nce", "MILNCE", CATALOGUE["mil-nce"].kinds, ({"denominator": "reference", "normalize": True},)),
     ("max-sim", "MaxSim", _TOKENS, ({"symmetric": True, "token_reduction": "mean", "temperature": 0.02},)),
-    ("siglip", "SigLIP", _OTHER["siglip"], ({"temperature": 1.0, "logit_bias": 0.0},)),
+    ("siglip", "SigLIP", CATALOGUE["siglip"].kinds, (_LEARNT,)),
     ("triplet", "Triplet", LABELLED, _TRIPLET_OPTIONS),
     ("contrastive", "Contrastive", LABELLED, ({"power": 2.0, "average": "all"}, {"metric": "squared distance"})),
-    ("margin-mse", "MarginMSE", _OTHER["margin-mse"], ({"normalize": True},)),
+    ("margin-mse", "MarginMSE", CATALOGUE["margin-mse"].kinds, ({"normalize": True},)),
 )  # fmt: skip
 """Losses with further options: name, class, arguments, settings of each case."""
 
 
-def _of_catalogue() -> Iterable[Case]:
-    for entry in CATALOGUE.values():
-        if entry.name in LEFT_OUT:
-            continue
-        settings = dict(entry.settings)
-        sizes = {"num_classes": CLASSES, "embedding_size": WIDTH, "out_dim": WIDTH}
-        settings |= {name: size for name, size in sizes.items() if name in settings}
-        yield Case(
-            entry.name, entry.cls, _OTHER.get(entry.name, VIEWS if entry.call == "views" else LABELLED), settings
-        )
+def of_entry(entry: Entry) -> Case:
+    """Return the case of a loss of the catalogue."""
+    settings = dict(entry.settings)
+    sizes = {"num_classes": CLASSES, "embedding_size": WIDTH, "out_dim": WIDTH}
+    settings |= {name: size for name, size in sizes.items() if name in settings}
+    return Case(entry.name, entry.cls, entry.kinds, settings)
 
 
 def _of_options() -> Iterable[Case]:
@@ -163,5 +129,7 @@ def _of_options() -> Iterable[Case]:
             yield Case(f"{name}-option-{number}", cls, kinds, settings)
 
 
-CASES = {case.name: case for case in (*_of_catalogue(), *_of_options())}
+_OF_CATALOGUE = (of_entry(entry) for entry in CATALOGUE.values() if not entry.draws)
+
+CASES = {case.name: case for case in (*_OF_CATALOGUE, *_of_options())}
 """All cases by name."""

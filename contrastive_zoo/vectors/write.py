@@ -1,13 +1,13 @@
 """Compute the vectors on one process in float64, and write them with their index."""
 
-import inspect
+import copy
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo
 from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.vectors import oracle
 from contrastive_zoo.vectors.cases import CASES, LEFT_OUT, SAMPLES, SPLITS, Array, Case
 
@@ -118,14 +119,14 @@ def evaluate(case: Case) -> tuple[dict[str, Any], dict[str, Array]]:
     return _entry(case, loss, arguments), arrays
 
 
-def make_loss(case: Case) -> nn.Module:
+def make_loss(case: Case) -> Loss:
     """Construct the loss of a case in float64; a temperature that may be a tensor is a parameter of it."""
     cls = getattr(contrastive_zoo, case.loss)
-    temperature = inspect.signature(cls).parameters.get("temperature")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        loss: nn.Module = cls(**case.settings)
-    if temperature is not None and "Tensor" in str(temperature.annotation) and isinstance(loss.temperature, float):
+        loss: Loss = cls(**copy.deepcopy(case.settings))
+    may_be_learnt = "Tensor" in str(get_type_hints(cls).get("temperature"))
+    if may_be_learnt and isinstance(loss.temperature, float):
         loss.temperature = nn.Parameter(torch.tensor(loss.temperature))
     return loss.double()
 
@@ -150,7 +151,7 @@ def error(found: Array, expected: Array) -> float:
     return float(np.max(np.abs(found - expected), initial=0) / max(1.0, np.max(np.abs(expected), initial=0)))
 
 
-def _entry(case: Case, loss: nn.Module, arguments: dict[str, Array]) -> dict[str, Any]:
+def _entry(case: Case, loss: Loss, arguments: dict[str, Array]) -> dict[str, Any]:
     of_loss = next(entry for entry in CATALOGUE.values() if entry.cls == case.loss)
     lengths = {name: len(x) for name, x in arguments.items()}
     return {
@@ -159,7 +160,7 @@ def _entry(case: Case, loss: nn.Module, arguments: dict[str, Array]) -> dict[str
         "file": f"{case.name}.npz",
         "formula": of_loss.formula,
         "source": of_loss.source,
-        "settings": all_settings(case, loss),
+        "settings": all_settings(loss),
         "arguments": list(arguments),
         "parameters": [name for name, _ in loss.named_parameters()],
         "buffers": [name for name, _ in loss.named_buffers()],
@@ -167,14 +168,11 @@ def _entry(case: Case, loss: nn.Module, arguments: dict[str, Array]) -> dict[str
     }
 
 
-def all_settings(case: Case, loss: nn.Module) -> dict[str, Any]:
+def all_settings(loss: Loss) -> dict[str, Any]:
     """Return the constructor arguments of a loss with their defaults, but those that are parameters of it."""
-    signature = inspect.signature(getattr(contrastive_zoo, case.loss)).parameters.values()
-    named = {x.name: x.default for x in signature if x.kind is not x.VAR_KEYWORD}
-    named |= {name: getattr(loss, name) for name in ("normalize", "reduction") if hasattr(loss, name)}
     learnt = {name.partition(".")[0] for name, _ in loss.named_parameters()}
     left_out = {"check_finite", "shard_over", *learnt}
-    return {name: x for name, x in {**named, **case.settings}.items() if name not in left_out}
+    return {name: getattr(loss, name) for name, x in loss.fields.items() if x.init and name not in left_out}
 
 
 @contextmanager

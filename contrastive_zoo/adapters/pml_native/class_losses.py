@@ -76,8 +76,10 @@ def soft_triple(loss: Any) -> SoftTriple:
 
 def _with_weights(native: type[C], weights: Tensor, **settings: Any) -> C:
     """Return a loss with a copy of these weights, [C, d] or [C, k, d]."""
+    if "sub_centers" in native.fields:
+        settings["sub_centers"] = weights[0, ..., 0].numel()
     with torch.random.fork_rng(devices=[]):  # the constructor's random weights are replaced
-        loss = native(len(weights), weights.shape[-1], sub_centers=weights[0, ..., 0].numel(), **settings)
+        loss = native(len(weights), weights.shape[-1], **settings)
     assert loss.weights.shape == weights.shape
     loss.weights = nn.Parameter(weights.detach().clone(), requires_grad=weights.requires_grad)
     return loss

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from contrastive_zoo.adapters.pml_native.settings import (
     MEAN_OR_SUM,
-    Settings,
     euclidean_settings,
     number_settings,
     reduction_settings,
@@ -15,20 +14,15 @@ from contrastive_zoo.adapters.pml_native.settings import (
     similarity_settings,
 )
 from contrastive_zoo.adapters.pml_native.variants import named_as_its_base
-from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.row_statistics import AnyOf, Rows
-from contrastive_zoo.engine.rowwise import sum_over_anchors
-from contrastive_zoo.loss_base.block_loss import BlockLoss
-from contrastive_zoo.loss_base.preparation import begin_labelled
 from contrastive_zoo.losses.fast_ap import FastAP
 from contrastive_zoo.losses.n_pairs import NPairs
 from contrastive_zoo.losses.nca import NCA
 from contrastive_zoo.losses.ranked_list import RankedList
 from contrastive_zoo.losses.sincere import SINCERE
-from contrastive_zoo.losses.sup_con import SupCon, sup_con
-from contrastive_zoo.losses.vicreg import VICReg, vicreg_over
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.losses.sup_con import SupCon
+from contrastive_zoo.losses.vicreg import VICReg
 
 EPSILON = 1e-5
 """What pytorch-metric-learning's RankedListLoss adds to each weight of its means."""
@@ -62,26 +56,15 @@ def supervised_contrastive(loss: Any) -> SupCon:
     return _SupConOfSeveralClasses(**temperature, **similarity_settings(loss), **reduction)
 
 
-def _sup_con_of_several_classes(
-    embeddings: Tensor,
-    labels: Tensor | None = None,
-    *,
-    temperature: float = 0.1,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Tensor:
-    """Return :func:`sup_con`, or 0 without gradient if all samples are of one class: there is no negative pair."""
-    value = sup_con(embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world)
-    assert labels is not None  # sup_con refuses it
-    edges = [labels.max(), ~labels.min()] if len(labels) else [labels.new_tensor(torch.iinfo(labels.dtype).min)] * 2
-    highest, inverted_lowest = extreme_over_ranks(torch.stack(edges), "max", world).unbind()
-    return value * (highest != ~inverted_lowest)
-
-
 @named_as_its_base
-class _SupConOfSeveralClasses(SupCon, function=_sup_con_of_several_classes, block_function=SupCon.block_function):
-    """The module of :func:`_sup_con_of_several_classes`."""
+class _SupConOfSeveralClasses(SupCon):
+    """:class:`SupCon`, or 0 without gradient if all samples are of one class: there is no negative pair."""
+
+    def compute(self, batch: Batch) -> Tensor:
+        value, labels = super().compute(batch), batch.rows.get("labels", batch.indices())
+        edges = [labels.max(), ~labels.min()] if len(labels) else [labels.new_tensor(torch.iinfo(labels.dtype).min)] * 2
+        highest, inverted_lowest = batch.maximum(torch.stack(edges)).unbind()
+        return value * (highest != ~inverted_lowest)
 
 
 # ------------------------------------------------------------------------------------------------------------------ NCA
@@ -94,30 +77,16 @@ def neighborhood_components(loss: Any) -> NCA:
     return _NCAOfPositives(temperature=1 / scale, **euclidean_settings(loss, power=2), **reduction)
 
 
-def _nca_of_positives(
-    embeddings: Tensor,
-    labels: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    world: World = ALONE,
-) -> Tensor:
-    """Return :func:`contrastive_zoo.nca`, or NaN, the mean of nothing, if all of several samples have no positive."""
-    z, ids, shards = begin_labelled(
-        "NCA", embeddings, labels, temperature=temperature, normalize=normalize, reduction=reduction, world=world
-    )
-    loss = BlockLoss(NCA.block_function, temperature=temperature)
-    value = sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
-    if reduction != "mean" or shards.total == 1:
-        return value
-    all_ids = gather_rows(ids, shards, world)
-    return value if len(all_ids.unique()) < len(all_ids) else value + torch.nan
-
-
 @named_as_its_base
-class _NCAOfPositives(NCA, function=_nca_of_positives, block_function=NCA.block_function):
-    """The module of :func:`_nca_of_positives`."""
+class _NCAOfPositives(NCA):
+    """:class:`NCA`, or NaN, the mean of nothing, if all of several samples have no positive."""
+
+    def compute(self, batch: Batch) -> Tensor:
+        value = super().compute(batch)
+        if self.reduction != "mean" or batch.total == 1:
+            return value
+        all_ids = batch.gathered(batch.int64(batch.rows["labels"]))
+        return value if len(all_ids.unique()) < len(all_ids) else value + torch.nan
 
 
 # ---------------------------------------------------------------------------------------------------------- ranked list
@@ -151,21 +120,9 @@ def vicreg(loss: Any) -> VICReg:
     return _VICRegOfTwo(**number_settings(loss, "eps", **renamed))
 
 
-def _vicreg_of_two(
-    view1: Tensor,
-    view2: Tensor,
-    *,
-    invariance: float = 25.0,
-    variance: float = 25.0,
-    covariance: float = 1.0,
-    eps: float = 1e-4,
-    world: World = ALONE,
-) -> Tensor:
-    """Return :func:`contrastive_zoo.vicreg`, or NaN for a single sample, which has no variance."""
-    weights: Settings = {"invariance": invariance, "variance": variance, "covariance": covariance, "eps": eps}
-    return vicreg_over(view1, view2, degrees=lambda count: count - 1, gamma=1.0, **weights, world=world)
-
-
 @named_as_its_base
-class _VICRegOfTwo(VICReg, function=_vicreg_of_two):
-    """The module of :func:`_vicreg_of_two`."""
+class _VICRegOfTwo(VICReg):
+    """:class:`VICReg`, or NaN for a single sample, which has no variance."""
+
+    def degrees(self, count: int) -> int:
+        return count - 1

@@ -24,8 +24,8 @@ from contrastive_zoo.adapters.pml_native.settings import (
     spelled,
 )
 from contrastive_zoo.adapters.pml_native.variants import ZeroBelowCount, named_as_its_base
+from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, run
-from contrastive_zoo.engine.rowwise import AnchorBlock
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.contrastive import Contrastive
 from contrastive_zoo.losses.lifted_structure import LiftedStructure
@@ -207,7 +207,8 @@ def margin(loss: Any) -> Margin:
         nu=float(loss.nu) if loss.learn_beta else 0.0,
         **euclidean_settings(loss),
     )
-    native.beta.data = loss.beta.detach().clone().reshape(native.beta.shape)
+    beta = native.get_parameter("beta")
+    beta.data = loss.beta.detach().clone().reshape(beta.shape)
     return native
 
 

@@ -136,7 +136,7 @@ REFUSED: dict[type, str] = {
     losses.GeneralizedLiftedStructureLoss: "anchors without a positive count with the half of the formula they have.",
     losses.GenericPairLoss: NO_LOSS,
     losses.HistogramLoss: _by_hand("Histogram"),
-    losses.InstanceLoss: "InstanceLoss of this library is another function, a classifier of instances.",
+    losses.InstanceLoss: "Instance of this library is another function, a classifier of instances.",
     losses.IntraPairVarianceLoss: _by_hand("IntraPairVariance"),
     losses.LargeMarginSoftmaxLoss: _by_hand("LargeMarginSoftmax"),
     losses.ManifoldLoss: "this library has no such formula.",

@@ -5,19 +5,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import traced_as
-from contrastive_zoo.loss_base.graph_operator import GraphModule
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.row_loss import RowLoss
-from contrastive_zoo.world import World
 
 K = TypeVar("K", bound=type[Loss])
 
 
 def named_as_its_base(cls: K) -> K:
     """Give a variant the name of the public loss that it derives from: errors and ``repr`` then name a loss users know."""
-    cls.__name__ = next(x.__name__ for x in cls.__mro__ if x.__name__[0] != "_")
+    cls.__name__ = cls.__bases__[-1].__name__  # after any mixin
     return cls
 
 
@@ -28,13 +25,11 @@ class ZeroBelowCount(RowLoss):
         """Blocks are counted as they are computed, which happens several times in a ring."""
         return False
 
-    @traced_as(GraphModule.traced_forward)
-    def forward(self, *rows: Tensor, world: World | None = None, **named_rows: Tensor) -> Tensor:
-        world = self.local() if world is None else world
+    def compute(self, batch: Batch) -> Tensor:
         self._counts: list[Tensor] = []
-        value = super().forward(*rows, world=world, **named_rows)
+        value = super().compute(batch)
         counts, self._counts = torch.stack([value.new_zeros(2, dtype=torch.long), *self._counts]).sum(0), []
-        return value * ~self.is_zero(sum_over_ranks(counts, gradient="complete", world=world))
+        return value * ~self.is_zero(batch.sum(counts, gradient="complete"))
 
     def count(self, first: Tensor, second: Tensor) -> None:
         """Add a block's share of the two counts."""

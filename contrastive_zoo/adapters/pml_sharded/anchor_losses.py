@@ -15,7 +15,7 @@ from contrastive_zoo.adapters.pml_sharded.anchor_batch import AnchorBatch, Indic
 from contrastive_zoo.adapters.pml_sharded.mining import miner_weights
 from contrastive_zoo.adapters.pml_sharded.reducers import already_averaged
 from contrastive_zoo.collectives import all_gather, gather_rows, sum_over_ranks
-from contrastive_zoo.engine.class_pairs import class_numbers
+from contrastive_zoo.engine.anchor_block import class_numbers
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.losses.fast_ap import FastAP

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.adapters.pml_sharded.anchor_batch import AnchorBatch, Info
 from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.devices import sum_dtype
-from contrastive_zoo.engine.reduction import mean_divisor
+from contrastive_zoo.engine.batch import mean_divisor
+from contrastive_zoo.engine.precision import sum_dtype
 
 
 def reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, *, connected: Sequence[Tensor]) -> Tensor:

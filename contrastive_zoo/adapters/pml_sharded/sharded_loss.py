@@ -14,7 +14,6 @@ from contrastive_zoo.adapters.pml_sharded.mining import local_indices, mined
 from contrastive_zoo.adapters.pml_sharded.reducers import reduced
 from contrastive_zoo.adapters.pml_sharded.refusals import arguments_problem, refusal
 from contrastive_zoo.collectives import replicated
-from contrastive_zoo.loss_base.preparation import sample_indices
 from contrastive_zoo.world import Shards, World
 
 
@@ -98,10 +97,10 @@ def _labelled_views(
     """Return two views of the same samples as embeddings whose labels are the samples' numbers."""
     view1, view2, shard = arguments["embeddings"], arguments["ref_emb"], shards["embeddings"]
     if symmetric:
-        labels = sample_indices(shard, view1, views=2)
+        labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device).repeat(2)
         return {"embeddings": torch.cat([view1, view2]), "labels": labels}, dict.fromkeys(
             ("embeddings", "labels"), shard.times(2)
         )
-    labels = sample_indices(shard, view1)
+    labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device)
     found = {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
     return found, dict.fromkeys(found, shard)

@@ -1,21 +1,16 @@
-"""Turn a function of one block of anchors into a loss over all anchors."""
+"""Turn a function of one block of anchors, and its settings, into the module that the row-wise engine takes."""
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.reduction import Reduction
+from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
-from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import real
-from contrastive_zoo.loss_base.preparation import begin_labelled
-from contrastive_zoo.world import World
 
 Average = Literal["anchors", "pairs"]
 """What a mean is taken over."""
@@ -41,7 +36,6 @@ class BlockLoss(nn.Module):
 
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor] | Rows], **settings: Any) -> None:
         super().__init__()
-        settings = {name: real(x) for name, x in settings.items()}
         self.learnable = [name for name, x in settings.items() if isinstance(x, Tensor)]
         self.graph_kind = getattr(function, "__code__", type(function))
         self.yields = inspect.isgeneratorfunction(function)
@@ -60,68 +54,6 @@ class BlockLoss(nn.Module):
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor] | Rows:
         """Call the function with its settings."""
         return self.function(block, **{name: getattr(self, name) for name in self.learnable})
-
-
-class LabelledLoss(Loss):
-    """A function of labelled embeddings that is a sum over anchors of ``block_function(block, **settings)``.
-
-    A class that is declared with its block function, as in
-    ``class NCA(LabelledLoss, function=nca, block_function=_neighbours)``, can also compare anchors with candidates that
-    are no anchors, such as those of a memory.
-
-    Examples:
-        >>> import torch
-        >>> from contrastive_zoo.losses.nca import NCA
-        >>> NCA(temperature=torch.tensor(2.0)).block_loss().learnable
-        ['temperature']
-    """
-
-    block_function: ClassVar[Callable[..., tuple[Tensor, Tensor] | Rows]]
-
-    def __init_subclass__(
-        cls, block_function: Callable[..., tuple[Tensor, Tensor] | Rows] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init_subclass__(**kwargs)
-        if block_function is not None:
-            cls.block_function = staticmethod(block_function)
-
-    def can_ring(self) -> bool:
-        return inspect.isgeneratorfunction(type(self).block_function)
-
-    def block_loss(self) -> BlockLoss:
-        """Return ``block_function`` with those of the current settings that it takes."""
-        function = type(self).block_function
-        taken = inspect.signature(function).parameters
-        return BlockLoss(function, **{name: x for name, x in self.settings().items() if name in taken})
-
-
-def sum_over_labelled_anchors(
-    caller: str,
-    block_function: Callable[..., tuple[Tensor, Tensor] | Rows],
-    embeddings: Float[Tensor, "n d"],
-    labels: Int[Tensor, " n"] | None,
-    *,
-    normalize: bool = True,
-    reduction: Reduction,
-    problem: str | None = None,
-    world: World,
-    **settings: Any,
-) -> Float[Tensor, "..."]:
-    """Check and prepare labelled embeddings, and return ``block_function(block, **settings)`` reduced over all anchors.
-
-    Examples:
-        >>> import torch
-        >>> from contrastive_zoo.world import ALONE
-        >>> nearest = lambda block, t: ((block.anchors @ block.candidates.T).amax(1) / t, block.negative.any(1))
-        >>> call = {"reduction": "mean", "t": 2.0, "world": ALONE}
-        >>> sum_over_labelled_anchors("Loss", nearest, torch.eye(2), torch.arange(2), **call)
-        tensor(0.5000)
-    """
-    z, ids, shards = begin_labelled(
-        caller, embeddings, labels, normalize=normalize, reduction=reduction, problem=problem, world=world, **settings
-    )
-    loss = BlockLoss(block_function, **settings)
-    return sum_over_anchors(loss, z, ids, shards=shards, reduction=reduction, world=world)
 
 
 def info_nce_per_positive(

@@ -1,0 +1,243 @@
+"""The batch that a loss is computed from: its embeddings by name, their split over ranks, and the step's settings."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from contrastive_zoo.collectives import (
+    Gradient,
+    all_gather,
+    derived,
+    extreme_over_ranks,
+    gather_rows,
+    replicated,
+    scale_gradient,
+    sum_over_ranks,
+)
+from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, is_dense, is_small_batch
+from contrastive_zoo.engine.precision import at_least_float32, rounded, sum_dtype, unit_rows
+from contrastive_zoo.session import Session
+from contrastive_zoo.world import ALONE, Shards, World
+
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def reduce_anchors(
+    losses: Float[Tensor, " n"] | Float[Tensor, "n k"],
+    valid: Shaped[Tensor, " n"] | Shaped[Tensor, "n k"] | None = None,
+    *,
+    reduction: Reduction = "mean",
+    world: World,
+) -> Float[Tensor, "..."]:
+    """Return Σ losses / Σ valid over all ranks' anchors (``"mean"``), the sum (``"sum"``), or local losses (``"none"``).
+
+    An anchor that is not valid does not count and gets no gradient. Without a valid anchor the result is a zero that is
+    connected to the graph, so that every rank takes part in the collectives of the backward pass. ``valid`` may also
+    count the pairs of an anchor whose loss is a sum over pairs: the mean is then one over pairs. A count may be tiny,
+    to add the anchor's loss to the sum only; a mean over such anchors alone is 0. Columns are separate terms: the
+    result is the sum of their means.
+
+    Args:
+        losses: losses of the local anchors.
+        valid: whether an anchor counts, or how many times; None counts each once.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        world: the ranks that hold anchors.
+
+    Examples:
+        >>> from contrastive_zoo.world import ALONE
+        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), world=ALONE)
+        tensor(2.)
+        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 3, 0]), world=ALONE)   # 4 / 4
+        tensor(1.)
+    """
+    if valid is not None:
+        losses = losses.where(valid > 0, 0)
+    if reduction == "none":
+        return losses if losses.ndim == 1 else losses.sum(1)
+    if valid is None and world.size == 1 and reduction == "mean" and is_small_batch(len(losses)):
+        return losses.mean() if losses.ndim == 1 else losses.mean(0).sum()
+    total = losses.sum(0, dtype=sum_dtype(losses))
+    count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=sum_dtype(losses))
+    total = torch.stack([total, count])
+    # every rank derives the same value from the sum, so the gradient on each rank is already complete
+    total, count = sum_over_ranks(total, gradient="complete", world=world).unbind()
+    return (total if reduction == "sum" else total / mean_divisor(count.detach())).sum().to(losses.dtype)
+
+
+def mean_divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """Return the divisor of a mean: the count, at least 1, or infinity if nothing counts.
+
+    Examples:
+        >>> mean_divisor(torch.tensor([3.0, 0.0, 1e-38]))
+        tensor([3., inf, inf])
+    """
+    return count.clamp(min=1).where(count > _NEGLIGIBLE_COUNT, torch.inf)
+
+
+_NEGLIGIBLE_COUNT = 2.0**-100
+"""Total count of 2²⁶ anchors that each count 2⁻¹²⁶ times, float32's smallest normal number."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A member's view of the batch of a sum of losses.
+
+    Args:
+        names: the name in the sum's batch, by the member's own name of its tensors.
+        parts: those of the member's own members.
+        host: what the host has read of the member's tensors.
+        name: of the member.
+    """
+
+    names: Mapping[str, str]
+    parts: Sequence["Part"] = ()
+    host: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What all ranks have agreed to compute a loss from; its methods are all that a formula needs of other ranks.
+
+    Args:
+        rows: the local tensors by name; those of all ranks where every process computes all of the loss.
+        shards: the split of each of them over ``world``.
+        settings: the values of the loss's settings in this step.
+        world: the processes that compute the loss together.
+        kernels: whether Triton kernels compute it.
+        own: which of the first of ``rows`` are this rank's, if others are, too; those need no gradient. None: all.
+        parts: the views of the members of a sum of losses.
+        host: what the host has read of the tensors.
+        name: of the loss, the first word of its errors.
+
+    Examples:
+        >>> batch = Batch({"embeddings": torch.tensor([[3.0, 4.0]])}, {"embeddings": Shards((1,))})
+        >>> batch.total, batch.prepared(batch.first, normalize=True)
+        (1, tensor([[0.6000, 0.8000]]))
+    """
+
+    rows: Mapping[str, Tensor]
+    shards: Mapping[str, Shards]
+    settings: SimpleNamespace = field(default_factory=SimpleNamespace)
+    world: World = ALONE
+    kernels: Kernels = NO_KERNELS
+    own: slice | None = None
+    parts: Sequence[Part] = ()
+    host: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "Loss"
+
+    @property
+    def first(self) -> Tensor:
+        """The first of the tensors."""
+        return next(iter(self.rows.values()))
+
+    @property
+    def samples(self) -> Shards:
+        """The split of the first of the tensors over the ranks."""
+        return next(iter(self.shards.values()))
+
+    @property
+    def total(self) -> int:
+        """The number of samples of all ranks: rows of the first of the tensors."""
+        return self.samples.total
+
+    def member(self, index: int) -> "Batch":
+        """Return the batch of a member of a sum of losses."""
+        part = self.parts[index]
+        rows = {name: self.rows[merged] for name, merged in part.names.items()}
+        shards = {name: self.shards[merged] for name, merged in part.names.items()}
+        settings = self.settings.members[index]
+        return replace(
+            self, rows=rows, shards=shards, settings=settings, parts=part.parts, host=part.host, name=part.name
+        )
+
+    def prepared(self, rows: Tensor, *, normalize: bool) -> Tensor:
+        """Return rows in at least float32, normalised to unit length if asked; a zero row stays zero."""
+        return derived(_unit_rows if normalize else at_least_float32, rows, world=self.world)
+
+    def rounded(self, rows: Tensor, like: Tensor) -> Tensor:
+        """Return prepared rows, rounded to the dtype of ``like`` if that has 16 bits: 16-bit matmuls then lose nothing."""
+        return rows if is_dense() else derived(lambda x: rounded(x, like.dtype), rows, world=self.world)
+
+    def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return tensors of equal length one after the other."""
+        return derived(lambda *x: torch.cat(x), *rows, world=self.world)
+
+    def prefix(self, width: int) -> "Batch":
+        """Return the batch with the first features of each embedding only."""
+        return replace(self, rows={name: self._prefix(x, width) for name, x in self.rows.items()})
+
+    def _prefix(self, x: Tensor, width: int) -> Tensor:
+        if not is_embedding(x):
+            return x
+        return derived(lambda whole: whole[..., :width], x, world=self.world)
+
+    def int64(self, labels: Tensor) -> Tensor:
+        """Return labels as int64: bool cannot be sorted, and indexing treats uint8 as a mask."""
+        return labels if labels.dtype == torch.int64 else derived(lambda x: x.long(), labels, world=self.world)
+
+    def indices(self, name: str | None = None, *, times: int = 1) -> Tensor:
+        """Return the indices of the local samples among those of all ranks, ``times`` one after the other."""
+        shards = self.samples if name is None else self.shards[name]
+        return torch.arange(shards.start, shards.start + shards.size, device=self.first.device).repeat(times)
+
+    def gathered(self, rows: Tensor, shards: Shards | None = None) -> Tensor:
+        """Return the rows of all ranks, without gradient; do not write to them."""
+        return gather_rows(rows, self.samples if shards is None else shards, self.world)
+
+    def all_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, from which every rank computes the same: each gets the gradient of its own rows."""
+        return all_gather(rows, gradient="complete", shards=self.samples, process_group=self.world)
+
+    def sum(self, x: Tensor, *, gradient: Gradient) -> Tensor:
+        """Return the sum of ``x`` over ranks: ``"complete"`` if all of them compute the same from it, else ``"partial"``."""
+        return sum_over_ranks(x, gradient=gradient, world=self.world)
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """Return the largest ``x`` of all ranks, element by element, without gradient."""
+        return extreme_over_ranks(x, "max", self.world)
+
+    def log_sum_exp(self, x: Tensor, *, gradient: Gradient) -> Tensor:
+        """Return the elementwise ``logsumexp`` of ``x`` over ranks; it may be −inf on some of them, but not on all."""
+        top = self.maximum(x.detach())
+        return top + self.sum((x - top).exp(), gradient=gradient).log()
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Return a parameter for use with local rows: its gradient is summed over ranks."""
+        return replicated(x, process_group=self.world)
+
+    def sharded(self, x: Tensor) -> Tensor:
+        """Return a parameter of which each rank holds another part: no trainer adds up its gradients."""
+        factor = self.world.options.sharded_factor if isinstance(self.world, Session) else 1.0
+        scaled: Tensor = scale_gradient(x, factor)
+        return scaled
+
+    def scale(self, temperature: float | Tensor) -> float | Tensor:
+        """Return 1 / temperature; a tensor gets the gradient of all ranks, each of which uses it for its local rows."""
+        return 1 / at_least_float32(self.shared(temperature)) if isinstance(temperature, Tensor) else 1 / temperature
+
+    def reduce(
+        self, losses: Float[Tensor, " n"], valid: Tensor | None = None, *, reduction: Reduction = "mean"
+    ) -> Float[Tensor, "..."]:
+        """Return Σ losses / Σ valid over the anchors of all ranks, their sum, or the local losses."""
+        return reduce_anchors(losses, valid, reduction=reduction, world=self.world)
+
+
+def _unit_rows(rows: Tensor) -> Tensor:
+    return unit_rows(at_least_float32(rows))
+
+
+def is_embedding(x: Tensor) -> bool:
+    """Return whether a tensor holds features, in its last dimension.
+
+    Examples:
+        >>> is_embedding(torch.ones(2, 3)), is_embedding(torch.arange(2))
+        (True, False)
+    """
+    return x.is_floating_point() and x.ndim > 1

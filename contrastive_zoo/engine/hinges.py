@@ -1,0 +1,168 @@
+"""Sum over an anchor's positives one by one, and over its triplets without holding one.
+
+A hinge's sum needs only how often each pair is active: N log N work an anchor, even for all of its N² triplets.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from contrastive_zoo import devices
+from contrastive_zoo.compiling import traced_as
+from contrastive_zoo.engine.implementation import dense, is_dense
+from contrastive_zoo.engine.masked import READS_COUNTS, masked_indices
+
+
+def hinge_sums(
+    distance: Float[Tensor, "c N"],
+    positive: Bool[Tensor, "c N"],
+    negative: Bool[Tensor, "c N"],
+    margin: float | Tensor,
+    *,
+    semi_hard: bool,
+) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
+    """Return Σ (D_ip + margin − D_in) over each anchor's active triplets, and their number.
+
+    Args:
+        distance: D of anchors and candidates.
+        positive: which candidates are positives.
+        negative: which are negatives.
+        margin: of the hinge.
+        semi_hard: whether only triplets with D_ip < D_in count.
+
+    Examples:
+        >>> distance, is_first = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]])
+        >>> hinge_sums(distance, is_first, ~is_first, 1.5, semi_hard=False)
+        (tensor([0.5000]), tensor([1.]))
+    """
+    if devices.on_cpu(distance):
+        return _of_listed_positives(distance, positive, negative, margin, semi_hard)
+    # as many thresholds as candidates: the number of positives is not read
+    positives = distance.where(positive, -torch.inf).sort(1).values
+    return _active_sums(positives, distance, negative, margin, semi_hard)
+
+
+def soft_sums(
+    penalty: Callable[[Tensor], Tensor],
+    distance: Float[Tensor, "c N"],
+    negative: Bool[Tensor, "c N"],
+    margin: float | Tensor,
+    *,
+    semi_hard: bool,
+) -> Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]]:
+    """Return a function of one positive of each anchor, which sums the penalties of its triplets.
+
+    Args:
+        penalty: of D_ip − D_in.
+        distance: D of anchors and candidates.
+        negative: which candidates are negatives.
+        margin: of semi-hard triplets.
+        semi_hard: whether only triplets with D_ip < D_in < D_ip + margin count.
+
+    Examples:
+        >>> distance, is_first = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]])
+        >>> soft_sums(torch.exp, distance, ~is_first, 0.0, semi_hard=False)(torch.tensor([[0]]))
+        tensor([0.3679])
+    """
+    negatives = distance.where(negative, torch.inf)
+
+    def of(p: Tensor) -> Tensor:
+        positives = distance.gather(1, p)
+        values = penalty(positives - negatives)
+        if semi_hard:
+            values = values.where((negatives > positives) & (negatives < positives + margin), 0)
+        return values.sum(1)
+
+    return of
+
+
+@traced_as(lambda *args, **named: READS_COUNTS)
+def _of_listed_positives(
+    distance: Tensor, positive: Tensor, negative: Tensor, margin: float | Tensor, semi_hard: bool
+) -> tuple[Tensor, Tensor]:
+    columns, present = masked_indices(positive)
+    positives = distance.gather(1, columns).where(present, -torch.inf).sort(1).values
+    return _active_sums(positives, distance, negative, margin, semi_hard)
+
+
+def _active_sums(
+    positives: Tensor, distance: Tensor, negative: Tensor, margin: float | Tensor, semi_hard: bool
+) -> tuple[Tensor, Tensor]:
+    """Return sums and numbers, given each anchor's ascending distances to positives, after −inf in place of others."""
+    with torch.no_grad():
+        negatives = distance.where(negative, torch.inf)
+        of_positive, of_negative = _active(positives + margin, negatives, torch.lt)
+        if semi_hard:
+            harder = _active(positives, negatives, torch.le)
+            of_positive, of_negative = of_positive - harder[0], of_negative - harder[1]
+    positive_term = (of_positive * (positives + margin).where(of_positive > 0, 0)).sum(1)
+    return positive_term - (of_negative * distance).sum(1), of_negative.sum(1)
+
+
+def _active(thresholds: Tensor, negatives: Tensor, below: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the number of negatives below each ascending threshold, and of thresholds above each negative."""
+    if not devices.on_cpu(negatives) or thresholds.shape[1] > _SEARCH_THRESHOLDS:
+        lowest = torch.searchsorted(thresholds, negatives, right=below is torch.lt)
+        ones = thresholds.new_ones(()).expand_as(negatives)
+        counts_below = thresholds.new_zeros(len(thresholds), thresholds.shape[1] + 1)
+        counts_below = counts_below.scatter_add_(1, lowest, ones).cumsum(1)
+        return counts_below[:, :-1], (thresholds.shape[1] - lowest).to(thresholds.dtype)
+    counts_below, above, hit = torch.empty_like(thresholds), torch.zeros_like(negatives), torch.empty_like(negatives)
+    for threshold, count in zip(thresholds.unbind(1), counts_below.unbind(1), strict=True):
+        above += below(negatives, threshold[:, None], out=hit)
+        count.copy_(hit.sum(1))
+    return counts_below, above
+
+
+_SEARCH_THRESHOLDS = 128
+"""Number of thresholds from which on a binary search is faster than comparing with one after another."""
+
+
+@traced_as(lambda *args, **named: READS_COUNTS)
+def sum_over_positives(
+    term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"], most: int | None = None
+) -> Float[Tensor, " c"]:
+    """Return Σ over each anchor's positives p of ``term(p)``; a term may make c × N matrices, of which one lives at a time.
+
+    ``term`` is called with the first positive of each anchor, then with the second of each, and so on. The backward
+    pass recomputes each term. ``most`` is a number that no anchor's positives exceed; None counts them.
+
+    Examples:
+        >>> x = torch.tensor([[1.0, 2.0, 4.0]])
+        >>> sum_over_positives(lambda p: x.gather(1, p)[:, 0], torch.tensor([[True, False, True]]))
+        tensor([5.])
+    """
+    columns, present = masked_indices(positive, most)
+    if not columns.shape[1]:  # one call of padding alone keeps the sum connected to the graph
+        columns, present = columns.new_zeros(len(columns), 1), present.new_zeros(len(present), 1)
+    # the mode of the forward pass, wherever backward() is called
+    context = partial(_ReentrantContext, dense if is_dense() else nullcontext)
+    total: Tensor | float = 0.0
+    for column, counts in zip(columns.split(1, dim=1), present.split(1, dim=1), strict=True):
+        value: Tensor = checkpoint(
+            term, column, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (context(), context())
+        )
+        total = total + value.where(counts[:, 0], 0)
+    assert isinstance(total, Tensor)
+    return total
+
+
+class _ReentrantContext(AbstractContextManager[None]):
+    """Enter a new context from ``make`` each time: every order of derivatives recomputes a term in the same mode."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make = make
+        self.entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self.entered.append(self.make())
+        self.entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.entered.pop().__exit__(*error)

@@ -1,0 +1,317 @@
+"""Fields: a loss's settings are annotated attributes of its class, which are also what is checked and compared."""
+# No `from __future__ import annotations` here or in the losses: annotations are read as objects.
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
+from itertools import starmap
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+from typing_extensions import dataclass_transform
+
+from contrastive_zoo.loss_base.checks import flag_problem, is_number, number_problem, word_problem
+from contrastive_zoo.loss_base.numbers import real
+
+
+class Bounds(NamedTuple):
+    """The bounds of a number, and how an error says them; a setting with bounds may also be a tensor or a module.
+
+    Args:
+        rule: what the number must be, in words; None lists the bounds.
+        fix: what to pass instead.
+        above: exclusive lower bound.
+        below: exclusive upper bound.
+        low: inclusive lower bound.
+        high: inclusive upper bound.
+        finite: whether infinities are refused.
+        whole: whether it is an integer.
+        several: whether a tensor may hold any number of them.
+
+    Examples:
+        >>> Bounds("momentum is in [0, 1]", low=0, high=1).problem("momentum", 2.0)
+        'momentum is in [0, 1], got 2.0.'
+    """
+
+    rule: str | None = None
+    fix: str = ""
+    above: float | None = None
+    below: float | None = None
+    low: float | None = None
+    high: float | None = None
+    finite: bool = True
+    whole: bool = False
+    several: bool = False
+
+    def problem(self, name: str, value: object) -> str | None:
+        """Return what is wrong with a value, in words; None if it is within the bounds."""
+        rule, fix, above, below, low, high, finite, whole, several = self
+        if is_number(value, above=above, below=below, low=low, high=high, finite=finite, whole=whole, several=several):
+            return None
+        limits = dict(zip(self._fields[2:], self[2:], strict=True))
+        return number_problem(rule, fix, **limits, **{name: value})
+
+
+Number = Annotated[float, Bounds()]
+Positive = Annotated[float, Bounds(above=0)]
+NonNegative = Annotated[float, Bounds(low=0)]
+Share = Annotated[float, Bounds(low=0, high=1)]
+Size = Annotated[int, Bounds(low=1, whole=True)]
+Temperature = Annotated[float | Tensor | nn.Module, Bounds(fix="For a logit scale s pass temperature=1/s.", above=0)]
+"""A number is constant; a tensor, or a module that returns one, such as :class:`LearnableTemperature`, is learnable."""
+Learnable = Annotated[float | Tensor | nn.Module, Bounds()]
+"""Any finite number, by the same rule."""
+Bins = Annotated[int, Bounds(f"num_bins is an integer, 1 … {2**24}", low=1, high=2**24, whole=True)]
+"""A number of bins of a histogram: float32 resolves no more than 2²⁴ of them."""
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Evaluated(NamedTuple):
+    """The values of a loss's settings in one step.
+
+    Args:
+        values: by name.
+        computed: those that modules have returned.
+        problem: what is wrong with these, in words; None if nothing is.
+    """
+
+    values: SimpleNamespace
+    computed: dict[str, Any]
+    problem: str | None
+
+
+_MISSING: Any = inspect.Parameter.empty
+
+
+class Field(NamedTuple):
+    """How a setting reaches the constructor.
+
+    Args:
+        default: its value if it is not passed; missing for a required one.
+        factory: returns the default, if each loss needs its own.
+        init: whether the constructor takes it; otherwise ``__post_init__`` makes it.
+        kw_only: whether it is passed by name only.
+    """
+
+    default: Any = _MISSING
+    factory: Callable[[], Any] | None = None
+    init: bool = True
+    kw_only: bool = True
+
+    def value(self) -> Any:
+        """Return the default."""
+        return self.default if self.factory is None else self.factory()
+
+
+def field(
+    *, default: Any = _MISSING, factory: Callable[[], Any] | None = None, init: bool = True, kw_only: bool = True
+) -> Any:
+    """Declare a setting that is required, positional, made by the constructor, or has a default of its own for each loss.
+
+    Examples:
+        >>> class Scaled(Settings):
+        ...     size: Size = field(kw_only=False)
+        >>> Scaled(3)
+        Scaled(size=3)
+    """
+    return Field(default, factory, init, kw_only)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+class Settings(nn.Module):
+    """A module whose annotated class attributes are its settings, keyword-only arguments of its constructor.
+
+    An annotation says what a value may be: ``bool``, a ``Literal`` of words, or ``Annotated[float, Bounds(...)]``. A setting
+    is an attribute like any other: it may be set later, and is checked again at the next call. A rule between several
+    settings extends :meth:`settings_problem`. What a loss makes of its settings, it makes in ``__post_init__``.
+
+    Raises:
+        TypeError: a setting that the class does not have, or a required one that is missing.
+        ValueError: a setting of the wrong type, or out of its bounds.
+
+    Examples:
+        >>> class Scaled(Settings):
+        ...     scale: Positive = 1.0
+        >>> Scaled(scale=2.0)
+        Scaled(scale=2.0)
+        >>> Scaled(scale=-1.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: Scaled: scale must be positive and finite, got -1.0.
+    """
+
+    fields: ClassVar[dict[str, Field]] = {}
+    calls_modules: ClassVar[bool] = True
+    """Whether a module as a number is called once a step, by this class; otherwise the loss calls it, where it says so."""
+    _own_fields: ClassVar[dict[str, Field]] = {}
+    """Those that the class itself declares."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        held, inherited = vars(cls), dict[str, Field]()
+        for base in cls.__mro__[1:]:  # each one's own: the second of two bases may redefine what both inherit
+            inherited = {**inherited, **vars(base).get("_own_fields", {}), **inherited}
+        declared = [name for name, hint in inspect.get_annotations(cls).items() if name in held and not _of_class(hint)]
+        redefined = [name for name in inherited if name in held and name not in declared]
+        own = {name: x if isinstance(x := held[name], Field) else Field(x) for name in (*declared, *redefined)}
+        cls._own_fields = own
+        new = {name: x for name, x in own.items() if name not in inherited}
+        old = {name: own.get(name, x) for name, x in inherited.items()}
+        cls.fields = dict(sorted({**new, **old}.items(), key=lambda entry: entry[1].kw_only))
+        for name in own:  # nn.Module finds parameters and submodules only where the class has no such attribute
+            delattr(cls, name)
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__()
+        settings = self._by_name(args, settings)
+        for name, of_field in self.fields.items():
+            if name in settings or of_field.init:
+                value = settings[name] if name in settings else of_field.value()
+                setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+        checks = _checks(type(self))  # type: ignore[arg-type]  # mypy takes a class for its instance
+        modules = {name: x for name, x in self._modules.items() if name in checks and x is not None}
+        problem = self.settings_problem() or next(filter(None, starmap(_module_problem, modules.items())), None)
+        if problem is not None:
+            raise ValueError(f"{type(self).__name__}: {problem}")
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Make what follows from the settings: parameters, buffers, submodules."""
+
+    def _by_name(self, args: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the constructor by name."""
+        kind = type(self).__name__
+        taken = {name: x for name, x in self.fields.items() if x.init}
+        positional = [name for name, x in taken.items() if not x.kw_only]
+        if len(args) > len(positional):
+            raise TypeError(f"{kind} takes {len(positional)} positional arguments, got {len(args)}.")
+        if unknown := settings.keys() - taken.keys():
+            raise TypeError(f"{kind} has no setting {min(unknown)!r}. It has: {', '.join(taken)}.")
+        named = dict(zip(positional, args, strict=False))
+        if twice := named.keys() & settings.keys():
+            raise TypeError(f"{kind} got two values of {min(twice)!r}.")
+        settings = {**named, **settings}
+        missing = [
+            name for name, x in taken.items() if x.default is _MISSING and x.factory is None and name not in settings
+        ]
+        if missing:
+            raise TypeError(f"{kind} needs a value of {missing[0]!r}.")
+        return settings
+
+    def settings_problem(self) -> str | None:
+        """Return what is wrong with the present settings, or None; a rule between several settings extends this."""
+        for name, check in _checks(type(self)).items():  # type: ignore[arg-type]  # mypy takes a class for its instance
+            value = getattr(self, name, None) if name not in self.__dict__ else self.__dict__[name]
+            if type(value) in _PLAIN:
+                problem = _plain_problem(type(self), name, value)  # type: ignore[arg-type]  # as above
+            elif isinstance(value, nn.Module) and check.may_be_module(always=self.calls_modules):
+                problem = None  # its value is checked at the call
+            else:
+                problem = check(name, value)
+            if problem is not None:
+                return problem
+        return None
+
+    def evaluated(self) -> Evaluated:
+        """Return the values of all settings in one step; a module is called once.
+
+        A tensor [1] becomes a number []: it would change the shape of what it is multiplied with. 1 becomes 1.0, and a
+        setting of NumPy becomes Python's.
+        """
+        values, problem, checks = SimpleNamespace(), None, _checks(type(self))  # type: ignore[arg-type]  # mypy takes a class for its instance
+        computed: dict[str, Any] = {}
+        present, now = self.__dict__, values.__dict__
+        for name in self.fields:
+            value = present[name] if name in present else getattr(self, name, None)
+            if isinstance(value, np.generic):  # it would compute in a precision of its own
+                value = present[name] = value.item()
+            bounds = checks[name].bounds if name in checks else None
+            if bounds is not None and type(value) is not float and value is not None:
+                if isinstance(value, nn.Module) and self.calls_modules:
+                    value = computed[name] = value()
+                    problem = problem or bounds.problem(name, value)
+                value = value if bounds.whole else real(value)
+            now[name] = value
+        return Evaluated(values, computed, problem)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._shown())
+
+    def _shown(self) -> Iterator[tuple[str, Any]]:
+        """Yield the settings that the representation shows; modules and parameters stand below."""
+        for name, of_field in self.fields.items():
+            if of_field.init and name in self.__dict__ and not (name == "check_finite" and self.__dict__[name] is True):
+                yield name, self.__dict__[name]
+
+
+_PLAIN = frozenset({float, int, bool, str, type(None)})
+"""Types of values that never change, and are hashable: their checks are remembered."""
+
+
+class Check(NamedTuple):
+    """What an annotation says of a value: a Literal's words, a number's bounds, a flag; and whether None is allowed."""
+
+    kind: Any
+    bounds: Bounds | None = None
+    optional: bool = False
+
+    def may_be_module(self, *, always: bool) -> bool:
+        """Return whether a module may stand for the number: always, or where the annotation says so."""
+        may_be = self.bounds is not None and not self.bounds.whole
+        return may_be and (always or nn.Module in typing.get_args(self.kind))
+
+    def __call__(self, name: str, value: object) -> str | None:
+        if value is None and self.optional:
+            return None
+        if self.bounds is not None:
+            return self.bounds.problem(name, value)
+        if self.kind is bool:
+            return flag_problem(**{name: value})
+        return word_problem(name, value, self.kind, one_of=len(typing.get_args(self.kind)) > 2)
+
+
+@cache
+def _checks(kind: Any) -> dict[str, Check]:
+    """Return the checks of a class's fields by name; a field of any other type has none."""
+    try:
+        hints = typing.get_type_hints(kind, include_extras=True)
+    except NameError:  # a user's annotation, as text, names what only its own function knows
+        return {}
+    found = {name: _check_of(hints[name]) for name in kind.fields if name in hints}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _check_of(hint: Any) -> Check | None:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, UnionType):
+        present = [x for x in typing.get_args(hint) if x is not type(None)]
+        check = _check_of(present[0]) if len(present) == 1 else None
+        return None if check is None else check._replace(optional=True)
+    if origin is Annotated:
+        bounds = next((x for x in hint.__metadata__ if isinstance(x, Bounds)), None)
+        return None if bounds is None else Check(hint.__origin__, bounds)
+    return Check(hint) if hint is bool or origin is Literal else None
+
+
+@lru_cache(4096, typed=True)
+def _plain_problem(kind: Any, name: str, value: object) -> str | None:
+    return _checks(kind)[name](name, value)
+
+
+def _of_class(hint: Any) -> bool:
+    """Return whether an annotation, maybe a text, is a ClassVar."""
+    is_text = isinstance(hint, str)
+    return hint.startswith(("ClassVar", "typing.ClassVar")) if is_text else typing.get_origin(hint) is ClassVar
+
+
+def _module_problem(name: str, module: nn.Module) -> str | None:
+    """Return why a module cannot be a setting, or None: it is called without arguments."""
+    try:
+        inspect.signature(module.forward).bind()
+    except TypeError:
+        got = f"got {type(module).__name__}"
+        return f"a module as {name} is called without arguments, as LearnableTemperature is, {got}."
+    return None
