@@ -49,9 +49,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def engines() -> None:
     """Engines also where plain autograd would be sooner done: in this process, not in the ranks."""
-    from contrastive_zoo.engine import dense_mode
+    from contrastive_zoo.engine import implementation
 
-    dense_mode.SMALL_BATCH_ELEMENTS = -1
+    implementation.SMALL_BATCH_ELEMENTS = -1
 
 
 @pytest.fixture(scope="session", autouse=True)

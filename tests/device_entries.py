@@ -134,7 +134,7 @@ def in_a_ring(put: Put) -> Any:
 def functions(put: Put) -> Any:
     (a, _), (b, _) = samples(), samples(seed=1)
     a, b = put(a).requires_grad_(), put(b)
-    value = cz.nt_xent(a, b, world=World.of()) + cz.vicreg(a, b, world=World.of())
+    value = cz.NTXent()(a, b, world=World.of()) + cz.VICReg()(a, b, world=World.of())
     return value, *torch.autograd.grad(value, a)
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.unit_rows import MIN_NORM
+from contrastive_zoo.engine.precision import MIN_NORM
 from tests.helpers import numbers
 from tests.zoo import Entry
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import linecache
+import sys
+import textwrap
 import types
 import warnings
 from collections.abc import Callable, Mapping
@@ -219,21 +222,31 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any] = MADE) -
     return Target(run, arguments, dimensions, tuple(x.name for x in parameters if x.default is None))
 
 
+def call_parameters(cls: type[Loss]) -> list[inspect.Parameter]:
+    """The parameters of a call with their shapes, which a class has for type checkers only; a RowLoss's are of labels."""
+    for base in (x for x in cls.__mro__ if x is not cz.RowLoss):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for x in (x for block in tree.body if isinstance(block, ast.If) for x in block.body):
+            found: dict[str, Any] = {}
+            exec(compile(ast.Module([x], []), base.__module__, "exec"), vars(sys.modules[base.__module__]), found)
+            if "__call__" in found:
+                return [y for y in parameters_of(found["__call__"]) if y.name != "self"]
+    raise AssertionError(f"{cls.__name__} says nowhere what it is called with: add __call__ under TYPE_CHECKING")
+
+
 def of_loss(cls: type[Loss]) -> Target:
     """A loss's constructor and one call."""
-    settings = of_function(cls)
-    function = getattr(cls, "function", None)
-    called = [x for x in parameters_of(function or cls.forward) if x.kind is not x.KEYWORD_ONLY and x.name != "self"]
-    if called and called[0].kind is inspect.Parameter.VAR_POSITIONAL and function is None:  # a RowLoss takes both forms
-        called = [x for x in parameters_of(cz.sup_con) if x.name in ("embeddings", "labels")]
+    defaults = {name: x.value() for name, x in cls.fields.items() if x.init and name not in SKIPPED}
+    settings = {name: MADE.get(name, x) for name, x in defaults.items()}
+    called = call_parameters(cls)
     arguments, dimensions = filled(called, {})
-    loss_names = [x for x in settings.arguments if x not in arguments]
+    loss_names = [x for x in settings if x not in arguments]
 
     def run(**named: Any) -> Any:
         loss = cls(**{name: named.pop(name) for name in loss_names if name in named})
         return loss(*[named[name] for name in arguments if name in named])
 
-    both = {**{name: settings.arguments[name] for name in loss_names}, **arguments}
+    both = {**{name: settings[name] for name in loss_names}, **arguments}
     return Target(run, both, dimensions, tuple(x.name for x in called if x.default is None))
 
 

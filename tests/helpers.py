@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.testing.worlds import Worlds
 
 EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -62,6 +64,21 @@ def split(x: Tensor, shards: Sequence[int]) -> list[Tensor]:
 def local_shard(x: Tensor, shards: Sequence[int]) -> Tensor:
     """Return the shard of this rank, as a leaf."""
     return split(x, shards)[dist.get_rank()].detach().clone()
+
+
+def called(kind: Callable[..., Callable[..., Tensor]], **fixed: Any) -> Callable[..., Tensor]:
+    """Return a function of the arguments of a call and of settings: the loss is constructed with these, and wrapped."""
+
+    def value(*rows: Tensor, wrap: Callable[[Any], Any] = lambda loss: loss, **settings: Any) -> Tensor:
+        return wrap(kind(**{**fixed, **settings}))(*rows)
+
+    return value
+
+
+def learnt(temperature: float, logit_bias: float | None = None) -> dict[str, Any]:
+    """Return settings of Clip, SigLIP and SupSigmoid that are parameters, as their defaults are."""
+    settings: dict[str, Any] = {"temperature": LearnableTemperature(temperature, max_scale=math.inf)}
+    return settings if logit_bias is None else {**settings, "logit_bias": nn.Parameter(torch.tensor([logit_bias]))}
 
 
 def later(loss: Any, **settings: Any) -> Any:

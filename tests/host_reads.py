@@ -1,6 +1,7 @@
 """Print how often a step of each loss reads values of the device: ``python -m tests.host_reads``, a table of the docs."""
 
 from collections import defaultdict
+from pathlib import Path
 from typing import NamedTuple
 
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -9,6 +10,11 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.simulated import send_from_device
 from tests.test_accelerated_ranks import ENTRIES, SHARDS, Steps, is_own
 from tests.zoo import Entry
+
+PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"
+
+OTHERS = "all others"
+"""What the table calls the losses that it does not name."""
 
 
 class Reads(NamedTuple):
@@ -52,13 +58,31 @@ OWN = [str(entry) for entry in ENTRIES if is_own(entry)]
 
 
 def table(reads: dict[str, tuple[Reads, Reads]]) -> str:
-    """Return the table: losses with equal numbers in one row."""
+    """Return the table: losses with equal numbers in one row, and of the most frequent numbers no names."""
     rows = defaultdict(list)
     for name, of_loss in sorted(reads.items()):
         rows[of_loss].append(name)
+    most = max(map(len, rows.values()))
     lines = ["| without checks | defaults | losses |", "|---|---|---|"]
-    lines += [f"| {off} | {on} | {'; '.join(names)} |" for (off, on), names in sorted(rows.items())]
+    lines += [
+        f"| {off} | {on} | {OTHERS if len(names) == most else '; '.join(names)} |"
+        for (off, on), names in sorted(rows.items())
+    ]
     return "\n".join(lines)
+
+
+def stated() -> dict[str, tuple[Reads, Reads]]:
+    """Return what the page says of every loss."""
+    lines = PAGE.read_text(encoding="utf-8").split("| without checks |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines]
+    named = {
+        name: (Reads(*map(int, off.split(" / "))), Reads(*map(int, on.split(" / "))))
+        for off, on, names in rows
+        for name in names.split("; ")
+    }
+    others = named.pop(OTHERS)
+    assert named.keys() <= set(OWN), f"{PAGE.name} names losses that are in no table tests/losses/zoo_*.py"
+    return {name: named.get(name, others) for name in OWN}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode
+from contrastive_zoo.engine import implementation
 from contrastive_zoo.engine.precision import at_least_float32
 from tests.simulated import device, put_by
 
@@ -95,15 +95,15 @@ def table() -> str:
     """Return the table: float32 / bfloat16, of the dense formula, of large batches' engines, and of a small batch."""
     lines = ["| loss | dense formula | engine of large batches | small batch | the same in `DistributedLoss` |"]
     lines.append("|---|---|---|---|---|")
-    elements = dense_mode.SMALL_BATCH_ELEMENTS
+    elements = implementation.SMALL_BATCH_ELEMENTS
     for name in LOSSES:
         cells = []
         for form, threshold in (("dense", 1), ("loss", -1), ("loss", 2**16), ("DistributedLoss", 2**16)):
-            dense_mode.SMALL_BATCH_ELEMENTS = threshold
+            implementation.SMALL_BATCH_ELEMENTS = threshold
             counts = [len(operators(name, dtype, form)) for dtype in (torch.float32, torch.bfloat16)]
             cells.append(" / ".join(map(str, counts)))
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    dense_mode.SMALL_BATCH_ELEMENTS = elements
+    implementation.SMALL_BATCH_ELEMENTS = elements
     return "\n".join(lines)
 
 

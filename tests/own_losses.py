@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.vectors.cases import CASES, LABELLED, SPLITS, VIEWS, WIDTH, Case
+from contrastive_zoo.vectors.cases import CASES, LABELLED, SPLITS, TOWERS, VIEWS, WIDTH, Case, of_entry
 from tests.zoo import BatchHard
 
 SIZE = 20
@@ -34,6 +36,11 @@ class OwnLoss:
         return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in shards.items()}
 
 
+def made(case: Case) -> Loss:
+    """Return the loss of a case; each has parameters of its own."""
+    return getattr(cz, case.loss)(**copy.deepcopy(case.settings))
+
+
 def memory(loss: Callable[[], Any]) -> Callable[[], Loss]:
     return lambda: cz.CrossBatchMemory(loss(), SIZE, WIDTH, dtype=torch.float64)
 
@@ -43,13 +50,8 @@ def squares(embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Ten
     return (embeddings.sum(0) - ref_emb.sum(0)).square().sum()
 
 
-TOWERS = CASES["info-nce"].kinds
-OF_CATALOGUE = {
-    name: OwnLoss(partial(getattr(cz, case.loss), **case.settings), case.kinds) for name, case in CASES.items()
-} | {
-    "sigreg": OwnLoss(lambda: cz.SIGReg(WIDTH), {"embeddings": "rows"}),
-    "lejepa": OwnLoss(lambda: cz.LeJEPA(WIDTH), VIEWS),
-}
+_DRAWING = (of_entry(entry) for entry in CATALOGUE.values() if entry.draws)
+OF_CATALOGUE = {case.name: OwnLoss(partial(made, case), case.kinds) for case in (*CASES.values(), *_DRAWING)}
 MEMORIES = {
     "memory of InfoNCE": OwnLoss(memory(cz.InfoNCE), TOWERS),
     "memory of MNRL": OwnLoss(memory(cz.MNRL), TOWERS),

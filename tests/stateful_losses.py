@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.catalogue import CATALOGUE
 from tests.zoo import BatchHard
 
 D, CLASSES = 4, 5
@@ -46,6 +47,10 @@ class Loss:
 
 def learnt() -> cz.LearnableTemperature:
     return cz.LearnableTemperature(0.5)
+
+
+def bias() -> nn.Parameter:
+    return nn.Parameter(torch.tensor([-1.0]))
 
 
 def arc_face(*, whole: bool = True) -> nn.Module:
@@ -123,13 +128,16 @@ LOSSES = {
     "NTXent": Loss(lambda: cz.NTXent(temperature=0.5), ring=True),
     "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=("normalize", (True, False)), ring=True),
     "InfoNCE": Loss(lambda: cz.InfoNCE(temperature=learnt()), setting=("symmetric", (False, True)), ring=True),
-    "Clip": Loss(lambda: cz.Clip(temperature=0.5), setting=("normalize", (True, False)), ring=True),
+    "Clip": Loss(lambda: cz.Clip(temperature=learnt()), setting=("normalize", (True, False)), ring=True),
     "SupCon": Loss(lambda: cz.SupCon(temperature=0.5), "labels", ring=True),
     "SigLIP": Loss(
-        lambda: cz.SigLIP(temperature=0.5, logit_bias=-1.0), setting=("normalize", (True, False)), ring=True
+        lambda: cz.SigLIP(temperature=learnt(), logit_bias=bias()), setting=("normalize", (True, False)), ring=True
     ),
     "SupSigmoid": Loss(
-        lambda: cz.SupSigmoid(temperature=0.5, logit_bias=-1.0), "labels", ("normalize", (True, False)), ring=True
+        lambda: cz.SupSigmoid(temperature=learnt(), logit_bias=bias()),
+        "labels",
+        ("normalize", (True, False)),
+        ring=True,
     ),
     "Contrastive": Loss(cz.Contrastive, "labels", ("neg_margin", (1.0, 0.8)), ring=True),
     "MultiSimilarity": Loss(lambda: cz.MultiSimilarity(epsilon=0.1), "labels", ("base", (0.5, 0.3)), ring=True),
@@ -169,6 +177,22 @@ LOSSES = {
 
 
 LOSSES |= {name: replace(loss, ring=True) for name, loss in IN_A_RING.items()}
+
+
+def _others() -> dict[str, Loss]:
+    """Losses of the catalogue that no table above has, and that can be called as its entry says."""
+    made = {type(loss.make()) for loss in LOSSES.values() if not loss.third_party}
+    entries = [
+        x for x in CATALOGUE.values() if x.call != "other" and x.loss not in made and "normalize" in x.loss.fields
+    ]
+    return {
+        x.name: Loss(x.make, x.call, NORMALIZE, ring=True)  # type: ignore[arg-type]  # why: not "other", see above
+        for x in entries
+        if x.make().can_ring()
+    }
+
+
+LOSSES |= _others()
 
 
 def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -> list[Tensor]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo import loss_summary
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.loss_base import row_loss
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
@@ -44,7 +45,8 @@ class Steps:
         loss = entry.case(temperature=0.3).make()
         loss = cz.DistributedLoss(loss.loss, **options).double()
         with device() as mode, splitting(always=splits), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loss_summary, "_is_third_party", lambda kind: not is_of_this_library(kind))
+            for module in (loss_summary, row_loss):
+                patch.setattr(module, "is_third_party", lambda kind: not is_of_this_library(kind))
             put = put_by(mode)
             moved = [put(x) for x in rows]
             loss, self.found = put(loss), []

@@ -13,8 +13,7 @@ import torch
 
 import contrastive_zoo as cz
 from contrastive_zoo import devices
-from contrastive_zoo.arguments import Arguments
-from contrastive_zoo.engine import rowwise, similarity_budget
+from contrastive_zoo.engine import rowwise, tiling
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, TOLERANCE
 from contrastive_zoo.testing.trial import Trial, whole_batch
@@ -22,7 +21,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.accelerator import FAMILIES
 from tests.helpers import EVERY_CASE
 from tests.interpreter import python
-from tests.simulated import DRAWN
+from tests.simulated import DRAWN, device, on_cpu
 from tests.zoo import ZOO, Entry
 
 READS = {
@@ -126,14 +125,13 @@ def test_a_scale_that_stays_a_tensor_gets_its_gradient(make, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("check_finite", [True, False])
-def test_rows_of_an_accelerator_are_refused_one_call_later(check_finite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "on_cpu", lambda x: False)
-    monkeypatch.setattr(Arguments, "on_accelerator", True)
-    bad, rows = torch.full((2, 3), torch.nan), torch.eye(2, 3)
-    loss_fn = cz.DistributedLoss(cz.NTXent(), check_finite=check_finite)
-    assert loss_fn(bad, rows).isnan()
-    with pytest.raises(ValueError, match="at the previous call") if check_finite else contextlib.nullcontext():
-        loss_fn(rows, rows)
+def test_rows_of_an_accelerator_are_refused_one_call_later(check_finite: bool) -> None:
+    with device() as mode:
+        bad, rows = map(mode.put, (torch.full((2, 3), torch.nan), torch.eye(2, 3)))
+        loss_fn = cz.DistributedLoss(cz.NTXent(), check_finite=check_finite)
+        assert on_cpu(loss_fn(bad, rows)).isnan()
+        with pytest.raises(ValueError, match="at the previous call") if check_finite else contextlib.nullcontext():
+            loss_fn(rows, rows)
 
 
 # --------------------------------------------------------------------------------------------- autograd's own thread
@@ -158,8 +156,8 @@ SET_BUDGET = 5 * 2**20
 
 def budgets_of_backward(entries: list[Entry], monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Return the budgets that backward passes read in another thread, where an accelerator's gradients are computed."""
-    recorded = Recorded(similarity_budget._budget)
-    monkeypatch.setattr(similarity_budget, "_budget", recorded)
+    recorded = Recorded(tiling._budget)
+    monkeypatch.setattr(tiling, "_budget", recorded)
     values = []
     for entry in entries:
         rows = whole_batch(entry.case(), GlobalBatch((7,), d=3, labels="mixed", seed=1))
@@ -183,4 +181,4 @@ def test_backward_passes_have_the_budget_of_the_forward_pass(monkeypatch: pytest
 
 def test_the_budget_of_another_thread_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowwise, "memory_budget", lambda size: contextlib.nullcontext())
-    assert budgets_of_backward(RECOMPUTED, monkeypatch) == {similarity_budget.budget()} != {SET_BUDGET}
+    assert budgets_of_backward(RECOMPUTED, monkeypatch) == {tiling.budget()} != {SET_BUDGET}

@@ -277,7 +277,7 @@ MISTAKES: dict[str, Mistake] = {
     **own(
         "an unknown reduction",
         lambda guilty, wrap: wrap(later(cz.InfoNCE(), reduction="average" if guilty else "mean"))(z(), z()),
-        "reduction is one of mean, sum, none, got 'average'",
+        "reduction is one of 'mean', 'sum', 'none', got 'average'",
     ),
     "temperatures": between(
         lambda guilty, wrap: wrap(cz.NTXent(temperature=0.2 if guilty else 0.1))(z(), z()),
@@ -574,7 +574,8 @@ def test_the_other_ranks_keep_their_own_stream_when_the_loss_raises(worlds: Worl
     [
         (lambda: cz.MILNCE()(torch.tensor(1.0), torch.ones(4, 2, 3)), "MILNCE: videos are floating-point rows"),
         (lambda: cz.LeJEPA(3)(torch.tensor(1.0), torch.tensor(1.0)), "LeJEPA: "),
-        (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), 1j), "Margin: β of a class needs labels"),
+        (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), 1j), "Margin: view 1 must be a tensor, got complex."),
+        (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), torch.ones(4, 3)), "Margin: β of a class needs labels"),
         (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), torch.tensor(1)), "Margin: labels are one integer per row"),
         (lambda: cz.SigLIP(logit_bias=torch.empty(1, device="meta")), "SigLIP: logit_bias must hold values"),
         (lambda: cz.Triplet(mining=np.zeros(0)), "Triplet: mining is one of"),  # type: ignore[arg-type]  # why: wrong on purpose

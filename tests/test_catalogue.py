@@ -1,5 +1,9 @@
 """The table of the zoo: every row makes a loss, and the page in the docs is this table's."""
 
+import importlib
+import inspect
+import pydoc
+import re
 from pathlib import Path
 
 import pytest
@@ -30,11 +34,46 @@ def test_a_row_makes_a_loss_with_a_formula_and_a_source(entry: Entry) -> None:
 def test_every_loss_has_a_row() -> None:
     public = {name: getattr(cz, name) for name in cz.__all__}
     losses = {name for name, found in public.items() if isinstance(found, type) and issubclass(found, Loss)}
-    assert losses - {entry.cls for entry in CATALOGUE.values()} <= COMPOSED
+    missing = losses - {entry.cls for entry in CATALOGUE.values()} - COMPOSED
+    assert not missing, f"{missing}: add an Entry to contrastive_zoo/catalogue/entries.py"
+
+
+def test_every_loss_of_the_package_is_public() -> None:
+    for file in (Path(cz.__file__).parent / "losses").glob("[!_]*.py"):
+        module = importlib.import_module(f"contrastive_zoo.losses.{file.stem}")
+        defined = {name for name, x in vars(module).items() if isinstance(x, type) and issubclass(x, Loss)}
+        own = {name for name in defined if getattr(module, name).__module__ == module.__name__ and name[0] != "_"}
+        assert own <= set(cz.__all__), f"add {own} to contrastive_zoo/__init__.pyi"
+
+
+@pytest.mark.parametrize("cls", {entry.loss: None for entry in CATALOGUE.values()}, ids=lambda cls: cls.__name__)
+def test_the_docstring_says_what_the_constructor_takes_and_a_call_refuses(cls: type[Loss]) -> None:
+    doc = inspect.getdoc(cls) or ""
+    example = doc.partition("\nExamples:")[2].partition("\nSource:")[0]
+    assert f"{cls.__name__}(" in example
+    if "\nSource:" not in doc:  # it has the docstring of the class that it extends
+        return
+    args = doc.partition("\nArgs:")[2].partition("\nRaises:")[0]
+    found = re.findall(r"^    (\w+): ", args, re.MULTILINE)
+    named = {name for name, x in cls.fields.items() if x.init}
+    if issubclass(cls, cz.RowLoss):  # whose docstring says how it is called
+        assert set(cls._own_fields) <= set(found) <= named
+    else:
+        assert "Called as ``loss(" in doc
+        assert set(found) == named
+        assert found[-1] == "check_finite"
+    assert "world: " not in doc, "DistributedLoss passes it"
+    assert "\nRaises:\n    ValueError: " in doc
+
+
+def test_help_shows_formula_arguments_and_errors() -> None:
+    text = pydoc.plain(pydoc.render_doc(cz.NTXent))
+    for part in ("Σ_{k≠i} exp(z_i·z_k / t)", "temperature: t > 0", "ValueError: fewer than two views", "temperature:"):
+        assert part in text
 
 
 def test_the_page_is_of_this_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == as_markdown(), "python -m tools.zoo_page > docs/pages/zoo.md"
+    assert PAGE.read_text(encoding="utf-8") == as_markdown(), "run: python -m tools.zoo_page > docs/pages/zoo.md"
 
 
 def test_there_are_thirty() -> None:

@@ -98,6 +98,8 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
         (["check", "--explain", "same_valu"], "Did you mean same_value?"),
         (["check", "nt-xnt"], "Did you mean nt-xent?"),
         (["check", "torch.nn:SoftMarginLos"], "Did you mean SoftMarginLoss?"),
+        (["check", "contrastive_zoo:ArcFace"], "needs a value of 'num_classes'"),
+        (["check", "contrastive_zoo:NTXent", "--set", "temp=0.1"], "has no setting 'temp'"),
         (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "cannot be written"),
     ],
 )

@@ -67,7 +67,7 @@ def sharded():
 
 class ByFunction(nn.Module):
     def forward(self, a, b):
-        return cz.nt_xent(a, b, world=World.of())
+        return cz.NTXent()(a, b, world=World.of())
 
 
 class ByHand(nn.Module):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode
+from contrastive_zoo.engine import implementation
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.gallery import GALLERY
 from contrastive_zoo.testing.invariants import (
@@ -250,7 +250,7 @@ def test_small_panels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("entry", "few"), drawn(WHOLE_ZOO, [-1, 10**6], one_in=2), ids=str)
 def test_a_validation_step_does_no_work_for_gradients(entry: Entry, few, monkeypatch) -> None:
     """Leaves still say that they need a gradient under ``no_grad``."""
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", few)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", few)
     rows = whole_batch(entry.case(), GlobalBatch((6,), d=3, seed=1))
 
     def operations(*, leaves: bool) -> list[str]:

@@ -13,10 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import contrastive_zoo as cz
 from contrastive_zoo import devices
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine import anchor_block, tiling
-from contrastive_zoo.engine.rowwise_sweep import FEWEST_MATRICES
+from contrastive_zoo.engine.anchor_block import FEWEST_MATRICES
 from contrastive_zoo.losses import triplet
-from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.engine.test_compiled_sweep import compiling
 from tests.helpers import EVERY_CASE

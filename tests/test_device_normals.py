@@ -57,7 +57,7 @@ def test_each_step_draws_other_directions_without_reading_it() -> None:
         loss = cz.DistributedLoss(put_by(mode)(cz.SIGReg(3, num_slices=4)))
         drawn = []
         for _ in range(2):
-            drawn.append(loss.loss.settings()["directions"])
+            drawn.append(loss.loss.directions())
             loss(mode.put(torch.randn(5, 3)))
         assert not mode.reads
         assert not mode.uploads

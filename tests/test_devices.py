@@ -61,9 +61,9 @@ def test_a_loss_without_float64(entry: Entry) -> None:
 def test_a_mean_without_float64_has_the_stated_error() -> None:
     draw = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, 100_000, 4, generator=draw)
-    expected = cz.negative_cosine(a.double(), b.double())
+    expected = cz.NegativeCosine()(a.double(), b.double())
     with device("mps:0", float64=False) as mode:
-        found = cz.negative_cosine(mode.put(a), mode.put(b)).cpu()
+        found = cz.NegativeCosine()(mode.put(a), mode.put(b)).cpu()
     assert abs(found.double() - expected) < 1e-6
 
 
@@ -79,7 +79,7 @@ def test_float64_would_be_noticed() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Put], Any], str]] = {
-    "towers": (lambda put: cz.clip(put(torch.eye(3)), torch.eye(3)), "queries on ipu:0 and keys on cpu"),
+    "towers": (lambda put: put(cz.Clip())(put(torch.eye(3)), torch.eye(3)), "images on ipu:0 and texts on cpu"),
     "views": (lambda put: cz.NTXent()(torch.eye(3), put(torch.eye(3))), "on cpu and .* on ipu:0"),
     "weights": (
         lambda put: cz.ArcFace(num_classes=3, embedding_size=3)(put(torch.eye(3)), torch.arange(3)),

@@ -18,10 +18,10 @@ import contrastive_zoo as cz
 from contrastive_zoo import world as worlds_module
 from contrastive_zoo.arguments import GlobalIndices
 from contrastive_zoo.call_history import EVERY_NTH_CALL, FIRST_VALUES
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
 from contrastive_zoo.mining import DistributedMiner
 from contrastive_zoo.session import meet
-from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
 from tests.helpers import EXACT, close, common_error, distance, error_message, local_shard, numbers

@@ -195,13 +195,30 @@ def test_links_lead_somewhere(page):
 
 def test_the_reference_lists_every_public_name():
     import contrastive_zoo
+    from tools.zoo_page import with_losses
 
     pages = ROOT / "docs" / "pages"
-    reference = "".join(page.read_text(encoding="utf-8") for page in sorted((pages / "reference").glob("*.md")))
-    listed = set(re.findall(r"^::: contrastive_zoo\.(\w+)$", reference, re.MULTILINE))
-    assert listed == set(contrastive_zoo.__all__) - {"__version__"}
+    by_hand = "\n".join(page.read_text(encoding="utf-8") for page in sorted((pages / "reference").glob("*.md")))
+    written, built = (
+        re.findall(r"^::: contrastive_zoo\.(\w+)$", x, re.MULTILINE) for x in (by_hand, with_losses(by_hand))
+    )
+    assert len(built) == len(set(built)), "a name is listed twice"
+    missing = set(contrastive_zoo.__all__) - {"__version__"} - set(built)
+    assert not missing, (
+        f"{missing}: a loss has a row in contrastive_zoo/catalogue/entries.py, others a page in docs/pages/reference"
+    )
+    assert set(built) <= set(contrastive_zoo.__all__)
     overview = (pages / "reference.md").read_text(encoding="utf-8")
-    assert {name for name in listed if f"`{name}`" not in overview} == set()
+    assert {name for name in written if f"`{name}`" not in overview} == set(), "name it in docs/pages/reference.md"
+
+
+def test_every_family_has_a_page_of_the_reference():
+    from contrastive_zoo.catalogue import CATALOGUE
+    from tools.zoo_page import reference_page
+
+    for family in {entry.family for entry in CATALOGUE.values()}:
+        page = ROOT / "docs" / "pages" / reference_page(family)
+        assert f"<!-- losses: {family} -->" in page.read_text(encoding="utf-8")
 
 
 def test_every_message_of_the_source_is_on_the_page():
@@ -209,9 +226,9 @@ def test_every_message_of_the_source_is_on_the_page():
 
     modules = {path.stem for path in (ROOT / "contrastive_zoo").iterdir() if path.suffix in ("", ".py")}
     listed = {name for names in GROUPS.values() for name in names} | WITHOUT
-    assert modules - {"__init__", "__main__", "__pycache__", "py"} == listed
+    assert modules - {"__init__", "__main__", "__pycache__", "py"} == listed, "name it in tools/troubleshooting_page.py"
     page = PAGE.read_text(encoding="utf-8")
-    assert page == with_messages(page), "python -m tools.troubleshooting_page"
+    assert page == with_messages(page), "run: python -m tools.troubleshooting_page"
 
 
 def test_an_example_that_lies_is_found():

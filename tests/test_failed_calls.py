@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.testing.invariant import Broken, invariant
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.vectors.cases import LABELLED, VIEWS, WIDTH
-from contrastive_zoo.world import World
 from tests.helpers import error_message
 from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
 
@@ -95,13 +96,14 @@ def refused(loss: Loss, arguments: dict[str, Tensor]) -> None:
     cz.DistributedLoss(loss, check_distinct=False)(first, *list(arguments.values())[1:])
 
 
-def raising(*rows: Tensor, world: World) -> Tensor:
-    begin("Raising", {f"argument {i}": x for i, x in enumerate(rows)}, world=world)
-    raise RuntimeError("the term failed")
-
-
-class Raising(Loss, function=raising):
+class Raising(Loss):
     """A loss that fails after the handshake."""
+
+    def inputs(self, *rows: Tensor) -> Inputs:
+        return Inputs({f"argument {i}": x for i, x in enumerate(rows)})
+
+    def compute(self, batch: Batch) -> Tensor:
+        raise RuntimeError("the term failed")
 
 
 def fails_in_a_sum(loss: Loss, arguments: dict[str, Tensor]) -> None:
@@ -125,13 +127,13 @@ def failed_term_moves_nothing(trial: FailedCall) -> None:
 def moved_first(loss: Any) -> None:
     """Let the state move before the batch is checked."""
 
-    def forward(self: Any, *rows: Tensor, world: World | None = None) -> Tensor:
+    def inputs(self: Any, *rows: Tensor) -> Inputs:
         for buffer in self.buffers():
             buffer.add_(1)
-        value: Tensor = super(type(self), self).forward(*rows, world=world)
-        return value
+        stated: Inputs = super(type(self), self).inputs(*rows)
+        return stated
 
-    loss.__class__ = type(type(loss).__name__, (type(loss),), {"forward": forward})
+    loss.__class__ = type(type(loss).__name__, (type(loss),), {"inputs": inputs})
 
 
 NOT_RESTORED = ("contrastive_zoo.loss_base.composition.state_kept_on_error",)
@@ -262,17 +264,20 @@ def test_a_replaced_buffer_comes_back() -> None:
     assert norm.running_mean is kept
 
 
-class OfScores(Loss, function=lambda scores, *, world: scores.sum()):
+class OfScores(Loss):
     """A loss of numbers, which keeps how often it was called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+    calls: Tensor = field(init=False)
 
-    def forward(self, scores: Tensor, *, world: World | None = None) -> Tensor:  # type: ignore[override]  # rows by name
-        begin("OfScores", {"scores": scores}, world=self.local() if world is None else world)
+    def __post_init__(self) -> None:
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def inputs(self, scores: Tensor) -> Inputs:
+        return Inputs({"scores": scores})
+
+    def compute(self, batch: Batch) -> Tensor:
         self.calls.add_(1)
-        return scores.sum()
+        return batch.reduce(batch.first)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

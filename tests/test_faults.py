@@ -17,10 +17,10 @@ import contrastive_zoo as cz
 from contrastive_zoo import messages
 from contrastive_zoo.collectives import broadcast_in_place, exchange_rows
 from contrastive_zoo.collectives.adjoints import Reduce
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine import softmax
 from contrastive_zoo.engine.exchange import SendReceive
 from contrastive_zoo.messages import CommunicationError, _note
-from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import RankError, Worlds, report
 from contrastive_zoo.world import World
 from tests.helpers import EVERY_CASE, error_message, numbers

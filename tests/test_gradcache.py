@@ -248,7 +248,7 @@ def test_autocast_and_a_scaler(dtype: torch.dtype) -> None:
 
 
 def _loss(z: Tensor) -> Tensor:
-    return cz.sup_con(z, labels(len(z)), temperature=0.5)
+    return cz.SupCon(temperature=0.5)(z, labels(len(z)))
 
 
 def _plain(model: nn.Module, x: Tensor, scaler: Any) -> None:

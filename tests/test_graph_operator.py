@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import contrastive_zoo as cz
 from contrastive_zoo import _compat
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.graph_operator import GraphModule, loss_and_gradients, loss_gradients
-from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from tests.helpers import EVERY_CASE
@@ -33,10 +35,10 @@ LOSSES: list[Callable[[], Any]] = [
     lambda: cz.NTXent(temperature=0.2),
     lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
     lambda: cz.InfoNCE(symmetric=True, check_finite=False),
-    lambda: cz.Clip(temperature=0.01),
+    lambda: cz.Clip(temperature=0.02),
+    lambda: cz.Clip(temperature=cz.LearnableTemperature(0.01)),
     cz.SigLIP,
     lambda: cz.DistributedLoss(cz.Clip()),
-    lambda: cz.nt_xent,
 ]
 
 
@@ -130,25 +132,27 @@ def test_losses_with_weights_tuples_and_more_towers(loss: nn.Module, shapes: lis
     torch.testing.assert_close(torch.autograd.grad(found, learnt), torch.autograd.grad(expected, learnt))
 
 
-def clip_call(dtype: torch.dtype, learns: tuple[bool, ...]) -> tuple[list[Tensor], str, list[bool]]:
+def clip_call(loss: cz.Clip, dtype: torch.dtype, learns: tuple[bool, ...]) -> tuple[list[Tensor], str, list[bool]]:
+    """The second tower is passed by name."""
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(5, 3, generator=draw).to(dtype).requires_grad_(x) for x in learns[:2]]
-    tensors.append(torch.tensor(0.2, requires_grad=learns[2]))
-    return tensors, repr(("clip", [True, True], ["temperature"], [], {"normalize": True})), list(learns)
+    tensors.append(loss.logit_scale.detach().clone().requires_grad_(learns[2]))
+    return tensors, repr((id(loss), [True], ["texts"], ["temperature.log_scale"])), list(learns)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("learns", [(True, True, True), (False, True, False)])
 def test_operators_are_what_they_declare(dtype: torch.dtype, learns: tuple[bool, ...]) -> None:
-    torch.library.opcheck(loss_and_gradients, clip_call(dtype, learns))
-    tensors, *rest = clip_call(dtype, learns)
+    loss = cz.Clip(temperature=cz.LearnableTemperature(0.2))
+    torch.library.opcheck(loss_and_gradients, clip_call(loss, dtype, learns))
+    tensors, *rest = clip_call(loss, dtype, learns)
     torch.library.opcheck(loss_gradients, (torch.tensor(2.0), [x.detach() for x in tensors], *rest))
 
 
 def test_float16_gradients_are_computed_after_the_scale_of_the_loss() -> None:
     """The smallest gradients are 0 in float16 unless they are scaled first."""
     rows = [x.detach().requires_grad_() for x in torch.randn(2, 40, 8).mul(1e3).half()]
-    loss = cz.Clip(temperature=0.5)
+    loss = cz.Clip(temperature=cz.LearnableTemperature(0.5))
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     found, expected = (torch.autograd.grad(2.0**20 * f(*rows), rows) for f in (compiled, loss))
     torch.testing.assert_close(found, expected)
@@ -184,25 +188,27 @@ def test_a_module_is_read_when_it_runs() -> None:
         torch.testing.assert_close(compiled(z, labels), loss(z, labels))
 
 
-def clip(a: Tensor, b: Tensor, *, world: Any = None) -> Tensor:
-    return (a - b).square().mean()
+class Clip(ImageTextLoss):
+    """A user's loss that is called like one of this library."""
 
-
-class Namesake(Loss, function=clip):
-    """A user's loss whose function is called like one of this library."""
+    def compute(self, batch: Batch) -> Tensor:
+        images, texts = batch.rows.values()
+        return batch.reduce((images - texts).square().mean(1))
 
 
 BREAKING: list[Callable[[], Any]] = [
-    Namesake,
-    Tempered,
+    Clip,
     lambda: cz.NTXent(reduction="none"),
     lambda: cz.DistributedLoss(torch.dist),
-    lambda: cz.DCLW(sigma=torch.inf),  # no literal
 ]
+UNBROKEN: list[Callable[[], Any]] = [Tempered, lambda: cz.DCLW(sigma=torch.inf)]
 
 
-@pytest.mark.parametrize("make", BREAKING)
+@pytest.mark.parametrize("make", [*BREAKING, *UNBROKEN])
 def test_the_graph_breaks_where_there_is_no_operator(make: Callable[[], Any]) -> None:
     a, b = torch.randn(2, 5, 3)
     loss = make()
     torch.testing.assert_close(torch.compile(loss, backend="aot_eager")(a, b), loss(a, b))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported) if make in BREAKING else nullcontext():
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(a, b)

@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base import graph_operator
 from contrastive_zoo.testing.batch import FEATURES
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, common_error, error_message
+from tests.helpers import EVERY_CASE, common_error, error_message, learnt
 
 pytestmark = pytest.mark.skipif(not graph_operator.IN_ORDER, reason="torch before 2.10 breaks the graph between ranks")
 
@@ -191,7 +191,7 @@ def test_a_rank_that_is_not_compiled_is_refused(worlds: Worlds) -> None:
 def test_ranks_that_need_other_gradients_are_refused(worlds: Worlds) -> None:
     def bad() -> None:
         a, b = views()
-        compiled(cz.DistributedLoss(cz.Clip(temperature=0.5)))(a, b.detach() if dist.get_rank() else b)
+        compiled(cz.DistributedLoss(cz.Clip(**learnt(0.5))))(a, b.detach() if dist.get_rank() else b)
 
     text, _ = common_error(worlds, 2, bad, well)
     assert "with gradient" in text
@@ -238,7 +238,7 @@ def test_operators_run_in_order_and_also_unused(worlds: Worlds) -> None:
 
 def test_float16_on_two_ranks(worlds: Worlds) -> None:
     def job() -> tuple[list[Tensor], list[Tensor]]:
-        loss = cz.DistributedLoss(cz.Clip(temperature=0.5))
+        loss = cz.DistributedLoss(cz.Clip(**learnt(0.5)))
         results = []
         for run in (loss, compiled(loss)):
             rows = [x.detach().requires_grad_() for x in views(dtype=torch.float16)]

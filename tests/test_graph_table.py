@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo import _compat
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.graph_operator import IN_ORDER
-from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
 from tests.zoo import Tempered
@@ -22,12 +23,25 @@ from tests.zoo import Tempered
 PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"
 
 
-def squared(a: Tensor, b: Tensor, *, world: Any = None) -> Tensor:
-    return (a - b).square().mean()
+class OfCompute(TwoViewLoss):
+    """A user's loss with a formula of its own."""
+
+    def compute(self, batch: Batch) -> Tensor:
+        a, b = batch.rows.values()
+        return batch.reduce((a - b).square().mean(1))
 
 
-class OfFunction(Loss, function=squared):
-    """A user's loss with a function."""
+class OfForward(cz.NTXent):
+    """A user's variant of a loss."""
+
+    def forward(self, *views: Any, world: World | None = None) -> Tensor:
+        return 2 * super().forward(*views, world=world)
+
+
+def hooked() -> cz.NTXent:
+    loss = cz.NTXent()
+    loss.register_forward_hook(lambda module, rows, value: 2 * value)
+    return loss
 
 
 def wrapped(*make: Callable[[], Any], **options: Any) -> list[Callable[[], nn.Module]]:
@@ -50,23 +64,23 @@ TABLE: dict[str, list[Callable[[], Any]]] = {
     ),
     "your own `RowLoss`, also with submodules": wrapped(Tempered),
     "a loss without `DistributedLoss`": [cz.NTXent, cz.Clip],
-    "a function, such as `nt_xent`": [lambda: partial(cz.nt_xent, world=World.of())],
+    "a loss that is called with `world=`": [lambda: partial(cz.NTXent(), world=World.of())],
     '`reduction="none"`': wrapped(
         lambda: cz.NTXent(reduction="none"), lambda: cz.WeightedSum([cz.Clip(reduction="none")])
     ),
     "third-party losses": wrapped(losses.TripletMarginLoss, lambda: torch.dist),
     "`prefer_native=True`": wrapped(losses.TripletMarginLoss, prefer_native=True),
-    "a loss with a function of your own": wrapped(OfFunction),
+    "a loss with a `compute` or `forward` of your own, or with hooks": wrapped(OfCompute, OfForward, hooked),
     "a state and float16": wrapped(lambda: cz.DINO(4)),
 }
 """The first column, and what is tried."""
 
 REASONS = {
-    "a function, such as `nt_xent`": "DistributedLoss",
+    "a loss that is called with `world=`": "DistributedLoss",
     '`reduction="none"`': "one value per anchor",
     "third-party losses": "third-party loss",
     "`prefer_native=True`": "third-party loss",
-    "a loss with a function of your own": "squared is no function of this library",
+    "a loss with a `compute` or `forward` of your own, or with hooks": "may return anything",
     "a state and float16": "float16 gradients",
 }
 """What the compiler says where the graph breaks."""

@@ -25,6 +25,12 @@ def hard_negatives(**settings: Any) -> Any:
     return cz.mine_hard_negatives(**{"queries": Z, "corpus": Z, "positives": torch.arange(4), **settings})
 
 
+def integer_prototypes() -> nn.Module:
+    loss = cz.SwAV(5, 3)
+    loss.prototypes = nn.Parameter(torch.ones(5, 3).long(), requires_grad=False)
+    return loss
+
+
 def no_meta(name: str) -> str:
     return f"{name} must hold values, got float32 [] on the meta device"
 
@@ -69,7 +75,7 @@ SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
         "cached_step: loss_fn returns one number as a tensor, got float32 [4, 2]",
     ),
     "two numbers": (
-        lambda: cz.multi_positive(torch.tensor(1.0), torch.tensor(1.0), LABELS),
+        lambda: cz.MultiPositive()(torch.tensor(1.0), torch.tensor(1.0), LABELS),
         "MultiPositive: queries are floating-point rows",
     ),
     "no model": (lambda: cz.cached_step([], [], lambda z: z.sum()), "cached_step: there is at least one model"),
@@ -82,11 +88,11 @@ SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: cz.Margin(num_classes=2)(Z, LABELS.to(torch.complex64)),
         "β of a class needs labels",
     ),
-    "integer prototypes": (lambda: cz.swav(Z, Z, prototypes=torch.ones(5, 3).long()), "prototypes are [clusters, d]"),
+    "integer prototypes": (lambda: integer_prototypes()(Z, Z), "prototypes are [clusters, d]"),
     # ---- no values
     "a margin on meta": (lambda: cz.Contrastive(pos_margin=torch.empty((), device=META)), no_meta("pos_margin")),
     "a ratio on meta": (lambda: cz.SignalToNoise(neg_margin=torch.empty((), device=META)), no_meta("neg_margin")),
-    "a number on meta": (lambda: cz.siglip(Z, Z, temperature=torch.empty((), device=META)), no_meta("temperature")),
+    "a number on meta": (lambda: cz.SigLIP(temperature=torch.empty((), device=META)), no_meta("temperature")),
     "β on meta": (lambda: cz.Margin(beta=nn.Parameter(torch.empty((), device=META))), no_meta("beta")),
 }
 
@@ -145,22 +151,22 @@ def test_a_momentum_in_a_tensor_has_any_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_temperature_in_a_tensor_of_one_keeps_the_dtype_of_rows(dtype: torch.dtype) -> None:
     sharp = torch.tensor([0.5], dtype=dtype)
-    found = cz.dino(Z, Z, centre=torch.zeros(3), teacher_temperature=sharp)  # type: ignore[arg-type]  # why: a float otherwise
-    close(found, cz.dino(Z, Z, centre=torch.zeros(3), teacher_temperature=0.5))
+    found = cz.DINO(3, teacher_temperature=sharp)(Z, Z)  # type: ignore[arg-type]  # why: a float otherwise
+    close(found, cz.DINO(3, teacher_temperature=0.5)(Z, Z))
 
 
 def test_weights_of_single_ids_are_one_a_query() -> None:
-    ids, keys = torch.tensor([0, 1, 0, 1]), torch.arange(4)
-    halves = cz.multi_positive(Z, Z, ids, key_ids=keys, weights=torch.full((4,), 0.5))
-    close(halves, cz.multi_positive(Z, Z, ids[:, None], key_ids=keys, weights=torch.full((4, 1), 0.5)))
+    loss, ids, keys = cz.MultiPositive(), torch.tensor([0, 1, 0, 1]), torch.arange(4)
+    halves = loss(Z, Z, ids, key_ids=keys, weights=torch.full((4,), 0.5))
+    close(halves, loss(Z, Z, ids[:, None], key_ids=keys, weights=torch.full((4, 1), 0.5)))
     with pytest.raises(ValueError, match="weights are non-negative, one per id"):
-        cz.multi_positive(Z, Z, ids, key_ids=keys, weights=torch.ones(4, dtype=torch.complex64))
+        loss(Z, Z, ids, key_ids=keys, weights=torch.ones(4, dtype=torch.complex64))
 
 
 def test_rows_of_width_0_have_scores() -> None:
     empty = torch.empty(4, 0)
     assert cz.top_k(empty, k=1).scores.tolist() == [[0.0]] * 4
-    assert cz.orthogonal_regularization(empty).isfinite()
+    assert cz.OrthogonalRegularization()(empty).isfinite()
 
 
 # -------------------------------------------------------------------------------------------------- one rank's rows
@@ -214,10 +220,10 @@ def test_rows_of_a_miner_have_a_dimension(worlds: Worlds) -> None:
 
 def test_what_a_rank_cannot_state_is_said_on_every_rank(worlds: Worlds) -> None:
     class Unreadable(cz.SupCon):
-        def can_be_replicated(self, *rows: Any, **named_rows: Any) -> bool:
+        def replicable(self) -> bool:
             if dist.get_rank() == 1:
                 raise LookupError("no such setting")
-            return super().can_be_replicated(*rows, **named_rows)
+            return super().replicable()
 
     text, _ = common_error(
         worlds,

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo import devices, value_checks
 from contrastive_zoo.call_history import CallHistory
-from contrastive_zoo.loss_base import class_loss
+from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.engine import classes
+from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.losses import margin
-from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
 from tests.helpers import error_message, numbers
@@ -133,7 +134,7 @@ def test_a_check_that_is_dropped_would_be_noticed(name: str) -> None:
 def test_an_index_out_of_range_would_be_noticed(name: str) -> None:
     """The mutant: labels are used as they came."""
     with (
-        patch.object(class_loss, "safe_index", lambda x, stop: x),
+        patch.object(classes, "safe_index", lambda x, stop: x),
         patch.object(margin, "safe_index", lambda x, stop: x),
         pytest.raises(IndexError),
     ):
@@ -151,7 +152,7 @@ def test_a_check_waits_for_nothing(name: str) -> None:
             return len(mode.reads), len(mode.copies)
 
     assert waits_and_copies() == (0, 1)
-    with patch.object(value_checks, "values_are_read", lambda x, world: True):  # the mutant
+    with patch.object(loss_base, "values_problem", lambda *x, **_: value_checks.values_problem(*x)):  # the mutant
         assert waits_and_copies() == (1, 1)
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo import world
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine.exchange import SendReceive
-from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds

@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.session import Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
-from tests.helpers import close, common_error, drawn, error_message, groups, local_shard, numbers
+from tests.helpers import close, common_error, drawn, error_message, groups, learnt, local_shard, numbers
 
 D = 3
 STEPS = [(2, 2), (2, 2), (3, 1), (0, 4), (4, 0), (1, 1), (5, 2)]
@@ -125,8 +125,8 @@ def test_rank_local_arguments_inside_a_composition(worlds: Worlds) -> None:
     "make",
     [
         lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
-        lambda: cz.Clip(temperature=0.3),
-        lambda: cz.SigLIP(temperature=0.3),
+        lambda: cz.Clip(**learnt(0.3)),
+        lambda: cz.SigLIP(**learnt(0.3)),
         lambda: cz.Matryoshka(cz.InfoNCE(temperature=cz.LearnableTemperature(0.4)), (1, D)),
         lambda: cz.WeightedSum([cz.NTXent(), cz.Clip(), cz.Matryoshka(cz.InfoNCE(), (2, D))], weights=[1, 2, 0.5]),
         lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.3), 5, D),
@@ -328,7 +328,7 @@ def test_a_disagreement_is_one_error_on_every_rank(name: str, at: int, world_siz
 
 
 def test_an_argument_with_a_default_is_missing_on_one_rank(worlds: Worlds) -> None:
-    """Both ranks declare owners, one of them as the loss's default, of the same kind and number."""
+    """A rank without owners would compute as if no negative had one."""
 
     def job() -> None:
         wrapped = cz.DistributedLoss(cz.MNRL())
@@ -337,13 +337,13 @@ def test_an_argument_with_a_default_is_missing_on_one_rank(worlds: Worlds) -> No
         wrapped(*rows, *owners)
 
     text, _ = common_error(worlds, 2, job, good)
-    assert "rank 0 has queries, documents, negatives, owners, rank 1 has queries, documents, negatives." in text
+    assert "rank 0 brought owners, rank 1 brought none. Pass owners on every rank or on none." in text
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
 def test_a_wrapper_that_one_rank_copied_in_mid_training(again: Callable[[Any], Any], worlds: Worlds) -> None:
     def job() -> list[Tensor]:
-        wrapped = cz.DistributedLoss(cz.Clip(temperature=0.3))
+        wrapped = cz.DistributedLoss(cz.Clip(**learnt(0.3)))
         for step in range(3):
             wrapped(z(4, step), z(4, step + 50))
         if rank() == 1:
@@ -450,7 +450,7 @@ def test_anchors_of_a_loss_that_draws_cannot_be_told_apart(make: Callable[[], Dr
 
 
 CHECKPOINTED: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
-    "clip": (lambda: cz.Clip(temperature=0.3), two_towers),
+    "clip": (lambda: cz.Clip(**learnt(0.3)), two_towers),
     "nt-xent": (lambda: cz.NTXent(temperature=0.3), two_towers),
     "triplet": (lambda: cz.Triplet(), labelled),
     "sup-con": (lambda: cz.SupCon(), labelled),

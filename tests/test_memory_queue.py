@@ -128,7 +128,7 @@ def test_rows_are_rounded_to_the_dtype_of_the_memory() -> None:
     loss = CrossBatchMemory(cz.InfoNCE(temperature=0.5), 4, D, dtype=torch.bfloat16)
     loss(rows, rows)
     assert torch.equal(loss.memory.rows, rows.bfloat16())
-    expected = cz.info_nce(rows, rows, rows.bfloat16().double(), temperature=0.5)
+    expected = cz.InfoNCE(temperature=0.5)(rows, rows, rows.bfloat16().double())
     close(loss(rows, rows), expected)
 
 

@@ -18,7 +18,7 @@ from contrastive_zoo.monitor.drift import sketch
 from contrastive_zoo.monitor.figures import effective_rank
 from contrastive_zoo.testing.invariant import Broken
 from contrastive_zoo.testing.monitor import MISTAKES, MONITOR_INVARIANTS, MonitorTrial
-from tests.helpers import common_error, numbers
+from tests.helpers import common_error, learnt, numbers
 
 N, D = 13, 5
 X, Y = numbers(N, D, seed=0), numbers(N, D, seed=1)
@@ -88,7 +88,7 @@ def test_blocks_and_rounds_change_no_bit(monkeypatch):
 
 def test_the_path_of_large_batches_is_monitored_alike(worlds):
     rows = numbers(700, 16, seed=4), numbers(700, 16, seed=5)
-    for make in (ntxent, lambda: cz.DistributedLoss(cz.Clip(temperature=0.1), ring=True)):
+    for make in (ntxent, lambda: cz.DistributedLoss(cz.Clip(**learnt(0.1)), ring=True)):
         one, two = (MonitorTrial(cz.Monitor, make, rows, s, worlds).watched() for s in ((700,), (300, 400)))
         for name, value in one[0].figures.items():
             assert all(math.isclose(x.figures[name], value, rel_tol=1e-9, abs_tol=1e-12) for x in two), name
@@ -130,8 +130,8 @@ def measured(loss, *rows, **settings):
 
 def test_uniformity_and_alignment_are_those_of_the_loss():
     found = measured(cz.AlignUniform(), *PAIRED)
-    assert math.isclose(found["alignment"], cz.align_uniform(*PAIRED, uniformity=0.0).item(), rel_tol=1e-12)
-    uniformity = cz.align_uniform(X, X).item()
+    assert math.isclose(found["alignment"], cz.AlignUniform(uniformity=0.0)(*PAIRED).item(), rel_tol=1e-12)
+    uniformity = cz.AlignUniform()(X, X).item()
     assert math.isclose(measured(cz.KoLeo(), X)["uniformity"], uniformity, rel_tol=1e-12)
 
 
@@ -188,7 +188,8 @@ def test_half_precision_and_values_that_are_not_finite():
 
 
 def test_temperature_and_drift(worlds):
-    assert measured(cz.Clip(temperature=0.25), *PAIRED)["temperature"] == 0.25
+    for temperature in (0.25, cz.LearnableTemperature(0.25), nn.Parameter(torch.tensor(0.25))):
+        assert measured(cz.Clip(temperature=temperature), *PAIRED)["temperature"] == 0.25
     assert "temperature" not in measured(third_party, *LABELLED)
 
     def job(same):

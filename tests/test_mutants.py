@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from contrastive_zoo.engine import masked, reduction
+from contrastive_zoo.engine import batch, masked
 from tools.mutants import __main__ as program
 from tools.mutants.changes import PACKAGE, mutants_of
 from tools.mutants.equivalent import EQUIVALENT
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects
 
 @pytest.fixture
 def _restored() -> Iterator[None]:
-    found = [x for path in ("engine/masked.py", "engine/reduction.py") for x in functions(str(PACKAGE / path))]
+    found = [x for path in ("engine/masked.py", "engine/batch.py") for x in functions(str(PACKAGE / path))]
     before = [(x, x.__code__, x.__defaults__, x.__kwdefaults__) for x in found]
-    negligible = reduction._NEGLIGIBLE_COUNT
+    negligible = batch._NEGLIGIBLE_COUNT
     yield
     for x, code, defaults, named in before:
         x.__code__, x.__defaults__, x.__kwdefaults__ = code, defaults, named
-    reduction._NEGLIGIBLE_COUNT = negligible
+    batch._NEGLIGIBLE_COUNT = negligible
 
 
 def plant_change(path: str, function: str, change: str) -> None:
@@ -37,8 +37,8 @@ def plant_change(path: str, function: str, change: str) -> None:
 
 @pytest.mark.usefixtures("_restored")
 def test_code_is_planted() -> None:
-    plant_change("engine/reduction.py", "mean_divisor", "1 → 2")
-    assert reduction.mean_divisor(torch.ones(1)).item() == 2.0
+    plant_change("engine/batch.py", "mean_divisor", "1 → 2")
+    assert batch.mean_divisor(torch.ones(1)).item() == 2.0
 
 
 @pytest.mark.usefixtures("_restored")
@@ -51,8 +51,8 @@ def test_a_default_is_planted() -> None:
 
 @pytest.mark.usefixtures("_restored")
 def test_a_constant_is_planted() -> None:
-    plant_change("engine/reduction.py", "", "-100 → --100")
-    assert reduction.mean_divisor(torch.ones(1)).item() == torch.inf
+    plant_change("engine/batch.py", "", "-100 → --100")
+    assert batch.mean_divisor(torch.ones(1)).item() == torch.inf
 
 
 def test_what_ran_at_import_is_not_planted() -> None:
@@ -62,13 +62,13 @@ def test_what_ran_at_import_is_not_planted() -> None:
 
 def test_executed_lines_are_noted() -> None:
     with Trace() as trace:
-        reduction.mean_divisor(torch.ones(1))
-    assert {path for path, _ in trace.lines} == {"engine/reduction.py"}
+        batch.mean_divisor(torch.ones(1))
+    assert {path for path, _ in trace.lines} == {"engine/batch.py"}
     assert len(trace.lines) == 2  # the definition and its only statement
 
 
 def test_one_case_of_every_test_comes_before_the_next_of_any() -> None:
-    mutant = mutants_of("engine/reduction.py")[-1]
+    mutant = mutants_of("engine/batch.py")[-1]
     seconds = {"f::a[1]": 0.10, "f::a[2]": 0.11, "f::b": 0.2, "f::c": 0.3}
     lines = {mutant.path: [mutant.place.first]}
     known = {test: Measured(passed=True, seconds=x, lines=lines) for test, x in seconds.items()}
@@ -79,7 +79,7 @@ def test_one_case_of_every_test_comes_before_the_next_of_any() -> None:
 
 def test_results_outlive_changes_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is still there, one has become code that no longer exists, and one is tried again."""
-    first, second, third = mutants_of("engine/reduction.py")[:3]
+    first, second, third = mutants_of("engine/batch.py")[:3]
     monkeypatch.setattr(program, "mutants", lambda: [third, second, first])
     gone = first._replace(change="1 → 1000")
     run = program.Run(Namespace(seed=0), again=[third.name], results=[x._asdict() for x in (first, gone)])

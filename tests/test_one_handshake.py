@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -11,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.handshake import shake_hands
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.families import TwoViewLoss
+from contrastive_zoo.messages import completed_handshake
+from contrastive_zoo.session import meet
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.vectors.cases import VIEWS
 from tests.helpers import drawn
@@ -28,7 +28,10 @@ def in_a_step(case: OwnLoss, *, in_parts: bool) -> int:
     torch.manual_seed(0)
     loss = cz.DistributedLoss(case.make(), check_distinct=False).double()
     arguments = case.arguments(dist.get_rank(), dist.get_world_size())
-    with splitting(always=in_parts), patch("contrastive_zoo.session.shake_hands", wraps=shake_hands) as handshakes:
+    with (
+        splitting(always=in_parts),
+        patch("contrastive_zoo.handshake.completed_handshake", wraps=completed_handshake) as handshakes,
+    ):
         loss(*arguments.values()).sum().backward()
     return handshakes.call_count
 
@@ -43,14 +46,12 @@ def test_every_step_has_one(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [table] * 2
 
 
-def meets_twice(view1: Tensor, view2: Tensor, *, world: Any) -> Tensor:
-    for view in (view1, view2):
-        begin("MeetsTwice", {"view": view}, world=world)
-    return view1.sum()
+class MeetsTwice(TwoViewLoss):
+    """A formula with a handshake of its own."""
 
-
-class MeetsTwice(Loss, function=meets_twice):
-    """A loss with a handshake for each view."""
+    def compute(self, batch: Batch) -> Tensor:
+        meet("MeetsTwice", batch.rows, world=batch.world)
+        return batch.first.sum()
 
 
 def test_a_second_one_is_counted(worlds: Worlds) -> None:

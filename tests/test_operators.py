@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from contrastive_zoo.engine import dense_mode
+from contrastive_zoo.engine import implementation
 from tests.operators import LOSSES, operators
 from tests.simulated import READS
 
@@ -25,7 +25,7 @@ def counted(name: str, form: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_small_batch_starts_few_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     found = counted(name, "DistributedLoss")
     assert all(x <= most for x, most in zip(found, MOST[name], strict=True)), found
     assert all(x < y for x, y in zip(found, counted(name, "dense"), strict=True))

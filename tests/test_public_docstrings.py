@@ -59,7 +59,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, str]]:
             for y in x.body:
                 if isinstance(y, ast.FunctionDef) and (not y.name.startswith("_") or y.name == "__init__"):
                     # a class says what its constructor and its calls refuse
-                    shared = of_class if y.name in ("__init__", "forward") else ""
+                    shared = of_class if y.name in ("__init__", "forward", "inputs", "compute") else ""
                     yield f"{x.name}.{y.name}", y, shared + (ast.get_docstring(y) or "")
 
 
@@ -119,13 +119,12 @@ def public_names() -> set[str]:
 
 
 def definition(name: str) -> ast.FunctionDef | ast.ClassDef | None:
-    """Return where a public name is defined; None for a constant, and for a loss, whose class has its function's example."""
+    """Return where a public name is defined; None for a constant."""
     module, _, last = name.rpartition(".")
     tree = ast.parse(PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
     for x in tree.body:
         if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == last:
-            of_function = isinstance(x, ast.ClassDef) and any(word.arg == "function" for word in x.keywords)
-            return None if of_function else x
+            return x
     return None
 
 

@@ -6,10 +6,10 @@ that float32 has.
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -19,21 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import (
-    cross_entropy,
-    dense_mode,
-    similarity_budget,
-    small_batch,
-    small_batch_terms,
-    softmax,
-    tiling,
-)
-from contrastive_zoo.engine.rowwise import sum_over_anchors
-from contrastive_zoo.session import Session
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.engine import anchor_block, cross_entropy, implementation, small_batch, softmax, tiling
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import ALONE, Shards, World
-from tests.helpers import EVERY_CASE, drawn, local_shard, numbers
+from contrastive_zoo.world import Shards
+from tests.helpers import EVERY_CASE, called, drawn, local_shard, numbers
 
 GOAL = 2e-5
 """Relative error of a float32 gradient at t = 0.01: rounding a logit of 100 changes its exponential by 4e-6."""
@@ -90,34 +82,36 @@ def of_mil_nce(v: Tensor, *texts: Tensor) -> Softmaxes:
 
 
 def our_mil_nce(a: Tensor, *texts: Tensor, **settings: Any) -> Tensor:
-    return cz.mil_nce(a, torch.stack(texts, 1), normalize=True, **settings)
+    return called(cz.MILNCE, normalize=True)(a, torch.stack(texts, 1), **settings)
 
 
 def our_n_pairs(*rows: Tensor, **settings: Any) -> Tensor:
-    return cz.n_pairs(torch.cat(rows), torch.arange(len(rows[0])).repeat(2), l2=0.0, normalize=True, **settings)
+    return called(cz.NPairs, normalize=True)(torch.cat(rows), torch.arange(len(rows[0])).repeat(2), **settings)
 
 
 def our_sup_con(*rows: Tensor, **settings: Any) -> Tensor:
     """Two views are one positive for each anchor."""
-    return cz.sup_con(torch.cat(rows), torch.arange(len(rows[0])).repeat(len(rows)), **settings)
+    return called(cz.SupCon)(torch.cat(rows), torch.arange(len(rows[0])).repeat(len(rows)), **settings)
 
 
 def sup_con_by_anchor(*rows: Tensor, temperature: float) -> Tensor:
     """As against a memory."""
     z, ids = F.normalize(torch.cat(rows), dim=1), torch.arange(len(rows[0])).repeat(len(rows))
-    block_loss = cz.SupCon(temperature=temperature).block_loss()
-    return sum_over_anchors(block_loss, z, ids, shards=Shards((len(z),)), reduction="mean", world=ALONE)
+    loss = cz.SupCon(temperature=temperature)
+    rows = {"embeddings": z, "labels": ids}
+    batch = Batch(rows, dict.fromkeys(rows, Shards((len(z),))), loss.evaluated().values)
+    return reduce_rows(batch, loss.block_loss(batch), z, ids)
 
 
 def our_nca(*rows: Tensor, temperature: float, **settings: Any) -> Tensor:
     """The distances of unit rows are 2 − 2 cos."""
     labels = torch.arange(len(rows[0])).repeat(len(rows))
-    return cz.nca(torch.cat(rows), labels, temperature=2 * temperature, **settings)
+    return called(cz.NCA)(torch.cat(rows), labels, temperature=2 * temperature, **settings)
 
 
 def our_multi_positive(queries: Tensor, *keys: Tensor, **settings: Any) -> Tensor:
     ids = torch.arange(len(queries))
-    return cz.multi_positive(queries, torch.cat(keys), ids, ids.repeat(len(keys)), **settings)
+    return called(cz.MultiPositive)(queries, torch.cat(keys), ids, ids.repeat(len(keys)), **settings)
 
 
 def of_multi_positive(q: Tensor, *keys: Tensor) -> Softmaxes:
@@ -128,11 +122,11 @@ def of_multi_positive(q: Tensor, *keys: Tensor) -> Softmaxes:
 def our_gist(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
     """The guide finds all rows alike, and masks none."""
     ones = torch.ones(len(a), 1)
-    return cz.gist(a, b, ones, ones, **settings)
+    return called(cz.GIST)(a, b, ones, ones, **settings)
 
 
 def our_mnrl(*rows: Tensor, **settings: Any) -> Tensor:
-    return cz.mnrl(*rows, directions=("query_to_doc", "query_to_query", "doc_to_query"), **settings)
+    return called(cz.MNRL, directions=("query_to_doc", "query_to_query", "doc_to_query"))(*rows, **settings)
 
 
 def ranked_mnrl(*rows: Tensor, **settings: Any) -> Tensor:
@@ -184,13 +178,13 @@ class Solved:
 
 
 def our_clip(*rows: Tensor, **settings: Any) -> Tensor:
-    return cz.info_nce(*rows, symmetric=True, **settings)
+    return called(cz.InfoNCE, symmetric=True)(*rows, **settings)
 
 
 TILED = {
-    "NTXent": Solved(cz.nt_xent, of_nt_xent),
-    "NTXent, three views": Solved(cz.nt_xent, of_nt_xent, views=3),
-    "InfoNCE": Solved(cz.info_nce, of_info_nce),
+    "NTXent": Solved(called(cz.NTXent), of_nt_xent),
+    "NTXent, three views": Solved(called(cz.NTXent), of_nt_xent, views=3),
+    "InfoNCE": Solved(called(cz.InfoNCE), of_info_nce),
     "CLIP": Solved(our_clip, of_clip),
     "MNRL": Solved(our_mnrl, of_mnrl, times=2),
     "MILNCE": Solved(our_mil_nce, of_mil_nce, views=3, several_match=True),
@@ -248,10 +242,10 @@ def replaced(where: Any, name: str, value: Any) -> Iterator[None]:
 
 
 PATHS: dict[str, Callable[[], list[Any]]] = {
-    "tiled": lambda: [replaced(tiling, "TILE_BYTES", 2**16), similarity_budget.memory_budget(0)],
-    "cached": lambda: [replaced(tiling, "TILE_BYTES", 2**16), similarity_budget.memory_budget(2**30)],
+    "tiled": lambda: [replaced(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(0)],
+    "cached": lambda: [replaced(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(2**30)],
     "a maximum for each row": lambda: [replaced(softmax.SoftmaxSweep, "lost_precision", lambda *_: True)],
-    "small": lambda: [replaced(dense_mode, "SMALL_BATCH_ELEMENTS", 2**24)],
+    "small": lambda: [replaced(implementation, "SMALL_BATCH_ELEMENTS", 2**24)],
     "dense": lambda: [cz.dense()],
 }
 
@@ -317,8 +311,8 @@ def on_rank(ring: bool, always: bool) -> list[Tensor]:
         for noise in (0.3, 0.1):
             rows = [local_shard(x, SIZES) for x in views(sum(SIZES), noise, loss.views)]
             with splitting(always=always):
-                world = Session.of(World.of(), ring=ring)
-                found.append(gradient(loss.ours, rows, torch.float32, temperature=0.01, world=world))
+                wrap = functools.partial(cz.DistributedLoss, grad_reduction="sum", ring=ring)
+                found.append(gradient(loss.ours, rows, torch.float32, temperature=0.01, wrap=wrap))
     return found
 
 
@@ -338,10 +332,10 @@ def positives_on_other_ranks(ring: bool, always: bool, sizes: tuple[int, ...]) -
     found = []
     for noise in (0.3, 0.1):
         z, labels = torch.cat(views(sum(sizes) // 2, noise)), torch.arange(sum(sizes) // 2).repeat(2)
-        loss = functools.partial(cz.sup_con, labels=local_shard(labels, sizes))
+        wrapped = cz.DistributedLoss(cz.SupCon(temperature=0.01), grad_reduction="sum", ring=ring)
         with splitting(always=always):
-            world = Session.of(World.of(), ring=ring)
-            found.append(gradient(loss, [local_shard(z, sizes)], torch.float32, temperature=0.01, world=world)[0])
+            loss = functools.partial(wrapped, labels=local_shard(labels, sizes))
+            found.append(gradient(loss, [local_shard(z, sizes)], torch.float32)[0])
     return found
 
 
@@ -357,8 +351,10 @@ def test_positives_on_other_ranks_keep_the_same_digits(ring: bool, always: bool,
 # ------------------------------------------------------------------------------------------------------------- mutants
 
 
-USERS = ("info_nce", "mnrl", "mil_nce", "n_pairs", "gist", "sup_con", "nca", "multi_positive")
-"""The modules of losses that import the formula by name."""
+def users(name: str, value: Any) -> list[Any]:
+    """Return the modules that hold a function under its name."""
+    loaded = [x for name, x in sys.modules.items() if name.startswith("contrastive_zoo.")]
+    return [x for x in loaded if vars(x).get(name) is value]
 
 
 def subtracted(positive: Tensor, others: Tensor) -> Tensor:
@@ -382,9 +378,8 @@ BY_HAND = ("NTXent", "InfoNCE", "CLIP")
 )
 def test_a_subtraction_is_caught(name: str, where: str) -> None:
     """Three views hide it: their positives differ by more than the others add up to."""
-    modules = [cross_entropy, *(import_module(f"contrastive_zoo.losses.{x}") for x in USERS)]
     with ExitStack() as stack:
-        for module in modules:
+        for module in users("cross_entropy", cross_entropy.cross_entropy):
             stack.enter_context(patch.object(module, "cross_entropy", subtracted))
         stack.enter_context(path(where))
         assert errors(name, 256, 0.01, 0.3)[0] > 100 * GOAL
@@ -393,7 +388,10 @@ def test_a_subtraction_is_caught(name: str, where: str) -> None:
 @pytest.mark.parametrize("where", ["tiled", "small", "dense"])
 def test_a_sum_with_the_only_positive_is_caught(where: str) -> None:
     """SupCon's former formula: the dot product with the sum of the class is rounded otherwise than the logit in the sum."""
-    with path(where), patch.object(import_module("contrastive_zoo.losses.sup_con"), "only_positives", lambda *_: None):
+    with ExitStack() as stack:
+        for module in users("only_positives", anchor_block.only_positives):
+            stack.enter_context(patch.object(module, "only_positives", lambda *_: None))
+        stack.enter_context(path(where))
         assert errors("SupCon", 256, 0.01, 0.3)[0] > 100 * GOAL
 
 
@@ -405,9 +403,12 @@ def test_one_exponential_is_as_accurate() -> None:
                 assert errors(name, 200, 0.025, noise)[0] <= GOAL
 
 
-def softmaxes_with_the_positive(logits: Tensor, comparison: str) -> Any:
+softmaxes = small_batch.softmaxes
+
+
+def softmaxes_with_the_positive(logits: Tensor, comparison: Any) -> Any:
     """The mutant: the weight of a positive is its share minus 1."""
-    losses, weights = small_batch_terms.softmaxes(logits, comparison)
+    losses, weights = softmaxes(logits, comparison)
 
     def rounded_weights() -> Tensor:
         w = weights()

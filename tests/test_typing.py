@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tools import stubs
-
 ROOT = Path(__file__).parent.parent
 USER = Path(__file__).parent / "typing" / "user.py"
 
@@ -42,15 +40,3 @@ def test_a_users_mistakes_are_found_and_nothing_else(checker: Callable[[], dict[
     found = checker()
     assert found.keys() - expected == set(), {line: found[line] for line in found.keys() - expected}
     assert expected - found.keys() == set(), "mistakes that it does not see"
-
-
-def test_stubs_are_up_to_date() -> None:
-    assert [str(path) for path in stubs.outdated()] == [], "run: make stubs"
-
-
-def test_a_stub_stands_beside_every_loss_of_a_function() -> None:
-    losses = ROOT / "contrastive_zoo" / "losses"
-    declared = {
-        x.stem for x in losses.glob("*.py") if re.search(r"^class [A-Z]\w+\([^)]*function=", x.read_text(), re.M)
-    }
-    assert declared == {x.stem for x in losses.glob("*.pyi")}

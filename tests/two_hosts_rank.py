@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.random_keys import random_keys
-from contrastive_zoo.small_batch import splitting
 from tests.helpers import numbers
 from tests.test_later_steps import a_training, labelled, two_towers
 

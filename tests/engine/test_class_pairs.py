@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contrastive_zoo import devices
-from contrastive_zoo.engine.class_pairs import class_numbers, class_numbers_as_floats, only_positives
+from contrastive_zoo.engine.anchor_block import class_numbers, class_numbers_as_floats, only_positives
 
 IDS = st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2**60, 2**60 + 1, 2**63 - 1]), max_size=12)
 

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import compiled_sweep, rowwise_sweep
+from contrastive_zoo.engine import anchor_block, compiled_sweep
 from contrastive_zoo.testing.worlds import Worlds
 from tests.engine.test_ring import GENERAL_PATH, Call, batch, called, replaced
 from tests.engine.test_ring import LOSSES as RINGS
@@ -81,7 +81,7 @@ def compiling(backend: Any = "eager") -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(compiled_sweep, "BACKEND", backend))
         stack.enter_context(replaced(compiled_sweep, "_compiled", type(compiled_sweep._compiled)()))
-        stack.enter_context(replaced(rowwise_sweep, "anchor_slices", anchor_slices))
+        stack.enter_context(replaced(anchor_block, "anchor_slices", anchor_slices))
         stack.enter_context(limits(GENERAL_PATH))
         stack.enter_context(cz.implementation("compiled"))
         yield

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import malloc
+from contrastive_zoo.engine import tiling
 from tests.helpers import EVERY_CASE
 
 FAULTS = """
@@ -39,7 +39,7 @@ def faults(**environment: str) -> list[int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 def test_freed_memory_stays_unless_the_user_tells_malloc_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the variable is there is enough; empty, it leaves glibc as it is."""
-    for name in (malloc._SWITCH, *malloc._GLIBC_VARIABLES):
+    for name in (tiling._SWITCH, *tiling._GLIBC_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     kept = faults()
     for name, value in [("GLIBC_TUNABLES", ""), ("CONTRASTIVE_ZOO_MALLOPT", "0")][:: 1 if EVERY_CASE else 2]:
@@ -52,17 +52,17 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What malloc is told, in place of telling it."""
     told: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *of: told.append(of))
-    monkeypatch.setattr(malloc, "ctypes", SimpleNamespace(CDLL=lambda name: library))
-    monkeypatch.setattr(malloc, "platform", SimpleNamespace(libc_ver=lambda: ("glibc", "2.36")))
-    monkeypatch.setattr(malloc, "_threshold", 0)
-    for name in (malloc._SWITCH, *malloc._GLIBC_VARIABLES):
+    monkeypatch.setattr(tiling, "ctypes", SimpleNamespace(CDLL=lambda name: library))
+    monkeypatch.setattr(tiling, "platform", SimpleNamespace(libc_ver=lambda: ("glibc", "2.36")))
+    monkeypatch.setattr(tiling, "_threshold", 0)
+    for name in (tiling._SWITCH, *tiling._GLIBC_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return told
 
 
 def keep(budget: int, device: str = "cpu") -> None:
     with cz.memory_budget(budget):
-        malloc.keep_freed_memory(torch.empty(1, device=device))
+        tiling.keep_freed_memory(torch.empty(1, device=device))
 
 
 def test_a_threshold_only_grows_up_to_what_an_int_holds(settings: list[tuple[int, int]]) -> None:
@@ -72,10 +72,10 @@ def test_a_threshold_only_grows_up_to_what_an_int_holds(settings: list[tuple[int
     assert settings == [heap, (-1, 34 * mib), heap, (-1, 38 * mib), heap, (-1, 2**31 - 1)]
 
 
-@pytest.mark.parametrize("name", [malloc._SWITCH, *malloc._GLIBC_VARIABLES, "another C library", "an accelerator"])
+@pytest.mark.parametrize("name", [tiling._SWITCH, *tiling._GLIBC_VARIABLES, "another C library", "an accelerator"])
 def test_malloc_is_left_alone(name: str, settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "another C library":
-        monkeypatch.setattr(malloc, "platform", SimpleNamespace(libc_ver=lambda: ("", "")))
+        monkeypatch.setattr(tiling, "platform", SimpleNamespace(libc_ver=lambda: ("", "")))
     elif name.isupper() or name.endswith("_"):
         monkeypatch.setenv(name, "0")
     keep(2**20, "meta" if name == "an accelerator" else "cpu")

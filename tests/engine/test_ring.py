@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.engine import exchange, ring, row_statistics, rowwise
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, EXACT, distance, error_message, local_shard
+from tests.helpers import EVERY_CASE, EXACT, distance, error_message, learnt, local_shard
 from tests.stateful_rank import limits
 
 
@@ -34,9 +34,9 @@ Call = Literal["views", "labels", "teachers", "ids", "texts", "stacked views", "
 CLASSES = 4
 
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
-    "SigLIP": (lambda: cz.SigLIP(temperature=0.5, logit_bias=-1.0), "views"),
-    "SigLIP, sum": (lambda: cz.SigLIP(temperature=0.02, logit_bias=3.0, reduction="sum"), "views"),
-    "SupSigmoid": (lambda: cz.SupSigmoid(temperature=0.5, logit_bias=-1.0), "labels"),
+    "SigLIP": (lambda: cz.SigLIP(**learnt(0.5, -1.0)), "views"),
+    "SigLIP, sum": (lambda: cz.SigLIP(**learnt(0.02, 3.0), reduction="sum"), "views"),
+    "SupSigmoid": (lambda: cz.SupSigmoid(**learnt(0.5, -1.0)), "labels"),
     "the user's own": (YieldingHard, "labels"),
     "Contrastive": (cz.Contrastive, "labels"),
     "SignalToNoise": (cz.SignalToNoise, "labels"),
@@ -65,7 +65,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "HCL": (lambda: cz.HCL(temperature=0.5), "views"),
     "ClipDistillation": (lambda: cz.ClipDistillation(temperature=0.5, teacher_temperature=0.3), "teachers"),
     "MultiPositive": (lambda: cz.MultiPositive(temperature=0.5, duplicates="ignore", symmetric=True), "ids"),
-    "Clip": (lambda: cz.Clip(temperature=0.5), "views"),
+    "Clip": (lambda: cz.Clip(**learnt(0.5)), "views"),
     "InfoNCE": (lambda: cz.InfoNCE(temperature=cz.LearnableTemperature(0.5)), "views"),
     "NTXent": (lambda: cz.NTXent(temperature=0.5), "views"),
     "NTXent, learnt": (lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.5), normalize=False), "views"),
@@ -81,8 +81,8 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
 }
 
 GENERAL_PATH = {
-    "contrastive_zoo.small_batch:SMALL_BATCH": -1,
-    "contrastive_zoo.engine.dense_mode:SMALL_BATCH_ELEMENTS": -1,
+    "contrastive_zoo.distributed_step:SMALL_BATCH": -1,
+    "contrastive_zoo.engine.implementation:SMALL_BATCH_ELEMENTS": -1,
 }
 LOW_TILES = {"contrastive_zoo.engine.tiling:BLOCK_BYTES": 700, "contrastive_zoo.engine.tiling:TILE_BYTES": 700}
 

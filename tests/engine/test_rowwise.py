@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode, masked, pairwise, rowwise_sweep, tiling
+from contrastive_zoo.engine import anchor_block, hinges, implementation, masked, pairwise, tiling
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
-from contrastive_zoo.engine.reduction import reduce_anchors
+from contrastive_zoo.engine.batch import reduce_anchors
 from contrastive_zoo.engine.row_statistics import Maximum
 from contrastive_zoo.engine.rowwise import sum_over_anchors
-from contrastive_zoo.losses import triplet
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
@@ -84,7 +83,7 @@ def test_mutants_of_a_pass_are_caught(name: str) -> None:
     }
     function = OF_A_MATRIX[name]
     with pytest.raises(AssertionError):
-        assert_plain(lambda *of: (function if dense_mode.is_dense() else mutants[name])(*of), *matrix())
+        assert_plain(lambda *of: (function if implementation.is_dense() else mutants[name])(*of), *matrix())
 
 
 def alike() -> tuple[Tensor, Tensor]:
@@ -119,7 +118,7 @@ def test_products_and_distances_are_their_plain_formula(
 def test_a_distance_that_is_rounding_alone_is_caught() -> None:
     def mutant(a: Tensor, b: Tensor) -> Tensor:
         both = a.square().sum(1)[:, None] + b.square().sum(1)
-        return pairwise.euclidean(a, b) if dense_mode.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
+        return pairwise.euclidean(a, b) if implementation.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
 
     with pytest.raises(AssertionError):
         assert_plain(mutant, *alike(), weights=sparse_gradient(20))
@@ -197,7 +196,7 @@ def test_pairs_and_all_others_together(name: str) -> None:
     function = OF_ROWS[name]
 
     def of(a: Tensor, b: Tensor) -> Tensor:
-        distance = function(a, b if dense_mode.is_dense() else pairwise.share_across_blocks(b))
+        distance = function(a, b if implementation.is_dense() else pairwise.share_across_blocks(b))
         found = masked.masked_max(distance, distance.detach() < 9) + distance.sum(1)
         if name == "dot_products":  # distances are needed as they are
             distance.clamp_(max=2)
@@ -262,7 +261,7 @@ def test_a_search_and_one_bar_after_another_find_the_same(
     z[5] = z[2]  # equal distances
     loss = Triplet(mining=mining, margin=0.4)
     one_by_one = outcome(loss, z, labels)
-    monkeypatch.setattr(triplet, "_SEARCH_THRESHOLDS", -1)
+    monkeypatch.setattr(hinges, "_SEARCH_THRESHOLDS", -1)
     for x, y in zip(outcome(loss, z, labels), one_by_one, strict=True):
         close(x, y)
 
@@ -288,7 +287,7 @@ def test_a_block_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch
     found, z, labels = heights(monkeypatch), numbers(2048, 2, seed=0).float().requires_grad_(), torch.arange(2048) % 99
     MultiSimilarity()(z, labels)
     usual = found[0]
-    assert usual * 2048 * 4 * rowwise_sweep.MATRICES_PER_BLOCK == tiling.BLOCK_BYTES
+    assert usual * 2048 * 4 * anchor_block.MATRICES_PER_BLOCK == tiling.BLOCK_BYTES
     found.clear()
     with cz.memory_budget(tiling.BLOCK_BYTES // 4):
         MultiSimilarity()(z, labels)
@@ -296,7 +295,7 @@ def test_a_block_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch
     found.clear()
     with cz.memory_budget(0):  # not row by row
         MultiSimilarity()(z, labels)
-    assert found[0] == rowwise_sweep.LOW_BLOCK
+    assert found[0] == anchor_block.LOW_BLOCK
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{type(x).__name__}")
@@ -305,7 +304,7 @@ def test_no_height_changes_anything(loss: Any, monkeypatch: pytest.MonkeyPatch) 
     whole = outcome(loss, z, labels)
     found = heights(monkeypatch)
     for height in (1, 3, 39):
-        monkeypatch.setattr(tiling, "BLOCK_BYTES", height * 40 * 8 * rowwise_sweep.FEWEST_MATRICES)
+        monkeypatch.setattr(tiling, "BLOCK_BYTES", height * 40 * 8 * anchor_block.FEWEST_MATRICES)
         found.clear()
         for x, y in zip(outcome(loss, z, labels), whole, strict=True):
             close(x, y)
@@ -323,7 +322,7 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
             return out
 
     n = 96
-    monkeypatch.setattr(tiling, "BLOCK_BYTES", n * 8 * rowwise_sweep.FEWEST_MATRICES * 8)
+    monkeypatch.setattr(tiling, "BLOCK_BYTES", n * 8 * anchor_block.FEWEST_MATRICES * 8)
     z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
     with Listener():
         outcome(loss, z, labels)

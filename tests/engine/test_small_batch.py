@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode, small_batch, softmax
-from contrastive_zoo.engine.unit_rows import MIN_NORM
-from tests.helpers import close, numbers
+from contrastive_zoo.engine import implementation, small_batch, softmax
+from contrastive_zoo.engine.precision import MIN_NORM
+from tests.helpers import called, close, numbers
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "nt-xent": cz.nt_xent,
-    "nt-xent, three views": lambda a, b, **settings: cz.nt_xent(a, b, a * b, **settings),
-    "info-nce": lambda a, b, **settings: cz.info_nce(a, b, symmetric=False, **settings),
-    "clip": lambda a, b, **settings: cz.info_nce(a, b, symmetric=True, **settings),
-    "sup-con": lambda a, b, **settings: cz.sup_con(torch.cat([a, b]), torch.arange(2 * len(a)) % 3, **settings),
+    "nt-xent": called(cz.NTXent),
+    "nt-xent, three views": lambda a, b, **settings: cz.NTXent(**settings)(a, b, a * b),
+    "info-nce": called(cz.InfoNCE),
+    "clip": called(cz.InfoNCE, symmetric=True),
+    "sup-con": lambda a, b, **settings: cz.SupCon(**settings)(torch.cat([a, b]), torch.arange(2 * len(a)) % 3),
 }
 ROWS = {
     "gaussian": lambda n, seed: numbers(n, 4, seed=seed),
@@ -51,7 +51,7 @@ def test_both_paths_agree(name: str, rows: str, n: int, temperature: float, redu
     assume(n == 7 or rows != "with a tiny one")  # gradients of 1e12 times nothing would be compared
     general = outcome(LOSSES[name], rows, n, temperature, reduction)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+        patch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
         small = outcome(LOSSES[name], rows, n, temperature, reduction)
     for found, expected in zip(small, general, strict=True):
         close(found, expected)
@@ -60,7 +60,7 @@ def test_both_paths_agree(name: str, rows: str, n: int, temperature: float, redu
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
 def test_a_low_temperature_overflows_nowhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 exp(400) is infinite, and exp(40) is not."""
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     a = torch.eye(3).requires_grad_()
     for temperature in (1 / 40, 1 / 80, 1 / 120, 1 / 400):
         value = LOSSES[name](a, a.detach(), temperature=temperature)
@@ -71,11 +71,11 @@ def test_a_low_temperature_overflows_nowhere(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
 def test_the_small_batch_path_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant of the small-batch path shows, so the comparison above compares two paths."""
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     wrong = small_batch._SmallBatch.backward
     monkeypatch.setattr(small_batch._SmallBatch, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
     found = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", -1)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", -1)
     expected = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
     close(found[1], 2 * expected[1])
 
@@ -87,7 +87,7 @@ def test_32_bits_hold_the_exponentials_of_a_small_batch(
     name: str, rows: str, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """exp(1 / t) is finite down to t = 1/88 only: at 1/40 one exponential does, below it the engine has to."""
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     t, found = bound / 40, []
     for dtype in (torch.float32, torch.float64):
         a, b = (ROWS[rows](7, seed).to(dtype).requires_grad_() for seed in (1, 2))
@@ -99,7 +99,7 @@ def test_32_bits_hold_the_exponentials_of_a_small_batch(
 
 
 def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     scales = []
     monkeypatch.setattr(
         small_batch,
@@ -108,37 +108,38 @@ def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.Mo
     )
     for t in (1 / 40, 1 / 41):
         for temperature in (t, torch.tensor(t, dtype=torch.float64)):
-            cz.info_nce(torch.eye(3), torch.eye(3), temperature=temperature)
+            cz.InfoNCE(temperature=temperature)(torch.eye(3), torch.eye(3))
     assert scales == [40, 40]
 
 
 @pytest.mark.parametrize("elements", [2**16, -1], ids=["small batch", "large batch"])
 def test_the_smallest_norm_that_is_divided_by(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the norm is that of torch.nn.functional.normalize from there on."""
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", elements)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", elements)
     a, b = torch.diag(torch.tensor([MIN_NORM, 1, 2], dtype=torch.float64)), numbers(3, 3, seed=1)
     found, expected = a.clone().requires_grad_(), a.clone().requires_grad_()
-    cz.info_nce(found, b, temperature=0.5).backward()
+    loss = cz.InfoNCE(temperature=0.5)
+    loss(found, b).backward()
     with cz.dense():
-        cz.info_nce(expected, b, temperature=0.5).backward()
+        loss(expected, b).backward()
     close(*(x.grad * a.norm(dim=1, keepdim=True) for x in (found, expected)))
 
 
 def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     a, b = (numbers(6, 4, seed=seed).bfloat16() for seed in (1, 2))
     with torch.autocast("cpu", torch.bfloat16):
-        found = cz.nt_xent(a, b)
+        found = cz.NTXent()(a, b)
     assert found.dtype == torch.float32
     unit = [torch.nn.functional.normalize(x.float(), dim=1).bfloat16().double() for x in (a, b)]
-    close(found.double(), cz.nt_xent(*unit, normalize=False), 1e-6)
+    close(found.double(), cz.NTXent(normalize=False)(*unit), 1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.05])
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
 def test_rows_of_16_bits_are_rounded_on_either_path(name: str, temperature: float, monkeypatch) -> None:
     def found(elements: int) -> list[Tensor]:
-        monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", elements)
+        monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", elements)
         monkeypatch.setattr(softmax, "matmul_rounding", lambda *_: contextlib.nullcontext())
         a, b = (numbers(7, 4, seed=seed).bfloat16().requires_grad_() for seed in (1, 2))
         log_t = torch.tensor(temperature).log().requires_grad_()

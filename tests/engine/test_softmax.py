@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.collectives import scatters_sums, transport
-from contrastive_zoo.engine import dense_mode, exchange, ring, schedule, similarity_budget, softmax, tiling
+from contrastive_zoo.engine import exchange, implementation, ring, schedule, softmax, tiling
 from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
@@ -143,7 +143,7 @@ def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int,
     scale = torch.tensor(options.scale, dtype=torch.float64, requires_grad=True)
     rows, cols = Shards(sizes, rank), Shards(columns, rank)
     settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "dtype": options.dtype, "world": world}
-    with tiled(options.tile_bytes), similarity_budget.memory_budget(options.keep):
+    with tiled(options.tile_bytes), tiling.memory_budget(options.keep):
         if kind == "one tower":
             excluded = options.excluded(sum(sizes))
             excluded = None if excluded is None else local_shard(excluded, sizes)
@@ -315,7 +315,7 @@ def test_mutants_of_the_schedule_are_caught(worlds: Worlds) -> None:
 @pytest.fixture
 def no_pending_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget losses of other tests whose backward pass never ran, and which Python has not collected yet."""
-    monkeypatch.setattr(similarity_budget.CachedLogits, "_all", weakref.WeakSet())
+    monkeypatch.setattr(tiling.CachedLogits, "_all", weakref.WeakSet())
 
 
 @pytest.mark.usefixtures("no_pending_backward")
@@ -324,7 +324,7 @@ def test_similarities_are_kept_where_they_fit() -> None:
     args = {"scale": 1.0, "shards": Shards((8,)), "world": World()}
 
     def kept(size: int) -> int:
-        with similarity_budget.memory_budget(size):
+        with tiling.memory_budget(size):
             r, _ = softmax.self_log_sum_exp(z, **args)
         return sum(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
 
@@ -333,7 +333,7 @@ def test_similarities_are_kept_where_they_fit() -> None:
 
 
 def test_no_similarities_are_kept_that_no_backward_pass_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(similarity_budget.CachedLogits, "reserve", lambda *_: pytest.fail("they are kept"))
+    monkeypatch.setattr(tiling.CachedLogits, "reserve", lambda *_: pytest.fail("they are kept"))
     z, args = numbers(8, 4, seed=0), {"scale": 1.0, "shards": Shards((8,)), "world": World()}
     softmax.self_log_sum_exp(z, **args)
     with torch.no_grad():
@@ -367,7 +367,7 @@ def test_losses_that_wait_for_their_backward_passes_share_the_budget() -> None:
     def keeps(r: Tensor) -> bool:
         return any(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
 
-    with similarity_budget.memory_budget(8 * 8 * 8):
+    with tiling.memory_budget(8 * 8 * 8):
         first, second = forward(), forward()
         assert (keeps(first), keeps(second)) == (True, False)
         first.sum().backward()
@@ -397,10 +397,10 @@ def test_the_backward_pass_gathers_nothing_again(worlds: Worlds) -> None:
 
 
 def test_similarities_of_a_large_batch_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     monkeypatch.setattr(tiling, "TILE_BYTES", 2**14)
     z, shards = numbers(300, 3, seed=0).requires_grad_(), Shards((300,))
-    with similarity_budget.memory_budget(0), Largest() as largest:
+    with tiling.memory_budget(0), Largest() as largest:
         softmax.self_log_sum_exp(z, scale=1.0, shards=shards, world=World())[0].sum().backward()
         args = {"row_shards": shards, "column_shards": shards, "world": World()}
         softmax.cross_log_sum_exp(z, z, scale=1.0, **args)[0].sum().backward()
@@ -416,7 +416,7 @@ def test_backward_twice() -> None:
 
 
 def test_the_budget_is_a_number_of_bytes() -> None:
-    with pytest.raises(ValueError, match="0 or more, got -1"), similarity_budget.memory_budget(-1):
+    with pytest.raises(ValueError, match="0 or more, got -1"), tiling.memory_budget(-1):
         pass
 
 

@@ -42,14 +42,14 @@ def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return -F.logsigmoid(logits.where(positive, -logits)).sum() / len(a)
 
 
-def public(function: Callable[..., Tensor], **settings: Any) -> Callable[..., Tensor]:
+def public(kind: Callable[..., Callable[..., Tensor]], **settings: Any) -> Callable[..., Tensor]:
     """A public loss of the same arguments as its kernel."""
 
     def loss(a: Tensor, b: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
         more = {"logit_bias": bias[0]} if bias else {}
         negatives = [b[len(a) :]] if len(b) > len(a) else []
         with cz.implementation("triton"):
-            return function(a, b[: len(a)], *negatives, temperature=1 / scale, **more, **settings)
+            return kind(temperature=1 / scale, **more, **settings)(a, b[: len(a)], *negatives)
 
     return loss
 
@@ -63,10 +63,10 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "info_nce": (info_nce, dense_info_nce),
     "nt_xent": (nt_xent, dense_nt_xent),
     "siglip": (siglip, dense_siglip),
-    "public clip": (public(cz.clip), normalised(dense_clip)),
-    "public info_nce": (public(cz.info_nce), normalised(dense_info_nce)),
-    "public nt_xent": (public(cz.nt_xent, normalize=False), dense_nt_xent),
-    "public siglip": (public(cz.siglip), normalised(dense_siglip)),
+    "public clip": (public(cz.Clip), normalised(dense_clip)),
+    "public info_nce": (public(cz.InfoNCE), normalised(dense_info_nce)),
+    "public nt_xent": (public(cz.NTXent, normalize=False), dense_nt_xent),
+    "public siglip": (public(cz.SigLIP), normalised(dense_siglip)),
 }
 
 

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.distributed_step import splitting
+from tests.helpers import learnt
 from tests.kernels.cases import DEVICE, dense_clip, dense_info_nce, dense_nt_xent, dense_siglip, interpret_bfloat16
 from tests.kernels.rank_mutants import (
     Mutant,
@@ -101,9 +102,7 @@ class Case:
     def found(self, world: int, rank: int, shards: Sequence[Sequence[int]]) -> list[list[Tensor]]:
         """Return value and gradients of each step, of this rank's rows and of the parameters."""
         make = LOSSES[self.loss][0]
-        learns = self.loss in ("Clip", "SigLIP")
-        temperature = self.temperature if learns else cz.LearnableTemperature(self.temperature)
-        loss = make(temperature=temperature, reduction=self.reduction)
+        loss = make(**learnt(self.temperature), reduction=self.reduction)
         wrapped, results = cz.DistributedLoss(loss, ring=self.ring).to(DEVICE), []
         parameters = [x for _, x in sorted(wrapped.named_parameters(), reverse=True)]  # the temperature first
         for step, sizes in enumerate(shards):

@@ -12,13 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import contrastive_zoo as cz
 from contrastive_zoo import kernels
-from contrastive_zoo.engine import dense_mode
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine import implementation as chosen
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
-from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 
-LOSSES: list[Callable[..., Tensor]] = [cz.nt_xent, cz.info_nce, cz.clip, cz.siglip]
+LOSSES: list[Callable[[], Callable[..., Tensor]]] = [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP]
 
 
 def on_a_gpu(n: int = 2049, d: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -30,22 +29,20 @@ def on_a_gpu(n: int = 2049, d: int = 8, dtype: torch.dtype = torch.float32) -> l
 def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "device_problem", lambda device: None)
     monkeypatch.setattr(chosen, "find_spec", lambda name: name)
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)  # other tests run without small batches
+    monkeypatch.setattr(chosen, "SMALL_BATCH_ELEMENTS", 2**16)  # other tests run without small batches
 
 
 @pytest.mark.usefixtures("suitable")
 def test_auto_uses_kernels_where_they_apply() -> None:
     def used(rows: list[Tensor], unsupported: str | None = None) -> bool:
-        kernels = choose_kernels(rows, unsupported=unsupported)
-        assert kernels.problem is None
-        return kernels.compute(len(rows[0]), len(rows[1]))
+        return choose_kernels(rows).compute("Loss", len(rows[0]), len(rows[1]), unsupported=unsupported)
 
     rows = on_a_gpu()
     assert used(rows)
     assert used(on_a_gpu(dtype=torch.bfloat16))
     assert not used([torch.randn(600, 8)] * 2)
     assert not used(on_a_gpu(n=2048))
-    assert choose_kernels(rows).compute(2048, 2049)
+    assert choose_kernels(rows).compute("Loss", 2048, 2049)
     assert not used(on_a_gpu(d=4097))
     assert not used(on_a_gpu(dtype=torch.float64))
     assert not used(rows, unsupported="compares two views, got 3")
@@ -61,9 +58,9 @@ def test_auto_uses_kernels_where_they_apply() -> None:
 
 def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(Kernels, "compute", lambda self, *sizes: seen.append(sizes) or False)
+    monkeypatch.setattr(Kernels, "compute", lambda self, name, *sizes, unsupported: seen.append(sizes) or False)
     for negatives in ([], [torch.ones(3, 2)]):
-        cz.info_nce(torch.eye(2), torch.eye(2), *negatives)
+        cz.InfoNCE()(torch.eye(2), torch.eye(2), *negatives)
     assert seen == [(2, 2), (2, 5)]
 
 
@@ -71,16 +68,17 @@ def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: 
     monkeypatch.setattr(chosen, "find_spec", lambda name: None)
     monkeypatch.setattr(chosen, "_warned", False)
     with pytest.warns(UserWarning, match="Triton is not installed"):
-        assert choose_kernels(on_a_gpu()) == Kernels()
+        assert not choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choose_kernels(on_a_gpu())
+        choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
     with cz.implementation("triton"), pytest.raises(ValueError, match=r"contrastive_zoo\[triton\]"):
-        cz.clip(torch.eye(2), torch.eye(2))
+        cz.Clip()(torch.eye(2), torch.eye(2))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_triton_refuses_what_it_cannot_compute(loss: Callable[..., Tensor], suitable: None) -> None:
+@pytest.mark.parametrize("make", LOSSES)
+def test_triton_refuses_what_it_cannot_compute(make: Callable[[], Callable[..., Tensor]], suitable: None) -> None:
+    loss = make()
     with cz.implementation("triton"):
         with pytest.raises(ValueError, match=r"got torch\.float64"):
             loss(torch.eye(2).double(), torch.eye(2).double())
@@ -94,31 +92,31 @@ def test_triton_refuses_forms_without_a_kernel(suitable: None) -> None:
     eye = torch.eye(2)
     with cz.implementation("triton"):
         with pytest.raises(ValueError, match="compares two views, got 3"):
-            cz.nt_xent(eye, eye, eye)
+            cz.NTXent()(eye, eye, eye)
         with pytest.raises(ValueError, match="negatives of all queries"):
-            cz.info_nce(eye, eye, torch.ones(2, 3, 2))
+            cz.InfoNCE()(eye, eye, torch.ones(2, 3, 2))
         with pytest.raises(ValueError, match="in_batch_negatives"):
-            cz.info_nce(eye, eye, eye, in_batch_negatives=False)
+            cz.InfoNCE(in_batch_negatives=False)(eye, eye, eye)
         with pytest.raises(ValueError, match="reduction='mean' or 'sum'"):
-            cz.siglip(eye, eye, reduction="none")
+            cz.SigLIP(reduction="none")(eye, eye)
         with pytest.raises(ValueError, match="variant='out'"):
-            cz.sup_con(eye, torch.arange(2), variant="in")
+            cz.SupCon(variant="in")(eye, torch.arange(2))
         with pytest.raises(ValueError, match="without hardness_mode"):
-            cz.mnrl(eye, eye, hardness_mode="all_negatives")
+            cz.MNRL(hardness_mode="all_negatives")(eye, eye)
 
 
 def test_triton_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(chosen, "find_spec", lambda name: name)
     with cz.implementation("triton"), pytest.raises(ValueError, match=r"got embeddings on cpu\. Use implementation"):
-        cz.nt_xent(torch.eye(2), torch.eye(2))
+        cz.NTXent()(torch.eye(2), torch.eye(2))
 
 
 def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with Triton's interpreter, and to the last bit."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     rows = torch.randn(2, 600, 4)
-    for loss in LOSSES:
+    for loss in (make() for make in LOSSES):
         with cz.implementation("torch"):
             expected = loss(*rows)
         assert torch.equal(loss(*rows), expected)
@@ -154,7 +152,7 @@ def test_a_choice_of_one_rank_is_refused_on_all(make: Callable[[], Any], small: 
 
 def test_what_one_rank_lacks_is_refused_on_all(worlds: Worlds) -> None:
     def job() -> str:
-        absent = pytest.raises(ValueError, match=r"rank 1: implementation 'triton' needs Triton")
+        absent = pytest.raises(ValueError, match=r"rank 0 has triton, rank 1 has triton, which needs Triton")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "device_problem", lambda device: None)
             patch.setattr(chosen, "find_spec", lambda name: name if dist.get_rank() == 0 else None)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,18 +11,19 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo import devices
-from contrastive_zoo.engine import dense_mode, small_batch, small_batch_terms
-from tests.helpers import EVERY_CASE, close, drawn, numbers
+from contrastive_zoo.engine import implementation, small_batch
+from contrastive_zoo.loss_base.loss import Stated
+from tests.helpers import EVERY_CASE, called, close, drawn, numbers
 from tests.operators import dense_siglip, dense_softmaxes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N, D = 24, 6
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "InfoNCE": cz.info_nce,
-    "CLIP": cz.clip,
-    "NTXent": cz.nt_xent,
-    "SigLIP": cz.siglip,
+    "InfoNCE": called(cz.InfoNCE),
+    "CLIP": called(cz.Clip),
+    "NTXent": called(cz.NTXent),
+    "SigLIP": called(cz.SigLIP),
 }
 
 
@@ -43,7 +45,7 @@ TEMPERATURES = [0.0005, 0.005, 0.01, 0.07, 10.0]
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_mode, "SMALL_BATCH_ELEMENTS", 2**16)
+    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     monkeypatch.setattr(devices, "on_cpu", lambda x: False)
 
 
@@ -114,11 +116,9 @@ def test_float32_is_finite_at_any_temperature(name: str) -> None:
 def test_a_rank_gets_its_own_gradient_and_all_of_the_parameters(name: str, accelerated: bool, monkeypatch) -> None:
     monkeypatch.setattr(devices, "on_cpu", lambda x: not accelerated and x.is_cpu)
     own, rows = slice(5, 11), rows_of("gaussian")
-    inner = "small_batch_siglip" if name == "SigLIP" else "small_batch_info_nce"
     expected = value_and_gradients(LOSSES[name], name, rows, 0.07)
-    module = __import__(LOSSES[name].__module__, fromlist=["x"]) if name != "CLIP" else cz.losses.info_nce
-    compute = getattr(small_batch, inner)
-    monkeypatch.setattr(module, inner, lambda *x, **settings: compute(*x, **settings | {"own": own}))
+    batch = Stated.batch
+    monkeypatch.setattr(Stated, "batch", lambda *x: replace(batch(*x), own=own))
     value, *gradients = value_and_gradients(LOSSES[name], name, rows, 0.07)
     close(value, expected[0])
     for x, y in zip(gradients[:2], expected[1:3], strict=True):
@@ -159,7 +159,7 @@ def one_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arithmetic of a CPU at temperatures for which it is not made."""
 
     def softmaxes(logits: Tensor, comparison: Any) -> Any:
-        return small_batch_terms.softmaxes_by_one_exponential(logits, comparison, overwrite=False)
+        return small_batch.softmaxes_by_one_exponential(logits, comparison, overwrite=False)
 
     monkeypatch.setattr(small_batch, "softmaxes", softmaxes)
 
@@ -177,7 +177,7 @@ def clamped_rows_have_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def half_of_the_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns have no softmax."""
-    by_rows = small_batch_terms.softmaxes
+    by_rows = small_batch.softmaxes
     monkeypatch.setattr(small_batch, "softmaxes", lambda logits, comparison: by_rows(logits, "rows"))
 
 
@@ -187,5 +187,5 @@ def half_of_the_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_gradient_would_be_noticed(mutate, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = value_and_gradients(lambda *x, **y: dense("CLIP", *x, **y), "CLIP", rows_of(kind), 0.07)
     mutate(monkeypatch)
-    found = value_and_gradients(cz.clip, "CLIP", rows_of(kind), 0.07)
+    found = value_and_gradients(LOSSES["CLIP"], "CLIP", rows_of(kind), 0.07)
     assert any((x - y).norm() > 0.01 * y.norm() for x, y in zip(found, expected, strict=True))

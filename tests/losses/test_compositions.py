@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.matryoshka import Matryoshka
 from contrastive_zoo.losses.weighted_sum import WeightedSum
 from contrastive_zoo.session import Session
-from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
 from contrastive_zoo.testing.trial import Case, Trial

@@ -302,7 +302,7 @@ def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
         return lambda: call(2, **(of_rank_1 if dist.get_rank() == 1 else {}))
 
     cases = [
-        (spoilt(width=2), "ranks disagree on the width of queries: rank 0 brought [*, 3], rank 1 brought [*, 2]"),
+        (spoilt(width=2), "ranks disagree on the width of tokens of queries: rank 0 brought d=3, rank 1 brought d=2"),
         (spoilt(mask=torch.tensor([[1, 0], [0, 0], [1, 1]])), "got none in row 1"),
         (spoilt(mask=torch.ones(3, 2)), "document_mask holds a bool or an integer"),
     ]

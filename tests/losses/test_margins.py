@@ -14,8 +14,8 @@ from pytorch_metric_learning import distances, losses, miners, reducers
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base.distances import distances as euclidean
-from contrastive_zoo.loss_base.distances import squared_distances
+from contrastive_zoo.engine.pairwise import distances as euclidean
+from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.losses.angular import Angular
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.contrastive import Contrastive
@@ -294,21 +294,21 @@ def test_golden_values(loss: Any, value: float) -> None:
     ("make", "message"),
     [
         (lambda: Contrastive(metric="cosine"), "metric is one of 'distance', 'squared distance', 'similarity'"),
-        (lambda: Contrastive(average="mean"), "average is one of 'nonzero', 'all', got 'mean'"),
+        (lambda: Contrastive(average="mean"), "average is 'nonzero' or 'all', got 'mean'"),
         (lambda: Contrastive(power=0.5), "power is at least 1, got 0.5"),
-        (lambda: SignalToNoise(average="mean"), "SignalToNoise: average is one of"),
+        (lambda: SignalToNoise(average="mean"), "SignalToNoise: average is 'nonzero' or 'all'"),
         (lambda: Triplet(mining="semihard"), "mining is one of 'all', 'hard', 'semi-hard', got 'semihard'"),
         (lambda: Triplet(mining="semi-hard", margin=0.0), "semi-hard negatives lie within a positive margin, got 0.0"),
         (lambda: Triplet(metric="l2"), "metric is one of"),
-        (lambda: Triplet(average=None), "average is one of"),
-        (lambda: MultiSimilarity(alpha=0), "alpha and beta are positive, got 0 and 50.0"),
+        (lambda: Triplet(average=None), "average is 'nonzero' or 'all', got None"),
+        (lambda: MultiSimilarity(alpha=0), "alpha and beta are positive, got 0"),
         (lambda: Circle(gamma=-1), "gamma is positive, got -1"),
-        (lambda: Circle(average="none"), "average is one of"),
+        (lambda: Circle(average="none"), "average is 'nonzero' or 'all'"),
         (lambda: GeneralizedLiftedStructure(metric=""), "metric is one of"),
         (lambda: Margin(nu=-1), "nu is 0 or more, got -1"),
         (lambda: Margin(num_classes=0), "num_classes is 1 or more, got 0"),
         (lambda: RankedList(imbalance=1.5), "imbalance is a share, 0 … 1, got 1.5"),
-        (lambda: RankedList(t_n=-1), "0 or more"),
+        (lambda: RankedList(t_n=-1), "t_p, t_n and epsilon are 0 or more, got -1"),
         (lambda: FastAP(num_bins=0), "num_bins is an integer, 1 … 16777216, got 0"),
         (lambda: FastAP(normalize=False), "unit rows"),
         (lambda: SmoothAP(temperature=0), "temperature is positive, got 0"),

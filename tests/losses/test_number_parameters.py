@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, local_shard, numbers
+from tests.helpers import close, learnt, local_shard, numbers
 from tests.zoo import BatchHard
 
 D = 4
@@ -20,12 +20,12 @@ MAKE: dict[str, tuple[Callable[[], Any], bool]] = {
     "NTXent": (lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.5)), False),
     "InfoNCE": (lambda: cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True), False),
     "NCA": (lambda: cz.NCA(temperature=cz.LearnableTemperature(0.5)), True),
-    "Clip": (lambda: cz.Clip(temperature=0.5), False),
-    "SigLIP": (lambda: cz.SigLIP(temperature=0.5), False),
-    "SupSigmoid": (lambda: cz.SupSigmoid(temperature=0.5), True),
+    "Clip": (lambda: cz.Clip(**learnt(0.5)), False),
+    "SigLIP": (lambda: cz.SigLIP(**learnt(0.5)), False),
+    "SupSigmoid": (lambda: cz.SupSigmoid(**learnt(0.5)), True),
     "Margin": (lambda: cz.Margin(nu=0.1, beta=0.8), True),
     "WeightedSum": (lambda: cz.WeightedSum([cz.Margin(nu=0.1), cz.SupSigmoid()]), True),
-    "CrossBatchMemory": (lambda: cz.CrossBatchMemory(cz.SupSigmoid(temperature=0.5), 8, D).double(), True),
+    "CrossBatchMemory": (lambda: cz.CrossBatchMemory(cz.SupSigmoid(**learnt(0.5)), 8, D).double(), True),
 }
 """Losses with such parameters, and whether they take labels."""
 
@@ -46,7 +46,7 @@ def test_no_parameter_is_without_a_dimension(name: str) -> None:
 @pytest.mark.parametrize("dense", [False, True], ids=["engine", "dense"])
 @pytest.mark.parametrize("name", MAKE)
 def test_values_and_gradients_have_their_shapes(name: str, dense: bool, elements: int, monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.dense_mode.SMALL_BATCH_ELEMENTS", elements)
+    monkeypatch.setattr("contrastive_zoo.engine.implementation.SMALL_BATCH_ELEMENTS", elements)
     make, labelled = MAKE[name]
     for dtype in (torch.float32, torch.float64):
         loss = make()

@@ -13,12 +13,12 @@ import contrastive_zoo as cz
 from contrastive_zoo.losses.cosent import AnglE, CoSENT
 from contrastive_zoo.losses.intra_pair_variance import IntraPairVariance
 from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax
-from contrastive_zoo.losses.margin_mse import MarginMSE, margin_mse
+from contrastive_zoo.losses.margin_mse import MarginMSE
 from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin
-from contrastive_zoo.losses.online_contrastive import OnlineContrastive, online_contrastive
+from contrastive_zoo.losses.online_contrastive import OnlineContrastive
 from contrastive_zoo.losses.orthogonal_regularization import OrthogonalRegularization
 from contrastive_zoo.losses.p2s_grad import P2SGrad
-from contrastive_zoo.losses.score_distillation import ScoreDistillation, score_distillation
+from contrastive_zoo.losses.score_distillation import ScoreDistillation
 from contrastive_zoo.testing.batch import GlobalBatch
 from tests.helpers import close, numbers
 from tests.losses import zoo_softmax
@@ -134,9 +134,9 @@ def test_all_views_of_a_sample_are_anchors() -> None:
 
 def test_numbers_by_hand() -> None:
     eye = torch.eye(2, dtype=torch.float64)
-    mean = online_contrastive(eye, eye[[0, 0]], torch.tensor([1, 1]), reduction="mean")  # of 0 and 1 > ½: 1² alone
+    mean = OnlineContrastive(reduction="mean")(eye, eye[[0, 0]], torch.tensor([1, 1]))  # of 0 and 1 > ½: 1² alone
     close(mean, torch.tensor(1.0).double())
-    each = online_contrastive(eye, eye[[0, 0]], torch.tensor([1, 0]), reduction="none")
+    each = OnlineContrastive(reduction="none")(eye, eye[[0, 0]], torch.tensor([1, 0]))
     close(each, torch.zeros(2).double())
 
 
@@ -154,10 +154,10 @@ BAD = [
     (lambda q, k: cz.SupCon()(q), "labels are missing"),
     (lambda q, k: cz.SupCon(contrast_mode="two"), "contrast_mode is 'all' or 'one', got 'two'"),
     (lambda q, k: MegaBatchMargin()(q, k[:2]), "views must pair row by row"),
-    (lambda q, k: margin_mse(q, k, q, torch.ones(9, 1)), r"negatives are k >= 1 rows per query, \[n, k, d\]"),
-    (lambda q, k: margin_mse(q, k, k[:, None], torch.ones(9, 2)), "margins are one number per negative"),
-    (lambda q, k: score_distillation(q, k[:, None], torch.ones(9, 1)), "candidates are k >= 2 rows per query"),
-    (lambda q, k: score_distillation(q, torch.stack([k, k], 1), torch.ones(9)), "scores are one number per candidate"),
+    (lambda q, k: MarginMSE()(q, k, q, torch.ones(9, 1)), r"negatives are k >= 1 rows per query, \[n, k, d\]"),
+    (lambda q, k: MarginMSE()(q, k, k[:, None], torch.ones(9, 2)), "margins are one number per negative"),
+    (lambda q, k: ScoreDistillation()(q, k[:, None], torch.ones(9, 1)), "candidates are k >= 2 rows per query"),
+    (lambda q, k: ScoreDistillation()(q, torch.stack([k, k], 1), torch.ones(9)), "scores are one number per candidate"),
     (lambda q, k: LargeMarginSoftmax(3, 4, margin=0), "margin is an integer, 1 … 100, got 0"),
 ]
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,18 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.moments import centered, second_moments, squared_sums
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.losses.align_uniform import AlignUniform, align_uniform
-from contrastive_zoo.losses.barlow_twins import BarlowTwins, barlow_twins
-from contrastive_zoo.losses.dino import DINO, dino
-from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive, spectral_contrastive
-from contrastive_zoo.losses.swav import SwAV, swav
-from contrastive_zoo.losses.vicreg import VICReg, vicreg
+from contrastive_zoo.losses.align_uniform import AlignUniform
+from contrastive_zoo.losses.barlow_twins import BarlowTwins
+from contrastive_zoo.losses.dino import DINO
+from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
+from contrastive_zoo.losses.swav import SwAV
+from contrastive_zoo.losses.vicreg import VICReg
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.world import Shards
 from tests.helpers import error_message, numbers
 from tests.losses.zoo_statistics import ENTRIES
 from tests.zoo import Entry
@@ -65,25 +68,42 @@ def test_vicreg_is_pytorch_metric_learnings(settings: tuple[float, ...]) -> None
             close(x, y)
 
 
+def batch_of(x: Tensor) -> Batch:
+    return Batch({"embeddings": x}, {"embeddings": Shards((len(x),))})
+
+
 def test_moments_are_torchs() -> None:
     a, b = views(0)
-    x, y = (centered(z, shards=cz.ALONE.shards(z), world=cz.ALONE) for z in (a, b))
+    batch = batch_of(a)
+    x, y = (centered(batch, z) for z in (a, b))
     both = torch.cov(torch.cat([a, b], 1).T)
-    close(second_moments(x, x, world=cz.ALONE) / 6, torch.cov(a.T))
-    close(second_moments(x, y, world=cz.ALONE) / 6, both[:4, 4:])
-    close(squared_sums(x, world=cz.ALONE) / 6, a.var(0))
-    far = a.detach() + 1e6  # nothing cancels
-    x = centered(far, shards=cz.ALONE.shards(far), world=cz.ALONE)
-    close(second_moments(x, x, world=cz.ALONE) / 6, torch.cov(a.T).detach(), 1e-8)
+    close(second_moments(batch, x, x) / 6, torch.cov(a.T))
+    close(second_moments(batch, x, y) / 6, both[:4, 4:])
+    close(squared_sums(batch, x) / 6, a.var(0))
+    x = centered(batch, a.detach() + 1e6)  # nothing cancels
+    close(second_moments(batch, x, x) / 6, torch.cov(a.T).detach(), 1e-8)
 
 
 def test_sinkhorn_gives_equal_shares() -> None:
     scores = torch.randn(12, 4, dtype=torch.float64)
-    q = balanced_assignment(scores, epsilon=0.5, iterations=200, world=cz.ALONE)
+    batch = batch_of(scores)
+    q = balanced_assignment(batch, scores, epsilon=0.5, iterations=200)
     close(q.sum(1), torch.ones(12).double())
     close(q.sum(0), torch.full((4,), 3.0).double())
-    close(balanced_assignment(scores, epsilon=0.5, iterations=0, world=cz.ALONE), (scores / 0.5).softmax(1))
-    assert balanced_assignment(1e4 * scores, epsilon=1e-3, iterations=3, world=cz.ALONE).isfinite().all()
+    close(balanced_assignment(batch, scores, epsilon=0.5, iterations=0), (scores / 0.5).softmax(1))
+    assert balanced_assignment(batch, 1e4 * scores, epsilon=1e-3, iterations=3).isfinite().all()
+
+
+def swav(prototypes: Tensor, **settings: Any) -> SwAV:
+    loss = SwAV(*prototypes.shape, **settings)
+    loss.prototypes.data = prototypes
+    return loss
+
+
+def dino(centre: Tensor, **settings: Any) -> DINO:
+    loss = DINO(len(centre), **settings)
+    loss.centre = centre
+    return loss
 
 
 def test_numbers_by_hand() -> None:
@@ -91,18 +111,18 @@ def test_numbers_by_hand() -> None:
     b = torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)
     # (a − b)²: 0 1 0 1; variances 2 0 and 2 2; covariances 0 and 2, each twice over two features
     by_hand = 25 * 0.5 + 25 / 2 * (1 - 0.01) / 2 + (2 * 4) / 2
-    close(vicreg(a, b).item(), by_hand)
+    close(VICReg()(a, b).item(), by_hand)
     # correlation [[1, 1], [0, 0]] but for eps
-    close(barlow_twins(a, b, lambda_=0.5, eps=1e-12).item(), 0 + 1 + 0.5 * 1, 1e-9)
-    close(spectral_contrastive(a, b, mu=math.inf).item(), -2.0 + 1)
-    close(align_uniform(a, a, t=0.5).item(), -0.5 * 4)
-    close(align_uniform(a, -a, alpha=1.0, t=1.0, uniformity=0.5).item(), 2.0 - 0.5 * 4)
+    close(BarlowTwins(lambda_=0.5, eps=1e-12)(a, b).item(), 0 + 1 + 0.5 * 1, 1e-9)
+    close(SpectralContrastive(mu=math.inf)(a, b).item(), -2.0 + 1)
+    close(AlignUniform(t=0.5)(a, a).item(), -0.5 * 4)
+    close(AlignUniform(alpha=1.0, t=1.0, uniformity=0.5)(a, -a).item(), 2.0 - 0.5 * 4)
     eye = torch.eye(2, dtype=torch.float64)
     # each row wants another prototype: codes are shares 1 : e^(−1/ε)
     q = 1 / (1 + math.exp(-1))
     by_hand = math.log(math.e + 1) - q
-    close(swav(eye, eye, prototypes=eye, temperature=1.0, epsilon=1.0).item(), by_hand)
-    loss = dino(torch.stack([eye] * 3, 1), eye[:, None], centre=eye[0], temperature=1.0, teacher_temperature=1.0)
+    close(swav(eye, temperature=1.0, epsilon=1.0)(eye, eye).item(), by_hand)
+    loss = dino(eye[0], temperature=1.0, teacher_temperature=1.0)(torch.stack([eye] * 3, 1), eye[:, None])
     # teacher less centre: (0, 0) and (−1, 1)
     second = 1 / (1 + math.exp(-2))
     close(loss.item(), math.log(math.e + 1) - (0.5 + second) / 2)
@@ -198,23 +218,23 @@ def test_whitening_says_when_rounding_leaves_no_inverse(worlds: Worlds) -> None:
 
 
 BAD = [
-    (lambda a, b: vicreg(a, b[:2]), "views must pair row by row"),
-    (lambda a, b: vicreg(a, b, eps=0.0), "eps must be positive, got 0.0"),
-    (lambda a, b: barlow_twins(a, b, eps=-1.0), "eps must be positive"),
-    (lambda a, b: spectral_contrastive(a, b, mu=0.0), "mu must be positive, got 0.0"),
-    (lambda a, b: align_uniform(a, b, alpha=0.5), "alpha is at least 1 and t positive, got alpha=0.5"),
-    (lambda a, b: align_uniform(a, b, t=0.0), "t positive, got alpha=2.0, t=0.0"),
-    (lambda a, b: swav(a, b, prototypes=torch.eye(3)), r"prototypes are \[clusters, d\] with d=4 as views"),
-    (lambda a, b: swav(a, prototypes=torch.eye(4)), "two or more views"),
-    (lambda a, b: swav(a, b, prototypes=torch.eye(4), code_views=3), "1 <= code_views <= 2, got 3 and 3"),
-    (lambda a, b: swav(a, b, prototypes=torch.eye(4), epsilon=0.0), "epsilon must be positive"),
-    (lambda a, b: swav(a, b, prototypes=torch.eye(4), temperature=0.0), "temperature must be positive"),
-    (lambda a, b: SwAV(0, 4), "there are prototypes and features, got 0 and 4"),
-    (lambda a, b: dino(a, b, centre=torch.zeros(3)), r"the centre is as wide as outputs.*Construct DINO\(out_dim"),
-    (lambda a, b: dino(a[:, None], a[:, None], centre=torch.zeros(4)), "student sees two or more views .* got 1 from"),
-    (lambda a, b: dino(a, b[:2], centre=torch.zeros(4)), r"student and teacher are \[n, views, k\], or \[n, k\], got"),
-    (lambda a, b: dino(a, b, centre=torch.zeros(4), teacher_temperature=0.0), "teacher_temperature must be positive"),
-    (lambda a, b: DINO(4, centre_momentum=1.5), "centre_momentum <= 1, got 4 and 1.5"),
+    (lambda a, b: VICReg()(a, b[:2]), "views must pair row by row"),
+    (lambda a, b: VICReg(eps=0.0), "eps must be positive, got 0.0"),
+    (lambda a, b: BarlowTwins(eps=-1.0), "eps must be positive"),
+    (lambda a, b: SpectralContrastive(mu=0.0), "mu must be positive, got 0.0"),
+    (lambda a, b: AlignUniform(alpha=0.5), "alpha is at least 1 and t positive, got 0.5"),
+    (lambda a, b: AlignUniform(t=0.0), "t positive, got 0.0"),
+    (lambda a, b: SwAV(3, 3)(a, b), r"prototypes are \[clusters, d\] with d=4 as views"),
+    (lambda a, b: SwAV(4, 4)(a), "two or more views"),
+    (lambda a, b: SwAV(4, 4, code_views=3)(a, b), "1 <= code_views <= 2, got 3"),
+    (lambda a, b: SwAV(4, 4, epsilon=0.0), "epsilon must be positive"),
+    (lambda a, b: SwAV(4, 4, temperature=0.0), "temperature must be positive"),
+    (lambda a, b: SwAV(0, 4), "there are prototypes and features, got 0"),
+    (lambda a, b: DINO(3)(a, b), r"the centre is as wide as outputs.*Construct DINO\(out_dim"),
+    (lambda a, b: DINO(4)(a[:, None], a[:, None]), "student sees two or more views .* got 1 from"),
+    (lambda a, b: DINO(4)(a, b[:2]), r"student and teacher are \[n, views, k\], or \[n, k\], got"),
+    (lambda a, b: DINO(4, teacher_temperature=0.0), "teacher_temperature must be positive"),
+    (lambda a, b: DINO(4, centre_momentum=1.5), "centre_momentum must be from 0 to 1, got 1.5"),
 ]
 
 
@@ -225,8 +245,11 @@ def test_bad_input_is_named(call: Any, complaint: str) -> None:
 
 
 def test_what_an_editor_shows() -> None:
-    assert list(inspect.signature(SwAV).parameters)[:3] == ["num_prototypes", "embedding_size", "temperature"]
-    assert "centre" not in inspect.signature(DINO).parameters
+    assert list(SwAV.fields)[:3] == ["num_prototypes", "embedding_size", "temperature"]
+    assert [name for name, x in SwAV.fields.items() if not x.kw_only] == ["num_prototypes", "embedding_size"]
+    for cls in (SwAV, DINO):
+        documented = re.findall(r"^ {4}(\w+): ", inspect.getdoc(cls).partition("Args:")[2].partition("\n\n")[0], re.M)
+        assert documented == [name for name, x in cls.fields.items() if x.init]
     assert repr(DINO(2)).startswith("DINO(out_dim=2, centre_momentum=0.9, temperature=0.1")
     assert [type(x()).__name__ for x in (BarlowTwins, SpectralContrastive, AlignUniform)]
 

@@ -12,7 +12,7 @@ import contrastive_zoo as cz
 from contrastive_zoo import devices
 from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.engine import max_sim, tiling
-from contrastive_zoo.session import Session
+from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import World
 from tests.helpers import EXACT, distance
@@ -43,7 +43,9 @@ def whole_step(make: Callable[[], Any], rows: dict[str, Tensor]) -> list[Any]:
     return value_and_gradients(make(), [rows[name] for name in ORDER if name in rows])
 
 
-@pytest.mark.parametrize("make", [lambda: cz.MaxSim(symmetric=True), lambda: composition()])
+@pytest.mark.parametrize(
+    "make", [lambda: cz.MaxSim(symmetric=True), lambda: composition(), lambda: cz.Matryoshka(cz.MaxSim(), (2, 4))]
+)
 def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
     rows = rows_of(Shard(7, 4), seed=1)
     found, reads = step(make, rows)
@@ -52,7 +54,7 @@ def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
 
 
 def composition() -> Any:
-    """A loss that runs twice in a step of several ranks, first to declare itself."""
+    """Two losses of the same sets of tokens."""
     return cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()])
 
 
@@ -93,10 +95,10 @@ def single_tokens(sets: max_sim.TokenSets, world: World) -> tuple[Tensor, list[i
 def error_of_rank(mutant: str = "") -> tuple[float, int]:
     """Return the largest error of a rank's value and gradients, and how often the host reads."""
     by_rank = [rows_of(shard, seed=20 * rank) for rank, shard in enumerate(SHARDS)]
-    rank = dist.get_rank()
+    rank, inputs = dist.get_rank(), LateInteractionLoss.inputs
     with pytest.MonkeyPatch.context() as patch:
         if mutant == "reads again":
-            patch.setattr(Session, "read_once", lambda session, tensors, read: read())
+            patch.setattr(LateInteractionLoss, "inputs", lambda loss, *args: inputs(*args))
         if mutant == "single tokens":
             patch.setattr(max_sim.TokenSets, "all_lengths", single_tokens)
         (value, *gradients), reads = step(composition, by_rank[rank])
@@ -129,5 +131,5 @@ def test_lengths_of_another_rank_would_be_noticed(device_worlds: Worlds) -> None
     assert max(error for error, _ in device_worlds.run(2, error_of_rank, "single tokens")) > 1e-3
 
 
-def test_a_read_by_each_run_of_a_loss_would_be_noticed(device_worlds: Worlds) -> None:
+def test_a_read_by_each_member_of_a_sum_would_be_noticed(device_worlds: Worlds) -> None:
     assert min(reads for _, reads in device_worlds.run(2, error_of_rank, "reads again")) > 1

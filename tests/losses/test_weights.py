@@ -1,7 +1,8 @@
 """Proxies and classifiers: the papers' formulas, other people's code, numbers by hand, replicated and sharded weights."""
 
-import inspect
+import copy
 import math
+import pickle
 import warnings
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.classes import class_shard, draw_weights
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.losses.arc_face import ArcFace, arc_face
-from contrastive_zoo.losses.cos_face import CosFace, cos_face
+from contrastive_zoo.losses.arc_face import ArcFace
+from contrastive_zoo.losses.cos_face import CosFace
 from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax, SphereFace
-from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax, normalized_softmax
-from contrastive_zoo.losses.proxy_anchor import ProxyAnchor, proxy_anchor
-from contrastive_zoo.losses.proxy_nca import ProxyNCA, proxy_nca
-from contrastive_zoo.losses.soft_triple import SoftTriple, soft_triple
+from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
+from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
+from contrastive_zoo.losses.proxy_nca import ProxyNCA
+from contrastive_zoo.losses.soft_triple import SoftTriple
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest
 from tests.losses.zoo_weights import ENTRIES, InstanceOfLabels
@@ -29,6 +30,13 @@ from tests.zoo import Entry
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def with_weights(cls: type[ClassLoss], weights: Tensor, **settings: Any) -> ClassLoss:
+    """The loss with these weights, [C, d] or [C, k, d]."""
+    loss = cls(len(weights), weights.shape[-1], **settings)
+    loss.weights = torch.nn.Parameter(weights.detach())
+    return loss
 
 
 def labelled(seed: int, n: int = 9, d: int = 4, classes: int = 5) -> tuple[Tensor, Tensor]:
@@ -108,21 +116,21 @@ def test_it_is_pytorch_metric_learnings(ours: ClassLoss, theirs: torch.nn.Module
 def test_numbers_by_hand() -> None:
     eye, y = torch.eye(3, dtype=torch.float64), torch.arange(3)
     e = math.e
-    close(normalized_softmax(eye, y, weights=eye, temperature=0.5).item(), math.log(e**2 + 2) - 2)
-    close(proxy_nca(eye, y, weights=eye, temperature=1.0).item(), math.log(1 + 2 / e**2))
-    close(cos_face(eye, y, weights=eye, margin=1.0, scale=9.0).item(), math.log(3))
-    close(arc_face(eye, y, weights=eye, margin=math.pi / 2, scale=9.0).item(), math.log(3))
-    turned = arc_face(-eye, y, weights=eye, margin=math.pi / 2, scale=1.0)  # θ = π: cos θ − m sin m
+    close(with_weights(NormalizedSoftmax, eye, temperature=0.5)(eye, y).item(), math.log(e**2 + 2) - 2)
+    close(with_weights(ProxyNCA, eye, temperature=1.0)(eye, y).item(), math.log(1 + 2 / e**2))
+    close(with_weights(CosFace, eye, margin=1.0, scale=9.0)(eye, y).item(), math.log(3))
+    close(with_weights(ArcFace, eye, margin=math.pi / 2, scale=9.0)(eye, y).item(), math.log(3))
+    turned = with_weights(ArcFace, eye, margin=math.pi / 2, scale=1.0)(-eye, y)  # θ = π: cos θ − m sin m
     close(turned.item(), math.log(e ** (-1 - math.pi / 2) + 2) + 1 + math.pi / 2)
     spread = (2 + 1e-5) ** 0.5 / 2  # two centres at right angles
     two = torch.stack([eye, eye.roll(1, 0)], 1)
     near = 1 / (1 + 1 / e)  # of similarities (1, 0)
     s = torch.tensor([[near, near, 0.0], [0.0, near, near], [near, 0.0, near]], dtype=torch.float64).T
     expected = F.cross_entropy(s, y).item() + 0.5 * spread
-    close(soft_triple(eye, y, weights=two, la=1.0, gamma=1.0, margin=0.0, tau=0.5).item(), expected)
+    close(with_weights(SoftTriple, two, la=1.0, gamma=1.0, margin=0.0, tau=0.5)(eye, y).item(), expected)
     # two rows of class 0 at its proxy, none of class 1, whose proxy is at right angles
     one = torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
-    found = proxy_anchor(one, torch.tensor([0, 0]), weights=torch.eye(2), margin=0.0, alpha=1.0)
+    found = with_weights(ProxyAnchor, torch.eye(2), margin=0.0, alpha=1.0)(one, torch.tensor([0, 0]))
     close(found.item(), math.log(1 + 2 / e) + (0 + math.log(1 + 2)) / 2)
 
 
@@ -154,7 +162,7 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(
-    "make", SHARDED, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ProxyNCA", "ArcFace", "InstanceLoss"]
+    "make", SHARDED, ids=["NormalizedSoftmax", "learnt temperature", "CosFace", "ProxyNCA", "ArcFace", "Instance"]
 )
 @pytest.mark.parametrize("trainer", ["mean", "sum"])
 @pytest.mark.parametrize("shards", [(7,), (2, 5), (3, 0, 4)], ids=str)
@@ -177,17 +185,20 @@ def test_dealt_out_weights_are_those_of_one_process(make, trainer, shards, world
 def test_a_rank_may_hold_no_class(worlds: Worlds) -> None:
     def job(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[float, Tensor]:
         rank = cz.World.of().rank
-        own = (weights[:1], weights[1:1], weights[1:])[rank].clone().requires_grad_()
-        loss = normalized_softmax(z[rank::3], labels[rank::3], weights=own, sharded=True, world=cz.World.of())
-        loss.backward()
-        return loss.item(), own.grad
+        own = (weights[:1], weights[1:1], weights[1:])[rank]
+        loss = NormalizedSoftmax(3, 4, shard_over=cz.World.of())
+        loss.weights = torch.nn.Parameter(own.clone())
+        value = loss(z[rank::3], labels[rank::3], world=cz.World.of())
+        value.backward()
+        return value.item(), loss.weights.grad
 
-    weights = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(3, 4, dtype=torch.float64)
     z, labels = labelled(0, classes=3)
-    expected = normalized_softmax(z, labels, weights=weights)
-    found = worlds.run(3, job, z.detach(), labels, weights.detach())
+    alone = with_weights(NormalizedSoftmax, weights)
+    expected = alone(z, labels)
+    found = worlds.run(3, job, z.detach(), labels, weights)
     close([value for value, _ in found], [expected.item()] * 3)
-    close(torch.cat([own for _, own in found]), torch.autograd.grad(expected, weights)[0])
+    close(torch.cat([own for _, own in found]), torch.autograd.grad(expected, alone.weights)[0])
 
 
 @pytest.mark.parametrize("classes", [8, 9, 10])
@@ -209,10 +220,10 @@ def test_every_split_of_the_classes_draws_the_same_weights(classes: int, monkeyp
 def test_similarities_to_all_classes_are_never_held(monkeypatch) -> None:
     monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", 4 * 8 * 3 * 50)  # 4 matrices of 3 rows, 8 bytes
     z, labels = labelled(0, n=30)
-    weights = torch.randn(50, 4, dtype=torch.float64, requires_grad=True)
-    for loss in (normalized_softmax, proxy_anchor):
+    weights = torch.randn(50, 4, dtype=torch.float64)
+    for loss in (with_weights(NormalizedSoftmax, weights), with_weights(ProxyAnchor, weights)):
         with Largest() as largest:
-            loss(z, labels, weights=weights).backward()
+            loss(z, labels).backward()
         assert largest.elements == weights.numel() < len(z) * len(weights) / 4
 
 
@@ -221,9 +232,12 @@ def test_second_derivatives_are_the_dense_ways(monkeypatch) -> None:
     z, labels = labelled(0)
     weights = torch.randn(5, 4, dtype=torch.float64)
     with cz.dense():
-        torch.autograd.gradgradcheck(lambda z: normalized_softmax(z, labels, weights=weights, temperature=0.5), z)
-        torch.autograd.gradgradcheck(lambda z: proxy_anchor(z, labels, weights=weights, alpha=2.0), z)
-    (g,) = torch.autograd.grad(normalized_softmax(z, labels, weights=weights), z, create_graph=True)
+        for loss in (
+            with_weights(NormalizedSoftmax, weights, temperature=0.5),
+            with_weights(ProxyAnchor, weights, alpha=2.0),
+        ):
+            torch.autograd.gradgradcheck(lambda z, loss=loss: loss(z, labels), z)
+    (g,) = torch.autograd.grad(with_weights(NormalizedSoftmax, weights)(z, labels), z, create_graph=True)
     with pytest.raises(RuntimeError, match=r"with contrastive_zoo.dense\(\)"):
         g.sum().backward()
 
@@ -234,8 +248,9 @@ def test_a_learnt_temperature_is_that_of_one_panel(monkeypatch) -> None:
     for block_bytes in (2**25, 500):
         monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", block_bytes)
         weights, t = torch.ones(5, 4, dtype=torch.float64).tril_(), torch.tensor(0.3, dtype=torch.float64)
-        loss = normalized_softmax(z, labels, weights=weights.requires_grad_(), temperature=t.requires_grad_())
-        found.append([loss, *torch.autograd.grad(loss, (z, weights, t))])
+        loss = with_weights(NormalizedSoftmax, weights, temperature=t.requires_grad_())
+        value = loss(z, labels)
+        found.append([value, *torch.autograd.grad(value, (z, loss.weights, t))])
     close(*found)
 
 
@@ -249,28 +264,31 @@ def test_sixteen_bits_are_computed_in_32(dtype: torch.dtype) -> None:
 
 def test_one_class_and_equal_rows_are_finite() -> None:
     z = torch.eye(2)[[0, 0]].requires_grad_()
-    for function in (normalized_softmax, proxy_nca, cos_face, arc_face, soft_triple, proxy_anchor):
-        for weights in (torch.eye(2)[:1].clone(), torch.eye(2)[[0, 0]]):
-            loss = function(z, torch.tensor([0, 0]), weights=weights.requires_grad_())
-            gradients = torch.autograd.grad(loss, (z, weights))
-            assert all(x.isfinite().all() for x in (loss, *gradients)), function.__name__
+    for cls in (NormalizedSoftmax, ProxyNCA, CosFace, ArcFace, SoftTriple, ProxyAnchor):
+        for weights in (torch.eye(2)[:1], torch.eye(2)[[0, 0]]):
+            loss = with_weights(cls, weights)
+            value = loss(z, torch.tensor([0, 0]))
+            gradients = torch.autograd.grad(value, (z, loss.weights))
+            assert all(x.isfinite().all() for x in (value, *gradients)), cls.__name__
 
 
 BAD = [
-    (lambda z, y: normalized_softmax(z, y, weights=torch.eye(4)[:3]), r"labels are classes 0 … 2, got \d. Number them"),
-    (lambda z, y: normalized_softmax(z, y, weights=torch.eye(3)), r"as wide as embeddings, got float32 \[3, 3\]"),
-    (lambda z, y: normalized_softmax(z, y, weights=torch.eye(4)[:3], sharded=True), r"labels are classes 0 … 2"),
-    (lambda z, y: normalized_softmax(z, y - 1, weights=torch.eye(4)), "got -1"),
-    (lambda z, y: normalized_softmax(z, y, weights=torch.randn(5, 4), temperature=0.0), "temperature must be positive"),
-    (lambda z, y: normalized_softmax(z, weights=torch.randn(5, 4)), "labels are missing"),
-    (lambda z, y: proxy_nca(z, y, weights=torch.randn(5, 4), temperature=-1.0), "temperature must be .*got -1.0"),
-    (lambda z, y: cos_face(z, y, weights=torch.randn(5, 4), scale=0.0), "scale must be positive and finite, got 0.0"),
-    (lambda z, y: arc_face(z, y, weights=torch.randn(5, 4), margin=28.6), "margin is an angle 0 … π in radians"),
-    (lambda z, y: soft_triple(z, y, weights=torch.randn(5, 4), gamma=0.0), "gamma must be positive"),
-    (lambda z, y: proxy_anchor(z, y, weights=torch.randn(5, 2, 4)), "one proxy a class"),
-    (lambda z, y: proxy_anchor(z, y, weights=torch.randn(5, 4), alpha=math.inf), "alpha must be positive and finite"),
-    (lambda z, y: CosFace(0, 4), "num_classes is at least 1, got 0"),
-    (lambda z, y: CosFace(3, 4, sub_centers=0), "sub_centers is at least 1"),
+    (lambda z, y: NormalizedSoftmax(3, 4)(z, y), r"labels are classes 0 … 2, got \d. Number them"),
+    (lambda z, y: NormalizedSoftmax(3, 3)(z, y), r"as wide as embeddings, got float32 \[3, 3\]"),
+    (lambda z, y: NormalizedSoftmax(3, 4, shard_over=cz.ALONE)(z, y), r"labels are classes 0 … 2"),
+    (lambda z, y: NormalizedSoftmax(5, 4, shard_over=cz.World(0, 2))(z, y), "hold the weights of 3 classes of 5"),
+    (lambda z, y: NormalizedSoftmax(4, 4)(z, y - 1), "got -1"),
+    (lambda z, y: NormalizedSoftmax(5, 4, temperature=0.0)(z, y), "temperature must be positive"),
+    (lambda z, y: NormalizedSoftmax(5, 4)(z), "labels are missing"),
+    (lambda z, y: ProxyNCA(5, 4, temperature=-1.0)(z, y), "temperature must be .*got -1.0"),
+    (lambda z, y: CosFace(5, 4, scale=0.0)(z, y), "scale must be positive and finite, got 0.0"),
+    (lambda z, y: ArcFace(5, 4, margin=28.6)(z, y), "margin is an angle 0 … π in radians"),
+    (lambda z, y: SoftTriple(5, 4, gamma=0.0)(z, y), "gamma must be positive"),
+    (lambda z, y: with_weights(ProxyAnchor, torch.randn(5, 2, 4))(z, y), r"weights are \[classes, d\] and as wide"),
+    (lambda z, y: ProxyAnchor(5, 4, alpha=math.inf)(z, y), "alpha must be positive and finite"),
+    (lambda z, y: CosFace(0, 4), "num_classes must be at least 1 and an integer, got 0"),
+    (lambda z, y: CosFace(3, 4, sub_centers=0), "sub_centers must be at least 1"),
+    (lambda z, y: CosFace(3, 4, shard_over=2), "shard_over is a World, such as World.of"),
 ]
 
 
@@ -283,18 +301,31 @@ def test_bad_input_is_named(call: Any, complaint: str) -> None:
 def test_bad_constructors_and_signatures() -> None:
     with pytest.raises(TypeError, match="no setting 'magin'"):
         ArcFace(3, 4, magin=0.5)
-    with pytest.raises(TypeError, match="SoftTriple has no shard_over: leave it out"):
+    with pytest.raises(TypeError, match="SoftTriple has no setting 'shard_over'"):
         SoftTriple(3, 4, shard_over=cz.ALONE)
-    with pytest.raises(TypeError, match="ProxyAnchor has no sub_centers"):
+    with pytest.raises(TypeError, match="ProxyAnchor has no setting 'sub_centers'"):
         ProxyAnchor(3, 4, sub_centers=2)
-    assert list(inspect.signature(ArcFace).parameters)[:4] == [
-        "num_classes",
-        "embedding_size",
-        "sub_centers",
-        "shard_over",
-    ]
-    assert "shard_over" not in inspect.signature(SoftTriple).parameters
-    assert (
-        repr(CosFace(3, 4))
-        == "CosFace(num_classes=3, embedding_size=4, sub_centers=1, margin=0.35, scale=64.0, reduction='mean')"
+    assert list(ArcFace.fields)[:2] == ["num_classes", "embedding_size"]
+    assert "sub_centers" in SoftTriple.fields
+    described = (
+        "num_classes=3, embedding_size=4, margin=0.35, scale=64.0, reduction='mean', sub_centers=1, shard_over=None"
     )
+    assert repr(CosFace(3, 4)) == f"CosFace({described})"
+
+
+def test_a_sharded_loss_can_be_copied_and_saved(worlds: Worlds) -> None:
+    def job() -> tuple[str, bool]:
+        loss = ArcFace(5, 4, shard_over=cz.World.of(torch.distributed.new_group()))
+        return repr(copy.deepcopy(loss)), torch.equal(pickle.loads(pickle.dumps(loss)).weights, loss.weights)
+
+    for text, is_equal in worlds.run(2, job):
+        assert "shard_over=World(" in text
+        assert is_equal
+
+
+def test_equal_embeddings_are_refused_where_weights_are_sharded(worlds: Worlds) -> None:
+    def job() -> None:
+        cz.DistributedLoss(ArcFace(5, 4, shard_over=cz.World.of()))(*(x.detach() for x in labelled(0)))
+
+    with pytest.raises(Exception, match="every rank brought the very same embeddings"):
+        worlds.run(2, job)

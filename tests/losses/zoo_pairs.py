@@ -6,15 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.losses.cosent import cosent
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.losses.cosent import CoSENT
 from contrastive_zoo.losses.histogram import Histogram
 from contrastive_zoo.losses.intra_pair_variance import IntraPairVariance
-from contrastive_zoo.losses.margin_mse import margin_mse
+from contrastive_zoo.losses.margin_mse import MarginMSE
 from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin
-from contrastive_zoo.losses.online_contrastive import online_contrastive
-from contrastive_zoo.losses.score_distillation import score_distillation
-from contrastive_zoo.world import ALONE
+from contrastive_zoo.losses.online_contrastive import OnlineContrastive
+from contrastive_zoo.losses.score_distillation import ScoreDistillation
 from tests.losses import zoo_softmax
 from tests.losses.zoo_statistics import given
 from tests.zoo import Entry
@@ -24,17 +23,11 @@ def unit(z: Tensor) -> Tensor:
     return F.normalize(z, dim=1)
 
 
-def cosent_of_labels(
-    z: Tensor, labels: Tensor, *, temperature: Any = 0.05, similarity: Any = "cosine", world: Any = ALONE
-) -> Tensor:
+class CoSENTOfLabels(CoSENT):
     """Some pairs have equal scores."""
-    return cosent(
-        z, zoo_softmax.second_tower(z), labels / 3, temperature=temperature, similarity=similarity, world=world
-    )
 
-
-class CoSENTOfLabels(Loss, function=cosent_of_labels):
-    """The function as a module."""
+    def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
+        return super().inputs(z, zoo_softmax.second_tower(z), labels / 3)
 
 
 def angle(q: Tensor, k: Tensor) -> Tensor:
@@ -54,12 +47,11 @@ def dense_cosent(z: Tensor, labels: Tensor, temperature: Any = 0.05, similarity:
     return torch.stack([0 * s.sum(), *terms]).logsumexp(0)
 
 
-def online_contrastive_of_labels(z: Tensor, labels: Tensor, *, reduction: Any = "sum", world: Any = ALONE) -> Tensor:
-    return online_contrastive(z, zoo_softmax.second_tower(z), labels % 2, reduction=reduction, world=world)
+class OnlineContrastiveOfLabels(OnlineContrastive):
+    """Pairs of odd labels are positive."""
 
-
-class OnlineContrastiveOfLabels(Loss, function=online_contrastive_of_labels):
-    """The function as a module."""
+    def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
+        return super().inputs(z, zoo_softmax.second_tower(z), labels % 2)
 
 
 def dense_online_contrastive(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
@@ -108,14 +100,12 @@ def scores_of(*rows: Tensor) -> Tensor:
     return torch.stack([x[:, 0] for x in zoo_softmax.teacher(*rows)], 1)
 
 
-def margin_mse_of_views(*views: Tensor, reduction: Any = "mean", world: Any = ALONE) -> Tensor:
-    q, p, *negatives = views
-    margins = scores_of(p, p).to(torch.float64) - scores_of(*negatives)
-    return margin_mse(q, p, torch.stack(negatives, 1), margins, reduction=reduction, world=world)
+class MarginMSEOfViews(MarginMSE):
+    """Each view after the second is a negative."""
 
-
-class MarginMSEOfViews(Loss, function=margin_mse_of_views):
-    """The function as a module."""
+    def inputs(self, query: Tensor, positive: Tensor, *negatives: Tensor) -> Inputs:
+        margins = scores_of(positive, positive).to(torch.float64) - scores_of(*negatives)
+        return super().inputs(query, positive, torch.stack(negatives, 1), margins)
 
 
 def dense_margin_mse(q: Tensor, p: Tensor, first: Tensor, second: Tensor, temperature: Any = None) -> Tensor:
@@ -125,16 +115,11 @@ def dense_margin_mse(q: Tensor, p: Tensor, first: Tensor, second: Tensor, temper
     return torch.stack(losses).mean()
 
 
-def score_distillation_of_views(
-    *views: Tensor, temperature: Any = 1.0, reduction: Any = "mean", world: Any = ALONE
-) -> Tensor:
-    q, *candidates = views
-    settings = {"temperature": temperature, "teacher_temperature": 0.7, "reduction": reduction, "world": world}
-    return score_distillation(q, torch.stack(candidates, 1), scores_of(*candidates), **settings)
+class ScoreDistillationOfViews(ScoreDistillation):
+    """Each view after the first is a candidate."""
 
-
-class ScoreDistillationOfViews(Loss, function=score_distillation_of_views):
-    """The function as a module."""
+    def inputs(self, query: Tensor, *candidates: Tensor) -> Inputs:
+        return super().inputs(query, torch.stack(candidates, 1), scores_of(*candidates))
 
 
 def dense_score_distillation(q: Tensor, *candidates: Tensor, temperature: Any = 1.0) -> Tensor:
@@ -159,7 +144,7 @@ ENTRIES = [
     Entry("MarginMSE", given(MarginMSEOfViews, "reduction"), dense_margin_mse, views=4),
     Entry(
         "ScoreDistillation",
-        given(ScoreDistillationOfViews, "temperature", "reduction"),
+        given(ScoreDistillationOfViews, "temperature", "reduction", teacher_temperature=0.7),
         dense_score_distillation,
         views=4,
     ),

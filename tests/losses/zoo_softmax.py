@@ -1,30 +1,32 @@
 """The softmax and sigmoid losses over pairs, each with its paper's equation written out pair by pair."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.collectives import all_gather
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.labelled_pairs import ContrastMode
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.clip import Clip
-from contrastive_zoo.losses.clip_distillation import clip_distillation
+from contrastive_zoo.losses.clip_distillation import ClipDistillation
 from contrastive_zoo.losses.dcl import DCL, DCLW
-from contrastive_zoo.losses.gist import gist
+from contrastive_zoo.losses.gist import GIST
 from contrastive_zoo.losses.hcl import HCL, Debiased
-from contrastive_zoo.losses.mil_nce import mil_nce
-from contrastive_zoo.losses.mnrl import mnrl
-from contrastive_zoo.losses.multi_positive import multi_positive
+from contrastive_zoo.losses.mil_nce import MILNCE
+from contrastive_zoo.losses.mnrl import MNRL
+from contrastive_zoo.losses.multi_positive import MultiPositive
 from contrastive_zoo.losses.n_pairs import NPairs
 from contrastive_zoo.losses.nca import NCA
 from contrastive_zoo.losses.siglip import SigLIP
 from contrastive_zoo.losses.sincere import SINCERE
-from contrastive_zoo.losses.sup_con import SupCon, sup_con
+from contrastive_zoo.losses.sup_con import SupCon
 from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
-from contrastive_zoo.world import ALONE
 from tests.zoo import Entry, dense_clip
 
 
@@ -65,37 +67,22 @@ def second_tower(z: Tensor) -> Tensor:
     return z.flip(1) + 0.5 * z
 
 
-def multi_positive_of_one(
-    z: Tensor,
-    labels: Tensor,
-    *,
-    temperature=0.07,
-    duplicates="positive",
-    symmetric=False,
-    reduction="mean",
-    world=ALONE,
-) -> Tensor:
-    return multi_positive(
-        z, second_tower(z), labels, temperature=temperature, duplicates=duplicates, symmetric=symmetric,
-        reduction=reduction, world=world,
-    )  # fmt: skip
+class MultiPositiveOfOne(MultiPositive):
+    """Keys are made of the embeddings, and have their labels."""
+
+    def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
+        return super().inputs(z, second_tower(z), labels)
 
 
-class MultiPositiveOfOne(Loss, function=multi_positive_of_one):
-    """The function as a module."""
-
-
-def several_targets(z: Tensor, labels: Tensor, *, temperature=0.07, reduction="mean", world=ALONE) -> Tensor:
+class SeveralTargets(MultiPositive):
     """Keys of the row's class and, a third as much, of the next one."""
-    ids, weights = torch.stack([labels, labels + 1], 1), torch.stack([z.new_full((len(z),), x) for x in (3.0, 1.0)], 1)
-    keys = torch.cat([second_tower(z), z.sin()])
-    return multi_positive(
-        z, keys, ids, labels.repeat(2), weights, temperature=temperature, reduction=reduction, world=world
-    )
 
-
-class SeveralTargets(Loss, function=several_targets):
-    """The function as a module."""
+    def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
+        ids, weights = (
+            torch.stack([labels, labels + 1], 1),
+            torch.stack([z.new_full((len(z),), x) for x in (3.0, 1.0)], 1),
+        )
+        return super().inputs(z, torch.cat([second_tower(z), z.sin()]), ids, labels.repeat(2), weights)
 
 
 def dense_multi_positive(
@@ -127,12 +114,11 @@ def teacher(*rows: Tensor) -> list[Tensor]:
     return [(3 * x).sin().detach() for x in rows]
 
 
-def clip_distillation_of_views(x: Tensor, y: Tensor, *, temperature=0.07, reduction="mean", world=ALONE) -> Tensor:
-    return clip_distillation(x, y, *teacher(x, y), temperature=temperature, reduction=reduction, world=world)
+class ClipDistillationOfViews(ClipDistillation):
+    """The teacher's embeddings are made of the student's."""
 
-
-class ClipDistillationOfViews(Loss, function=clip_distillation_of_views):
-    """The function as a module."""
+    def inputs(self, x: Tensor, y: Tensor) -> Inputs:
+        return super().inputs(x, y, *teacher(x, y))
 
 
 def dense_distillation(
@@ -144,16 +130,11 @@ def dense_distillation(
     return (F.cross_entropy(s, targets[0]) + F.cross_entropy(s.T, targets[1])) / 2
 
 
-def mil_nce_of_views(
-    video: Tensor, *texts: Tensor, temperature=1.0, denominator="exact", reduction="mean", world=ALONE
-) -> Tensor:
-    return mil_nce(
-        video, torch.stack(texts, 1), temperature=temperature, denominator=denominator, reduction=reduction, world=world
-    )
+class MILNCEOfViews(MILNCE):
+    """Each view after the first is a candidate text."""
 
-
-class MILNCEOfViews(Loss, function=mil_nce_of_views):
-    """The function as a module."""
+    def inputs(self, video: Tensor, *texts: Tensor) -> Inputs:
+        return super().inputs(video, torch.stack(texts, 1))
 
 
 def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: str = "exact") -> Tensor:
@@ -167,19 +148,11 @@ def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: 
     return torch.stack(losses).mean()
 
 
-def mnrl_of_views(
-    q: Tensor, d: Tensor, one: Tensor, two: Tensor, *, temperature=0.05, directions=("query_to_doc",),
-    partition_mode="joint", hardness_mode=None, hardness_strength=0.0, reduction="mean", world=ALONE,
-) -> Tensor:  # fmt: skip
-    return mnrl(
-        q, d, *hard_negatives(q, d, one, two), temperature=temperature, directions=directions,
-        partition_mode=partition_mode, hardness_mode=hardness_mode, hardness_strength=hardness_strength,
-        reduction=reduction, world=world,
-    )  # fmt: skip
-
-
-class MNRLOfViews(Loss, function=mnrl_of_views):
+class MNRLOfViews(MNRL):
     """Queries, documents, and hard negatives: one of every query, and a second of those whose row says so."""
+
+    def inputs(self, q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> Inputs:
+        return super().inputs(q, d, *hard_negatives(q, d, one, two))
 
 
 def hard_negatives(_: Tensor, __: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,17 +202,11 @@ def dense_mnrl(
     return torch.stack(losses).mean()
 
 
-def gist_of_views(
-    a: Tensor, p: Tensor, *, temperature=0.01, margin_strategy="absolute", margin=0.0, reduction="mean", world=ALONE
-) -> Tensor:
-    return gist(
-        a, p, *teacher(a, p), temperature=temperature, margin_strategy=margin_strategy, margin=margin,
-        reduction=reduction, world=world,
-    )  # fmt: skip
+class GISTOfViews(GIST):
+    """The guide's embeddings are made of the others."""
 
-
-class GISTOfViews(Loss, function=gist_of_views):
-    """The function as a module."""
+    def inputs(self, a: Tensor, p: Tensor) -> Inputs:
+        return super().inputs(a, p, *teacher(a, p))
 
 
 def dense_gist(
@@ -363,13 +330,14 @@ def fixed(cls: Any, **given: Any) -> Any:
 
 
 def learnt(cls: Any) -> Any:
-    """The class, whose own temperature starts at the given one to the last bit of 64."""
+    """The class, whose own temperature is learnable and starts at the given one to the last bit of 64."""
 
     def make(temperature: Any = 0.07, **settings: Any) -> Any:
-        loss = cls(temperature=temperature, **settings)
         if isinstance(temperature, float):
-            loss.logit_scale.data = torch.tensor(-math.log(temperature), dtype=torch.float64)
-        return loss
+            log_scale = torch.tensor([-math.log(temperature)], dtype=torch.float64)
+            temperature = LearnableTemperature(temperature, max_scale=math.inf)
+            temperature.log_scale.data = log_scale
+        return cls(temperature=temperature, **settings)
 
     return make
 
@@ -378,15 +346,14 @@ ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 BOTH = ("query_to_doc", "doc_to_query")
 
 
-def sup_con_of_views(*views: Tensor, temperature=0.1, contrast_mode="one", reduction="mean", world=ALONE) -> Tensor:
-    return sup_con(
-        torch.stack(views, 1), temperature=temperature, contrast_mode=contrast_mode, base_temperature=0.07,
-        reduction=reduction, world=world,
-    )  # fmt: skip
-
-
-class SupConOfViews(Loss, function=sup_con_of_views):
+class SupConOfViews(SupCon):
     """Views of samples without labels."""
+
+    contrast_mode: ContrastMode = "one"
+    base_temperature = 0.07
+
+    def inputs(self, *views: Tensor) -> Inputs:
+        return super().inputs(torch.stack(views, 1))
 
 
 def dense_sup_con_of_views(*views: Tensor, temperature: Any, contrast_mode: str = "one") -> Tensor:
@@ -400,16 +367,19 @@ def dense_sup_con_of_views(*views: Tensor, temperature: Any, contrast_mode: str 
     return mean(losses) * temperature / 0.07
 
 
-def sup_con_of_mask(z: Tensor, labels: Tensor, *, temperature=0.1, reduction="mean", world=ALONE) -> Tensor:
+class SupConOfMask(SupCon):
     """Positives of the same class and of the next one, which is not symmetric; two views of each sample."""
-    of_all = all_gather(labels, process_group=world)
-    mask = (labels[:, None] == of_all) | (labels[:, None] + 1 == of_all)
-    views = torch.stack([z, second_tower(z)], 1)
-    return sup_con(views, mask=mask, temperature=temperature, contrast_mode="one", reduction=reduction, world=world)
 
+    contrast_mode: ContrastMode = "one"
 
-class SupConOfMask(Loss, function=sup_con_of_mask):
-    """The function as a module."""
+    def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
+        return super().inputs(torch.stack([z, second_tower(z)], 1), labels)
+
+    def compute(self, batch: Batch) -> Tensor:
+        labels = batch.rows["labels"]
+        of_all = batch.gathered(labels)
+        mask = (labels[:, None] == of_all) | (labels[:, None] + 1 == of_all)
+        return super().compute(replace(batch, rows={"embeddings": batch.rows["embeddings"], "mask": mask}))
 
 
 def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:

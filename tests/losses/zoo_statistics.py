@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,25 +11,27 @@ from torch import Tensor
 
 from contrastive_zoo import devices
 from contrastive_zoo.device_normals import normal_numbers
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.families import TwoViewLoss
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.barlow_twins import BarlowTwins
-from contrastive_zoo.losses.dino import DINO, dino
+from contrastive_zoo.losses.dino import DINO
 from contrastive_zoo.losses.dynamic_soft_margin import DynamicSoftMargin
 from contrastive_zoo.losses.frossl import FroSSL
-from contrastive_zoo.losses.koleo import koleo
+from contrastive_zoo.losses.koleo import KoLeo
 from contrastive_zoo.losses.lejepa import LeJEPA
 from contrastive_zoo.losses.mmcr import MMCR
-from contrastive_zoo.losses.negative_cosine import negative_cosine
-from contrastive_zoo.losses.orthogonal_regularization import orthogonal_regularization
-from contrastive_zoo.losses.sigreg import SIGReg, sigreg
+from contrastive_zoo.losses.negative_cosine import NegativeCosine
+from contrastive_zoo.losses.orthogonal_regularization import OrthogonalRegularization
+from contrastive_zoo.losses.sigreg import SIGReg
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.swav import SwAV
 from contrastive_zoo.losses.tico import TiCo
 from contrastive_zoo.losses.vibcreg import VIbCReg
 from contrastive_zoo.losses.vicreg import VICReg
 from contrastive_zoo.losses.w_mse import WMSE
-from contrastive_zoo.memory.nnclr import NNCLR, nnclr
+from contrastive_zoo.memory.nnclr import NNCLR
 from contrastive_zoo.memory.ressl import ReSSL
 from contrastive_zoo.world import ALONE, Shards
 from tests.zoo import Entry
@@ -43,92 +46,64 @@ def fixed_prototypes() -> Tensor:
 
 
 class SwAVOfAnyWidth(SwAV):
-    """With fixed prototypes, of which it uses as many columns as rows have."""
+    """With fixed prototypes. Rows are padded with zeros."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(PROTOTYPES, WIDTH, **settings)
         self.prototypes.data = fixed_prototypes().to(self.prototypes.dtype)
 
-    def forward(self, *rows: Tensor, world: Any = None) -> Tensor:
-        self.width = rows[0].shape[1]
-        return super().forward(*rows, world=world)
-
-    def settings(self) -> dict[str, Any]:
-        now = super().settings()
-        return {**now, "prototypes": now["prototypes"][:, : self.width]}
+    def inputs(self, *views: Tensor) -> Inputs:
+        return super().inputs(*_widened(views).unbind(1))
 
 
-def dino_of_views(
-    *views: Tensor,
-    centre: Tensor,
-    temperature: Any = 0.1,
-    teacher_temperature: Any,
-    reduction: Any = "mean",
-    world: Any,
-) -> Tensor:
-    s = _widened(views)
-    settings = {"temperature": temperature, "teacher_temperature": teacher_temperature, "reduction": reduction}
-    return dino(s, s[:, :2], centre=centre, world=world, **settings)
-
-
-class DINOOfViews(DINO, function=dino_of_views):
+class DINOOfViews(DINO):
     """The student is its own teacher of the first two views; the centre starts at a linear ramp."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(WIDTH, teacher_temperature=0.4, centre_momentum=0.7, **settings)
         self.centre.copy_(ramp())
 
-    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
-        world = self.local() if world is None else world
-        loss = Loss.forward(self, *views, world=world)
-        self.move_centre(_widened(views)[:, :2], world)
-        return loss
+    def inputs(self, *views: Tensor) -> Inputs:
+        student = _widened(views)
+        return super().inputs(student, student[:, :2])
 
 
-def koleo_of_views(view1: Tensor, view2: Tensor, *, reduction: Any = "mean", world: Any = ALONE) -> Tensor:
-    return koleo(view1, reduction=reduction, world=world) + koleo(view2, reduction=reduction, world=world)
+def each_view(batch: Batch) -> list[Batch]:
+    return [replace(batch, rows={name: x}, shards={name: batch.shards[name]}) for name, x in batch.rows.items()]
 
 
-class KoLeoOfViews(Loss, function=koleo_of_views):
+class KoLeoOfViews(TwoViewLoss, KoLeo):
     """The sum over two views, as DINOv2 adds it."""
 
+    def compute(self, batch: Batch) -> Tensor:
+        first, second = each_view(batch)
+        return super().compute(first) + super().compute(second)
 
-def negative_cosine_of_views(view1: Tensor, view2: Tensor, *, reduction: Any = "mean", world: Any = ALONE) -> Tensor:
-    each = {"reduction": reduction, "world": world}
-    return negative_cosine(view1, view2, **each) + negative_cosine(view2, view1, **each)
 
-
-class NegativeCosineOfViews(Loss, function=negative_cosine_of_views):
+class NegativeCosineOfViews(NegativeCosine):
     """SimSiam's two directions, without its predictor and factor."""
 
+    def compute(self, batch: Batch) -> Tensor:
+        exchanged = replace(batch, rows=dict(reversed([*batch.rows.items()])))
+        return super().compute(batch) + super().compute(exchanged)
 
-def orthogonal_of_views(view1: Tensor, view2: Tensor, *, world: Any = ALONE) -> Tensor:
-    return orthogonal_regularization(view1, world=world) + orthogonal_regularization(view2, world=world)
 
-
-class OrthogonalOfViews(Loss, function=orthogonal_of_views):
+class OrthogonalOfViews(TwoViewLoss, OrthogonalRegularization):
     """The sum over two columns."""
 
+    def compute(self, batch: Batch) -> Tensor:
+        first, second = each_view(batch)
+        return super().compute(first) + super().compute(second)
 
-def sigreg_of_views(
-    view1: Tensor, view2: Tensor, *, directions: Any, num_points: int = 5, limit: float = 3.0, world: Any = ALONE
-) -> Tensor:
+
+class SIGRegOfViews(SIGReg):
     """Both views of a sample, padded with zeros, as one row."""
-    rows = _widened((view1, view2)).flatten(1)
-    return sigreg(rows, directions=directions, num_points=num_points, limit=limit, world=world)
-
-
-class SIGRegOfViews(SIGReg, function=sigreg_of_views):
-    """The function as a module that counts its steps."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(2 * WIDTH, num_slices=6, **settings)
+        super().__init__(2 * WIDTH, num_slices=6, num_points=5, **settings)
 
-    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
-        loss = Loss.forward(self, *views, world=self.local() if world is None else world)
-        if self.training:
-            self.step.add_(1)
-        return loss
+    def inputs(self, *views: Tensor) -> Inputs:
+        return super().inputs(_widened(views).flatten(1))
 
 
 class TiCoOfAnyWidth(TiCo):
@@ -138,8 +113,8 @@ class TiCoOfAnyWidth(TiCo):
         super().__init__(WIDTH, **settings)
         self.covariance.copy_(torch.outer(ramp(), ramp()))
 
-    def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
-        return super().forward(*(F.pad(x, (0, WIDTH - x.shape[1])) for x in (view1, view2)), world=world)
+    def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:
+        return super().inputs(*_widened((view1, view2)).unbind(1))
 
 
 def _widened(views: Any) -> Tensor:
@@ -195,7 +170,7 @@ def dense_align_uniform(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor
 
 def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor:
     """As the authors' pseudo-code writes it."""
-    c = F.normalize(fixed_prototypes()[:, : views[0].shape[1]], dim=1)
+    c = F.normalize(fixed_prototypes(), dim=1)[:, : views[0].shape[1]]
     scores = [F.normalize(z, dim=1) @ c.T for z in views]
     losses = []
     for u in range(codes):
@@ -277,34 +252,16 @@ def remembered() -> Tensor:
     return F.normalize(drawn.double(), dim=1)
 
 
-def nnclr_of_views(
-    view1: Tensor,
-    view2: Tensor,
-    *,
-    memory: Any,
-    filled: Any = None,
-    temperature: Any = 0.1,
-    reduction: Any = "mean",
-    world: Any = ALONE,
-) -> Tensor:
-    """Rows are padded with zeros; the predictor turns features around."""
-    z1, z2 = _widened((view1, view2)).unbind(1)
-    settings = {"temperature": temperature, "reduction": reduction, "filled": filled}
-    return nnclr(z1, z2, z1.flip(1), z2.flip(1), memory=memory, world=world, **settings)
-
-
-class NNCLROfViews(NNCLR, function=nnclr_of_views):
-    """The memory is not empty."""
+class NNCLROfViews(NNCLR):
+    """The memory is not empty. Rows are padded with zeros; the predictor turns features around."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(7, WIDTH, **settings)
         self.queue.write(remembered().to(self.queue.embeddings), None, None, Shards((6,)), ALONE)  # not of all ranks
 
-    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
-        world = self.local() if world is None else world
-        loss = Loss.forward(self, *views, world=world)
-        self.remember(_widened(views)[:, 0], world)
-        return loss
+    def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:  # type: ignore[override]  # fewer arguments
+        z1, z2 = _widened((view1, view2)).unbind(1)
+        return super().inputs(z1, z2, z1.flip(1), z2.flip(1))
 
 
 class ReSSLOfAnyWidth(ReSSL):
@@ -315,9 +272,9 @@ class ReSSLOfAnyWidth(ReSSL):
         rows = remembered().repeat(1, 2).to(self.queue.embeddings)
         self.queue.write(rows, None, None, Shards((6,)), ALONE)  # not of all ranks
 
-    def forward(self, view1: Tensor, view2: Tensor, world: Any = None) -> Tensor:
+    def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:
         rows = _widened((view1, view2))
-        return super().forward(rows.flatten(1), rows.flip(1).flatten(1), world=world)
+        return super().inputs(rows.flatten(1), rows.flip(1).flatten(1))
 
 
 def dense_nnclr(a: Tensor, b: Tensor, temperature: Any = 0.1) -> Tensor:
@@ -399,8 +356,8 @@ class LeJEPAOfAnyWidth(LeJEPA):
     def __init__(self, **settings: Any) -> None:
         super().__init__(WIDTH, num_slices=6, num_points=5, lambda_=0.3, **settings)
 
-    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
-        return super().forward(*_widened(views).unbind(1), world=world)
+    def inputs(self, *views: Tensor) -> Inputs:
+        return super().inputs(*_widened(views).unbind(1))
 
 
 def dense_lejepa(*views: Tensor, temperature: Any = None) -> Tensor:

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.losses.max_sim import max_sim
-from contrastive_zoo.losses.max_sim_pairwise import max_sim_pairwise
-from contrastive_zoo.world import ALONE
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss
+from contrastive_zoo.losses.max_sim import MaxSim
+from contrastive_zoo.losses.max_sim_pairwise import MaxSimPairwise
+from contrastive_zoo.row_checks import views_problem
 from tests.losses.zoo_softmax import row
 from tests.zoo import Entry
 
@@ -74,31 +75,21 @@ def tokens_of(*views: Tensor) -> Given:
     return found
 
 
-def max_sim_of_views(
-    *views: Tensor, temperature=1.0, symmetric=False, token_reduction="sum", reduction="mean", world=ALONE
-) -> Tensor:
-    return max_sim(
-        **tokens_of(*views), temperature=temperature, symmetric=symmetric, token_reduction=token_reduction,
-        reduction=reduction, world=world,
-    )  # fmt: skip
+def inputs_of_views(*views: Tensor) -> Inputs:
+    problem = views_problem(views)
+    return Inputs({}, problem) if problem else LateInteractionLoss.inputs(**tokens_of(*views))  # type: ignore[arg-type]  # masks and tokens alike
 
 
-class MaxSimOfViews(Loss, function=max_sim_of_views, begins_once=True):
-    """The function as a module."""
+class MaxSimOfViews(MaxSim):
+    """The loss of tokens made of rows."""
 
-    supports_ring = True
-
-
-def pairwise_of_views(*views: Tensor, temperature=1.0, token_reduction="sum", reduction="mean", world=ALONE) -> Tensor:
-    return max_sim_pairwise(
-        **tokens_of(*views), temperature=temperature, token_reduction=token_reduction, reduction=reduction, world=world
-    )
+    inputs = staticmethod(inputs_of_views)  # type: ignore[assignment]  # of views in place of tokens
 
 
-class MaxSimPairwiseOfViews(Loss, function=pairwise_of_views, begins_once=True):
-    """The function as a module."""
+class MaxSimPairwiseOfViews(MaxSimPairwise):
+    """The loss of tokens made of rows."""
 
-    supports_ring = True
+    inputs = staticmethod(inputs_of_views)  # type: ignore[assignment]  # of views in place of tokens
 
 
 def of_views(dense: Any) -> Any:

@@ -1,24 +1,26 @@
 """Proxies and classifiers for the table of losses under test."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.class_loss import ClassLoss
+from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.losses.arc_face import ArcFace
 from contrastive_zoo.losses.cos_face import CosFace
-from contrastive_zoo.losses.instance import instance_loss
+from contrastive_zoo.losses.instance import Instance
 from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax, SphereFace
 from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
 from contrastive_zoo.losses.p2s_grad import P2SGrad
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
 from contrastive_zoo.losses.proxy_nca import ProxyNCA
 from contrastive_zoo.losses.soft_triple import SoftTriple
-from contrastive_zoo.world import ALONE
 from tests.losses import zoo_softmax
 from tests.zoo import Entry
 
@@ -39,18 +41,28 @@ def of_any_width(cls: type[ClassLoss], *takes: str, **fixed: Any) -> Callable[..
     """
 
     class OfAnyWidth(cls):
-        def forward(self, *rows: Tensor, world: Any = None) -> Tensor:
-            z, labels = rows
-            self.width = z.shape[1] + 1
-            return super().forward(off_the_poles(z), labels, world=world)
+        def inputs(self, z: Tensor, labels: Tensor | None = None) -> Inputs:
+            rows = off_the_poles(z)
+            with self.narrowed(rows.shape[-1]):
+                return super().inputs(rows, labels)
 
-        def settings(self) -> dict[str, Any]:
-            now = super().settings()
-            return {**now, "weights": now["weights"][..., : self.width]}
+        def compute(self, batch: Batch) -> Tensor:
+            with self.narrowed(batch.first.shape[1]):
+                return super().compute(batch)
+
+        @contextmanager
+        def narrowed(self, width: int) -> Iterator[None]:
+            self.__dict__["weights"] = self._parameters["weights"][..., :width]  # found before the parameter
+            try:
+                yield
+            finally:
+                del self.__dict__["weights"]
+
+    OfAnyWidth.__name__ = cls.__name__
 
     def make(**settings: Any) -> ClassLoss:
         loss = OfAnyWidth(CLASSES, WIDTH, **fixed, **{name: x for name, x in settings.items() if name in takes})
-        loss.weights.data = fixed_weights(loss.sub_centers).to(loss.weights.dtype)
+        loss.weights.data = fixed_weights(getattr(loss, "sub_centers", 1)).to(loss.weights.dtype)
         return loss
 
     return make
@@ -60,23 +72,11 @@ def off_the_poles(z: Tensor) -> Tensor:
     return F.pad(z, (0, 1), value=0.5)
 
 
-def instance_of_labels(
-    z: Tensor,
-    labels: Tensor,
-    *,
-    weights: Any,
-    temperature: Any = 1.0,
-    normalize: bool = False,
-    sharded: bool = False,
-    reduction: Any = "mean",
-    world: Any = ALONE,
-) -> Tensor:
-    settings: Any = {"temperature": temperature, "normalize": normalize, "sharded": sharded, "reduction": reduction}
-    return instance_loss(z, zoo_softmax.second_tower(z), labels, weights=weights, world=world, **settings)
+class InstanceOfLabels(Instance):
+    """The second modality is made of the first."""
 
-
-class InstanceOfLabels(ClassLoss, function=instance_of_labels):
-    """The function as a module."""
+    def inputs(self, z: Tensor, labels: Tensor | None = None) -> Inputs:
+        return super().inputs(z, zoo_softmax.second_tower(z), labels)
 
 
 def cosines(z: Tensor, centers: int = 1) -> Tensor:
@@ -182,9 +182,9 @@ ENTRIES = [
     Entry("SoftTriple", of_any_width(SoftTriple, "reduction", sub_centers=3), dense_soft_triple, call="labels"),
     Entry("ProxyAnchor", of_any_width(ProxyAnchor), dense_proxy_anchor, call="labels"),
     Entry("P2SGrad", of_any_width(P2SGrad, "reduction"), dense_p2s_grad, call="labels"),
-    Entry("InstanceLoss", of_any_width(InstanceOfLabels, "temperature", "reduction"), dense_instance, call="labels"),
+    Entry("Instance", of_any_width(InstanceOfLabels, "temperature", "reduction"), dense_instance, call="labels"),
     Entry(
-        "InstanceLoss, unit rows",
+        "Instance, unit rows",
         of_any_width(InstanceOfLabels, "temperature", "reduction", normalize=True),
         lambda *rows, temperature=1.0: dense_instance(*rows, temperature=temperature, normalize=True),
         call="labels",

@@ -1,5 +1,7 @@
 """What a user writes, for type checkers: nothing runs it. They complain of the lines marked with error, and of no other."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
@@ -25,7 +27,7 @@ cz.DistributedLoss(cz.NTXent(), grad_reduction="average")  # error
 cz.DistributedLoss(cz.NTXent(), rings=True)  # error
 cz.DistributedLoss(cz.NTXent)(z, z).backward_()  # error
 cz.NTXnet()  # error
-cz.nt_xent(z, z, temprature=0.1)  # error
+cz.nt_xent(z, z, temperature=0.1)  # error
 from contrastive_zoo import NTXnet  # error
 
 cz.NTXent(temperature=0.1, normalize=False, reduction="none", check_finite=False)
@@ -38,6 +40,9 @@ cz.SwAV(3, 8, temperature=0.1)
 cz.DINO(4, centre_momentum=0.5, teacher_temperature=0.07)
 cz.DCLW(sigma=0.4)
 cz.SigLIP(logit_bias=-5.0)
+cz.SigLIP(logit_bias=nn.Parameter(torch.tensor([-10.0])))
+cz.Clip(temperature=0.05)
+cz.Clip(temperature=cz.LearnableTemperature(0.05))
 cz.MNRL(directions=("query_to_doc", "doc_to_query"))
 cz.LearnableTemperature(0.07, max_scale=50.0)
 
@@ -52,7 +57,7 @@ assert_type(cz.DINO(2)(z, z), Tensor)
 assert_type(cz.Triplet()(z, labels), Tensor)
 assert_type(cz.Matryoshka(cz.InfoNCE(), (1, 2))(z, z), Tensor)
 assert_type(cz.WeightedSum([cz.NTXent(), cz.InfoNCE()])(z, z), Tensor)
-assert_type(cz.nt_xent(z, z, temperature=0.1), Tensor)
+assert_type(cz.NTXent(temperature=0.1)(z, z), Tensor)
 
 # attributes
 assert_type(cz.NTXent().normalize, bool)
@@ -68,6 +73,20 @@ class Mine(cz.RowLoss):
 
 class Cold(cz.NTXent):
     pass
+
+
+class Hard(cz.RowLoss):
+    margin: float = 0.5
+    mining: Literal["all", "hard"] = "hard"
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return similarity.amax(1) + self.margin, negative.any(1)
+
+
+Hard(margin=0.1, mining="all", normalize=False)
+Hard(margin="a")  # error
+Hard(mining="easy")  # error
+Hard(margn=0.1)  # error
 
 
 # the wrapper returns what its loss returns

@@ -41,12 +41,6 @@ def test_every_loss_of_the_catalogue_has_a_case() -> None:
     assert set(CATALOGUE) - set(CASES) == set(LEFT_OUT)
 
 
-def test_the_page_counts_them() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "pages" / "conformance-vectors.md").read_text(encoding="utf-8")
-    assert f"{len(CASES)} cases of {len({case.loss for case in CASES.values()})} losses" in page
-    assert f"formulas of {len(oracle.FORMULAS)} losses in NumPy" in page
-
-
 def test_numpy_formulas_repeat_the_vectors(written: tuple[Path, Summary], index: dict[str, Any]) -> None:
     errors = {
         case["name"]: error_of_formula(case, arrays_of(written[0], case))
@@ -173,10 +167,6 @@ def test_the_command_writes_them(
     assert (tmp_path / "vectors.json").exists()
 
 
-def test_the_page_has_the_numbers_of_the_command(index: dict[str, Any]) -> None:
-    page = (Path(__file__).parent.parent.parent / "docs" / "pages" / "conformance-vectors.md").read_text(
-        encoding="utf-8"
-    )
-    losses = len({case["loss"] for case in index["cases"]})
-    assert f"{len(index['cases'])} cases of {losses} losses" in page
-    assert f"formulas of {len(oracle.FORMULAS)} losses" in page
+def test_the_page_counts_the_formulas() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "conformance-vectors.md").read_text(encoding="utf-8")
+    assert f"formulas of {len(oracle.FORMULAS)} losses in NumPy" in page

@@ -1,6 +1,5 @@
-"""Losses that run once in a step: they go on from the handshake with their own rows or with those of all ranks."""
+"""A loss is computed once in a step: from the local rows, or from those of all ranks, also with hooks or an own forward."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.preparation import begin
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, distance, local_shard, numbers
 
@@ -24,9 +22,9 @@ def doubled(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any])
 
 
 class BothOrders(cz.NTXent):
-    """Two losses in one call: neither may take the step's handshake for itself alone."""
+    """Two losses in one call, by a forward of its own."""
 
-    def forward(self, *views: Tensor, world: Any = None, **named: Tensor) -> Tensor:
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
         return super().forward(*views, world=world) + 2 * super().forward(*views[::-1], world=world)
 
 
@@ -34,14 +32,14 @@ def made(kind: str) -> Loss:
     loss = {
         "NTXent": lambda: cz.NTXent(temperature=0.3),
         "three views": lambda: cz.NTXent(temperature=0.3),
-        "Clip": lambda: cz.Clip(temperature=0.3),
-        "SigLIP": lambda: cz.SigLIP(temperature=0.3, logit_bias=-1.0),
+        "Clip": lambda: cz.Clip(temperature=cz.LearnableTemperature(0.3)),
+        "SigLIP": cz.SigLIP,
         "negatives": lambda: cz.InfoNCE(temperature=0.3),
         "without unit rows": lambda: cz.InfoNCE(temperature=3.0, normalize=False, symmetric=True),
         "one tensor twice": lambda: cz.InfoNCE(temperature=0.3),
         "both orders": lambda: BothOrders(temperature=0.3),
         "hook": lambda: cz.InfoNCE(temperature=3.0, normalize=False),
-        "sum": lambda: cz.WeightedSum([cz.NTXent(temperature=0.3), cz.Clip(temperature=0.2)]),
+        "sum": lambda: cz.WeightedSum([cz.NTXent(temperature=0.3), cz.Clip()]),
     }[kind]()
     if kind == "hook":
         loss.register_forward_pre_hook(doubled, with_kwargs=True)
@@ -102,40 +100,42 @@ def test_it_is_the_same_function_for_a_trainer_that_sums(worlds: Worlds, kind: s
         assert max(found) < EXACT, found
 
 
-def runs(kind: str, steps: Sequence[Sequence[int]]) -> list[int]:
-    """How often the loss's forward pass begins in each step."""
-    loss, begun, found = made(kind), [0], []
-    loss.register_forward_pre_hook(lambda *_: begun.append(1))
-    wrapped = cz.DistributedLoss(loss)
-    for step, shards in enumerate(steps):
-        begun.clear()
-        wrapped(*(local_shard(x, shards) for x in arguments(kind, step, sum(shards))))
-        found.append(len(begun))
+class Counted(cz.NTXent):
+    """Counts how often its formula runs."""
+
+    computed = 0
+
+    def compute(self, batch: Any) -> Tensor:
+        self.computed += 1
+        return super().compute(batch)
+
+
+def computed(*, hooked: bool) -> list[int]:
+    """How often the formula of a loss, and that of a member of a sum, runs in each step."""
+    loss, member, found = Counted(temperature=0.3), Counted(temperature=0.2), []
+    if hooked:
+        loss.register_forward_hook(lambda *_: None)
+    wrapped = cz.DistributedLoss(cz.WeightedSum([loss, member, cz.InfoNCE()]))
+    for step, shards in enumerate(STEPS):
+        before = loss.computed, member.computed
+        wrapped(*(local_shard(x, shards) for x in arguments("NTXent", step, sum(shards))))
+        found += [loss.computed - before[0], member.computed - before[1]]
     return found
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("NTXent", 1), ("Clip", 1), ("SigLIP", 1), ("both orders", 2)])
-def test_the_forward_pass_runs_once(worlds: Worlds, kind: str, expected: int) -> None:
-    for found in worlds.run(2, runs, kind, STEPS):
-        assert found == [expected] * len(STEPS)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_formula_runs_once_in_a_step(worlds: Worlds, hooked: bool) -> None:
+    assert worlds.run(2, computed, hooked=hooked) == [[1, 1] * len(STEPS)] * 2
 
 
-def begun_by_begin(*views: Tensor, world: cz.World) -> Tensor:
-    begin("Wrong", {"view": views[0]}, world=world)
-    return views[0].sum()
+def test_a_hook_that_mixes_rows_sees_those_of_all_ranks(worlds: Worlds) -> None:
+    def job() -> list[int]:
+        seen: list[int] = []
+        loss = cz.NTXent()
+        loss.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        wrapped = cz.DistributedLoss(loss)
+        for step, shards in enumerate(STEPS):
+            wrapped(*(local_shard(x, shards) for x in arguments("NTXent", step, sum(shards))))
+        return seen
 
-
-class Wrong(Loss, function=begun_by_begin, begins_once=True):
-    """Says that it begins once, and would be computed from rows whose gradients are too small."""
-
-
-def wrong_declaration() -> str:
-    try:
-        cz.DistributedLoss(Wrong())(numbers(1200, 2, seed=dist.get_rank()), numbers(1200, 2, seed=7))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_loss_that_says_so_wrongly_is_found(worlds: Worlds) -> None:
-    assert "does not call begin_once()" in worlds.run(2, wrong_declaration)[0]
+    assert worlds.run(2, job) == [[sum(shards) for shards in STEPS]] * 2
