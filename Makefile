@@ -1,15 +1,14 @@
 # `make demo` and `make test` set everything up by themselves: a virtual environment in .venv, then the package.
 PYTHON ?= python3
 BIN := .venv/bin
-QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tests/test_repr.py tests/test_class_docstring.py \
-	tests/losses/test_settings.py
+QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tests/test_repr.py tests/losses/test_settings.py
 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
 # each of the many processes of a test compiles the package once, not each time that it is imported
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-gpu quick search lint types stubs examples loss-examples trainers-page docs dist bench bench-full bench-gpu clean
+.PHONY: demo test test-gpu quick search lint types examples loss-examples trainers-page docs dist bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -69,9 +68,6 @@ loss-examples: .venv/.examples-installed
 # all trainers, also DeepSpeed, which compiles its messages; writes the tables of docs/pages/trainers.md
 trainers-page: .venv/.examples-installed
 	$(BIN)/python -W ignore -m tools.trainers_page
-
-stubs: .venv/.installed
-	$(BIN)/python tools/stubs.py
 
 .venv/.docs-installed: .venv/.installed
 	$(INSTALL) -e '.[docs]'

@@ -19,10 +19,10 @@ from suite.report import PAGES, picture, table
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode
-from contrastive_zoo.engine.similarity_budget import memory_budget
+from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.engine import implementation
+from contrastive_zoo.engine.tiling import memory_budget
 from contrastive_zoo.session import Session
-from contrastive_zoo.small_batch import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import ALONE, World
 
@@ -104,33 +104,39 @@ def exact_clip(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     return F.softplus(both, threshold=100).mean()
 
 
-def our_clip(*rows: Tensor, **settings: Any) -> Tensor:
-    """Return CLIP's loss with a constant temperature."""
-    return cz.info_nce(*rows, symmetric=True, **settings)
+def our_nt_xent(*rows: Tensor, world: World, temperature: float) -> Tensor:
+    """Return NT-Xent."""
+    return cz.NTXent(temperature=temperature).forward(*rows, world=world)
 
 
-def our_sup_con(*rows: Tensor, world: World, **settings: Any) -> Tensor:
+def our_clip(*rows: Tensor, world: World, temperature: float) -> Tensor:
+    """Return CLIP's loss."""
+    return cz.Clip(temperature=temperature).forward(*rows, world=world)
+
+
+def our_sup_con(*rows: Tensor, world: World, temperature: float) -> Tensor:
     """Return SupCon, each sample a class of two."""
     shards = world.shards(rows[0])
     labels = torch.arange(shards.total)[shards.local].repeat(2)
-    return cz.sup_con(torch.cat(rows), labels, world=world, **settings)
+    return cz.SupCon(temperature=temperature).forward(torch.cat(rows), labels, world=world)
 
 
 def our_nca(*rows: Tensor, world: World, temperature: float) -> Tensor:
     """Return NCA, two samples a class, at twice the temperature: it divides squared distances."""
     shards = world.shards(rows[0])
     labels = (torch.arange(shards.total) // 2)[shards.local].repeat(2)
-    return cz.nca(torch.cat(rows), labels, temperature=2 * temperature, world=world)
+    return cz.NCA(temperature=2 * temperature).forward(torch.cat(rows), labels, world=world)
 
 
-def our_multi_positive(*rows: Tensor, world: World, **settings: Any) -> Tensor:
+def our_multi_positive(*rows: Tensor, world: World, temperature: float) -> Tensor:
     """Return MultiPositive in both directions, with an id for each sample: CLIP's loss."""
     shards = world.shards(rows[0])
-    return cz.multi_positive(*rows, torch.arange(shards.total)[shards.local], symmetric=True, world=world, **settings)
+    loss = cz.MultiPositive(temperature=temperature, symmetric=True)
+    return loss.forward(*rows, torch.arange(shards.total)[shards.local], world=world)
 
 
 LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
-    "NTXent": (cz.nt_xent, plain_nt_xent, exact_nt_xent),
+    "NTXent": (our_nt_xent, plain_nt_xent, exact_nt_xent),
     "CLIP": (our_clip, plain_clip, exact_clip),
     "SupCon": (our_sup_con, plain_sup_con, exact_nt_xent),
     "NCA": (our_nca, plain_nca, exact_nca),
@@ -141,11 +147,11 @@ LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
 @contextmanager
 def plain_below(elements: int) -> Iterator[None]:
     """Take the small-batch path up to so many similarities."""
-    before, dense_mode.SMALL_BATCH_ELEMENTS = dense_mode.SMALL_BATCH_ELEMENTS, elements
+    before, implementation.SMALL_BATCH_ELEMENTS = implementation.SMALL_BATCH_ELEMENTS, elements
     try:
         yield
     finally:
-        dense_mode.SMALL_BATCH_ELEMENTS = before
+        implementation.SMALL_BATCH_ELEMENTS = before
 
 
 PATHS: dict[str, tuple[int, bool, Callable[[], list[Any]]]] = {

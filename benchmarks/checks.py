@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.collectives import scale_gradient
 from contrastive_zoo.demo.training import Digits
-from contrastive_zoo.session import Session
-from contrastive_zoo.step_state import Declaration, Options
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.session import UNCHECKED, Session
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.world import Shards, World
 
@@ -76,14 +76,13 @@ ALONE = "the loss alone"
 
 def nothing_agreed() -> Loss:
     """Return the loss as the engine computes it between ranks that need not agree on anything."""
-    world = World.of()
+    world, nt_xent_loss = World.of(), cz.NTXent(temperature=TEMPERATURE)
 
     def loss(a: Tensor, b: Tensor) -> Tensor:
-        session = Session(world.rank, world.size, world.group, Options(check_finite=False))
-        shards = [Shards((len(x),) * RANKS, world.rank) for x in (a, b)]
-        session.progress.agreed = [Declaration("NTXent", {}, [len(a), len(b)], {}, None, 0.0, shards)]
-        a, b = (scale_gradient(x, RANKS) for x in (a, b))
-        return cz.nt_xent(a, b, temperature=TEMPERATURE, world=session)
+        session = Session(world.rank, world.size, world.group, UNCHECKED)
+        rows = {"view 0": scale_gradient(a, RANKS), "view 1": scale_gradient(b, RANKS)}
+        shards = {name: Shards((len(x),) * RANKS, world.rank) for name, x in rows.items()}
+        return nt_xent_loss.compute(Batch(rows, shards, nt_xent_loss.evaluated().values, session))
 
     return loss
 

@@ -6,7 +6,7 @@ python benchmarks/contract.py
 
 import itertools
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from rich.console import Console
@@ -28,7 +28,7 @@ STEPS = 4
 def wrapped(name: str, trainer: str) -> Any:
     """Construct a loss of the zoo, with a learnable temperature if it has a temperature."""
     loss = CATALOGUE[name].make()
-    if isinstance(loss.settings().get("temperature"), float):
+    if isinstance(vars(loss).get("temperature"), float) and "Tensor" in str(get_type_hints(type(loss))["temperature"]):
         loss.temperature = cz.LearnableTemperature(0.2)
     return cz.DistributedLoss(loss, grad_reduction=trainer)
 

@@ -16,7 +16,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import dense_mode
+from contrastive_zoo.engine import implementation
 from tests.extremes import GOAL, SITUATIONS, Comparison, Result, compare
 from tests.test_extremes import EVERY
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", action="store_true", help=f"write the tables into {PAGE.name}")
     options = parser.parse_args()
-    dense_mode.SMALL_BATCH_ELEMENTS = -1  # the engines, not plain autograd
+    implementation.SMALL_BATCH_ELEMENTS = -1  # the engines, not plain autograd
     tables = {"situations": situations(), "float16": float16()}
     print("\n\n".join("\n".join(table) for table in tables.values()))
     if options.docs:

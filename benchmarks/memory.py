@@ -16,8 +16,7 @@ from suite.processes import resident
 from torch import Tensor
 
 from contrastive_zoo.catalogue import CATALOGUE, Entry
-from contrastive_zoo.engine.similarity_budget import budget
-from contrastive_zoo.engine.tiling import BLOCK_BYTES
+from contrastive_zoo.engine.tiling import BLOCK_BYTES, budget
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
 LIMIT = 400

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import contrastive_zoo as cz
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 

@@ -109,7 +109,9 @@ def swav(cls: Any) -> Any:
         value: Tensor = crops(scores[:2], scores[2:]).squeeze()
         return value
 
-    return theirs, lambda *views: cz.swav(*views, prototypes=prototypes)
+    loss = cz.SwAV(len(prototypes), WIDTH).double()
+    loss.prototypes.data.copy_(prototypes)
+    return theirs, loss
 
 
 def dino(cls: Any) -> Any:
@@ -137,7 +139,8 @@ def distilled(cls: Any) -> Any:
         value: Tensor = sum(cls()(*unit(*views), 5.0, *unit(*teacher), 10.0))
         return value
 
-    return theirs, lambda *views: 2 * cz.clip_distillation(*views, *teacher, temperature=0.2, teacher_temperature=0.1)
+    loss = cz.ClipDistillation(temperature=0.2, teacher_temperature=0.1)
+    return theirs, lambda *views: 2 * loss(*views, *teacher)
 
 
 def one_view(ours: Callable[..., Tensor], theirs: Callable[..., Tensor]) -> Any:
@@ -160,7 +163,7 @@ def tico(cls: Any) -> Any:
 
 def in_64_bits(theirs: Any, ours: cz.SIGReg) -> None:
     """Give the peer's SIGReg the directions of ours, and the constants that it rounds to 32 bits."""
-    drawn = torch.nn.functional.normalize(ours.settings()["directions"].double(), dim=0)
+    drawn = torch.nn.functional.normalize(ours.directions().double(), dim=0)
     theirs._generate_unit_vectors = lambda *_: drawn
     t = torch.linspace(0, 3, 17, dtype=torch.float64)
     theirs.t, theirs.phi = t, (-t.square() / 2).exp()
@@ -232,7 +235,7 @@ ORACLES = [
         "NegativeCosine()",
         lambda theirs: (
             lambda a, b: theirs()(a, b.detach()) + theirs()(b, a.detach()),
-            lambda a, b: cz.negative_cosine(a, b) + cz.negative_cosine(b, a),
+            lambda a, b: cz.NegativeCosine()(a, b) + cz.NegativeCosine()(b, a),
         ),
     ),
     Oracle("lightly.loss.tico_loss", "TiCoLoss", "TiCo(d)", tico),
@@ -246,13 +249,13 @@ ORACLES = [
     Oracle("lightly.loss.lejepa_loss", "SIGReg", "SIGReg(d)", sigreg),
     Oracle("lightly.loss.lejepa_loss", "LeJEPALoss", "LeJEPA(d, lambda_=0.3)", lejepa, views=3),
     Oracle("lightly.loss.mmcr_loss", "MMCRLoss", "MMCR(lambda_=0.5, eps=1e-24)", mmcr, views=4),
-    Oracle("lightly.loss.swav_loss", "SwaVLoss", "swav(a, b, small, prototypes=c)", swav, views=3),
+    Oracle("lightly.loss.swav_loss", "SwaVLoss", "SwAV(k, d)(a, b, small)", swav, views=3),
     Oracle("lightly.loss.dino_loss", "DINOLoss", "DINO(d, teacher_temperature=2**-5)", dino, views=3),
     Oracle(
         "open_clip.loss",
         "ClipLoss",
         "Clip(temperature=0.2)",
-        lambda theirs: (lambda *x: theirs()(*unit(*x), 5.0), lambda *x: cz.clip(*x, temperature=0.2)),
+        lambda theirs: (lambda *x: theirs()(*unit(*x), 5.0), cz.Clip(temperature=0.2)),
     ),
     Oracle(
         "open_clip.loss",
@@ -260,10 +263,10 @@ ORACLES = [
         "SigLIP(temperature=0.2, logit_bias=-3.0)",
         lambda theirs: (
             lambda *x: theirs()(*unit(*x), 5.0, -3.0),
-            lambda *x: cz.siglip(*x, temperature=0.2, logit_bias=-3.0),
+            cz.SigLIP(temperature=0.2, logit_bias=-3.0),
         ),
     ),
-    Oracle("open_clip.loss", "DistillClipLoss", "2 * clip_distillation(…)", distilled),
+    Oracle("open_clip.loss", "DistillClipLoss", "2 * ClipDistillation(…)", distilled),
 ]
 
 

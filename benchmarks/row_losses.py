@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import rowwise_sweep
+from contrastive_zoo.engine import anchor_block
 
 RESULTS = Path(__file__).parent / "results" / "row_losses.json"
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "accelerator.md"
@@ -121,7 +121,7 @@ def traffic(name: str, rows: int, width: int) -> dict[str, float]:
 
     inductor_metrics_log.setLevel(logging.INFO)  # otherwise it does not count
     inductor_metrics_log.propagate = False
-    rowwise_sweep.anchor_slices = lambda anchors, candidates: iter([slice(0, len(anchors))])
+    anchor_block.anchor_slices = lambda anchors, candidates: iter([slice(0, len(anchors))])
     with Traffic() as uncompiled:
         step(name, "auto", rows, width)
     with config.patch(fx_graph_cache=False):

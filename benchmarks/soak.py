@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.small_batch import splitting
+from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.testing.worlds import Worlds, report
 
 READINGS = 10

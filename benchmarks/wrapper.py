@@ -52,6 +52,7 @@ def revision(folder: str) -> ModuleType:
         assert package.Clip is not cz.Clip, f"{folder} is not another revision"
         assert package.NTXent is not cz.NTXent, "attributes are imported when they are first used"
         assert package.DistributedLoss is not cz.DistributedLoss, "attributes are imported when they are first used"
+        assert package.LearnableTemperature is not cz.LearnableTemperature, "likewise"
     finally:
         sys.path.remove(folder)
         for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
@@ -61,9 +62,10 @@ def revision(folder: str) -> ModuleType:
 
 
 def ours(package: Any, case: Case) -> Callable[..., Tensor]:
-    """Return the loss of a revision."""
-    loss = {"CLIP": package.Clip, "NT-Xent": package.NTXent}[case.loss]
-    found: Callable[..., Tensor] = package.DistributedLoss(loss(temperature=case.temperature))
+    """Return the loss of a revision, with a learnable temperature if it is CLIP's, as the one by hand has."""
+    learnable = package.LearnableTemperature(case.temperature)
+    loss, temperature = {"CLIP": (package.Clip, learnable), "NT-Xent": (package.NTXent, case.temperature)}[case.loss]
+    found: Callable[..., Tensor] = package.DistributedLoss(loss(temperature=temperature))
     return found
 
 

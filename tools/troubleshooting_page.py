@@ -1,12 +1,16 @@
 """Write the list of error messages into the page: ``python -m tools.troubleshooting_page``.
 
-Messages are read from the source: every sentence that the package holds as a string and that is no docstring.
+Messages are read from the source: every sentence that the package holds as a string and that is no docstring. Those of a
+loss's own module stand beside the loss, in the page of the zoo.
 """
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from contrastive_zoo.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "pages" / "troubleshooting.md"
@@ -29,9 +33,8 @@ GROUPS = {
 """Headings, and the modules or packages whose messages are below each."""
 
 WITHOUT = {
-    "_compat", "audit", "broadcast_state", "catalogue", "class_docstring", "cli", "compiling", "console", "demo",
-    "device_normals", "gather_cache", "later", "loss_attributes", "loss_summary", "plots", "random_keys", "randomness",
-    "small_batch", "step_state", "testing", "value_checks", "vectors",
+    "_compat", "audit", "broadcast_state", "catalogue", "cli", "compiling", "console", "demo", "device_normals",
+    "gather_cache", "later", "loss_summary", "plots", "random_keys", "randomness", "testing", "value_checks", "vectors",
 }  # fmt: skip
 """Modules whose texts are no errors of a training: reports, commands, pictures."""
 
@@ -85,13 +88,15 @@ def messages(module: Path) -> list[str]:
 
 
 def as_markdown() -> str:
-    """Return the list of all messages, a heading per group and a line per message."""
+    """Return the list of all messages but those of single losses, a heading per group and a line per message."""
     lines: list[str] = []
+    of_zoo = {inspect.getfile(entry.loss) for entry in CATALOGUE.values()}
     for heading, names in GROUPS.items():
         lines += ["", f"### {heading}", ""]
         for name in names:
             path = ROOT / "contrastive_zoo" / name
-            for module in sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
+            modules = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+            for module in (x for x in modules if str(x) not in of_zoo):
                 where = ".".join(module.relative_to(path.parent).with_suffix("").parts).removesuffix(".__init__")
                 lines += [f"- ``{message}`` – {where}" for message in messages(module)]
     return "\n".join(lines).strip() + "\n"

@@ -1,10 +1,11 @@
 """Print the page of the catalogue: ``python -m tools.zoo_page > docs/pages/zoo.md``."""
 
+import inspect
 import re
-from functools import cache
 from pathlib import Path
 
 from contrastive_zoo.catalogue import CATALOGUE, Entry
+from tools.troubleshooting_page import messages
 
 _HEAD = """# The zoo
 
@@ -102,15 +103,44 @@ def linked(text: str) -> str:
     return re.sub(r"https?://\S+", link, text)
 
 
-@cache
-def _pages() -> dict[str, str]:
-    """Return the page of the reference for each name."""
-    folder = Path(__file__).parent.parent / "docs" / "pages" / "reference"
-    return {
-        name: f"reference/{path.name}"
-        for path in sorted(folder.glob("*.md"))
-        for name in re.findall(r"^::: contrastive_zoo\.(\w+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
+def reference_page(family: str) -> str:
+    """Return the page of the reference that has the losses of a family.
+
+    Examples:
+        >>> reference_page("sigmoid over pairs")
+        'reference/losses-sigmoid-over-pairs.md'
+    """
+    return f"reference/losses-{family.replace(' ', '-')}.md"
+
+
+def with_losses(markdown: str) -> str:
+    """Return a page of the reference with the losses of a family in place of a comment that names it.
+
+    Examples:
+        >>> print(with_losses("<!-- losses: sigmoid over pairs -->"))
+        ::: contrastive_zoo.SigLIP
+            options: { members: false }
+        <BLANKLINE>
+        ::: contrastive_zoo.SupSigmoid
+            options: { members: false }
+    """
+
+    def listed(comment: re.Match[str]) -> str:
+        names = dict.fromkeys(entry.cls for entry in CATALOGUE.values() if entry.family == comment[1])
+        return "\n\n".join(f"::: contrastive_zoo.{name}\n    options: {{ members: false }}" for name in names)
+
+    return re.sub(r"^<!-- losses: ([\w ]+) -->$", listed, markdown, flags=re.MULTILINE)
+
+
+def errors(cls: type) -> list[str]:
+    """Return the messages in the module of a loss.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> "semi-hard negatives lie within a positive margin" in errors(cz.Triplet)
+        True
+    """
+    return messages(Path(inspect.getfile(cls)))
 
 
 def _advice() -> list[str]:
@@ -133,8 +163,11 @@ def _section(entries: list[Entry]) -> list[str]:
         )
         if entry.peers:
             lines.append(f"    - elsewhere: {entry.peers}")
-    reference = f"[reference]({_pages()[first.cls]}#contrastive_zoo.{first.cls})"
-    return [*lines, f"- parameters: `{first.parameters}`; {reference}", f"- source: {linked(first.source)}\n"]
+    reference = f"[reference]({reference_page(first.family)}#contrastive_zoo.{first.cls})"
+    lines += [f"- parameters: `{first.parameters}`; {reference}", f"- source: {linked(first.source)}"]
+    if found := errors(first.loss):
+        lines += ["- errors of its own:", *(f"    - ``{message}``" for message in found)]
+    return [*lines, ""]
 
 
 def as_markdown() -> str:

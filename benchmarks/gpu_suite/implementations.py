@@ -1,5 +1,6 @@
 """The implementations of each loss: this library's kernels, dense formulas by torch, and peers."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -52,9 +53,12 @@ DENSE: dict[str, Loss] = {
 
 
 MODULES: dict[str, Callable[[float], nn.Module]] = {
-    "CLIP": lambda scale: cz.Clip(temperature=1 / scale),
+    "CLIP": lambda scale: cz.Clip(temperature=cz.LearnableTemperature(1 / scale)),
     "InfoNCE": lambda scale: cz.InfoNCE(temperature=1 / scale),
-    "SigLIP": lambda scale: cz.SigLIP(temperature=1 / scale, logit_bias=BIAS),
+    "SigLIP": lambda scale: cz.SigLIP(
+        temperature=cz.LearnableTemperature(1 / scale, max_scale=math.inf),
+        logit_bias=nn.Parameter(torch.tensor([BIAS])),
+    ),
     "NT-Xent": lambda scale: cz.NTXent(temperature=1 / scale),
 }
 """This library's losses as users call them: checks, normalisation, and kernels for large batches only."""

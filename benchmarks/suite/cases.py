@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.catalogue import CATALOGUE
-from contrastive_zoo.engine.similarity_budget import budget, memory_budget
-from contrastive_zoo.engine.tiling import TILE_BYTES, tile_shape, tiles
+from contrastive_zoo.engine.tiling import TILE_BYTES, budget, memory_budget, tile_shape, tiles
 from suite.harness import Absent
 
 AMPLE = 2**32
@@ -402,7 +401,7 @@ def recipe(formula: Function) -> Callable[[Case], Function]:
 LOSSES = {
     "CLIP": Subject(
         pairs,
-        by_softmax(lambda t: cz.Clip(temperature=t))
+        by_softmax(lambda t: cz.Clip(temperature=cz.LearnableTemperature(t)))
         | {
             "dense": dense(clip),
             "dense, compiled": compiled(clip),

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from contrastive_zoo.engine.similarity_budget import budget
+from contrastive_zoo.engine.tiling import budget
 from suite.cases import CASES, OF_A_CLASS, TARGETS, Case, Target
 from suite.harness import DOUBTFUL, quartiles, ratio, relative_spread
 

@@ -9,12 +9,12 @@ _GUARD = "It keeps a division from zero where there is nothing to cut: any heigh
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/ring_sweep.py", "RingSweep._without_candidates", "0 → 1"): _NOTHING,
     ("engine/sigmoid.py", "_Block.add", "j.start < i.stop → j.start <= i.stop"): _EMPTY,
-    ("engine/unit_rows.py", "_chunks", "1 → 2 (2)"): _GUARD,
+    ("engine/precision.py", "_chunks", "1 → 2 (2)"): _GUARD,
     ("engine/tiling.py", "row_blocks", "1 → 2 (2)"): _GUARD,
-    ("engine/dense_mode.py", "", "2 ** 16 → 2 * 16"): _PATHS,
+    ("engine/implementation.py", "", "2 ** 16 → 2 * 16"): _PATHS,
     ("engine/small_batch.py", "uses_small_batch_path", "2 if views else 1 → 2 if True else 1"): _PATHS,
-    ("engine/unit_rows.py", "unit_rows", "if is_dense() or is_small_batch(x.numel()): → if True:"): _PATHS,
-    ("engine/class_pairs.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
+    ("engine/precision.py", "unit_rows", "if is_dense() or is_small_batch(x.numel()): → if True:"): _PATHS,
+    ("engine/anchor_block.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
     (
         "engine/softmax_sweep.py",
         "_logits",
@@ -51,8 +51,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("handshake.py", "_Reserved.learn", "0 → 1 (3)"): _TUNING,
     (
         "distributed_step.py",
-        "DistributedStep._options",
-        "if self.call.miner is not None: → if True:",
+        "ThirdPartyStep.statement",
+        "if call.miner is not None: → if True:",
     ): "None has no settings to compare.",
 }
 """The reason by module, function and change, as :attr:`tools.mutants.changes.Mutant.name` has them."""
