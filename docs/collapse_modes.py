@@ -52,7 +52,9 @@ MODES = {
     "healthy": Mode(),
     "complete collapse": Mode(loss=lambda: cz.AlignUniform(uniformity=0.0), noise=(1.0, 1.0)),
     "dimensional collapse": Mode(noise=(0.1, 5.0)),
-    "temperature at its bound": Mode(loss=lambda: cz.Clip(temperature=0.05), noise=(0.01, 0.01), rank=4),
+    "temperature at its bound": Mode(
+        loss=lambda: cz.Clip(temperature=cz.LearnableTemperature(0.05)), noise=(0.01, 0.01), rank=4
+    ),
     "false negatives": Mode(distinct=24),
     "unaligned shards": Mode(shifted=True),
 }

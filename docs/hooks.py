@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # for tools, which is not in
 
 from contrastive_zoo.catalogue import CATALOGUE
 from tools.formulas import mathml
+from tools.zoo_page import with_losses
 
 MEASUREMENTS = {"benchmarks.md", "gallery.md", "memory.md", "scaling.md"}
 """Pages whose tables name everything; a search shows them below the pages that explain it."""
@@ -33,10 +34,10 @@ def _with_formula(block: re.Match[str]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rank pages of measurements lower in a search."""
+    """Rank pages of measurements lower in a search, and list the losses of a family in its page of the reference."""
     if page.file.src_uri in MEASUREMENTS:
         page.meta.setdefault("search", {"boost": 0.3})
-    return markdown
+    return with_losses(markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
