@@ -10,7 +10,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.softmax import self_log_sum_exp
 
 
-def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float) -> Float[Tensor, " v"]:
+def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float | Tensor) -> Float[Tensor, " v"]:
     """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' rows.
 
     Args:

@@ -11,7 +11,7 @@ from contrastive_zoo.engine.precision import without_autocast
 @torch.no_grad()
 @without_autocast
 def balanced_assignment(
-    batch: Batch, scores: Float[Tensor, "n K"], *, epsilon: float, iterations: int
+    batch: Batch, scores: Float[Tensor, "n K"], *, epsilon: float | Tensor, iterations: int
 ) -> Float[Tensor, "n K"]:
     """Run Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks; return the local rows, which each sum to 1.
 

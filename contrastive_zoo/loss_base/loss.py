@@ -66,7 +66,7 @@ class Loss(Settings, GraphModule):
     is overridden, or that has hooks, is computed by every rank from the rows of all ranks.
 
     A number as a setting is constant. A tensor, or a module that is called without arguments, such as
-    :class:`LearnableTemperature`, is learnable.
+    :class:`LearnableTemperature`, is learnable; a setting that the loss has no derivative by refuses it.
 
     Args:
         check_finite: whether NaN and infinite embeddings are refused.

@@ -1,5 +1,6 @@
 """Write your own loss in five lines: the losses of anchors from their similarities to all candidates."""
 
+import copy
 import inspect
 from typing import TYPE_CHECKING, Literal
 
@@ -61,7 +62,8 @@ class RowLoss(AnchorLoss):
     """A loss that is a sum over anchors. Define :meth:`rows`; the loss is then distributed, with memory linear in N.
 
     Call it with labelled embeddings, ``loss(embeddings, labels)``, or with views, ``loss(view1, view2, …)``, whose rows
-    at the same index are positives of each other. Annotated class attributes are its settings, as of any :class:`Loss`.
+    at the same index are positives of each other. Annotated class attributes are its settings, as of any :class:`Loss`; in
+    :meth:`rows` a learnable one is the tensor that it is in this step.
 
     Args:
         normalize: normalise embeddings to unit length first, so that similarities are cosines, not dot products.
@@ -89,7 +91,6 @@ class RowLoss(AnchorLoss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    calls_modules = False
     ring_refusal = "its rows() needs whole rows: it yields no statistics that merge"
 
     if TYPE_CHECKING:
@@ -137,7 +138,16 @@ class RowLoss(AnchorLoss):
         return self.rows(similarity, block.positive, block.negative, **settings)
 
     def block_loss(self, batch: Batch) -> nn.Module:
-        return self
+        """Return this loss; if settings are learnable, a shallow copy with the tensors that they are in this step."""
+        tensors = {name: x for name, x in vars(batch.settings).items() if isinstance(x, Tensor)}
+        if not tensors:
+            return self
+        loss = copy.copy(self)
+        loss._modules = {name: x for name, x in self._modules.items() if name not in tensors}
+        loss._parameters = {**self._parameters, **tensors}  # type: ignore[dict-item]  # they need not be leaves
+        for name in tensors.keys() & vars(self).keys():
+            del vars(loss)[name]
+        return loss
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
         """State labelled embeddings, or views."""

@@ -30,6 +30,7 @@ class Bounds(NamedTuple):
         finite: whether infinities are refused.
         whole: whether it is an integer.
         several: whether a tensor may hold any number of them.
+        constant: whether the loss has no derivative by it; a tensor that requires a gradient is then refused.
 
     Examples:
         >>> Bounds("momentum is in [0, 1]", low=0, high=1).problem("momentum", 2.0)
@@ -45,13 +46,16 @@ class Bounds(NamedTuple):
     finite: bool = True
     whole: bool = False
     several: bool = False
+    constant: bool = False
 
     def problem(self, name: str, value: object) -> str | None:
         """Return what is wrong with a value, in words; None if it is within the bounds."""
-        rule, fix, above, below, low, high, finite, whole, several = self
+        rule, fix, above, below, low, high, finite, whole, several, constant = self
+        if constant and isinstance(value, Tensor) and value.requires_grad:
+            return f"{name} is a constant, got a tensor that requires a gradient. Pass {name}.detach()."
         if is_number(value, above=above, below=below, low=low, high=high, finite=finite, whole=whole, several=several):
             return None
-        limits = dict(zip(self._fields[2:], self[2:], strict=True))
+        limits = dict(zip(self._fields[2:-1], self[2:-1], strict=True))
         return number_problem(rule, fix, **limits, **{name: value})
 
 
@@ -59,6 +63,7 @@ Number = Annotated[float, Bounds()]
 Positive = Annotated[float, Bounds(above=0)]
 NonNegative = Annotated[float, Bounds(low=0)]
 Share = Annotated[float, Bounds(low=0, high=1)]
+Momentum = Annotated[float, Bounds(low=0, high=1, constant=True)]
 Size = Annotated[int, Bounds(low=1, whole=True)]
 Temperature = Annotated[float | Tensor | nn.Module, Bounds(fix="For a logit scale s pass temperature=1/s.", above=0)]
 """A number is constant; a tensor, or a module that returns one, such as :class:`LearnableTemperature`, is learnable."""
@@ -144,8 +149,6 @@ class Settings(nn.Module):
     """
 
     fields: ClassVar[dict[str, Field]] = {}
-    calls_modules: ClassVar[bool] = True
-    """Whether a module as a number is called once a step, by this class; otherwise the loss calls it, where it says so."""
     _own_fields: ClassVar[dict[str, Field]] = {}
     """Those that the class itself declares."""
 
@@ -207,7 +210,7 @@ class Settings(nn.Module):
             value = getattr(self, name, None) if name not in self.__dict__ else self.__dict__[name]
             if type(value) in _PLAIN:
                 problem = _plain_problem(type(self), name, value)  # type: ignore[arg-type]  # as above
-            elif isinstance(value, nn.Module) and check.may_be_module(always=self.calls_modules):
+            elif isinstance(value, nn.Module) and check.may_be_module:
                 problem = None  # its value is checked at the call
             else:
                 problem = check(name, value)
@@ -230,7 +233,7 @@ class Settings(nn.Module):
                 value = present[name] = value.item()
             bounds = checks[name].bounds if name in checks else None
             if bounds is not None and type(value) is not float and value is not None:
-                if isinstance(value, nn.Module) and self.calls_modules:
+                if isinstance(value, nn.Module):
                     value = computed[name] = value()
                     problem = problem or bounds.problem(name, value)
                 value = value if bounds.whole else real(value)
@@ -258,10 +261,10 @@ class Check(NamedTuple):
     bounds: Bounds | None = None
     optional: bool = False
 
-    def may_be_module(self, *, always: bool) -> bool:
-        """Return whether a module may stand for the number: always, or where the annotation says so."""
-        may_be = self.bounds is not None and not self.bounds.whole
-        return may_be and (always or nn.Module in typing.get_args(self.kind))
+    @property
+    def may_be_module(self) -> bool:
+        """Whether a module may stand for the number."""
+        return self.bounds is not None and not self.bounds.whole
 
     def __call__(self, name: str, value: object) -> str | None:
         if value is None and self.optional:

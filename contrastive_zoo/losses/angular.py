@@ -40,7 +40,9 @@ class Angular(RowLoss):
     Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
-    alpha: Annotated[float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90)] = 40.0
+    alpha: Annotated[
+        float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
+    ] = 40.0
 
     ring_refusal = "each of its terms joins an anchor's positive with all negatives, so it needs whole rows"
 

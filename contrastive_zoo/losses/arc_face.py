@@ -52,7 +52,7 @@ class ArcFace(ShardableClassLoss):
     https://www.ecva.net/papers/eccv_2020/papers_ECCV/papers/123560715.pdf
     """
 
-    margin: Annotated[float, Bounds("margin is an angle 0 … π in radians", low=0, high=math.pi)] = 0.5
+    margin: Annotated[float, Bounds("margin is an angle 0 … π in radians", low=0, high=math.pi, constant=True)] = 0.5
     scale: Positive = 64.0
     reduction: Reduction = "mean"
 

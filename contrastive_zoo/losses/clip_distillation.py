@@ -101,7 +101,9 @@ def _distilled(block: AnchorBlock, temperature: Tensor, teacher_temperature: flo
     of_teacher = teacher_anchors @ teacher_candidates.T / teacher_temperature
     every = torch.ones_like(block.positive)
     total, of_teachers = yield LogSumExp(logits, every), LogSumExp(of_teacher, every)
-    targets = weight * (of_teacher - of_teachers[:, None]).exp().to(logits.dtype) + (1 - weight) * block.positive
+    targets = weight * (of_teacher - of_teachers[:, None]).exp().to(logits.dtype) + (1 - weight) * block.positive.to(
+        logits.dtype
+    )
     (expected,) = yield (Sum((targets * logits).sum(1)),)
     return total - expected, torch.ones_like(block.ids, dtype=torch.bool)
 

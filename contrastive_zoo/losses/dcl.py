@@ -14,9 +14,8 @@ from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 
 Denominators = Literal["joint", "per_view"]
-Sigma = (
-    Annotated[float, Bounds("sigma must be positive", "Leave it None for no weights.", above=0, finite=False)] | None
-)
+_SIGMA = Bounds("sigma must be positive", "Leave it None for no weights.", above=0, finite=False, constant=True)
+Sigma = Annotated[float, _SIGMA] | None
 
 
 class DCL(TwoViewLoss):

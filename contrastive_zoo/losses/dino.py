@@ -13,7 +13,7 @@ from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import move_towards
-from contrastive_zoo.loss_base.settings import Positive, Reduction, Share, Size, Temperature, field
+from contrastive_zoo.loss_base.settings import Momentum, Positive, Reduction, Size, Temperature, field
 from contrastive_zoo.row_checks import described
 from contrastive_zoo.sizes import of_size
 
@@ -58,7 +58,7 @@ class DINO(Loss):
     """
 
     out_dim: Size = field(kw_only=False)
-    centre_momentum: Share = 0.9
+    centre_momentum: Momentum = 0.9
     temperature: Temperature = 0.1
     teacher_temperature: Positive = 0.04
     reduction: Reduction = "mean"

@@ -14,7 +14,7 @@ from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.settings import Bins, Reduction, Share, field
+from contrastive_zoo.loss_base.settings import Bins, Momentum, Reduction, field
 from contrastive_zoo.row_checks import described, views_problem
 from contrastive_zoo.sizes import of_size
 
@@ -59,7 +59,7 @@ class DynamicSoftMargin(Loss):
     """
 
     num_bins: Bins = field(kw_only=False)
-    momentum: Share = 0.01
+    momentum: Momentum = 0.01
     reduction: Reduction = "mean"
 
     histogram: Tensor

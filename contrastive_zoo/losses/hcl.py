@@ -16,9 +16,8 @@ from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 
 Beta = Annotated[float, Bounds("beta must be non-negative and finite", "0 weighs all negatives evenly.", low=0)]
-TauPlus = Annotated[
-    float, Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1)
-]
+_SHARE = Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1, constant=True)
+TauPlus = Annotated[float, _SHARE]
 
 
 class HCL(TwoViewLoss):

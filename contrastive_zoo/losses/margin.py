@@ -12,7 +12,6 @@ from contrastive_zoo.engine.pairwise import distances, row_sums
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Number
 from contrastive_zoo.sizes import of_size
@@ -89,7 +88,7 @@ class Margin(RowLoss):
         distance = self.similarity(block.anchors, block.candidates)
         assert isinstance(self.beta, Tensor)  # since __post_init__
         beta = self.beta.to(distance.dtype)
-        beta = beta[:, None] if self.num_classes is None else beta[safe_index(block.ids, self.num_classes), None]
+        beta = beta if self.num_classes is None else beta[safe_index(block.ids, self.num_classes), None]
         positive_term = (distance - beta + self.margin).relu().where(block.positive, 0)
         negative_term = (beta - distance + self.margin).relu().where(block.negative, 0)
         counts = row_sums(block.positive, block.negative, positive_term > 0, negative_term > 0)
@@ -107,4 +106,4 @@ class Margin(RowLoss):
         value = super().compute(batch)
         if self.num_classes is not None or self.reduction == "none" or not self.learn_beta:
             return value
-        return value + self.nu * real(self.beta).to(value.dtype)
+        return value + batch.settings.nu * batch.settings.beta.to(value.dtype)

@@ -1,7 +1,5 @@
 """MMCR: views of a sample on one point, and these points in all directions, measured by nuclear norms."""
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -65,4 +63,4 @@ def _products(z: Float[Tensor, "n v d"]) -> Float[Tensor, "n v v"]:
 @without_autocast
 def _smooth_nuclear_norm(squares: Float[Tensor, "... k k"], eps: float) -> Float[Tensor, "..."]:
     """Return Σ_k (√(λ_k + ε) − √ε) of the eigenvalues of symmetric matrices, of which rounding makes some negative."""
-    return ((eigenvalues(squares).clamp(min=0) + eps).sqrt() - math.sqrt(eps)).sum(-1)
+    return ((eigenvalues(squares).clamp(min=0) + eps).sqrt() - eps**0.5).sum(-1)

@@ -78,7 +78,7 @@ class MNRL(Loss):
     directions: tuple[Direction, ...] = ("query_to_doc",)
     partition_mode: PartitionMode = "joint"
     hardness_mode: Hardness | None = None
-    hardness_strength: Annotated[float, Bounds("hardness_strength is non-negative", low=0)] = 0.0
+    hardness_strength: Annotated[float, Bounds("hardness_strength is non-negative", low=0, constant=True)] = 0.0
     normalize: bool = True
     reduction: Reduction = "mean"
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowLoss
-from contrastive_zoo.loss_base.settings import Positive
+from contrastive_zoo.loss_base.settings import Positive, Temperature
 
 PNPVariant = Literal["O", "Iu", "Ib", "Ds", "Dq"]
 
@@ -24,7 +24,7 @@ class PNP(RowLoss):
 
     Args:
         variant: f. The first three grow faster than R or as fast, the last two slower.
-        temperature: τ > 0, in units of similarity.
+        temperature: τ > 0, in units of similarity; a tensor or a module is learnable.
         alpha: α > 0, used by ``"Dq"``.
         b: b > 0, used by ``"Ib"``.
         with_self: whether the anchor is one of its own positives, as in pytorch-metric-learning.
@@ -44,7 +44,7 @@ class PNP(RowLoss):
     """
 
     variant: PNPVariant = "O"
-    temperature: Positive = 0.01
+    temperature: Temperature = 0.01
     alpha: Positive = 1.0
     b: Positive = 2.0
     with_self: bool = False
@@ -57,9 +57,10 @@ class PNP(RowLoss):
     ) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive
         most = None if most_positives is None else most_positives + self.with_self
+        logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
 
         def penalty(p: Tensor) -> Tensor:
-            before = ((similarity - similarity.gather(1, p)) / self.temperature).sigmoid()
+            before = (logits - logits.gather(1, p)).sigmoid()
             return self._penalty(before.where(negative, 0).sum(1))
 
         return sum_over_positives(penalty, relevant, most) / relevant.sum(1).clamp(min=1), positive.any(1)

@@ -16,7 +16,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.loss_base.families import EmbeddingLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.settings import Bounds, Positive, Size, field
+from contrastive_zoo.loss_base.settings import Bounds, Size, field
 from contrastive_zoo.row_checks import described
 from contrastive_zoo.sizes import of_size
 
@@ -68,7 +68,7 @@ class SIGReg(EmbeddingLoss):
     num_points: Annotated[
         int, Bounds(f"num_points is an integer, 2 … {_MOST_POINTS}", low=2, high=_MOST_POINTS, whole=True)
     ] = 17
-    limit: Positive = 3.0
+    limit: Annotated[float, Bounds(above=0, constant=True)] = 3.0
 
     step: Tensor = field(init=False)
 

@@ -1,13 +1,11 @@
 """SmoothAP: average precision of an anchor's ranking, with sigmoids in place of comparisons."""
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.loss_base.row_loss import RowLoss
-from contrastive_zoo.loss_base.settings import Bounds
+from contrastive_zoo.loss_base.settings import Temperature
 
 
 class SmoothAP(RowLoss):
@@ -21,7 +19,8 @@ class SmoothAP(RowLoss):
     and an anchor takes P N comparisons.
 
     Args:
-        temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
+        temperature: t > 0, in units of similarity; the smaller, the closer to true average precision; a tensor
+            or a module is learnable.
         with_self: whether an anchor is its own positive, as in the authors' code and in pytorch-metric-learning, which needs
             classes of equal size, in blocks.
         normalize: normalise embeddings to unit length first.
@@ -39,7 +38,7 @@ class SmoothAP(RowLoss):
     Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
 
-    temperature: Annotated[float, Bounds("temperature is positive", above=0)] = 0.01
+    temperature: Temperature = 0.01
     with_self: bool = False
 
     ring_refusal = "a rank is a sum over all candidates for each positive, so it needs whole rows"
@@ -52,10 +51,11 @@ class SmoothAP(RowLoss):
     ) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive
         most = None if most_positives is None else most_positives + self.with_self
-        ranked = similarity.masked_fill(~(relevant | negative), -torch.inf)
+        logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
+        ranked = logits.masked_fill(~(relevant | negative), -torch.inf)
 
         def precision(p: Tensor) -> Tensor:
-            before = ((ranked - similarity.gather(1, p)) / self.temperature).sigmoid()
+            before = (ranked - logits.gather(1, p)).sigmoid()
             # both sums contain sigmoid(0) = ½ of the positive itself
             return (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
 

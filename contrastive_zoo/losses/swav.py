@@ -15,7 +15,7 @@ from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.sinkhorn import balanced_assignment
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature, field
+from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature, field
 from contrastive_zoo.row_checks import described
 from contrastive_zoo.sizes import of_size
 
@@ -65,7 +65,7 @@ class SwAV(ViewLoss):
     num_prototypes: _Size = field(kw_only=False)
     embedding_size: _Size = field(kw_only=False)
     temperature: Temperature = 0.1
-    epsilon: Positive = 0.05
+    epsilon: Annotated[float, Bounds(above=0, constant=True)] = 0.05
     iterations: Annotated[
         int, Bounds(f"0 <= iterations <= {_MOST_ITERATIONS}", low=0, high=_MOST_ITERATIONS, whole=True)
     ] = 3

@@ -10,7 +10,7 @@ from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.numbers import move_towards
-from contrastive_zoo.loss_base.settings import Bounds, Number, Share, field
+from contrastive_zoo.loss_base.settings import Bounds, Momentum, Number, field
 from contrastive_zoo.row_checks import described, views_problem
 from contrastive_zoo.sizes import of_size
 
@@ -52,7 +52,7 @@ class TiCo(TwoViewLoss):
     """
 
     embedding_size: Annotated[int, Bounds("embedding_size is at least 1", low=1, whole=True)] = field(kw_only=False)
-    beta: Share = 0.9
+    beta: Momentum = 0.9
     rho: Number = 8.0
 
     covariance: Tensor = field(init=False)

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positives
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
@@ -63,8 +63,8 @@ class Triplet(DissimilarityLoss):
 
     def settings_problem(self) -> str | None:
         rule = "semi-hard negatives lie within a positive margin"
-        problem = super().settings_problem()
-        return problem or (number_problem(rule, above=0, margin=self.margin) if self.mining == "semi-hard" else None)
+        is_ruled = self.mining == "semi-hard" and not isinstance(self.margin, nn.Module)
+        return super().settings_problem() or (number_problem(rule, above=0, margin=self.margin) if is_ruled else None)
 
     def can_ring(self) -> bool:
         return super().can_ring() and self.mining == "hard" and not self.first_of_equals

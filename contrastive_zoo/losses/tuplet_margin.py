@@ -13,9 +13,8 @@ from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 
-Degrees = Annotated[
-    float, Bounds("margin is an angle of 0 to 180 degrees", "The paper's 0.1 rad is 5.73.", low=0, high=180)
-]
+_ANGLE = "margin is an angle of 0 to 180 degrees"
+Degrees = Annotated[float, Bounds(_ANGLE, "The paper's 0.1 rad is 5.73.", low=0, high=180, constant=True)]
 
 
 class TupletMargin(AnchorLoss):

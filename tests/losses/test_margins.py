@@ -311,7 +311,7 @@ def test_golden_values(loss: Any, value: float) -> None:
         (lambda: RankedList(t_n=-1), "t_p, t_n and epsilon are 0 or more, got -1"),
         (lambda: FastAP(num_bins=0), "num_bins is an integer, 1 … 16777216, got 0"),
         (lambda: FastAP(normalize=False), "unit rows"),
-        (lambda: SmoothAP(temperature=0), "temperature is positive, got 0"),
+        (lambda: SmoothAP(temperature=0), "temperature must be positive and finite, got 0"),
         (lambda: Angular(alpha=90), "between 0 and 90, got 90"),
     ],
 )

@@ -1,0 +1,168 @@
+"""One rule in every loss: a number is constant; a tensor, or a module that returns one, is learnable, or refused."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base.checks import is_number
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.settings import Bounds, _checks
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import EVERY_CASE, close, split
+from tests.losses.test_settings import CASES, SUBJECTS, kind_of, said_by
+
+STEP = 1e-5
+STARTS = [("Margin", "beta"), ("Margin, by class", "beta")]
+"""Where the number is the first value of the loss's own parameter."""
+
+
+class Shifted(nn.Module):
+    """A number that a module computes from a parameter [1], as LearnableTemperature does."""
+
+    def __init__(self, x: float) -> None:
+        super().__init__()
+        self.below = nn.Parameter(torch.tensor([x - 1], dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return self.below + 1
+
+
+def tensor(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64, requires_grad=True)
+
+
+FORMS: dict[str, Callable[[float], Any]] = {
+    "tensor": tensor,
+    "parameter": lambda x: nn.Parameter(torch.tensor([x], dtype=torch.float64)),
+    "module": Shifted,
+}
+
+
+def bounds_of(name: str, setting: str) -> Bounds | None:
+    check = _checks(type(SUBJECTS[name]())).get(setting)
+    return None if check is None or check.bounds is None or check.bounds.whole else check.bounds
+
+
+REAL = [case for case in CASES if bounds_of(*case) is not None and case not in STARTS]
+LEARNABLE = [case for case in REAL if not bounds_of(*case).constant]  # type: ignore[union-attr]  # not None, as above
+CONSTANT = [case for case in REAL if case not in LEARNABLE]
+
+
+def start(name: str, setting: str) -> float:
+    """Near the default, where the loss is differentiable, and away from the bounds."""
+    loss, bounds = SUBJECTS[name](), bounds_of(name, setting)
+    held = getattr(loss, setting)
+    value = 1.05 * held if is_number(held) and not isinstance(held, Tensor) and abs(held) > 1e-3 else 0.13
+    most = min((x for x in (bounds.high, bounds.below) if x is not None), default=value + 1)  # type: ignore[union-attr]  # as above
+    return min(value, 0.9 * most)
+
+
+def loss_of(name: str, setting: str, value: Any) -> Loss:
+    torch.manual_seed(0)
+    return SUBJECTS[name](**{setting: value}).double()
+
+
+def leaf_of(value: Any) -> Tensor:
+    return value.below if isinstance(value, Shifted) else value
+
+
+def test_most_numbers_are_learnable() -> None:
+    assert len(LEARNABLE) > 100
+    assert {("SmoothAP", "temperature"), ("PNP", "temperature"), ("Triplet", "margin")} <= set(LEARNABLE)
+
+
+@pytest.mark.parametrize(("name", "setting"), LEARNABLE)
+def test_a_tensor_is_learnt_by_the_derivative_of_the_number(name: str, setting: str) -> None:
+    rows, x = SUBJECTS[name].rows, start(name, setting)
+    value = loss_of(name, setting, x)(*rows).detach()
+    above, below = (loss_of(name, setting, x + sign * STEP * x)(*rows).detach() for sign in (1, -1))
+    derivative = (above - below) / (2 * STEP * x)
+    found = []
+    for make in FORMS.values():
+        given = make(x)
+        learnt = loss_of(name, setting, given)(*rows)
+        close(learnt.detach(), value)
+        found.append(torch.autograd.grad(learnt, leaf_of(given))[0].reshape(()))
+        close(found[0], found[-1])
+    close(found[0], derivative.reshape(()), tolerance=1e-5)  # of the difference quotient
+
+
+@pytest.mark.parametrize(("name", "setting"), CONSTANT)
+def test_what_has_no_derivative_is_refused_as_a_learnable_number(name: str, setting: str) -> None:
+    x = start(name, setting)
+    said = f"{kind_of(name)}: {setting} is a constant, got a tensor that requires a gradient. Pass {setting}.detach()."
+    for form in ("tensor", "parameter"):
+        assert said_by(lambda form=form: loss_of(name, setting, FORMS[form](x))) == said  # type: ignore[misc]  # a default
+    loss = loss_of(name, setting, Shifted(x))  # a schedule may be a module
+    assert said_by(lambda: loss(*SUBJECTS[name].rows)) == said
+    value = loss_of(name, setting, x)(*SUBJECTS[name].rows)
+    close(loss_of(name, setting, Shifted(x).requires_grad_(False))(*SUBJECTS[name].rows), value)
+
+
+# ----------------------------------------------------------------------------------------------------------- ranks
+
+
+SHARDS = ((3, 5), (8, 0), (1, 7))
+
+
+def on_ranks(cases: list[tuple[str, str]], form: str) -> list[list[Tensor]]:
+    """Return per case value, gradients of the local rows (as DDP averages them), and of the number, of every step."""
+    found = []
+    for name, setting in cases:
+        given = FORMS[form](start(name, setting))
+        loss_fn = cz.DistributedLoss(loss_of(name, setting, given))
+        for shards in SHARDS:
+            rows = [split(x, shards)[dist.get_rank()].detach().clone() for x in SUBJECTS[name].rows]
+            found.append(step(loss_fn, rows, leaf_of(given), average=dist.get_world_size()))
+    return found
+
+
+def step(loss_fn: Callable[..., Tensor], rows: list[Tensor], leaf: Tensor, *, average: int = 1) -> list[Tensor]:
+    learns = [x.requires_grad_() for x in rows if x.is_floating_point()]
+    value = loss_fn(*rows)
+    gradients = torch.autograd.grad(value, [leaf, *learns], allow_unused=True, materialize_grads=True)
+    return [value.detach(), gradients[0], *(x / average for x in gradients[1:])]
+
+
+def alone(cases: list[tuple[str, str]], form: str) -> Iterator[list[Tensor]]:
+    for name, setting in cases:
+        given = FORMS[form](start(name, setting))
+        loss = loss_of(name, setting, given)
+        for _ in SHARDS:
+            yield step(loss, [x.detach().clone() for x in SUBJECTS[name].rows], leaf_of(given))
+
+
+def part_of(worlds: Worlds, cases: list[tuple[str, str]], form: str) -> None:
+    expected = list(alone(cases, form))
+    ranks = worlds.run(2, on_ranks, cases, form)
+    for index, (value, gradient, *rows) in enumerate(expected):
+        case = cases[index // len(SHARDS)], SHARDS[index % len(SHARDS)]
+        for rank in ranks:
+            close(rank[index][0], value)
+            assert torch.allclose(rank[index][1], gradient, rtol=1e-10, atol=1e-10), (case, rank[index][1], gradient)
+        for place, of_rows in enumerate(rows):
+            close(torch.cat([rank[index][2 + place] for rank in ranks]), of_rows)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_learnable_numbers_are_the_same_on_two_ranks(form: str, worlds: Worlds) -> None:
+    """Value, gradient of the rows and of the number, on uneven and empty shards, step after step."""
+    first = list(FORMS).index(form)
+    part_of(worlds, [case for index, case in enumerate(LEARNABLE) if EVERY_CASE or index % len(FORMS) == first], form)
+
+
+def test_a_copy_for_the_step_leaves_the_loss_as_it_is() -> None:
+    loss = cz.Triplet(margin=Shifted(0.2)).double()
+    before = {name: id(x) for name, x in loss.named_parameters()}
+    twin = copy.deepcopy(loss)
+    value = loss(*SUBJECTS["Triplet"].rows)
+    value.backward()
+    assert {name: id(x) for name, x in loss.named_parameters()} == before
+    assert isinstance(loss.margin, Shifted)
+    close(twin(*SUBJECTS["Triplet"].rows).detach(), value.detach())
