@@ -187,8 +187,8 @@ def to_bits(value: float | None) -> int:
     """A number's bits as an int64 of the header.
 
     Examples:
-        >>> from_bits([to_bits(0.5), to_bits(1.0)])
-        [0.5, 1.0]
+        >>> from_bits([to_bits(0.5), to_bits(-1.0), to_bits(None)])
+        [0.5, -1.0, -0.0]
     """
     return NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
 

@@ -206,6 +206,7 @@ def test_a_mean_of_integers_is_the_same_on_one_process_and_two(run, dtype, world
     (refusal, *alone), (also_refusal, *together) = worlds.run(1, job)[0], worlds.run(2, job)[0]
     assert refusal == also_refusal
     for found, expected in zip(together, alone, strict=True):
+        assert found.is_floating_point()
         close(found, expected)
 
 

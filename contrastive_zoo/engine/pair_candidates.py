@@ -47,8 +47,7 @@ def reduce_pairs(
         reduction: of the anchors.
         unsupported: why Triton kernels cannot compute it, for who has chosen them; None where there are none for the loss.
     """
-    if unsupported is not None:
-        batch.kernels.compute(batch.name, 0, 0, unsupported=unsupported)
+    batch.kernels.compute(batch.name, 0, 0, unsupported=unsupported)
     first, second, singles = rows
     pairs, columns, single = concat_pairs(first, second, singles)
     ids, samples = batch.indices(), batch.samples

@@ -71,7 +71,8 @@ def pair_histograms(
     candidates = all_gather(z, shards=shards, process_group=world)
     layout = BatchLayout(ids, batch.gathered(ids), (), shards, world, shards.start, None)
     total = z.new_zeros(2, num_bins + 1)
-    for rows in row_blocks(len(z), 4 * len(candidates), z.dtype):
+    # an empty block connects the candidates, whose backward pass is a message, with a shard without rows
+    for rows in [slice(0, len(z))] if is_dense() else row_blocks(len(z), 4 * len(candidates), z.dtype):
         block = layout.block(rows, z[rows], candidates)
         lower, share = nearest_nodes(matmul(block.anchors, candidates.T), num_bins)
         nodes, weights = torch.stack([lower, lower + 1]), torch.stack([1 - share, share])

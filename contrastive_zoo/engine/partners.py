@@ -30,7 +30,9 @@ class Partners:
 
     def empty(self, like: Tensor, rows: int, columns: int) -> list[Tensor]:
         """Return memory for the logits of the partners of so many rows among so many columns, by offset."""
-        counts = (max(0, min(rows, -((offset - columns) // self.stride))) for offset in self.offsets)
+        counts = (
+            max(0, min(rows, columns - offset)) for offset in self.offsets
+        )  # of n · stride columns all rows have one
         return [like.new_zeros(count) for count in counts]
 
     def take(self, tile: Tensor, i: slice, j: slice, logits: Sequence[Tensor], *, mirrored: bool) -> None:

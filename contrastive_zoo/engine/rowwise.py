@@ -259,12 +259,8 @@ class _SumOverAnchors(Function):
         ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too. ``watch``
         learns whether the loss has drawn random numbers on any rank. ``sent`` are the rows that a ring sends.
         """
-        visible = sent
-        if visible is None:
-            columns = anchors if candidates is None else candidates
-            visible = columns
-            if layout.world.size > 1:
-                visible = gather_rows(columns, layout.candidate_shards, layout.world)
+        columns = anchors if candidates is None else candidates
+        visible = gather_rows(columns, layout.candidate_shards, layout.world) if sent is None else sent
         sweep = kind(on_block, terms, layout, anchors, visible, parameters)
         ctx.sweep_settings, ctx.reduction, ctx.one_tower = (
             (kind, on_block, terms, layout),

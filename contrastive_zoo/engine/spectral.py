@@ -22,6 +22,8 @@ def inverse_cholesky(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
         >>> inverse_cholesky(torch.tensor([[4.0, 2.0], [2.0, 2.0]]))
         tensor([[ 0.5000,  0.0000],
                 [-0.5000,  1.0000]])
+        >>> inverse_cholesky(torch.zeros(1, 1))   # not positive definite
+        tensor([[nan]])
     """
     inverse: Tensor = _InverseCholesky.apply(matrix)
     return inverse

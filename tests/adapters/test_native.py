@@ -543,3 +543,14 @@ def test_the_original_is_no_part_of_the_state() -> None:
     z, labels = (x[:4] for x in rows("labels", 0))
     indices = M.BatchHardMiner()(z, labels)
     assert distance(twin(z.float(), labels, indices), loss_fn(z.float(), labels, indices)) > 1e-3
+
+
+def test_a_call_without_labels_is_the_loss_s_own_error_on_one_process() -> None:
+    """That of the user's loss, not of the one that computes in its place."""
+    replaced, kept = L.TripletMarginLoss(), L.TripletMarginLoss(triplets_per_anchor=1)
+    for loss in (replaced, kept):
+        with pytest.raises(TypeError) as expected:
+            loss()
+        with pytest.raises(TypeError) as raised:
+            cz.DistributedLoss(loss)()
+        assert str(raised.value) == str(expected.value)

@@ -113,10 +113,11 @@ def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("elements", [2**16, -1], ids=["small batch", "large batch"])
-def test_the_smallest_norm_that_is_divided_by(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [1, 0])
+def test_the_smallest_norm_that_is_divided_by(other: float, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the norm is that of torch.nn.functional.normalize from there on."""
     monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", elements)
-    a, b = torch.diag(torch.tensor([MIN_NORM, 1, 2], dtype=torch.float64)), numbers(3, 3, seed=1)
+    a, b = torch.diag(torch.tensor([MIN_NORM, other, 2], dtype=torch.float64)), numbers(3, 3, seed=1)
     found, expected = a.clone().requires_grad_(), a.clone().requires_grad_()
     loss = cz.InfoNCE(temperature=0.5)
     loss(found, b).backward()

@@ -15,6 +15,13 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/small_batch.py", "uses_small_batch_path", "2 if views else 1 → 2 if True else 1"): _PATHS,
     ("engine/precision.py", "unit_rows", "if is_dense() or is_small_batch(x.numel()): → if True:"): _PATHS,
     ("engine/anchor_block.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
+    ("engine/cross_entropy.py", "cross_entropy", "40 → 41"): _PATHS,
+    ("collectives/adjoints.py", "_Gathered.backward", "if torch.is_grad_enabled(): → if True:"): _PATHS,
+    (
+        "engine/small_batch.py",
+        "_gradient_of_rows",
+        "own is None → own is not None (2)",
+    ): "Gradients of other ranks' rows, too, of which the caller takes its own.",
     (
         "engine/softmax_sweep.py",
         "_logits",
