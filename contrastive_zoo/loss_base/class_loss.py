@@ -73,7 +73,7 @@ class ClassLoss(LabelledLoss):
     def replicable(self) -> bool:
         return super().replicable() and not self.sharded
 
-    def inputs(self, embeddings: Tensor, labels: Tensor | None = None) -> Inputs:
+    def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
         rows = {"embeddings": embeddings, "labels": labels}
         return self.with_weights(rows, labelled_problem(embeddings, labels), embeddings)
 

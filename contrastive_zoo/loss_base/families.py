@@ -1,7 +1,5 @@
 """Families of losses by what a call compares: views, two towers, labelled embeddings, embeddings alone."""
 
-from typing import TYPE_CHECKING
-
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -16,11 +14,7 @@ class ViewLoss(Loss):
     - views: [n, d] each; index i is the same sample in every view. n may differ between ranks.
     """
 
-    if TYPE_CHECKING:
-
-        def __call__(self, *views: Float[Tensor, "n d"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, *views: Tensor) -> Inputs:
+    def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({f"view {index}": x for index, x in enumerate(views)}, views_problem(views))
 
 
@@ -31,11 +25,7 @@ class TwoViewLoss(Loss):
     - view2: [n, d]; index i is the same sample in both.
     """
 
-    if TYPE_CHECKING:
-
-        def __call__(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:
+    def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": view1, "view 1": view2}, views_problem((view1, view2)))
 
 
@@ -47,16 +37,12 @@ class TowerLoss(Loss):
     - negatives: [m, d] for all queries, m may differ between ranks; or [n, m, d] for one query each.
     """
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            queries: Float[Tensor, "n d"],
-            keys: Float[Tensor, "n d"],
-            negatives: Float[Tensor, "m d"] | Float[Tensor, "n m d"] | None = None,
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, queries: Tensor, keys: Tensor, negatives: Tensor | None = None) -> Inputs:
+    def inputs(
+        self,
+        queries: Float[Tensor, "n d"],
+        keys: Float[Tensor, "n d"],
+        negatives: Float[Tensor, "m d"] | Float[Tensor, "n m d"] | None = None,
+    ) -> Inputs:
         rule, fix = "row i of queries belongs to row i of keys", "Pass keys without a partner as negatives."
         problem = _negatives_problem(queries, negatives) or towers_problem(rule, fix, queries=queries, keys=keys)
         return Inputs.of({"queries": queries, "keys": keys, "negatives": negatives}, problem)
@@ -69,11 +55,7 @@ class ImageTextLoss(Loss):
     - texts: [n, d]; text i belongs to image i.
     """
 
-    if TYPE_CHECKING:
-
-        def __call__(self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, images: Tensor, texts: Tensor) -> Inputs:
+    def inputs(self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"]) -> Inputs:
         rows = {"images": images, "texts": texts}
         return Inputs(rows, towers_problem("image i belongs to text i", "Pass as many of both.", **rows))
 
@@ -85,11 +67,7 @@ class LabelledLoss(Loss):
     - labels: [n] integers, one per embedding.
     """
 
-    if TYPE_CHECKING:
-
-        def __call__(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, embeddings: Tensor, labels: Tensor | None = None) -> Inputs:
+    def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
         problem = labelled_problem(embeddings, labels)
         return Inputs({} if labels is None else {"embeddings": embeddings, "labels": labels}, problem)
 
@@ -100,11 +78,7 @@ class EmbeddingLoss(Loss):
     - embeddings: [n, d]; n may differ between ranks.
     """
 
-    if TYPE_CHECKING:
-
-        def __call__(self, embeddings: Float[Tensor, "n d"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, embeddings: Tensor) -> Inputs:
+    def inputs(self, embeddings: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"embeddings": embeddings}, rows_problem("embeddings", embeddings))
 
 

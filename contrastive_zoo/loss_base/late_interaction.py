@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -72,26 +72,14 @@ class LateInteractionLoss(Loss):
 
     supports_ring = True
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            queries: Float[Tensor, "n a d"],
-            documents: Float[Tensor, "n b d"],
-            query_mask: Bool[Tensor, "n a"] | Int[Tensor, "n a"] | None = None,
-            document_mask: Bool[Tensor, "n b"] | Int[Tensor, "n b"] | None = None,
-            negatives: Float[Tensor, "m c d"] | None = None,
-            negative_mask: Bool[Tensor, "m c"] | Int[Tensor, "m c"] | None = None,
-        ) -> Float[Tensor, "..."]: ...
-
     @staticmethod
     def inputs(
-        queries: Tensor,
-        documents: Tensor,
-        query_mask: Tensor | None = None,
-        document_mask: Tensor | None = None,
-        negatives: Tensor | None = None,
-        negative_mask: Tensor | None = None,
+        queries: Float[Tensor, "n a d"],
+        documents: Float[Tensor, "n b d"],
+        query_mask: Bool[Tensor, "n a"] | Int[Tensor, "n a"] | None = None,
+        document_mask: Bool[Tensor, "n b"] | Int[Tensor, "n b"] | None = None,
+        negatives: Float[Tensor, "m c d"] | None = None,
+        negative_mask: Bool[Tensor, "m c"] | Int[Tensor, "m c"] | None = None,
     ) -> Inputs:
         """State the number of tokens of each set, and the valid tokens of all sets, one set after the other.
 

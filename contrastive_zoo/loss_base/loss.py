@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol, overload
 
 from torch import Tensor, nn
 
@@ -27,6 +27,9 @@ from contrastive_zoo.world import Shards, World
 
 SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
 """Why a loss of moments, or of class weights, refuses a ring."""
+
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,12 @@ class Stated:
         split = dict(zip(rows, shards, strict=True))
         inputs = self.inputs
         return Batch(rows, split, self.settings, world, self.kernels, own, inputs.parts, inputs.host, self.name)
+
+
+class _Takes(Protocol[P]):
+    """What has a method ``inputs`` of these arguments."""
+
+    def inputs(self, *args: P.args, **named: P.kwargs) -> Inputs: ...
 
 
 class Loss(Settings, GraphModule):
@@ -118,6 +127,16 @@ class Loss(Settings, GraphModule):
             NotImplementedError: a subclass does not define this method.
         """
         raise NotImplementedError(f"{type(self).__name__} must define compute(batch).")
+
+    if TYPE_CHECKING:  # a call takes what inputs() takes, and the world
+
+        @overload
+        def __call__(self: "_Takes[P]", *args: P.args, **named: P.kwargs) -> Tensor: ...
+
+        @overload  # mypy takes _Takes[P] for any loss
+        def __call__(self, *args: Any, world: World, **named: Any) -> Tensor: ...  # type: ignore[overload-cannot-match]
+
+        def __call__(self, *args: Any, **named: Any) -> Tensor: ...
 
     @traced_as(GraphModule.traced_forward)
     def forward(self, *args: Any, world: World | None = None, **named: Any) -> Tensor:

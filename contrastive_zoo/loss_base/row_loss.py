@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -31,11 +31,7 @@ class AnchorLoss(Loss):
 
     reduction: Reduction = "mean"
 
-    if TYPE_CHECKING:
-
-        def __call__(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, embeddings: Tensor, labels: Tensor | None = None) -> Inputs:
+    def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
         problem = labelled_problem(embeddings, labels)
         return Inputs({} if labels is None else {"embeddings": embeddings, "labels": labels}, problem)
 
@@ -92,10 +88,6 @@ class RowLoss(AnchorLoss):
     reduction: Reduction = "mean"
 
     ring_refusal = "its rows() needs whole rows: it yields no statistics that merge"
-
-    if TYPE_CHECKING:
-
-        def __call__(self, *args: Tensor) -> Float[Tensor, "..."]: ...
 
     def similarity(self, anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
         """Return the dot products of anchors and candidates. A loss on distances overrides this with its distance."""

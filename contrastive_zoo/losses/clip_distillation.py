@@ -1,6 +1,6 @@
 """CLIP distillation: a teacher's similarities are the targets of the student's."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -64,17 +64,13 @@ class ClipDistillation(Loss):
 
     supports_ring = True
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            images: Float[Tensor, "n d"],
-            texts: Float[Tensor, "n d"],
-            teacher_images: Float[Tensor, "n e"],
-            teacher_texts: Float[Tensor, "n e"],
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> Inputs:
+    def inputs(
+        self,
+        images: Float[Tensor, "n d"],
+        texts: Float[Tensor, "n d"],
+        teacher_images: Float[Tensor, "n e"],
+        teacher_texts: Float[Tensor, "n e"],
+    ) -> Inputs:
         rows = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
         return Inputs(rows, _problem(images, texts, teacher_images, teacher_texts))
 

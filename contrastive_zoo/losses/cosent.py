@@ -1,6 +1,6 @@
 """CoSENT and AnglE: pairs of sentences in the order of their annotated similarity."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Shaped
@@ -55,13 +55,7 @@ class CoSENT(Loss):
     temperature: Temperature = 0.05
     similarity: PairSimilarity = "cosine"
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scores: Shaped[Tensor, " n"]
-        ) -> Float[Tensor, ""]: ...
-
-    def inputs(self, queries: Tensor, keys: Tensor, scores: Tensor) -> Inputs:
+    def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scores: Shaped[Tensor, " n"]) -> Inputs:
         return Inputs({"queries": queries, "keys": keys, "scores": scores}, _problem(queries, keys, scores))
 
     def compute(self, batch: Batch) -> Tensor:

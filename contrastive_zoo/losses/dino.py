@@ -1,7 +1,6 @@
 """DINO: a student predicts, from every crop of a sample, the centred and sharpened outputs of a teacher for large crops."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -65,19 +64,15 @@ class DINO(Loss):
 
     centre: Tensor = field(init=False)
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
-            teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],
-        ) -> Float[Tensor, "..."]: ...
-
     def __post_init__(self) -> None:
         size = self.out_dim = int(self.out_dim)
         self.centre = nn.Buffer(of_size(type(self).__name__, lambda: torch.zeros(size), out_dim=size))
 
-    def inputs(self, student: Tensor, teacher: Tensor) -> Inputs:
+    def inputs(
+        self,
+        student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
+        teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],
+    ) -> Inputs:
         return Inputs({"student": student, "teacher": teacher}, _problem(student, teacher, self.centre))
 
     def compute(self, batch: Batch) -> Tensor:

@@ -1,7 +1,5 @@
 """Dynamic soft margin: hardest triplets weighted by how hard they are among those of recent batches."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -64,16 +62,12 @@ class DynamicSoftMargin(Loss):
 
     histogram: Tensor
 
-    if TYPE_CHECKING:
-
-        def __call__(self, anchors: Float[Tensor, "n d"], positives: Float[Tensor, "n d"]) -> Float[Tensor, "..."]: ...
-
     def __post_init__(self) -> None:
         self.num_bins = int(self.num_bins)
         zeros = of_size("DynamicSoftMargin", lambda: torch.zeros(self.num_bins + 1), num_bins=self.num_bins)
         self.histogram = nn.Buffer(zeros)
 
-    def inputs(self, anchors: Tensor, positives: Tensor) -> Inputs:
+    def inputs(self, anchors: Float[Tensor, "n d"], positives: Float[Tensor, "n d"]) -> Inputs:
         nodes, problem = self.num_bins + 1, views_problem((anchors, positives))
         if problem is None and self.histogram.shape != (nodes,):
             problem = f"the histogram has num_bins + 1 nodes, [{nodes}], got {described(self.histogram)}."

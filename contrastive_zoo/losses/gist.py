@@ -1,6 +1,6 @@
 """GIST: a guide model masks false negatives of all ranks."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -76,26 +76,14 @@ class GIST(Loss):
 
     ring_refusal = "its guide compares the pairs that anchors and candidates make together, so it needs all of them"
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            anchors: Float[Tensor, "n d"],
-            positives: Float[Tensor, "n d"],
-            guide_anchors: Float[Tensor, "n e"],
-            guide_positives: Float[Tensor, "n e"],
-            negatives: Float[Tensor, "m d"] | None = None,
-            guide_negatives: Float[Tensor, "m e"] | None = None,
-        ) -> Float[Tensor, "..."]: ...
-
     def inputs(
         self,
-        anchors: Tensor,
-        positives: Tensor,
-        guide_anchors: Tensor,
-        guide_positives: Tensor,
-        negatives: Tensor | None = None,
-        guide_negatives: Tensor | None = None,
+        anchors: Float[Tensor, "n d"],
+        positives: Float[Tensor, "n d"],
+        guide_anchors: Float[Tensor, "n e"],
+        guide_positives: Float[Tensor, "n e"],
+        negatives: Float[Tensor, "m d"] | None = None,
+        guide_negatives: Float[Tensor, "m e"] | None = None,
     ) -> Inputs:
         rows = {"anchors": anchors, "positives": positives, "negatives": negatives}
         rows |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_negatives}

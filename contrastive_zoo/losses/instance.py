@@ -1,7 +1,5 @@
 """Instance loss: a classifier over samples, shared by the two modalities of each sample."""
 
-from typing import TYPE_CHECKING
-
 import torch  # noqa: F401 - the examples use it
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -59,13 +57,9 @@ class Instance(ShardableClassLoss):
     normalize: bool = False
     reduction: Reduction = "mean"
 
-    if TYPE_CHECKING:
-
-        def __call__(  # type: ignore[override]  # two modalities
-            self, x: Float[Tensor, "n d"], y: Float[Tensor, "n d"], labels: Int[Tensor, " n"]
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, x: Tensor, y: Tensor, labels: Tensor | None = None) -> Inputs:  # type: ignore[override]  # likewise
+    def inputs(  # type: ignore[override]  # two modalities
+        self, x: Float[Tensor, "n d"], y: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None
+    ) -> Inputs:
         rule, fix = "row i of x belongs to row i of y", "Pass both modalities of the same samples."
         problem = towers_problem(rule, fix, x=x, y=y) or labelled_problem(x, labels)
         return self.with_weights({"x": x, "y": y, "labels": labels}, problem, x)

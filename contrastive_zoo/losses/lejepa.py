@@ -1,7 +1,5 @@
 """LeJEPA: views near the mean of the global views, and embeddings with a standard normal distribution."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -49,11 +47,7 @@ class LeJEPA(SIGReg):
     lambda_: Share = 0.05
     global_views: Size = 2
 
-    if TYPE_CHECKING:
-
-        def __call__(self, *views: Float[Tensor, "n d"]) -> Float[Tensor, ""]: ...
-
-    def inputs(self, *views: Tensor) -> Inputs:
+    def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
         problem, count = views_problem(views), len(views)
         if problem is None and self.global_views > count:
             problem = f"the first global_views of the views are global, got {self.global_views} of {count} views."

@@ -1,7 +1,5 @@
 """MarginMSE: the student's differences of similarities are those of a teacher."""
 
-from typing import TYPE_CHECKING
-
 import torch  # noqa: F401 - the examples use it
 from jaxtyping import Float
 from torch import Tensor
@@ -50,17 +48,13 @@ class MarginMSE(Loss):
     normalize: bool = False
     reduction: Reduction = "mean"
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            queries: Float[Tensor, "n d"],
-            positives: Float[Tensor, "n d"],
-            negatives: Float[Tensor, "n k d"],
-            margins: Float[Tensor, "n k"],
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, queries: Tensor, positives: Tensor, negatives: Tensor, margins: Tensor) -> Inputs:
+    def inputs(
+        self,
+        queries: Float[Tensor, "n d"],
+        positives: Float[Tensor, "n d"],
+        negatives: Float[Tensor, "n k d"],
+        margins: Float[Tensor, "n k"],
+    ) -> Inputs:
         rows = {"queries": queries, "positives": positives, "negatives": negatives, "margins": margins}
         return Inputs(rows, _problem(queries, positives, negatives, margins))
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, is_embedding
@@ -48,10 +47,6 @@ class Matryoshka(Composition):
             raise ValueError(f"Matryoshka: dims are one or more widths of at least 1, got {described(dims)}.")
         super().__init__([loss], len(dims), weights)
         self.loss, self.dims = loss, tuple(dims)
-
-    if TYPE_CHECKING:
-
-        def __call__(self, *args: Tensor | None, **named: Tensor | None) -> Float[Tensor, "..."]: ...
 
     def members(self) -> Sequence[Loss]:
         return [self.loss]

@@ -1,7 +1,5 @@
 """Mega-batch margin: every positive pair within one margin, the hardest negative of the batch beyond another."""
 
-from typing import TYPE_CHECKING
-
 from jaxtyping import Float
 from torch import Tensor
 
@@ -55,11 +53,7 @@ class MegaBatchMargin(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    if TYPE_CHECKING:
-
-        def __call__(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, queries: Tensor, keys: Tensor) -> Inputs:
+    def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": queries, "view 1": keys}, views_problem((queries, keys)))
 
     def compute(self, batch: Batch) -> Tensor:

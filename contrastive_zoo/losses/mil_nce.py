@@ -1,7 +1,7 @@
 """MIL-NCE: each video has several candidate texts, some of which match."""
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -57,11 +57,7 @@ class MILNCE(Loss):
 
     supports_ring = True
 
-    if TYPE_CHECKING:
-
-        def __call__(self, videos: Float[Tensor, "n d"], texts: Float[Tensor, "n k d"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, videos: Tensor, texts: Tensor) -> Inputs:
+    def inputs(self, videos: Float[Tensor, "n d"], texts: Float[Tensor, "n k d"]) -> Inputs:
         problem = rows_problem("videos", videos)
         fits = texts.ndim == 3 and videos.ndim > 0 and len(texts) == len(videos) and texts.shape[1] >= 1
         if problem is None and (not fits or texts.shape[-1] != videos.shape[-1] or texts.dtype != videos.dtype):

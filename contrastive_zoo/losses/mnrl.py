@@ -1,7 +1,7 @@
 """Multiple negatives ranking: classify each query's document among all documents and hard negatives."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -85,16 +85,6 @@ class MNRL(Loss):
     has_kernels = True
     ring_refusal = "with hardness_mode or the direction doc_to_doc it compares an anchor with all candidates at once"
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            queries: Float[Tensor, "n d"],
-            documents: Float[Tensor, "n d"],
-            negatives: Float[Tensor, "m d"] | None = None,
-            owners: Int[Tensor, " m"] | None = None,
-        ) -> Float[Tensor, "..."]: ...
-
     def settings_problem(self) -> str | None:
         directions = self.directions
         are_words = isinstance(directions, (list, tuple)) and all(isinstance(x, str) for x in directions)
@@ -110,7 +100,11 @@ class MNRL(Loss):
         return self.hardness_mode is None and "doc_to_doc" not in self.directions
 
     def inputs(
-        self, queries: Tensor, documents: Tensor, negatives: Tensor | None = None, owners: Tensor | None = None
+        self,
+        queries: Float[Tensor, "n d"],
+        documents: Float[Tensor, "n d"],
+        negatives: Float[Tensor, "m d"] | None = None,
+        owners: Int[Tensor, " m"] | None = None,
     ) -> Inputs:
         rows = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
         problem = _problem(queries, documents, negatives, owners)

@@ -1,6 +1,6 @@
 """Multi-positive InfoNCE: each query has several positive keys, with weights."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -76,24 +76,13 @@ class MultiPositive(Loss):
 
     supports_ring = True
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            queries: Float[Tensor, "n d"],
-            keys: Float[Tensor, "m d"],
-            ids: Int[Tensor, " n"] | Int[Tensor, "n k"],
-            key_ids: Int[Tensor, " m"] | None = None,
-            weights: Float[Tensor, "n k"] | None = None,
-        ) -> Float[Tensor, "..."]: ...
-
     def inputs(
         self,
-        queries: Tensor,
-        keys: Tensor,
-        ids: Tensor,
-        key_ids: Tensor | None = None,
-        weights: Tensor | None = None,
+        queries: Float[Tensor, "n d"],
+        keys: Float[Tensor, "m d"],
+        ids: Int[Tensor, " n"] | Int[Tensor, "n k"],
+        key_ids: Int[Tensor, " m"] | None = None,
+        weights: Float[Tensor, "n k"] | None = None,
     ) -> Inputs:
         rows = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
         problem = _problem(queries, keys, ids, key_ids, weights)

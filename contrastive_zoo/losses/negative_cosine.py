@@ -1,7 +1,5 @@
 """Negative cosine: predictions of one view point at the other view's targets; the loss of BYOL and SimSiam."""
 
-from typing import TYPE_CHECKING
-
 import torch  # noqa: F401 - the examples use it
 from jaxtyping import Float
 from torch import Tensor
@@ -44,13 +42,7 @@ class NegativeCosine(Loss):
 
     reduction: Reduction = "mean"
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self, predictions: Float[Tensor, "n d"], targets: Float[Tensor, "n d"]
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, predictions: Tensor, targets: Tensor) -> Inputs:
+    def inputs(self, predictions: Float[Tensor, "n d"], targets: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": predictions, "view 1": targets}, views_problem((predictions, targets)))
 
     def compute(self, batch: Batch) -> Tensor:

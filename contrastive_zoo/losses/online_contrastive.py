@@ -1,7 +1,5 @@
 """Online contrastive loss: the contrastive loss of annotated pairs, of which only the hard ones count."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -51,13 +49,7 @@ class OnlineContrastive(Loss):
     margin: Number = 0.5
     reduction: Reduction = "sum"
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], labels: Int[Tensor, " n"]
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, queries: Tensor, keys: Tensor, labels: Tensor) -> Inputs:
+    def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Inputs:
         problem = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
         problem = problem or labels_problem("labels", labels, len(queries))
         rows = {"queries": queries, "keys": keys, "labels": labels}

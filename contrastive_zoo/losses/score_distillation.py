@@ -1,7 +1,5 @@
 """Score distillation: the student's softmax over a query's candidates is that of a teacher's scores."""
 
-from typing import TYPE_CHECKING
-
 import torch  # noqa: F401 - the examples use it
 from jaxtyping import Float
 from torch import Tensor
@@ -54,13 +52,9 @@ class ScoreDistillation(Loss):
     normalize: bool = False
     reduction: Reduction = "mean"
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self, queries: Float[Tensor, "n d"], candidates: Float[Tensor, "n k d"], scores: Float[Tensor, "n k"]
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, queries: Tensor, candidates: Tensor, scores: Tensor) -> Inputs:
+    def inputs(
+        self, queries: Float[Tensor, "n d"], candidates: Float[Tensor, "n k d"], scores: Float[Tensor, "n k"]
+    ) -> Inputs:
         rows = {"queries": queries, "candidates": candidates, "scores": scores}
         return Inputs(rows, _problem(queries, candidates, scores))
 

@@ -1,6 +1,6 @@
 """SupCon: InfoNCE whose positives are all other rows of the anchor's class."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -76,16 +76,12 @@ class SupCon(AnchorLoss):
 
     has_kernels = supports_ring = True
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            embeddings: Float[Tensor, "n d"] | Float[Tensor, "n v d"],
-            labels: Int[Tensor, " n"] | None = None,
-            mask: Shaped[Tensor, "n N"] | None = None,
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, embeddings: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Inputs:
+    def inputs(
+        self,
+        embeddings: Float[Tensor, "n d"] | Float[Tensor, "n v d"],
+        labels: Int[Tensor, " n"] | None = None,
+        mask: Shaped[Tensor, "n N"] | None = None,
+    ) -> Inputs:
         rows = {"embeddings": embeddings, "labels": labels, "mask": mask}
         return Inputs.of(rows, _problem(embeddings, labels, mask))
 

@@ -63,8 +63,9 @@ class Triplet(DissimilarityLoss):
 
     def settings_problem(self) -> str | None:
         rule = "semi-hard negatives lie within a positive margin"
-        is_ruled = self.mining == "semi-hard" and not isinstance(self.margin, nn.Module)
-        return super().settings_problem() or (number_problem(rule, above=0, margin=self.margin) if is_ruled else None)
+        if (problem := super().settings_problem()) or self.mining != "semi-hard" or isinstance(self.margin, nn.Module):
+            return problem
+        return number_problem(rule, above=0, margin=self.margin)
 
     def can_ring(self) -> bool:
         return super().can_ring() and self.mining == "hard" and not self.first_of_equals

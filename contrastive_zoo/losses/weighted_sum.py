@@ -1,9 +1,7 @@
 """Weighted sum: several losses of the same embeddings, trained together."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
@@ -43,10 +41,6 @@ class WeightedSum(Composition):
             raise ValueError(f"WeightedSum: losses are a list of losses, got {described(losses)}.")
         super().__init__(losses, len(losses), weights)
         self.losses = nn.ModuleList(losses)
-
-    if TYPE_CHECKING:
-
-        def __call__(self, *args: Tensor | None, **named: Tensor | None) -> Float[Tensor, "..."]: ...
 
     def members(self) -> Sequence[Loss]:
         return [*self.losses]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -110,16 +110,12 @@ class CrossBatchMemory(Loss):
         self.miner = miner
         self.memory = MemoryQueue(size, embedding_size, dtype=dtype)
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            rows: Float[Tensor, "n d"],
-            partners: Int[Tensor, " n"] | Float[Tensor, "n d"],
-            enqueue_mask: Bool[Tensor, " n"] | None = None,
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None = None) -> Inputs:
+    def inputs(
+        self,
+        rows: Float[Tensor, "n d"],
+        partners: Int[Tensor, " n"] | Float[Tensor, "n d"],
+        enqueue_mask: Bool[Tensor, " n"] | None = None,
+    ) -> Inputs:
         labelled = self.memory_input in ("candidates", "references")
         names = ("embeddings", "labels") if labelled else ("queries", "keys")
         given = {**dict(zip(names, (rows, partners), strict=True)), "enqueue_mask": enqueue_mask}

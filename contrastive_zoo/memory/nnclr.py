@@ -1,7 +1,6 @@
 """NNCLR: the nearest neighbour in a memory of earlier embeddings as the positive."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -60,17 +59,13 @@ class NNCLR(MemoryLoss):
 
     has_kernels = True
 
-    if TYPE_CHECKING:
-
-        def __call__(
-            self,
-            projections1: Float[Tensor, "n d"],
-            projections2: Float[Tensor, "n d"],
-            predictions1: Float[Tensor, "n d"],
-            predictions2: Float[Tensor, "n d"],
-        ) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, projections1: Tensor, projections2: Tensor, predictions1: Tensor, predictions2: Tensor) -> Inputs:
+    def inputs(
+        self,
+        projections1: Float[Tensor, "n d"],
+        projections2: Float[Tensor, "n d"],
+        predictions1: Float[Tensor, "n d"],
+        predictions2: Float[Tensor, "n d"],
+    ) -> Inputs:
         return self.stated_rows(
             "row i of all four is one sample", projections1=projections1, projections2=projections2,
             predictions1=predictions1, predictions2=predictions2,

@@ -1,7 +1,5 @@
 """ReSSL: the student's similarities to a memory of earlier embeddings follow the teacher's."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -54,11 +52,7 @@ class ReSSL(MemoryLoss):
     teacher_temperature: Positive = 0.04
     reduction: Reduction = "mean"
 
-    if TYPE_CHECKING:
-
-        def __call__(self, student: Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Float[Tensor, "..."]: ...
-
-    def inputs(self, student: Tensor, teacher: Tensor) -> Inputs:
+    def inputs(self, student: Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Inputs:
         return self.stated_rows("row i of both is one sample", student=student, teacher=teacher)
 
     def compute(self, batch: Batch) -> Tensor:

@@ -48,7 +48,12 @@ cz.LearnableTemperature(0.07, max_scale=50.0)
 
 # calls
 cz.Clip()(z)  # error
+cz.Clip()(z, text=z)  # error
 cz.SupCon()(z, "labels")  # error
+cz.NTXent()(z, z, wrld=cz.World.of())  # error
+assert_type(cz.NTXent()(z, z, world=cz.World.of()), Tensor)
+assert_type(cz.Clip()(images=z, texts=z), Tensor)
+assert_type(cz.MNRL()(z, z, owners=labels, negatives=z), Tensor)
 assert_type(cz.NTXent()(z, z), Tensor)
 assert_type(cz.SupCon()(z, labels), Tensor)
 assert_type(cz.SupCon()(embeddings=z, labels=labels), Tensor)
