@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.devices import state_problem
