@@ -130,15 +130,17 @@ class RowLoss(AnchorLoss):
         return self.rows(similarity, block.positive, block.negative, **settings)
 
     def block_loss(self, batch: Batch) -> nn.Module:
-        """Return this loss; if settings are learnable, a shallow copy with the tensors that they are in this step."""
-        tensors = {name: x for name, x in vars(batch.settings).items() if isinstance(x, Tensor)}
-        if not tensors:
+        """Return this loss; where settings have other values in this step than as attributes, a shallow copy with these."""
+        attributes, now = vars(self), vars(batch.settings)
+        if all(name in attributes and x is attributes[name] and not isinstance(x, Tensor) for name, x in now.items()):
             return self
         loss = copy.copy(self)
-        loss._modules = {name: x for name, x in self._modules.items() if name not in tensors}
-        loss._parameters = {**self._parameters, **tensors}  # type: ignore[dict-item]  # they need not be leaves
-        for name in tensors.keys() & vars(self).keys():
+        tensors = {name: x for name, x in now.items() if isinstance(x, Tensor)}
+        vars(loss).update({name: x for name, x in now.items() if name not in tensors})
+        for name in tensors.keys() & attributes.keys():
             del vars(loss)[name]
+        loss._modules = {name: x for name, x in self._modules.items() if name not in now}
+        loss._parameters = {**self._parameters, **tensors}  # type: ignore[dict-item]  # they need not be leaves
         return loss
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positives
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
 from contrastive_zoo.loss_base.checks import number_problem
-from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss
 from contrastive_zoo.loss_base.settings import Number
 
@@ -74,7 +73,7 @@ class Triplet(DissimilarityLoss):
         return self.soft and self.mining != "hard"
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None) -> Rows:
-        distance, margin, semi_hard = similarity, real(self.margin), self.mining == "semi-hard"
+        distance, margin, semi_hard = similarity, self.margin, self.mining == "semi-hard"
         if self.mining == "hard":
             first = self.first_of_equals
             farthest, nearest = yield Maximum(distance, positive, first), Minimum(distance, negative, first)
