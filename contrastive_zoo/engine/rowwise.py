@@ -290,9 +290,7 @@ class _SumOverAnchors(Function):
         sums = [x.sum(0, dtype=sum_dtype(x)) for x in (losses, counts)]
         if watch is not None:
             sums.append(torch.full_like(sums[0], watch.has_changed()))
-        totals = torch.stack(sums)
-        if layout.world.size > 1:
-            totals = sum_over_ranks(totals, gradient="complete", world=layout.world)
+        totals = sum_over_ranks(torch.stack(sums), gradient="complete", world=layout.world)
         total, count, *changes = totals.unbind()
         if watch is not None:  # all ranks see the same sum
             watch.found_on_any_rank = any(bool(x.any()) for x in changes)

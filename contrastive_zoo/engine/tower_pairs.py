@@ -124,7 +124,7 @@ class TowerPairs:
                 )  # fmt: skip
         return sums, positive
 
-    def sum_over(self, candidates: Tensor, shards: Shards, *, on_kernel: bool = False) -> Float[Tensor, " n"]:
+    def sum_over(self, candidates: Tensor, shards: Shards, *, on_kernel: bool) -> Float[Tensor, " n"]:
         """Return the queries' log-sum-exps over further candidates of all ranks."""
         return cross_log_sum_exp(
             self.rows[0], candidates, scale=self.scale, row_shards=self.batch.samples, column_shards=shards,

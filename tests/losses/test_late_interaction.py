@@ -1,5 +1,6 @@
 """MaxSim and pad_dims: sets of tokens of different size, against all products of tokens on one process."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,13 @@ def test_masks_may_be_left_out() -> None:
     tokens = {name: rows[name] for name in NAMES[:2]}
     every = {of: torch.ones(rows[of].shape, dtype=torch.int64) for of in MASKS[:2]}
     close(cz.MaxSim()(**tokens), cz.MaxSim()(**tokens, **every))
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_no_negatives_are_none(dense: bool) -> None:
+    tokens = {"queries": numbers(2, 2, WIDTH, seed=1), "documents": numbers(2, 3, WIDTH, seed=2)}
+    with cz.dense() if dense else contextlib.nullcontext():
+        close(cz.MaxSim()(**tokens, negatives=numbers(0, 3, WIDTH, seed=3)), cz.MaxSim()(**tokens))
 
 
 def test_the_first_of_equal_tokens_gets_the_gradient() -> None:

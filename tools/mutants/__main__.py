@@ -46,6 +46,7 @@ FILES = [
     "tests/test_faults.py",
     "tests/test_gradcache.py",
     "tests/test_handshake.py",
+    "tests/test_late_checks.py",
     "tests/test_later_steps.py",
     "tests/test_masks.py",
     "tests/test_monitor.py",

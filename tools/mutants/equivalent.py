@@ -15,6 +15,36 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/small_batch.py", "uses_small_batch_path", "2 if views else 1 → 2 if True else 1"): _PATHS,
     ("engine/precision.py", "unit_rows", "if is_dense() or is_small_batch(x.numel()): → if True:"): _PATHS,
     ("engine/anchor_block.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
+    ("engine/hinges.py", "", "128 → 129"): _TUNING,
+    ("engine/tiling.py", "tile_shape", "1 → 2"): _GUARD,
+    ("engine/small_batch.py", "uses_small_batch_path", "True → False"): _PATHS,
+    ("engine/small_batch.py", "_learnt", "0.0 → 1.0"): "Of a constant temperature the derivative is not read.",
+    (
+        "engine/small_batch.py",
+        "_SmallBatch.forward",
+        "norm.clamp(min=MIN_NORM) if has_zero_row else norm → norm.clamp(min=MIN_NORM) if True else norm",
+    ): "Without a row below the smallest norm the bound changes none.",
+    (
+        "engine/classes.py",
+        "ClassPairs.embeddings",
+        "self.batch.concatenated([first, *others]) if others else first → "
+        "self.batch.concatenated([first, *others]) if True else first",
+    ): "A copy of one tensor alone.",
+    (
+        "engine/sigmoid.py",
+        "_Sweep.__call__",
+        "torch.zeros_like(columns) if learns else columns[:0] → torch.zeros_like(columns) if True else columns[:0]",
+    ): "Memory for a gradient that nothing is written to.",
+    (
+        "engine/anchor_block.py",
+        "start_count",
+        "(ends - starts).amax() - int(anchors_are_candidates) → (ends - starts).amax() + int(anchors_are_candidates)",
+    ): "A higher bound of positives: further steps of the loop find none.",
+    (
+        "engine/compiled_sweep.py",
+        "CompiledSweep._or_uncompiled",
+        "2 → 3",
+    ): "The line that the warning names lies inside of this package either way.",
     ("engine/cross_entropy.py", "cross_entropy", "40 → 41"): _PATHS,
     ("collectives/adjoints.py", "_Gathered.backward", "if torch.is_grad_enabled(): → if True:"): _PATHS,
     (
