@@ -142,10 +142,11 @@ class TowerPairs:
                 queries, keys, temperature=self.temperature, bias=bias, reduction=reduction, own=batch.own
             )
         x, y = (batch.prepared(rows, normalize=self.normalize) for rows in (queries, keys))
+        scale = 1 / self.temperature
         if on_kernel and is_one_call(reduction, batch.world):
             from contrastive_zoo.kernels import sigmoid  # imported here: Triton is optional
 
-            return sigmoid.siglip(x.to(queries.dtype), y.to(queries.dtype), 1 / self.temperature, bias)
+            return sigmoid.siglip(x.to(queries.dtype), y.to(queries.dtype), scale, bias)
         where: dict[str, Any] = {"shards": batch.samples, "reduction": reduction, "world": batch.world}
         if is_dense():
             ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
@@ -154,7 +155,7 @@ class TowerPairs:
         return sum_over_sigmoid_pairs(
             x,
             y,
-            scale=1 / self.temperature,
+            scale=scale,
             bias=bias,
             dtype=queries.dtype,
             on_kernel=on_kernel,

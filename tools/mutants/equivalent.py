@@ -16,6 +16,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/precision.py", "unit_rows", "if is_dense() or is_small_batch(x.numel()): → if True:"): _PATHS,
     ("engine/anchor_block.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
     ("engine/hinges.py", "", "128 → 129"): _TUNING,
+    ("engine/tower_pairs.py", "TowerPairs.sum_over", "False → True"): "Sums of the other side, too, which are dropped.",
     ("engine/tiling.py", "tile_shape", "1 → 2"): _GUARD,
     ("engine/small_batch.py", "uses_small_batch_path", "True → False"): _PATHS,
     ("engine/small_batch.py", "_learnt", "0.0 → 1.0"): "Of a constant temperature the derivative is not read.",
