@@ -1,8 +1,7 @@
 """The parameters and buffers of a loss, set to rank 0's: ranks that were seeded differently drew different ones."""
 
 from contrastive_zoo.collectives import broadcast
-from contrastive_zoo.loss_call import loss_name
-from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.loss_summary import LossModules, loss_name
 from contrastive_zoo.row_checks import described
 from contrastive_zoo.session import meet
 from contrastive_zoo.world import World

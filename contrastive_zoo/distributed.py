@@ -17,8 +17,8 @@ from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.distributed_step import Observer, OwnStep, ThirdPartyStep, WrapperOptions
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
 from contrastive_zoo.loss_base.loss import Loss, Stated
-from contrastive_zoo.loss_call import LossCall, loss_name, signature, without_ddp
-from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.loss_call import LossCall, signature
+from contrastive_zoo.loss_summary import LossModules, loss_name, without_ddp
 from contrastive_zoo.native_loss import native_and_replaced
 from contrastive_zoo.session import Findings, Options, Session, refuse
 from contrastive_zoo.world import Processes, Shards, World

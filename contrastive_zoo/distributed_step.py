@@ -23,8 +23,8 @@ from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.loss_base.kept_state import state_kept_on_error
 from contrastive_zoo.loss_base.loss import Loss, Stated
-from contrastive_zoo.loss_call import LossCall, without_ddp
-from contrastive_zoo.loss_summary import LossModules
+from contrastive_zoo.loss_call import LossCall
+from contrastive_zoo.loss_summary import LossModules, without_ddp
 from contrastive_zoo.messages import report
 from contrastive_zoo.randomness import one_stream
 from contrastive_zoo.row_checks import first_non_finite, in_one_line, row_kind, tolerance

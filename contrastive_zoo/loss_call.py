@@ -135,24 +135,3 @@ def paired_problem(arguments: Mapping[str, Any]) -> str | None:
                 f"{other}."
             )
     return None
-
-
-def without_ddp(loss: Any) -> Any:
-    """The loss inside of DDP, or the loss itself.
-
-    Examples:
-        >>> without_ddp(abs)
-        <built-in function abs>
-    """
-    is_ddp = not isinstance(loss, Loss) and isinstance(loss, nn.parallel.DistributedDataParallel)
-    return loss.module if is_ddp else loss
-
-
-def loss_name(loss: Any) -> str:
-    """The name of a function, or of a module's class.
-
-    Examples:
-        >>> loss_name(abs), loss_name(nn.MSELoss())
-        ('abs', 'MSELoss')
-    """
-    return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)

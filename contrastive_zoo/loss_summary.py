@@ -48,7 +48,7 @@ class LossModules:
             third_party: whether settings of third-party modules are included.
         """
         if not self.by_path:
-            return {"the loss": _name(self.loss)}
+            return {"the loss": loss_name(self.loss)}
         lines: dict[str, str] = {}
         for path, module in self.by_path.items():
             kind: Any = type(module)
@@ -170,7 +170,23 @@ def _projection(x: Tensor) -> Tensor:
     return total
 
 
-def _name(loss: Any) -> str:
+def without_ddp(loss: Any) -> Any:
+    """The loss inside of DDP, or the loss itself.
+
+    Examples:
+        >>> without_ddp(abs)
+        <built-in function abs>
+    """
+    return loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
+
+
+def loss_name(loss: Any) -> str:
+    """The name of a function, or of a module's class.
+
+    Examples:
+        >>> loss_name(abs), loss_name(nn.MSELoss())
+        ('abs', 'MSELoss')
+    """
     return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_call import without_ddp
+from contrastive_zoo.loss_summary import without_ddp
 
 
 def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_call import accepts, loss_name, signature, without_ddp
+from contrastive_zoo.loss_call import accepts, signature
+from contrastive_zoo.loss_summary import loss_name, without_ddp
 from contrastive_zoo.row_checks import described, tensor_problem
 from contrastive_zoo.world import Machines, World
 

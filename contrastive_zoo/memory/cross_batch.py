@@ -18,8 +18,7 @@ from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.kept_state import state_kept_on_error
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Evaluated
-from contrastive_zoo.loss_call import loss_name
-from contrastive_zoo.loss_summary import is_third_party
+from contrastive_zoo.loss_summary import is_third_party, loss_name
 from contrastive_zoo.memory.memory_input import MemoryInput, memory_input
 from contrastive_zoo.memory.queue import MemoryQueue
 from contrastive_zoo.randomness import one_stream

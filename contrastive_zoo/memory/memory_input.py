@@ -9,7 +9,7 @@ from torch import nn
 from contrastive_zoo.loss_base.checks import instance_problem
 from contrastive_zoo.loss_base.loss import Loss, call_form
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
-from contrastive_zoo.loss_call import loss_name
+from contrastive_zoo.loss_summary import loss_name
 
 MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
 """The loss compares the anchors with the memory as candidates; takes each rank's shard of it as ``negatives``; takes it as

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base.checks import number_problem, word_problem
 from contrastive_zoo.loss_base.numbers import move_towards
-from contrastive_zoo.loss_call import without_ddp
+from contrastive_zoo.loss_summary import without_ddp
 from contrastive_zoo.row_checks import described
 
 Buffers = Literal["own", "copy"]
