@@ -19,7 +19,7 @@ def device_keys(seed: Int[Tensor, ""], count: int) -> Int[Tensor, " count"]:
         True
     """
     index = torch.arange(count, device=seed.device)
-    return _mixed(_mixed(seed) + _mixed(index + _signed(GAMMA)))
+    return _mixed_on_device(_mixed(seed) + _mixed(index + _signed(GAMMA)))
 
 
 def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:
@@ -45,7 +45,7 @@ _BITS = 23
 """Of the uniform numbers: 2 k + 1 of k in 23 bits fills the 24 bits of a float32."""
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mixed_on_device(x: Tensor) -> Tensor:
     """Return the finalizer of SplitMix64, in int64 that wraps around."""
     x = x + _signed(GAMMA)
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
