@@ -19,7 +19,7 @@ def device_keys(seed: Int[Tensor, ""], count: int) -> Int[Tensor, " count"]:
         True
     """
     index = torch.arange(count, device=seed.device)
-    return _mixed_on_device(_mixed(seed) + _mixed(index + _signed(GAMMA)))
+    return _mixed_on_device(_mixed_on_device(seed) + _mixed_on_device(index + _signed(GAMMA)))
 
 
 def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:

@@ -181,18 +181,14 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     """Return whether kernels can compute losses of these embeddings on this rank.
 
     Args:
-        rows: the tensors of a call, of which the first floating-point one decides; if it is invalid, the loss refuses it.
+        rows: the tensors of a call, of which the first decides; if it is invalid, the loss refuses it.
 
     Examples:
         >>> with implementation("triton"):
         ...     choose_kernels([torch.eye(2, dtype=torch.float64)]).problem
         'takes float32, bfloat16 or float16, got torch.float64'
     """
-    name, first = _implementation.get(), None
-    for x in rows:
-        if x.is_floating_point():
-            first = x
-            break
+    name, first = _implementation.get(), next(iter(rows), None)
     if name == "torch" or first is None or first.ndim < 2 or (name != "triton" and not first.is_cuda):
         return NO_KERNELS
     chosen = name == "triton"

@@ -101,8 +101,8 @@ class LogSumExp(Statistic):
 
     Examples:
         >>> none = LogSumExp(torch.zeros(1, 2), torch.tensor([[False, False]]), empty=0.0)
-        >>> none.partial(), none.value()
-        (tensor([-inf]), tensor([0.]))
+        >>> none.partial(), none.value(), none.whole((none.partial(),))
+        (tensor([-inf]), tensor([0.]), tensor([0.]))
     """
 
     entries: Tensor

@@ -15,8 +15,9 @@ from torch import Tensor
 from contrastive_zoo.collectives import scatters_sums, transport
 from contrastive_zoo.engine import exchange, implementation, ring, schedule, softmax, tiling
 from contrastive_zoo.engine.precision import rounded
+from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
-from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
+from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.session import Session
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
@@ -442,3 +443,13 @@ def test_ranks_are_those_of_the_group(worlds: Worlds) -> None:
 
 def mine_in(x: Tensor, sizes: tuple[int, ...], rank: int) -> Tensor:
     return x.split(list(sizes))[rank].clone()
+
+
+def test_rows_without_a_column_have_the_gradient_zero() -> None:
+    torch.use_deterministic_algorithms(True)  # memory that nothing was written to is NaN
+    try:
+        for rows, columns in (((0, 2), (3, 3)), ((2, 2), (0, 3))):
+            block = RankBlock(0, slice(*rows), slice(*columns), 0, slice(0, 0))
+            assert gradient_buffer(torch.ones(2), block).tolist() == [0, 0]
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -212,6 +212,13 @@ def test_numbers_by_hand() -> None:
     assert abs(several.item() - (math.log(e + 1 + 1 / e) - 1 / 4)) < 1e-6
 
 
+def test_negatives_of_one_query_each_are_logits_beside_its_own_key() -> None:
+    q, k, negatives = numbers(5, 4, seed=1), numbers(5, 4, seed=2), numbers(5, 3, 4, seed=3)
+    logits = torch.einsum("nd,nmd->nm", q, torch.cat([k[:, None], negatives], 1)) / 0.3
+    loss = cz.InfoNCE(temperature=0.3, in_batch_negatives=False, normalize=False)
+    close(loss(q, k, negatives), F.cross_entropy(logits, torch.zeros(5).long()))
+
+
 def test_hard_negatives_of_unequal_number() -> None:
     """Of nobody, of one query, of another; hardness counts a query's own, others', or all of them."""
     eye, far = torch.eye(2, dtype=torch.float64), -torch.eye(2, dtype=torch.float64)

@@ -4,6 +4,7 @@ _EMPTY = "The tile ends where the other begins: the diagonal is empty either way
 _NOTHING = "slice(1, 0) is as empty as slice(0, 0)."
 _TUNING = "A tuning constant: it moves bytes or time, and no result."
 _PATHS = "It moves the threshold between two paths that compute the same."
+_FILL = "The largest finite entry and the fill value lie far on either side of a half and of a third of it."
 _GUARD = "It keeps a division from zero where there is nothing to cut: any height will do."
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
@@ -16,6 +17,23 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/precision.py", "unit_rows", "if is_dense() or is_small_batch(x.numel()): → if True:"): _PATHS,
     ("engine/anchor_block.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
     ("engine/hinges.py", "", "128 → 129"): _TUNING,
+    ("handshake.py", "", "2 → 3"): _TUNING,
+    ("engine/max_sim.py", "_MaxSim.forward", "left out: keep_freed_memory(queries)"): _TUNING,
+    ("engine/tiling.py", "tile_shape", "1 → 2 (2)"): _GUARD,
+    (
+        "engine/softmax_arithmetic.py",
+        "ShiftedSums.transform",
+        "s.sub_(self.u) if self.u else s → s.sub_(self.u) if True else s",
+    ): _PATHS,
+    ("engine/tower_pairs.py", "TowerPairs.binary_cross_entropy", "not on_kernel → not not on_kernel"): _PATHS,
+    (
+        "engine/sigmoid.py",
+        "_SigmoidPairs.forward",
+        "any(ctx.needs_input_grad) and reduction != 'none' → any(ctx.needs_input_grad) or reduction != 'none'",
+    ): "A gradient that nobody reads.",
+    ("engine/token_blocks.py", "sum_selected", "True → False"): "It orders the terms of a sum.",
+    ("engine/cross_entropy.py", "log_sum_of_inversions", "1 → 2"): "One more −inf among the exponents of a sum.",
+    ("engine/masked.py", "_MaskedLogSumExp.forward", "2 → 3"): _FILL,
     ("engine/tower_pairs.py", "TowerPairs.sum_over", "False → True"): "Sums of the other side, too, which are dropped.",
     ("engine/tiling.py", "tile_shape", "1 → 2"): _GUARD,
     ("engine/small_batch.py", "uses_small_batch_path", "True → False"): _PATHS,
@@ -72,7 +90,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "engine/masked.py",
         "_MaskedExtreme.forward",
         "2 → 3",
-    ): "The largest finite entry and the fill value lie far on either side of a half and of a third of it.",
+    ): _FILL,
     ("handshake.py", "", "8 → 9"): _TUNING,
     (
         "engine/exchange.py",
