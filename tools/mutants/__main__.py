@@ -43,6 +43,7 @@ FILES = [
     "tests/test_collectives.py",
     "tests/test_distributed.py",
     "tests/test_distributed_state.py",
+    "tests/test_failed_calls.py",
     "tests/test_faults.py",
     "tests/test_gradcache.py",
     "tests/test_handshake.py",

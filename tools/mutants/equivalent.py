@@ -18,6 +18,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/anchor_block.py", "class_numbers_as_floats", "2 ** 24 → 2 * 24"): "float64 represents these numbers, too.",
     ("engine/hinges.py", "", "128 → 129"): _TUNING,
     ("handshake.py", "", "2 → 3"): _TUNING,
+    ("handshake.py", "_header", "1 → 2"): "Any negative number of bytes says that there is no payload.",
+    ("engine/masked.py", "_MaskedExtreme.forward", "int(ties.amax()) > 1 → int(ties.amax()) >= 1"): _PATHS,
     ("engine/max_sim.py", "_MaxSim.forward", "left out: keep_freed_memory(queries)"): _TUNING,
     ("engine/tiling.py", "tile_shape", "1 → 2 (2)"): _GUARD,
     (
