@@ -19,12 +19,12 @@ from suite.report import PAGES, picture, table
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine import implementation
 from contrastive_zoo.engine.tiling import memory_budget
-from contrastive_zoo.session import Session
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.world import ONE_PROCESS, World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import ALONE, World
+from contrastive_zoo.wrapper.step import splitting
 
 ROWS, WIDTH = 700, 24
 NOISE = (0.3, 0.1)
@@ -178,7 +178,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 def our_gradient(name: str, path: str, rows: Sequence[Tensor], dtype: torch.dtype, temperature: float) -> Tensor:
     """Return the gradient of this rank's rows."""
     _, ring, contexts = PATHS[path]
-    world: World = ALONE
+    world: World = ONE_PROCESS
     if dist.is_initialized():
         world = Session.of(World.of(), ring=ring)
         first = 3 * len(rows[0]) // 5  # uneven shards
@@ -264,10 +264,10 @@ contrastive_zoo computes the same functions without these differences:
 - With several positives the softmax runs over their log-sum-exp; MIL-NCE and the joint MNRL follow.
 - SupCon leaves the positive out where an anchor has one. Where it has several, SupCon uses the common formula.
 
-This holds on every path: tiled, cached, small batches, over ranks and in a ring, and under `cz.dense()`. NTXent, InfoNCE,
-CLIP, MNRL, MILNCE, MultiPositive, NCA, NPairs, GIST and SupCon use these formulas. SINCERE and TupletMargin are written so
-from the start. DCL has no positive in its denominator. Where an anchor has several positives that differ, their spread is
-most of the gradient, and the common formula keeps digits.
+This holds on every path: tiled, cached, small batches, over ranks and in a ring, and under `cz.engine.plain_formulas()`.
+NTXent, InfoNCE, CLIP, MNRL, MILNCE, MultiPositive, NCA, NPairs, GIST and SupCon use these formulas. SINCERE and
+TupletMargin are written so from the start. DCL has no positive in its denominator. Where an anchor has several positives
+that differ, their spread is most of the gradient, and the common formula keeps digits.
 
 ![Relative error of the gradient over the temperature](figures/accuracy.svg)
 

@@ -22,12 +22,12 @@ from suite.harness import reading
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.collectives import scale_gradient
-from contrastive_zoo.demo.training import Digits
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.session import UNCHECKED, Session
+from contrastive_zoo.ranks.adjoints import scale_gradient
+from contrastive_zoo.ranks.session import UNCHECKED, Session
+from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.testing.demo.training import Digits
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import Shards, World
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "when-a-rank-fails.md"
 MARK = "<!-- measured by benchmarks/checks.py -->\n"
@@ -70,7 +70,7 @@ def mlp() -> nn.Module:
 
 
 ENCODERS: dict[str, Callable[[], nn.Module]] = {"small ResNet": small_resnet, "MLP": mlp}
-ALONE = "the loss alone"
+ONE_PROCESS = "the loss alone"
 """Forward and backward pass of the loss from given embeddings."""
 
 
@@ -139,7 +139,9 @@ def measure(encoder: str, seconds: float) -> dict[str, float]:
     """Return the 10th percentile of the seconds per step of each loss; runs on a rank."""
     runners: dict[str, Any] = {}
     for name, construct in LOSSES.items():
-        runners[name] = loss_step(construct()) if encoder == ALONE else training_step(ENCODERS[encoder], construct())
+        runners[name] = (
+            loss_step(construct()) if encoder == ONE_PROCESS else training_step(ENCODERS[encoder], construct())
+        )
     found: dict[str, list[float]] = {name: [] for name in runners}
     names, remaining = list(runners), seconds
     for run in runners.values():  # warms up
@@ -172,7 +174,7 @@ def main() -> None:
     given = parser.parse_args()
     table = ["| encoder | loss | step, ms | loss alone, ms | cost |", "|---|---|---:|---:|---:|"]
     with Worlds() as worlds:
-        alone = worlds.run(RANKS, measure, ALONE, given.seconds, timeout=600.0)[0]
+        alone = worlds.run(RANKS, measure, ONE_PROCESS, given.seconds, timeout=600.0)[0]
         for encoder in ENCODERS:
             table += lines(encoder, worlds.run(RANKS, measure, encoder, given.seconds, timeout=600.0)[0], alone)
     print("\n".join(table))

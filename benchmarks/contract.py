@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 import contrastive_zoo as cz
-from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 

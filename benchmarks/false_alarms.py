@@ -7,7 +7,7 @@ import random
 import sys
 
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS
+from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS, Broken, Invariant, finite_at_extremes
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds

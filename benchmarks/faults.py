@@ -104,7 +104,9 @@ def run_fault(name: str, world_size: int = 2, timeout: float = TIMEOUT) -> Run:
 
 def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> Run:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "contrastive_zoo.distributed", "contrastive_zoo.losses.nt_xent", __name__])
+    context.set_forkserver_preload(
+        ["torch", "contrastive_zoo.wrapper.distributed", "contrastive_zoo.losses.nt_xent", __name__]
+    )
     run = Run(guilty=world_size - 1)
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.wrapper.step import splitting
 
 TIMEOUT = 3.0
 """Seconds of the process group."""

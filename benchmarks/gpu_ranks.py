@@ -29,7 +29,7 @@ LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
 
 def step(loss: torch.nn.Module, rows: list[Tensor], implementation: str) -> None:
     """Run a loss forward and backward."""
-    with cz.implementation(implementation):
+    with cz.engine.use_implementation(implementation):
         loss(*rows).backward()
     for x in rows:
         x.grad = None

@@ -38,7 +38,7 @@ def pylate(queries: Tensor, documents: Tensor, mask: Tensor) -> Tensor:
     world, rank = dist.get_world_size(), dist.get_rank()
     queries, documents = F.normalize(queries, dim=2), F.normalize(documents, dim=2)
     if world > 1:
-        documents, mask = cz.all_gather(documents), cz.all_gather(mask)
+        documents, mask = cz.collectives.all_gather(documents), cz.collectives.all_gather(mask)
     products = torch.einsum("ash,bth->abst", queries, documents) * mask[None, :, None]
     scores = products.max(3).values.sum(2)
     return world * F.cross_entropy(scores, rank * len(queries) + torch.arange(len(queries)))

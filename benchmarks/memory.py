@@ -15,8 +15,8 @@ import torch
 from suite.processes import resident
 from torch import Tensor
 
-from contrastive_zoo.catalogue import CATALOGUE, Entry
 from contrastive_zoo.engine.tiling import BLOCK_BYTES, budget
+from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "memory.md"
 LIMIT = 400

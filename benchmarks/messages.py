@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.step import splitting
 
 N, D, CLASSES = 16, 8, 4
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from suite.processes import resident
 from torch import Tensor
 
-from contrastive_zoo import mine_hard_negatives
+from contrastive_zoo.data import mine_hard_negatives
 from contrastive_zoo.testing.worlds import Worlds
 
 SETTINGS: dict[str, Any] = {"num_negatives": 5, "range_max": 50, "relative_margin": 0.05}

@@ -62,14 +62,14 @@ def faiss_flat(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Nam
 
 def our_search(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
     """Search among the rows of all ranks."""
-    return lambda: cz.top_k(queries, gallery, k=given.k)
+    return lambda: cz.metrics.top_k(queries, gallery, k=given.k)
 
 
 def our_metrics(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
     """Evaluate four metrics at k."""
     labels, of_rows = (torch.arange(len(x)) % CLASSES for x in (queries, gallery))
     names = [f"{name}@{given.k}" for name in ("precision", "recall", "hit_rate", "ndcg")]
-    return lambda: cz.evaluate(queries, gallery, labels=labels, gallery_labels=of_rows, metrics=names)
+    return lambda: cz.metrics.evaluate(queries, gallery, labels=labels, gallery_labels=of_rows, metrics=names)
 
 
 CASES: dict[str, Callable[..., Any]] = {
@@ -86,7 +86,7 @@ def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Na
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     queries, gallery = data(given, rank, world_size)
     run = CASES[case](queries, gallery, given)
-    cz.top_k(queries[:64], gallery[:256], k=min(given.k, 100))
+    cz.metrics.top_k(queries[:64], gallery[:256], k=min(given.k, 100))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = resident("VmRSS")
     if world_size > 1:
@@ -132,11 +132,11 @@ def beside_faiss(case: str, world_size: int, given: argparse.Namespace) -> tuple
 def approximate(given: argparse.Namespace, probes: int) -> str:
     """Return a table line of an index of inverted lists: seconds of building and searching, and its recall."""
     queries, gallery = data(given, 0, 1)
-    index = cz.ApproximateIndex("IVF1024,Flat", f"nprobe={probes}")
+    index = cz.metrics.ApproximateIndex("IVF1024,Flat", f"nprobe={probes}")
     start = time.perf_counter()
-    cz.top_k(queries, gallery, k=given.k, index=index)
+    cz.metrics.top_k(queries, gallery, k=given.k, index=index)
     seconds = time.perf_counter() - start
-    recall = cz.index_recall(queries[:500], gallery, k=given.k, index=index)
+    recall = cz.metrics.index_recall(queries[:500], gallery, k=given.k, index=index)
     return f"| `top_k`, {index.factory}, {index.parameters}, with training | 1 | {seconds:.1f} | | | recall {recall:.3f} |\n"
 
 

@@ -25,8 +25,8 @@ from suite.report import number, table
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "ring.md"

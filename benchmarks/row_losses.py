@@ -64,7 +64,7 @@ def step(name: str, implementation: str, rows: int, width: int) -> float:
     loss = LOSSES[name]().to(DEVICE)
     wait()
     start = time.perf_counter()
-    with cz.implementation(implementation):
+    with cz.engine.use_implementation(implementation):
         loss(x, labels).backward()
     wait()
     return time.perf_counter() - start

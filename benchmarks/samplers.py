@@ -17,15 +17,13 @@ from pytorch_metric_learning.samplers import MPerClassSampler
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 
 from contrastive_zoo import World
-from contrastive_zoo.sampling import (
-    GlobalBatchSampler,
-    HardNegativeBatchSampler,
-    MPerClassBatchSampler,
-    NoDuplicatesBatchSampler,
-)
+from contrastive_zoo.data.global_batches import GlobalBatchSampler
+from contrastive_zoo.data.hard_negative_batches import HardNegativeBatchSampler
+from contrastive_zoo.data.m_per_class import MPerClassBatchSampler
+from contrastive_zoo.data.no_duplicates import NoDuplicatesBatchSampler
 from contrastive_zoo.testing.invariant import Broken
-from contrastive_zoo.testing.sampling.cases import random_trial
-from contrastive_zoo.testing.sampling.invariants import SAMPLER_INVARIANTS
+from tests.sampling.cases import random_trial
+from tests.sampling.invariants import SAMPLER_INVARIANTS
 
 M, CLASSES_PER_BATCH, REPEATS = 4, 64, 3
 BATCH = M * CLASSES_PER_BATCH

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.testing.worlds import Worlds, report
+from contrastive_zoo.wrapper.step import splitting
 
 READINGS = 10
 
@@ -54,9 +54,9 @@ def train(steps: int) -> None:
         x, labels = torch.randn(n, 16, generator=generator), torch.randint(0, 4, (n,), generator=generator)
         z = encoder(x)
         with splitting(always=step % 3 == 0):
-            with cz.memory_budget(2**20):
+            with cz.engine.memory_budget(2**20):
                 loss = first(z, z + 0.1 * torch.randn(n, 8, generator=generator))
-            with cz.memory_budget(2**10):
+            with cz.engine.memory_budget(2**10):
                 loss = loss + second(z, labels)
         optimizer.zero_grad()
         loss.backward()

@@ -7,7 +7,7 @@ import statistics
 import time
 
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.gallery import GALLERY
+from contrastive_zoo.testing.gallery.recipe import GALLERY
 from contrastive_zoo.testing.trial import UNCHANGED, measure
 from contrastive_zoo.testing.worlds import Worlds
 

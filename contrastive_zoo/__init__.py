@@ -24,7 +24,11 @@ def __getattr__(name: str) -> object:
     """Public names are imported when first asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    home = _HOMES[name]
+    if home in (__name__, f"{__name__}.ranks"):  # a room, or the module of collectives
+        value = importlib.import_module(f"{home}.{name}")
+    else:
+        value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

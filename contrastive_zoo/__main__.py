@@ -10,7 +10,7 @@ def main() -> None:
         SystemExit: its extra is not installed; one line says which.
     """
     try:
-        from contrastive_zoo.cli import main as run
+        from contrastive_zoo.testing.cli import main as run
     except ImportError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.monitor.figures import Measurement
-from contrastive_zoo.monitor.picture import draw_similarities
-from contrastive_zoo.plots import DARK, PALE, STYLE
+from contrastive_zoo.metrics.monitor.figures import Measurement
+from contrastive_zoo.metrics.monitor.views import draw_similarities
+from contrastive_zoo.metrics.plots import DARK, PALE, STYLE
 from contrastive_zoo.testing.worlds import Worlds
 
 PAGE = Path(__file__).parent / "pages" / "monitoring.md"

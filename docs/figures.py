@@ -230,8 +230,8 @@ RECIPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "overwritten, loss × W": lambda q, k, s: whole(q, k, s, overwritten) * dist.get_world_size(),
     "local anchors, live own slice, loss × W": lambda q, k, s: local(q, k, s, overwritten) * dist.get_world_size(),
     "local anchors, detached candidates": lambda q, k, s: local(q, k, s, detached),
-    "local anchors, reduce-scatter": lambda q, k, s: local(q, k, s, cz.all_gather),
-    "whole loss, reduce-scatter": lambda q, k, s: whole(q, k, s, cz.all_gather),
+    "local anchors, reduce-scatter": lambda q, k, s: local(q, k, s, cz.collectives.all_gather),
+    "whole loss, reduce-scatter": lambda q, k, s: whole(q, k, s, cz.collectives.all_gather),
     "DistributedLoss(InfoNCE(…))": ours,
 }
 
@@ -250,7 +250,7 @@ def one_step(recipe: str, samples: int = 24) -> tuple[float, Tensor, Tensor]:
     loss = RECIPES[recipe](q, k, scale)
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in encoder.parameters()])
-    return loss.item(), gradient, cz.all_reduce(scale.grad, "mean")
+    return loss.item(), gradient, cz.collectives.all_reduce(scale.grad, "mean")
 
 
 SIZES = (2, 4)

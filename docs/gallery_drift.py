@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastive_zoo.demo.recipes import TwoTowers
-from contrastive_zoo.demo.training import HELD_OUT, Digits
-from contrastive_zoo.testing.gallery import GALLERY, symmetric_cross_entropy
+from contrastive_zoo.testing.demo.recipes import TwoTowers
+from contrastive_zoo.testing.demo.training import HELD_OUT, Digits
+from contrastive_zoo.testing.gallery.recipe import GALLERY, symmetric_cross_entropy
 from contrastive_zoo.testing.worlds import Worlds
 
 PICTURE = Path(__file__).parent / "pages" / "figures" / "gallery_drift.png"

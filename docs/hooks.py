@@ -9,7 +9,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # for tools, which is not installed
 
-from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from tools.formulas import mathml
 from tools.zoo_page import with_losses
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import griffe
 
-from contrastive_zoo.catalogue.entry import default_text
 from contrastive_zoo.loss_base.settings import Settings
+from contrastive_zoo.testing.catalogue import default_text
 
 
 class LossSignatures(griffe.Extension):

@@ -104,7 +104,7 @@ class GatheredFirst(Right):
     fix = "pass local embeddings"
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_fn(cz.all_gather(self.model(images)), cz.all_gather(labels))
+        return self.loss_fn(cz.collectives.all_gather(self.model(images)), cz.collectives.all_gather(labels))
 
 
 class GatheredFirstUnchecked(GatheredFirst):

@@ -89,7 +89,7 @@ class Training:
         self.sampler = neighbour_sampler(pairs, settings.batch_size)
         self.negatives = make_negatives(self.encoder, pairs, settings.mine_every)
         data = TensorDataset(torch.arange(len(pairs.left)), pairs.left, pairs.right)
-        self.loader = DataLoader(data, batch_sampler=self.sampler, collate_fn=cz.CollateEmpty(data[0]))
+        self.loader = DataLoader(data, batch_sampler=self.sampler, collate_fn=cz.data.CollateEmptyBatches(data[0]))
         self.position = self.sampler.state_dict(step=0)
 
     def run(self, stop: int | None) -> None:
@@ -137,10 +137,10 @@ class Training:
         self.position, self.step = state.sampler, state.step
 
 
-def neighbour_sampler(pairs: Pairs, batch_size: int) -> cz.HardNegativeBatchSampler:
+def neighbour_sampler(pairs: Pairs, batch_size: int) -> cz.data.HardNegativeBatchSampler:
     """Return a sampler that puts patches that look alike, but are of distant points, into one batch."""
     coarse = F.avg_pool2d(pairs.left, 2)
-    return cz.HardNegativeBatchSampler.from_embeddings(
+    return cz.data.HardNegativeBatchSampler.from_embeddings(
         own_part(normalized(coarse)),
         num_neighbours=4,
         positives=own_part(nearby(pairs)),
@@ -156,14 +156,14 @@ def nearby(pairs: Pairs) -> Tensor:
     return nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-1)
 
 
-def make_negatives(encoder: nn.Module, pairs: Pairs, every: int) -> cz.RefreshedNegatives:
+def make_negatives(encoder: nn.Module, pairs: Pairs, every: int) -> cz.data.RefreshedNegatives:
     """Return negatives of distant points, mined with the current encoder."""
     points = torch.from_numpy(pairs.points)
 
     def closeness(query: Tensor, candidate: Tensor) -> Tensor:
         return -(points[query] - points[candidate]).norm(dim=1)
 
-    return cz.RefreshedNegatives(
+    return cz.data.RefreshedNegatives(
         lambda i: encoder(pairs.left[i]), lambda i: encoder(pairs.right[i]), torch.arange(len(points)),
         corpus_size=len(points), every=every, num_negatives=NEGATIVES, range_max=50, sampling="random",
         guide=closeness, guide_margin=APART,
@@ -191,7 +191,7 @@ def own_part(rows: Tensor) -> Tensor:
 @torch.no_grad()
 def recall(encoder: nn.Module, pairs: Pairs) -> float:
     """Return the share of left patches whose nearest right patch is the right one; each rank encodes a part."""
-    return cz.recall_at_k(encoder(own_part(pairs.left)), encoder(own_part(pairs.right)))
+    return cz.metrics.recall_at_k(encoder(own_part(pairs.left)), encoder(own_part(pairs.right)))
 
 
 def print_table(stereo: Stereo, runs: dict[str, list[Result]]) -> None:

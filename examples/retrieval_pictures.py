@@ -1,4 +1,4 @@
-"""Pictures of a trained descriptor of patches, each one call of ``contrastive_zoo.plots``."""
+"""Pictures of a trained descriptor of patches, each one call of ``contrastive_zoo.metrics.plots``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo import plots
+from contrastive_zoo.metrics import plots
 from examples.stereo import TEST_DISTURBANCE, Stereo, disturbed, pairs_at, photographs, random_disturbances
 
 DRAWN, SHOWN, NEIGHBOURS = 60, 4, 6
@@ -22,14 +22,14 @@ def pictures(encoder: nn.Module, stereo: Stereo) -> dict[str, Figure]:
     """Return the pictures of the disturbed test, by name."""
     pairs = stereo.disturbed
     queries, gallery = encoder(pairs.left), encoder(pairs.right)
-    scores, found = cz.top_k(queries, gallery, k=NEIGHBOURS, process_group=cz.ALONE)
+    scores, found = cz.metrics.top_k(queries, gallery, k=NEIGHBOURS, process_group=cz.World())
     numbers = torch.arange(len(queries))
     correct = found[:, 0] == numbers
     shown = torch.cat([numbers[correct][:SHOWN], numbers[~correct][:SHOWN]])
     left, right, _ = photographs()
     return {
         "retrieval_histogram": plots.similarity_histogram(
-            queries, gallery, labels=numbers, gallery_labels=numbers, process_group=cz.ALONE
+            queries, gallery, labels=numbers, gallery_labels=numbers, process_group=cz.World()
         ),
         "retrieval_strips": plots.retrieval_strips(
             list(pairs.left[shown]), list(pairs.right[found[shown]]),

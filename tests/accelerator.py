@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import contrastive_zoo as cz
-from contrastive_zoo import call_history, devices
+from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.wrapper import call_history
 from tests.losses import zoo_compositions, zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_tokens, zoo_weights
 from tests.zoo import ZOO, Entry
 

@@ -18,12 +18,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.audit import diagnosis
-from contrastive_zoo.audit.context import audit
-from contrastive_zoo.audit.launch import collected, environment
-from contrastive_zoo.audit.rank import Rank
-from contrastive_zoo.audit.report import AuditReport, WorldReport
 from contrastive_zoo.testing._rank import prepared_forkserver
+from contrastive_zoo.testing.auditing import diagnosis
+from contrastive_zoo.testing.auditing.context import audit
+from contrastive_zoo.testing.auditing.launch import collected, environment
+from contrastive_zoo.testing.auditing.rank import Rank
+from contrastive_zoo.testing.auditing.report import AuditReport, WorldReport
 
 TIMEOUT = 60.0
 """Seconds after which the audit of a set-up is ended."""

@@ -128,8 +128,8 @@ class GatheredWithoutGradient(Right):
         self.model = DistributedDataParallel(make_encoder(), find_unused_parameters=True)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        z = cz.all_gather(self.model(images).detach()) + 0 * sum(x.sum() for x in self.model.parameters())
-        return self.loss_fn(z, cz.all_gather(labels))
+        z = cz.collectives.all_gather(self.model(images).detach()) + 0 * sum(x.sum() for x in self.model.parameters())
+        return self.loss_fn(z, cz.collectives.all_gather(labels))
 
 
 @wrong("the loss divided by W", "divided by W")

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 # shapes that the engines and the masks promise are checked at every call of the run
-install_import_hook(["contrastive_zoo.engine", "contrastive_zoo.masks"], "beartype.beartype")
+install_import_hook(["contrastive_zoo.engine", "contrastive_zoo.engine.masks"], "beartype.beartype")
 
 settings.register_profile("quick", max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 long = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))

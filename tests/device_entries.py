@@ -9,7 +9,7 @@ from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.world import World
+from contrastive_zoo.ranks.world import World
 from tests.simulated import Put, value_and_gradients
 
 
@@ -37,7 +37,7 @@ def monitored_labels(put: Put) -> dict[str, float]:
 
 def collected(put: Put) -> Any:
     x, labels = samples()
-    metric = cz.RetrievalMetrics()
+    metric = cz.metrics.RetrievalMetrics()
     metric.update(put(x), labels)
     metric.update(put(x + 1), put(labels))
     return metric.compute()
@@ -48,7 +48,9 @@ def judged(put: Put) -> Any:
     rank = dist.get_rank() if dist.is_initialized() else 0
     ids = 100 * rank + torch.arange(len(x))
     judgements = (ids[:3], ids[1:4], torch.tensor([1.0, 2.0, 1.0]))
-    return cz.evaluate(put(x), put(x + 0.1), ids=put(ids), gallery_ids=ids, judgements=judgements, metrics=["ndcg@3"])
+    return cz.metrics.evaluate(
+        put(x), put(x + 0.1), ids=put(ids), gallery_ids=ids, judgements=judgements, metrics=["ndcg@3"]
+    )
 
 
 def remembered(put: Put) -> Any:
@@ -95,33 +97,40 @@ def cached(put: Put) -> Any:
 def messages(put: Put) -> Any:
     x, labels = samples()
     x = put(x).requires_grad_()
-    gathered = cz.all_gather(x)
-    scattered = cz.reduce_scatter(gathered)
-    total = cz.all_reduce(gathered.sum(0)) + cz.broadcast(x[:1].sum(0)) + cz.all_reduce(x.sum(0), "max")
+    gathered = cz.collectives.all_gather(x)
+    scattered = cz.collectives.reduce_scatter(gathered)
+    total = (
+        cz.collectives.all_reduce(gathered.sum(0))
+        + cz.collectives.broadcast(x[:1].sum(0))
+        + cz.collectives.all_reduce(x.sum(0), "max")
+    )
     (gradient,) = torch.autograd.grad(scattered.sum() + total.square().sum(), x)
-    return gathered, scattered, total, gradient, cz.pair_masks(put(labels)).positive
+    return gathered, scattered, total, gradient, cz.engine.pair_masks(put(labels)).positive
 
 
 def mined(put: Put) -> Any:
     x, _ = samples()
     labels = torch.arange(len(x)) % 3
-    found = cz.mine_hard_negatives(put(x), put(x + 0.1), put(torch.arange(len(x))), num_negatives=2,
+    found = cz.data.mine_hard_negatives(put(x), put(x + 0.1), put(torch.arange(len(x))), num_negatives=2,
                                    query_labels=labels, corpus_labels=put(labels))  # fmt: skip
     return {name: x.tolist() for name, x in found.items()}
 
 
 def mined_by_pml(put: Put) -> Any:
     x, labels = samples()
-    return tuple(cz.DistributedMiner(miners.BatchHardMiner())(put(x), put(labels)))
+    return tuple(cz.data.DistributedMiner(miners.BatchHardMiner())(put(x), put(labels)))
 
 
 def messages_of_one_rank(put: Put) -> Any:
     x = put(samples()[0]).requires_grad_()
-    gathered = cz.gather(x)
-    parts = cz.scatter(gathered if len(gathered) else x[:0])
-    total, shared = cz.reduce(x.sum(0), op="mean"), cz.replicated(x.mean().detach().requires_grad_())
+    gathered = cz.collectives.gather(x)
+    parts = cz.collectives.scatter(gathered if len(gathered) else x[:0])
+    total, shared = (
+        cz.collectives.reduce(x.sum(0), op="mean"),
+        cz.collectives.replicated(x.mean().detach().requires_grad_()),
+    )
     (gradient,) = torch.autograd.grad(gathered.square().sum() + parts.sum() + total.sum(), x)
-    return gathered, parts, total, gradient, shared, cz.sample_ids(len(x), views=2)
+    return gathered, parts, total, gradient, shared, cz.engine.global_sample_ids(len(x), views=2)
 
 
 def in_a_ring(put: Put) -> Any:
@@ -176,7 +185,7 @@ def table(n: int = 12) -> Tensor:
 
 def refreshed(put: Put) -> Any:
     rows = put(table())
-    negatives = cz.RefreshedNegatives(
+    negatives = cz.data.RefreshedNegatives(
         lambda indices: rows[indices], lambda indices: rows[indices] + 0.1, torch.arange(12), corpus_size=12,
         every=2, num_negatives=2,
     )  # fmt: skip
@@ -187,8 +196,8 @@ def sampled(put: Put) -> Any:
     x = put(samples()[0])
     wrong = put(torch.zeros(len(x), 1, dtype=torch.int64))
     settings: dict[str, Any] = {"num_neighbours": 2, "batch_size": 4, "group_size": 2}
-    sampler = cz.HardNegativeBatchSampler.from_embeddings(x, positives=wrong, **settings)
-    classes = cz.MPerClassBatchSampler(put(torch.arange(12) % 3), m=2, classes_per_batch=2)
+    sampler = cz.data.HardNegativeBatchSampler.from_embeddings(x, positives=wrong, **settings)
+    classes = cz.data.MPerClassBatchSampler(put(torch.arange(12) % 3), m=2, classes_per_batch=2)
     return [[list(map(int, batch)) for batch in of] for of in (sampler, classes)]
 
 
@@ -233,17 +242,23 @@ def sentences(put: Put) -> Any:
 
 
 ENTRIES: dict[str, Callable[[Put], Any]] = {
-    "top_k": lambda put: tuple(cz.top_k(put(samples()[0]), put(samples(seed=1)[0]), k=3)),
+    "top_k": lambda put: tuple(cz.metrics.top_k(put(samples()[0]), put(samples(seed=1)[0]), k=3)),
     "top_k, excluded": lambda put: tuple(
-        cz.top_k(put(samples()[0]), k=2, excluded=put(torch.zeros(len(samples()[0]), 1, dtype=torch.int64)))
+        cz.metrics.top_k(put(samples()[0]), k=2, excluded=put(torch.zeros(len(samples()[0]), 1, dtype=torch.int64)))
     ),
-    "evaluate": lambda put: cz.evaluate(put(samples()[0]), labels=samples()[1], metrics=["map", "knn_accuracy@3"]),
-    "evaluate, labels on the device": lambda put: cz.evaluate(*map(put, samples()[:1]), labels=put(samples()[1])),
+    "evaluate": lambda put: cz.metrics.evaluate(
+        put(samples()[0]), labels=samples()[1], metrics=["map", "knn_accuracy@3"]
+    ),
+    "evaluate, labels on the device": lambda put: cz.metrics.evaluate(
+        *map(put, samples()[:1]), labels=put(samples()[1])
+    ),
     "evaluate, judgements": judged,
-    "recall_at_k": lambda put: cz.recall_at_k(put(samples()[0]), put(samples(seed=1)[0]), k=2),
-    "cross_modal_recall": lambda put: cz.cross_modal_recall(put(samples()[0]), put(samples(seed=1)[0]), k=[1, 2]),
-    "index_recall": lambda put: cz.index_recall(
-        put(samples()[0]), put(samples(seed=1)[0]), k=2, index=cz.ApproximateIndex("IVF2,Flat")
+    "recall_at_k": lambda put: cz.metrics.recall_at_k(put(samples()[0]), put(samples(seed=1)[0]), k=2),
+    "cross_modal_recall": lambda put: cz.metrics.cross_modal_recall(
+        put(samples()[0]), put(samples(seed=1)[0]), k=[1, 2]
+    ),
+    "index_recall": lambda put: cz.metrics.index_recall(
+        put(samples()[0]), put(samples(seed=1)[0]), k=2, index=cz.metrics.ApproximateIndex("IVF2,Flat")
     ),
     "RetrievalMetrics": collected,
     "mine_hard_negatives": mined,
@@ -256,7 +271,7 @@ ENTRIES: dict[str, Callable[[Put], Any]] = {
     "MomentumEncoder": momentum,
     "cached_step": cached,
     "messages": messages,
-    "CollateEmpty": lambda put: cz.CollateEmpty({"x": put(torch.ones(2)), "y": 5})([]),
+    "CollateEmptyBatches": lambda put: cz.data.CollateEmptyBatches({"x": put(torch.ones(2)), "y": 5})([]),
     "messages of one rank": messages_of_one_rank,
     "rings": in_a_ring,
     "functions": functions,

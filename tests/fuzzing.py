@@ -173,7 +173,7 @@ MADE = {
     "num_slices": 4, "num_bins": 8, "num_samples": 8, "batch_size": 4, "group_size": 2, "m": 2, "classes_per_batch": 2,
     "views": 1,
 }  # fmt: skip
-"""Valid numbers by name; ``n`` is a number of samples in :func:`contrastive_zoo.sample_ids`."""
+"""Valid numbers by name; ``n`` is a number of samples in :func:`contrastive_zoo.engine.global_sample_ids`."""
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -252,7 +252,7 @@ def _queue(**named: Any) -> Any:
 
 
 def _metrics(**named: Any) -> Any:
-    metrics = cz.RetrievalMetrics(named["metrics"], ties=named["ties"], normalize=named["normalize"])
+    metrics = cz.metrics.RetrievalMetrics(named["metrics"], ties=named["ties"], normalize=named["normalize"])
     metrics.update(named["queries"], labels=named["labels"])
     return metrics.compute()
 
@@ -285,7 +285,7 @@ def _momentum(encoder: Any, momentum: Any, buffers: Any, updated: Any) -> Any:
 
 def _refreshed(**named: Any) -> Any:
     encode = named.pop("encode")
-    negatives = cz.RefreshedNegatives(encode, encode, **named)
+    negatives = cz.data.RefreshedNegatives(encode, encode, **named)
     return negatives.refresh(0) if hasattr(negatives, "refresh") else negatives
 
 
@@ -312,18 +312,18 @@ def by_hand() -> dict[str, Target]:
             {"queries": "n d", "labels": "n"},
         ),
         "GlobalBatchSampler": Target(
-            _sampler(cz.GlobalBatchSampler), {"num_samples": 8, "batch_size": 4, "shuffle": True, **seeds}, {}
+            _sampler(cz.data.GlobalBatchSampler), {"num_samples": 8, "batch_size": 4, "shuffle": True, **seeds}, {}
         ),
         "MPerClassBatchSampler": Target(
-            _sampler(cz.MPerClassBatchSampler),
+            _sampler(cz.data.MPerClassBatchSampler),
             {"labels": LABELS, "m": 2, "classes_per_batch": 2, "singletons": "raise", **seeds},
             {},
         ),
         "NoDuplicatesBatchSampler": Target(
-            _sampler(cz.NoDuplicatesBatchSampler), {"column": LABELS, "batch_size": 2, **seeds}, {}
+            _sampler(cz.data.NoDuplicatesBatchSampler), {"column": LABELS, "batch_size": 2, **seeds}, {}
         ),
         "HardNegativeBatchSampler": Target(
-            _sampler(cz.HardNegativeBatchSampler),
+            _sampler(cz.data.HardNegativeBatchSampler),
             {"neighbours": torch.tensor([[1], [0], [3], [2]]), "batch_size": 2, "group_size": 2, **seeds},
             {},
         ),
@@ -347,7 +347,7 @@ def by_hand() -> dict[str, Target]:
             {**n_d, "labels": "n"},
         ),
         "DistributedMiner": Target(
-            lambda miner, rows, labels: cz.DistributedMiner(miner)(rows, labels),
+            lambda miner, rows, labels: cz.data.DistributedMiner(miner)(rows, labels),
             {"miner": lambda rows, labels: (labels, labels, labels), "rows": Z, "labels": LABELS},
             {},
         ),
@@ -370,20 +370,22 @@ def by_hand() -> dict[str, Target]:
             {"initial": 0.07, "max_scale": 100.0},
             {},
         ),
-        "CollateEmpty": Target(
-            lambda example, collate_fn: cz.CollateEmpty(example, collate_fn)([]),
+        "CollateEmptyBatches": Target(
+            lambda example, collate_fn: cz.data.CollateEmptyBatches(example, collate_fn)([]),
             {"example": (Z[0], 1), "collate_fn": torch.utils.data.default_collate},
             {},
         ),
-        "ApproximateIndex": Target(cz.ApproximateIndex, {"factory": "Flat", "parameters": ""}, {}),
-        "evaluate": of_function(cz.evaluate, rows),
-        "recall_at_k": of_function(cz.recall_at_k, rows | {"k": 1}),
-        "cross_modal_recall": of_function(cz.cross_modal_recall, {"first": Z, "second": Z, "k": [1], "labels": None}),
-        "top_k": of_function(cz.top_k, {"queries": Z, "gallery": None, "k": 1, "excluded": None}),
-        "mine_hard_negatives": of_function(
-            cz.mine_hard_negatives, {"queries": Z, "corpus": Z, "positives": POSITIVES, "num_negatives": 1}
+        "ApproximateIndex": Target(cz.metrics.ApproximateIndex, {"factory": "Flat", "parameters": ""}, {}),
+        "evaluate": of_function(cz.metrics.evaluate, rows),
+        "recall_at_k": of_function(cz.metrics.recall_at_k, rows | {"k": 1}),
+        "cross_modal_recall": of_function(
+            cz.metrics.cross_modal_recall, {"first": Z, "second": Z, "k": [1], "labels": None}
         ),
-        "sample_ids": of_function(cz.sample_ids, {"n": 4, "views": 1}),
+        "top_k": of_function(cz.metrics.top_k, {"queries": Z, "gallery": None, "k": 1, "excluded": None}),
+        "mine_hard_negatives": of_function(
+            cz.data.mine_hard_negatives, {"queries": Z, "corpus": Z, "positives": POSITIVES, "num_negatives": 1}
+        ),
+        "global_sample_ids": of_function(cz.engine.global_sample_ids, {"n": 4, "views": 1}),
         "World": Target(cz.World.of, {"process_group": None}, {}),
     }
     return found
@@ -392,7 +394,7 @@ def by_hand() -> dict[str, Target]:
 def _names() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {}
     hand = by_hand()
-    left_out = {"ALONE", "ClassLoss", "CommunicationError", "DistributedBatchSampler", "Monitor", "Neighbors",
+    left_out = {"ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors",
                 "RefreshedNegatives", "RowLoss", "implementation",
                 "__version__", "dense", "index_recall", "memory_budget"}  # fmt: skip
     for name in cz.__all__:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from contrastive_zoo.audit.launch import environment, local_store
 from contrastive_zoo.testing._rank import prepared_forkserver
+from contrastive_zoo.testing.auditing.launch import environment, local_store
 
 _context = multiprocessing.get_context("forkserver")
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.vectors.cases import CASES, LABELLED, SPLITS, TOWERS, VIEWS, WIDTH, Case, of_entry
+from contrastive_zoo.testing.catalogue import CATALOGUE
+from contrastive_zoo.testing.vectors.cases import CASES, LABELLED, SPLITS, TOWERS, VIEWS, WIDTH, Case, of_entry
 from tests.zoo import BatchHard
 
 SIZE = 20

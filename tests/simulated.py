@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from contrastive_zoo import call_history, devices, loss_summary
 from contrastive_zoo.engine import anchor_block
-from contrastive_zoo.world import World
+from contrastive_zoo.loss_base import loss_modules as loss_summary
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.world import World
+from contrastive_zoo.wrapper import call_history
 
 aten = torch.ops.aten
 
@@ -165,7 +167,7 @@ class Simulated(TorchDispatchMode):
         return tree_map(wrapped, found)
 
     def read_later(self, x: Tensor) -> Callable[[], list[float]]:
-        """Stand in for :func:`contrastive_zoo.later.read_later`."""
+        """Stand in for :func:`contrastive_zoo.ranks.devices.read_later`."""
         if not isinstance(x, OnDevice):
             return x.detach().flatten().tolist
         self.copies.append("read_later")

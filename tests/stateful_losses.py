@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from tests.zoo import BatchHard
 
 D, CLASSES = 4, 5

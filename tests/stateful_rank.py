@@ -228,7 +228,7 @@ class Rank:
         return [x.clone().requires_grad_(x.is_floating_point()) for x in mine]
 
     def _called(self, call: Callable[..., Tensor], rows: list[Tensor], *, checkpointed: bool = False) -> Tensor:
-        budget = contextlib.nullcontext() if self.budget is None else cz.memory_budget(self.budget)
+        budget = contextlib.nullcontext() if self.budget is None else cz.engine.memory_budget(self.budget)
         with budget, torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "autocast"):
             value = checkpoint(call, *rows, use_reentrant=False) if checkpointed else call(*rows)
         assert isinstance(value, Tensor)
@@ -267,7 +267,7 @@ class Rank:
             total = sum(_among(shards, size))
             rows = global_rows(self.kind.compares, total, seed, self._dtype)  # rounded alike in either dtype
             rows = [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in rows]
-            with cz.dense(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with cz.engine.plain_formulas(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 miner = self.kind.wrapper().get("miner")
                 values.append(loss(*rows, *([miner(*rows)] if miner else [])))
             leaves.append([x for x in rows if x.is_floating_point()])

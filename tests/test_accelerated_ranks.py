@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo import loss_summary
-from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.loss_base import loss_modules as loss_summary
 from contrastive_zoo.loss_base import row_loss
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
-from tests.adapters.test_sharded import ALONE, PAIRS, Rows
+from contrastive_zoo.wrapper.step import splitting
+from tests.adapters.test_sharded import ONE_PROCESS, PAIRS, Rows
 from tests.device_entries import ENTRIES as OTHERS
 from tests.helpers import EVERY_CASE, EXACT, distance, error_message
 from tests.simulated import device, draws_of_a_device, on_cpu, put_by, value_and_gradients
@@ -170,7 +170,7 @@ def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worl
 SIZES = [(5, 7), (0, 12), (9, 3)]
 """Shard sizes of each step."""
 
-IN_SHARDS = PAIRS | ALONE
+IN_SHARDS = PAIRS | ONE_PROCESS
 
 
 def in_shards(name: str) -> list[list[Any]]:
@@ -230,10 +230,10 @@ def test_sharded_losses_on_the_device(sends: str, worlds: Worlds, device_worlds:
 @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 def test_candidates_without_gradient_would_be_noticed(worlds: Worlds) -> None:
     def job() -> list[Any]:
-        from contrastive_zoo.adapters.pml_sharded import anchor_batch
+        from contrastive_zoo.wrapper.pml.sharded import anchor_batch
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(anchor_batch, "all_gather", lambda x, **_: cz.all_gather(x.detach()))
+            patch.setattr(anchor_batch, "all_gather", lambda x, **_: cz.collectives.all_gather(x.detach()))
             return in_shards("NTXent")
 
     assert distance(worlds.run(2, job)[0][0][1], 2 * whole("NTXent")[0][1][: SIZES[0][0]]) > 0.01

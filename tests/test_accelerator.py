@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from contrastive_zoo import devices
 from contrastive_zoo.engine import rowwise, tiling
+from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, TOLERANCE
 from contrastive_zoo.testing.trial import Trial, whole_batch
@@ -162,7 +162,7 @@ def budgets_of_backward(entries: list[Entry], monkeypatch: pytest.MonkeyPatch) -
     for entry in entries:
         rows = whole_batch(entry.case(), GlobalBatch((7,), d=3, labels="mixed", seed=1))
         leaves = [x.requires_grad_() if x.is_floating_point() else x for x in rows]
-        with cz.memory_budget(SET_BUDGET):
+        with cz.engine.memory_budget(SET_BUDGET):
             values.append(entry.make().double()(*leaves))
     recorded.seen.clear()
     thread = threading.Thread(target=lambda: [value.backward() for value in values])

@@ -17,14 +17,14 @@ pytest.importorskip("sklearn")
 pytest.importorskip("pytorch_metric_learning")
 
 import contrastive_zoo as cz
-from contrastive_zoo.audit.comparison import Quantity, Ratio
-from contrastive_zoo.audit.context import audit
-from contrastive_zoo.audit.diagnosis import PROBES, SIGNATURES, Finding
-from contrastive_zoo.audit.factors import explanation, weight
-from contrastive_zoo.audit.launch import audit_script
-from contrastive_zoo.audit.mistakes import MISTAKES, table
-from contrastive_zoo.audit.records import Arguments, Call, MicroBatch, Step
-from contrastive_zoo.audit.report import AuditReport, WorldReport, without_weights
+from contrastive_zoo.testing.auditing.comparison import Quantity, Ratio
+from contrastive_zoo.testing.auditing.context import audit
+from contrastive_zoo.testing.auditing.diagnosis import PROBES, SIGNATURES, Finding
+from contrastive_zoo.testing.auditing.factors import explanation, weight
+from contrastive_zoo.testing.auditing.launch import audit_script
+from contrastive_zoo.testing.auditing.mistakes import MISTAKES, table
+from contrastive_zoo.testing.auditing.records import Arguments, Call, MicroBatch, Step
+from contrastive_zoo.testing.auditing.report import AuditReport, WorldReport, without_weights
 from contrastive_zoo.testing.worlds import Worlds
 from tests import audit_trainings
 from tests.audit_random import audit_random_training
@@ -346,8 +346,8 @@ def test_the_script_gets_its_own_arguments(
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    from contrastive_zoo import cli
-    from contrastive_zoo.audit import launch
+    from contrastive_zoo.testing import cli
+    from contrastive_zoo.testing.auditing import launch
 
     calls: list[tuple[list[str], dict[str, object]]] = []
 

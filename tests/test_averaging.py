@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from contrastive_zoo import averaging
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper import averaging
 from tests.helpers import close, common_error, groups, numbers
 
 Gradients = dict[str, Tensor | None]
@@ -157,7 +157,7 @@ def test_a_mean_fits_where_the_sum_does_not(dtype: torch.dtype, worlds: Worlds) 
         model.weight.grad = torch.full((1, 2), 40_000.0, dtype=dtype)
         cz.average_gradients(model)
         rows = torch.full((3, 2), 40_000.0, dtype=dtype, requires_grad=True)
-        mean = cz.reduce_scatter(rows, op="mean")
+        mean = cz.collectives.reduce_scatter(rows, op="mean")
         (gradient,) = torch.autograd.grad(mean, rows, torch.full_like(mean, 40_000.0))
         return model.weight.grad, mean.detach(), gradient
 

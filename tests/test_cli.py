@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import contrastive_zoo
-from contrastive_zoo import cli, console
-from contrastive_zoo.testing import examination
+from contrastive_zoo.testing import cli, examination
+from contrastive_zoo.testing import cli as console
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.diagnosis import DIAGNOSES
@@ -18,7 +18,7 @@ from contrastive_zoo.testing.invariants import INVARIANTS
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "contrastive_zoo.cli", *arguments]
+    command = [sys.executable, "-m", "contrastive_zoo.testing.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

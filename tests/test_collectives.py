@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import contrastive_zoo as cz
-from contrastive_zoo import world as world_module
-from contrastive_zoo.collectives import transport
-from contrastive_zoo.collectives.adjoints import extreme_shares
+from contrastive_zoo.ranks import transport
+from contrastive_zoo.ranks import world as world_module
+from contrastive_zoo.ranks.adjoints import extreme_shares
+from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import Shards, World
 from tests.helpers import close, common_error, distance, error_message, groups, numbers
 
 DTYPES = [torch.int64, torch.int32, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -89,7 +89,7 @@ REDUCED = {"sum": _sum, "mean": _mean, "max": _extreme("max"), "min": _extreme("
 
 def all_reduce(op: str) -> Collective:
     return Collective(
-        lambda x, at: cz.all_reduce(x, op, process_group=at.group),
+        lambda x, at: cz.collectives.all_reduce(x, op, process_group=at.group),
         lambda xs, at: [REDUCED[op](xs)] * len(xs),
         lambda dy, x, at: dy,
         brings="all",
@@ -102,7 +102,7 @@ def reduce(op: str) -> Collective:
         return [total if rank == at.root else torch.zeros_like(total) for rank in range(len(xs))]
 
     return Collective(
-        lambda x, at: cz.reduce(x, at.root, op, process_group=at.group),
+        lambda x, at: cz.collectives.reduce(x, at.root, op, process_group=at.group),
         expected,
         lambda dy, x, at: dy * at.is_root,
         brings="all",
@@ -111,7 +111,7 @@ def reduce(op: str) -> Collective:
 
 def reduce_scatter(op: str) -> Collective:
     return Collective(
-        lambda x, at: cz.reduce_scatter(x, shards=at.shards, op=op, process_group=at.group),
+        lambda x, at: cz.collectives.reduce_scatter(x, shards=at.shards, op=op, process_group=at.group),
         lambda xs, at: list(REDUCED[op](xs).split(list(at.sizes))),
         lambda dy, x, at: _in_own_slice(dy, x, at),
         brings="all",
@@ -137,23 +137,23 @@ LINEAR = {
     "reduce_scatter sum": reduce_scatter("sum"),
     "reduce_scatter mean": reduce_scatter("mean"),
     "broadcast": Collective(
-        lambda x, at: cz.broadcast(x, at.root, process_group=at.group),
+        lambda x, at: cz.collectives.broadcast(x, at.root, process_group=at.group),
         lambda xs, at: [xs[at.root]] * len(xs),
         lambda dy, x, at: dy * at.is_root,
         brings="all",
     ),
     "all_gather": Collective(
-        lambda x, at: cz.all_gather(x, process_group=at.group),
+        lambda x, at: cz.collectives.all_gather(x, process_group=at.group),
         lambda xs, at: [torch.cat(xs)] * len(xs),
         lambda dy, x, at: dy[at.shards.local],
     ),
     "gather": Collective(
-        lambda x, at: cz.gather(x, at.root, process_group=at.group),
+        lambda x, at: cz.collectives.gather(x, at.root, process_group=at.group),
         _gathered,
         lambda dy, x, at: dy[at.shards.local] if at.is_root else torch.zeros_like(x),
     ),
     "scatter": Collective(
-        lambda x, at: cz.scatter(x, at.sizes if at.is_root else None, src=at.root, process_group=at.group),
+        lambda x, at: cz.collectives.scatter(x, at.sizes if at.is_root else None, src=at.root, process_group=at.group),
         lambda xs, at: list(xs[at.root].split(list(at.sizes))),
         _in_own_slice,
         brings="root",
@@ -191,12 +191,18 @@ def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed,
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-@pytest.mark.parametrize("run", [cz.all_reduce, cz.reduce, cz.reduce_scatter], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run",
+    [cz.collectives.all_reduce, cz.collectives.reduce, cz.collectives.reduce_scatter],
+    ids=lambda run: run.__name__,
+)
 def test_a_mean_of_integers_is_the_same_on_one_process_and_two(run, dtype, worlds: Worlds) -> None:
     def job() -> list:
         results: list[Tensor] = []
         shards = (
-            {"shards": Shards((2, 0)[: dist.get_world_size()], dist.get_rank())} if run is cz.reduce_scatter else {}
+            {"shards": Shards((2, 0)[: dist.get_world_size()], dist.get_rank())}
+            if run is cz.collectives.reduce_scatter
+            else {}
         )
         return [
             error_message(lambda: results.append(run(torch.tensor([1, 0]).to(dtype), op="mean", **shards))),
@@ -217,7 +223,10 @@ def test_16_bit_numbers_are_summed_in_32_bits(worlds: Worlds) -> None:
         x[dist.get_rank()] = 256
         naive = x.clone()
         dist.all_reduce(naive)
-        return [y.tolist() for y in (cz.all_reduce(x), cz.reduce(x), cz.reduce_scatter(x), naive)]
+        return [
+            y.tolist()
+            for y in (cz.collectives.all_reduce(x), cz.collectives.reduce(x), cz.collectives.reduce_scatter(x), naive)
+        ]
 
     found = worlds.run(4, job)
     everywhere, on_root, scattered, naive = zip(*found, strict=True)
@@ -230,7 +239,7 @@ def test_a_sum_is_one_message(worlds: Worlds) -> None:
 
     def job() -> list[list[int]]:
         found = []
-        for collective in (cz.all_reduce, lambda x, op: cz.reduce(x, dst=0, op=op)):
+        for collective in (cz.collectives.all_reduce, lambda x, op: cz.collectives.reduce(x, dst=0, op=op)):
             found.append([])
             for op in ("sum", "mean", "max"):
                 with Messages() as messages:
@@ -248,7 +257,7 @@ def test_a_mean_where_the_backend_scatters_sums_itself(worlds: Worlds) -> None:
         before, transport.scatters_sums = transport.scatters_sums, lambda shards, world: True
         try:
             rows = torch.tensor([[1.0], [3.0]]) + 4 * dist.get_rank()
-            return [cz.reduce_scatter(rows, op=op).flatten().tolist() for op in ("sum", "mean")]
+            return [cz.collectives.reduce_scatter(rows, op=op).flatten().tolist() for op in ("sum", "mean")]
         finally:
             transport.scatters_sums = before
 
@@ -260,7 +269,7 @@ def test_rows_whose_split_is_known_are_one_message(worlds: Worlds) -> None:
         found, x = [], torch.ones(2, 3)
         for shards in (None, Shards((2, 2), dist.get_rank())):
             with Messages() as messages:
-                cz.all_gather(x, shards=shards)
+                cz.collectives.all_gather(x, shards=shards)
             found.append(len(messages.sent))
         return found
 
@@ -302,12 +311,12 @@ def test_rows_may_have_any_strides(layout: str, worlds: Worlds) -> None:
     def job() -> list[Tensor]:
         x = brought(dist.get_rank())
         return [
-            cz.all_gather(x),
-            cz.gather(x),
-            cz.all_reduce(x),
-            cz.reduce_scatter(x),
-            cz.broadcast(x, 1),
-            cz.scatter(x),
+            cz.collectives.all_gather(x),
+            cz.collectives.gather(x),
+            cz.collectives.all_reduce(x),
+            cz.collectives.reduce_scatter(x),
+            cz.collectives.broadcast(x, 1),
+            cz.collectives.scatter(x),
         ]
 
     a, b = brought(0), brought(1)
@@ -321,7 +330,7 @@ def test_rows_may_have_any_strides(layout: str, worlds: Worlds) -> None:
 def test_rows_are_split_as_tensor_split_does_unless_told(worlds: Worlds) -> None:
     def job() -> list[list[int]]:
         x = torch.arange(5)
-        return [cz.scatter(x).tolist(), (cz.reduce_scatter(x) // 3).tolist()]
+        return [cz.collectives.scatter(x).tolist(), (cz.collectives.reduce_scatter(x) // 3).tolist()]
 
     parts = [part.tolist() for part in torch.arange(5).tensor_split(3)]
     assert worlds.run(3, job) == [[part, part] for part in parts]
@@ -379,7 +388,7 @@ def test_a_wrong_adjoint_is_detected(name: str, worlds: Worlds) -> None:
 def test_a_replicated_parameter_gets_the_sum_of_all_ranks_gradients(sizes, worlds: Worlds) -> None:
     def job() -> Tensor:
         x = numbers(2, 3, seed=0).requires_grad_()
-        y = cz.replicated(x)
+        y = cz.collectives.replicated(x)
         assert torch.equal(x, y)
         (y * numbers(2, 3, seed=1 + dist.get_rank())).sum().backward()
         return x.grad
@@ -452,8 +461,8 @@ def test_gradients_are_those_of_one_process_also_at_ties(name: str, sizes, root,
 
 
 COMPLETE = {
-    **{f"all_reduce {op}": lambda x, op=op: cz.all_reduce(x, op, gradient="complete") for op in REDUCED},
-    "all_gather": lambda x: cz.all_gather(x, gradient="complete"),
+    **{f"all_reduce {op}": lambda x, op=op: cz.collectives.all_reduce(x, op, gradient="complete") for op in REDUCED},
+    "all_gather": lambda x: cz.collectives.all_gather(x, gradient="complete"),
 }
 
 
@@ -482,11 +491,14 @@ def test_a_maximum_whose_adjoint_is_a_maximum_is_detected(worlds: Worlds) -> Non
         x = torch.tensor([[1.0, 2.0], [2.0, 2.0], [2.0, 0.0]][world.rank]).requires_grad_()
         won = (x.detach() == 2.0).float()
         mutants = [
-            lambda dy: cz.all_reduce(dy, "max") * extreme_shares(x, cz.all_reduce(x.detach(), "max"), world),
-            lambda dy: cz.all_reduce(dy) * won,
+            lambda dy: (
+                cz.collectives.all_reduce(dy, "max")
+                * extreme_shares(x, cz.collectives.all_reduce(x.detach(), "max"), world)
+            ),
+            lambda dy: cz.collectives.all_reduce(dy) * won,
         ]
-        results = [cz.all_reduce(x, "max")]
-        results += [Mutant.apply(x, lambda x: cz.all_reduce(x, "max"), adjoint) for adjoint in mutants]
+        results = [cz.collectives.all_reduce(x, "max")]
+        results += [Mutant.apply(x, lambda x: cz.collectives.all_reduce(x, "max"), adjoint) for adjoint in mutants]
         return [torch.autograd.grad((y * (1.0 + world.rank)).sum(), x)[0] for y in results]
 
     xs = [torch.tensor(x).requires_grad_() for x in ([1.0, 2.0], [2.0, 2.0], [2.0, 0.0])]
@@ -560,8 +572,10 @@ def test_a_device_mesh_of_one_dimension_names_a_group(worlds: Worlds) -> None:
     def job() -> tuple[list[list[int]], str | None]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         whole, x = init_device_mesh("cpu", (4,)), torch.tensor([dist.get_rank()])
-        found = [cz.all_gather(x, process_group=group).tolist() for group in (mesh["dp"], mesh["tp"], whole)]
-        refusal = error_message(lambda: cz.all_gather(x, process_group=mesh))
+        found = [
+            cz.collectives.all_gather(x, process_group=group).tolist() for group in (mesh["dp"], mesh["tp"], whole)
+        ]
+        refusal = error_message(lambda: cz.collectives.all_gather(x, process_group=mesh))
         dist.barrier()
         for group in mesh.get_all_groups():
             dist.destroy_process_group(group)
@@ -577,7 +591,7 @@ def test_a_device_mesh_of_one_dimension_names_a_group(worlds: Worlds) -> None:
 def test_a_process_outside_the_group_raises(worlds: Worlds) -> None:
     def job() -> str | None:
         group = dist.new_group([0, 2])
-        text = error_message(lambda: cz.all_reduce(torch.ones(1), process_group=group))
+        text = error_message(lambda: cz.collectives.all_reduce(torch.ones(1), process_group=group))
         dist.barrier()
         if dist.get_rank() != 1:
             dist.destroy_process_group(group)
@@ -602,11 +616,14 @@ def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> 
 
 
 WAYS = {
-    "sum": (lambda x: cz.all_reduce(x), lambda xs: sum(xs)),
-    "mean": (lambda x: cz.all_reduce(x, "mean"), lambda xs: sum(xs) / len(xs)),
-    "max": (lambda x: cz.all_reduce(x, "max"), lambda xs: torch.stack(xs).amax(0)),
-    "min": (lambda x: cz.all_reduce(x, "min"), lambda xs: torch.stack(xs).amin(0)),
-    "all_gather": (lambda x: cz.all_gather(x[: dist.get_rank()]), lambda xs: torch.cat([xs[1][:1], xs[2][:2]])),
+    "sum": (lambda x: cz.collectives.all_reduce(x), lambda xs: sum(xs)),
+    "mean": (lambda x: cz.collectives.all_reduce(x, "mean"), lambda xs: sum(xs) / len(xs)),
+    "max": (lambda x: cz.collectives.all_reduce(x, "max"), lambda xs: torch.stack(xs).amax(0)),
+    "min": (lambda x: cz.collectives.all_reduce(x, "min"), lambda xs: torch.stack(xs).amin(0)),
+    "all_gather": (
+        lambda x: cz.collectives.all_gather(x[: dist.get_rank()]),
+        lambda xs: torch.cat([xs[1][:1], xs[2][:2]]),
+    ),
     "exchange": (
         lambda x: torch.tensor(World.of().exchange([dist.get_rank(), 7])),
         lambda xs: torch.tensor([[rank, 7] for rank in range(3)]),
@@ -681,34 +698,51 @@ SAME_MISTAKE: dict[str, tuple[Callable[[], Any], str]] = {
         f"{name} of a list": (lambda name=name: getattr(cz, name)([1.0]), f"{name}: x must be a tensor, got list.")
         for name in ("all_reduce", "all_gather", "reduce", "broadcast", "gather", "scatter", "reduce_scatter")
     },
-    "scatter of a sparse tensor": (lambda: cz.scatter(torch.eye(2).to_sparse()), "scatter: x must be a dense tensor"),
-    "scatter sizes of a word": (lambda: cz.scatter(x, "ab"), "scatter: sizes are 2 integers, one per rank, got 'ab'"),
-    "all_reduce op of a list": (lambda: cz.all_reduce(x, []), "op is one of sum, mean, max, min, got []"),
-    "all_reduce op": (lambda: cz.all_reduce(x, "prod"), "op is one of sum, mean, max, min, got 'prod'"),
-    "reduce op": (lambda: cz.reduce(x, op="prod"), "op is one of sum, mean, max, min, got 'prod'"),
-    "reduce_scatter op": (lambda: cz.reduce_scatter(x, op="max"), "op is 'sum' or 'mean', got 'max'"),
-    "all_reduce gradient": (lambda: cz.all_reduce(x, gradient="whole"), "'partial' or 'complete', got 'whole'"),
-    "all_gather gradient": (lambda: cz.all_gather(x, gradient="whole"), "'partial' or 'complete', got 'whole'"),
-    "reduce root": (lambda: cz.reduce(x, 7), "rank 7 is not one of the group's ranks 0 … 1"),
-    "broadcast root": (lambda: cz.broadcast(x, -1), "rank -1 is not one of the group's ranks 0 … 1"),
-    "gather root": (lambda: cz.gather(x, 2), "rank 2 is not one of the group's ranks 0 … 1"),
-    "scatter root": (lambda: cz.scatter(x, src=2), "rank 2 is not one of the group's ranks 0 … 1"),
-    "scatter sizes": (lambda: cz.scatter(x, [1, 5]), "add up to the 2 rows of rank 0, got [1, 5]"),
-    "scatter too few sizes": (lambda: cz.scatter(x, [2]), "must be 2 numbers"),
-    "scatter negative size": (lambda: cz.scatter(x, [3, -1]), "got [3, -1]"),
+    "scatter of a sparse tensor": (
+        lambda: cz.collectives.scatter(torch.eye(2).to_sparse()),
+        "scatter: x must be a dense tensor",
+    ),
+    "scatter sizes of a word": (
+        lambda: cz.collectives.scatter(x, "ab"),
+        "scatter: sizes are 2 integers, one per rank, got 'ab'",
+    ),
+    "all_reduce op of a list": (lambda: cz.collectives.all_reduce(x, []), "op is one of sum, mean, max, min, got []"),
+    "all_reduce op": (lambda: cz.collectives.all_reduce(x, "prod"), "op is one of sum, mean, max, min, got 'prod'"),
+    "reduce op": (lambda: cz.collectives.reduce(x, op="prod"), "op is one of sum, mean, max, min, got 'prod'"),
+    "reduce_scatter op": (lambda: cz.collectives.reduce_scatter(x, op="max"), "op is 'sum' or 'mean', got 'max'"),
+    "all_reduce gradient": (
+        lambda: cz.collectives.all_reduce(x, gradient="whole"),
+        "'partial' or 'complete', got 'whole'",
+    ),
+    "all_gather gradient": (
+        lambda: cz.collectives.all_gather(x, gradient="whole"),
+        "'partial' or 'complete', got 'whole'",
+    ),
+    "reduce root": (lambda: cz.collectives.reduce(x, 7), "rank 7 is not one of the group's ranks 0 … 1"),
+    "broadcast root": (lambda: cz.collectives.broadcast(x, -1), "rank -1 is not one of the group's ranks 0 … 1"),
+    "gather root": (lambda: cz.collectives.gather(x, 2), "rank 2 is not one of the group's ranks 0 … 1"),
+    "scatter root": (lambda: cz.collectives.scatter(x, src=2), "rank 2 is not one of the group's ranks 0 … 1"),
+    "scatter sizes": (lambda: cz.collectives.scatter(x, [1, 5]), "add up to the 2 rows of rank 0, got [1, 5]"),
+    "scatter too few sizes": (lambda: cz.collectives.scatter(x, [2]), "must be 2 numbers"),
+    "scatter negative size": (lambda: cz.collectives.scatter(x, [3, -1]), "got [3, -1]"),
     "reduce_scatter shards": (
-        lambda: cz.reduce_scatter(x, shards=Shards((1, 4), dist.get_rank())),
+        lambda: cz.collectives.reduce_scatter(x, shards=Shards((1, 4), dist.get_rank())),
         "shards [1, 4] hold 5 rows, got 2",
     ),
     **{
         f"{run.__name__} of a number": (lambda run=run: run(torch.tensor(1.0)), "at least one dimension")
-        for run in (cz.all_gather, cz.gather, cz.scatter, cz.reduce_scatter)
+        for run in (
+            cz.collectives.all_gather,
+            cz.collectives.gather,
+            cz.collectives.scatter,
+            cz.collectives.reduce_scatter,
+        )
     },
 }
 
 
 def good() -> list[float]:
-    return cz.all_gather(torch.tensor([float(dist.get_rank())])).tolist()
+    return cz.collectives.all_gather(torch.tensor([float(dist.get_rank())])).tolist()
 
 
 @pytest.mark.parametrize("mistake", SAME_MISTAKE)
@@ -727,7 +761,15 @@ def by_rank(*values: Any) -> Any:
 
 RUNS: dict[str, Callable[..., Tensor]] = {
     run.__name__: run
-    for run in (cz.all_reduce, cz.reduce, cz.broadcast, cz.all_gather, cz.gather, cz.scatter, cz.reduce_scatter)
+    for run in (
+        cz.collectives.all_reduce,
+        cz.collectives.reduce,
+        cz.collectives.broadcast,
+        cz.collectives.all_gather,
+        cz.collectives.gather,
+        cz.collectives.scatter,
+        cz.collectives.reduce_scatter,
+    )
 }
 DISAGREE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     **{
@@ -751,20 +793,31 @@ DISAGREE: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         )
         for name in ("all_reduce", "reduce", "broadcast", "reduce_scatter")
     },
-    "all_reduce op": (lambda: cz.all_reduce(torch.ones(1), by_rank("sum", "max")), ("disagree on op", "sum", "max")),
-    "all_reduce unknown op": (lambda: cz.all_reduce(torch.ones(1), by_rank("sum", "prod")), ("rank 2", "'prod'")),
-    "broadcast root": (lambda: cz.broadcast(torch.ones(1), by_rank(0, 1)), ("disagree on src", "has 0", "has 1")),
-    "gather root": (lambda: cz.gather(torch.ones(1), by_rank(0, 9)), ("rank 2: rank 9 is not one",)),
+    "all_reduce op": (
+        lambda: cz.collectives.all_reduce(torch.ones(1), by_rank("sum", "max")),
+        ("disagree on op", "sum", "max"),
+    ),
+    "all_reduce unknown op": (
+        lambda: cz.collectives.all_reduce(torch.ones(1), by_rank("sum", "prod")),
+        ("rank 2", "'prod'"),
+    ),
+    "broadcast root": (
+        lambda: cz.collectives.broadcast(torch.ones(1), by_rank(0, 1)),
+        ("disagree on src", "has 0", "has 1"),
+    ),
+    "gather root": (lambda: cz.collectives.gather(torch.ones(1), by_rank(0, 9)), ("rank 2: rank 9 is not one",)),
     "reduce_scatter op": (
-        lambda: cz.reduce_scatter(torch.ones(3), op=by_rank("sum", "mean")),
+        lambda: cz.collectives.reduce_scatter(torch.ones(3), op=by_rank("sum", "mean")),
         ("disagree on op", "sum", "mean"),
     ),
     "reduce_scatter shards": (
-        lambda: cz.reduce_scatter(torch.ones(3), shards=Shards(by_rank((1, 1, 1), (3, 0, 0)), dist.get_rank())),
+        lambda: cz.collectives.reduce_scatter(
+            torch.ones(3), shards=Shards(by_rank((1, 1, 1), (3, 0, 0)), dist.get_rank())
+        ),
         ("disagree on", "[1, 1, 1]", "[3, 0, 0]"),
     ),
     "all_gather gradient": (
-        lambda: cz.all_gather(torch.ones(1), gradient=by_rank("partial", "complete")),
+        lambda: cz.collectives.all_gather(torch.ones(1), gradient=by_rank("partial", "complete")),
         ("disagree on gradient", "partial", "complete"),
     ),
 }

@@ -1,6 +1,7 @@
 """A step that is compiled whole is the step: the graph breaks off at losses and messages, and goes on after them."""
 
 import gc
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,26 @@ from pytorch_metric_learning import losses, miners
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.compiling import Function, uncompiled
+from contrastive_zoo.ranks.compiling import Function, uncompiled
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
 from tests.helpers import EVERY_CASE
 from tests.test_contract import WHOLE_ZOO
 from tests.zoo import Entry
 
-ENTRANCES = [getattr(cz, name) for name in cz.__all__ if name[:1].islower()] + [
-    kind.forward for name in cz.__all__ if isinstance(kind := getattr(cz, name), type) and issubclass(kind, nn.Module)
-]
-TRACED = {cz.LearnableTemperature.forward, cz.MomentumEncoder.forward, cz.MemoryQueue.forward, cz.GradCache.forward,
-          cz.cached_step, cz.dense, cz.implementation, cz.memory_budget, cz.pair_masks, cz.sample_ids}  # fmt: skip
+ENTRANCES = [
+    getattr(room, name)
+    for room in (cz, cz.collectives, cz.data, cz.engine, cz.metrics)
+    for name in getattr(room, "__all__", ())
+    if name[:1].islower() and inspect.isfunction(getattr(room, name))
+] + [kind.forward for name in cz.__all__ if isinstance(kind := getattr(cz, name), type) and issubclass(kind, nn.Module)]
+TRACED = {
+    cz.LearnableTemperature.forward, cz.MomentumEncoder.forward, cz.MemoryQueue.forward, cz.GradCache.forward,
+    cz.cached_step, cz.engine.plain_formulas, cz.engine.use_implementation, cz.engine.memory_budget, cz.engine.pair_masks,
+    cz.engine.global_sample_ids,
+}  # fmt: skip
 """Arithmetic, and what calls encoders, which are compiled."""
 
 
@@ -72,8 +79,8 @@ class ByFunction(nn.Module):
 
 class ByHand(nn.Module):
     def forward(self, z, labels):
-        z, labels = cz.all_gather(z), cz.all_gather(labels)
-        return z[labels == 0].square().sum() + cz.all_reduce(z.sum(0)).square().sum()
+        z, labels = cz.collectives.all_gather(z), cz.collectives.all_gather(labels)
+        return z[labels == 0].square().sum() + cz.collectives.all_reduce(z.sum(0)).square().sum()
 
 
 LABELLED = (foreign, sharded, ByHand)
@@ -119,7 +126,7 @@ def plain_and_compiled(make) -> list[list[list[float]]]:
 
 
 PACKAGE = Path(cz.__file__).parent
-AROUND_THE_OPERATOR = ("compiling.py", "distributed.py", "loss_base/")
+AROUND_THE_OPERATOR = ("ranks/compiling.py", "wrapper/distributed.py", "loss_base/")
 """What leads to the operator of a loss on one process: settings, among them the value of a learnable temperature."""
 
 
@@ -186,7 +193,7 @@ def test_backward_passes_are_left_alone() -> None:
     """Every hand-written one of the library, also those of modules that are imported when they are asked for."""
     written = torch.autograd.Function.__subclasses__() + Function.__subclasses__()
     own = [kind for kind in written if kind.__module__.startswith("contrastive_zoo.")]
-    theirs = ("contrastive_zoo.testing.", "contrastive_zoo.demo.")  # mistakes to be found, as people write them
+    theirs = ("contrastive_zoo.testing.", "contrastive_zoo.testing.demo.")  # mistakes to be found, as people write them
     own = [kind for kind in own if not kind.__module__.startswith(theirs) and kind is not Function]
     assert len(own) > 20
     for kind in own:

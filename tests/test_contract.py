@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.gallery import GALLERY
+from contrastive_zoo.testing.gallery.recipe import GALLERY
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
@@ -198,7 +198,7 @@ def test_one_process_computes_the_formula(entry: Entry, batch, temperature, dens
         x.requires_grad_(x.is_floating_point())
     floating = [x for x in views if x.requires_grad]
     loss = entry.make(temperature=temperature).double()
-    with cz.dense() if dense else torch.enable_grad():
+    with cz.engine.plain_formulas() if dense else torch.enable_grad():
         ours = loss(*views)
     gradients = torch.autograd.grad(ours, floating)
     expected = entry.dense(*views, temperature=temperature)
@@ -221,7 +221,7 @@ def test_dense_evaluation_keeps_the_contract(entry: Entry, batch, worlds: Worlds
                 self.loss = loss
 
             def forward(self, *rows):
-                with cz.dense():
+                with cz.engine.plain_formulas():
                     return self.loss(*rows)
 
         return Dense()

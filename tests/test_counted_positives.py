@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import contrastive_zoo as cz
-from contrastive_zoo import devices
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine import anchor_block, tiling
 from contrastive_zoo.engine.anchor_block import FEWEST_MATRICES
 from contrastive_zoo.losses import triplet
+from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.step import splitting
 from tests.engine.test_compiled_sweep import compiling
 from tests.helpers import EVERY_CASE
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
@@ -60,7 +60,7 @@ def with_ties(n: int) -> list[Tensor]:
 def on_accelerator(loss: nn.Module, rows: list[Tensor]) -> tuple[list[Any], list[str]]:
     """Return value and gradients of a simulated device, from anchors in three blocks, and what the host reads."""
     n = len(rows[0])
-    with device() as mode, cz.memory_budget(1), pytest.MonkeyPatch.context() as patch:
+    with device() as mode, cz.engine.memory_budget(1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "TILE_BYTES", FEWEST_MATRICES * 8 * n * -(-n // 3))
         put = put_by(mode)
         loss_fn = cz.DistributedLoss(put(loss), check_finite=False)
@@ -79,7 +79,7 @@ def test_triplets_are_counted_without_a_read(name: str, n: int) -> None:
 
 def assert_equal_to_formula(found: list[Any], loss: nn.Module, rows: list[Tensor]) -> None:
     torch.testing.assert_close(found, value_and_gradients(loss, rows), rtol=1e-10, atol=1e-10)
-    with cz.dense():
+    with cz.engine.plain_formulas():
         torch.testing.assert_close(found, value_and_gradients(loss, rows), rtol=1e-10, atol=1e-10)
 
 

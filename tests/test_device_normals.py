@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from contrastive_zoo import device_normals, devices
-from contrastive_zoo.device_normals import device_keys, normal_numbers
-from contrastive_zoo.random_keys import random_keys
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks import random_keys as device_normals
+from contrastive_zoo.ranks.random_keys import device_keys, normal_numbers, random_keys
 from tests.simulated import device, put_by
 
 

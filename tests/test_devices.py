@@ -149,7 +149,7 @@ def test_ranks_on_other_devices_are_refused(worlds: Worlds) -> None:
             x = torch.eye(3)[: 2 + dist.get_rank()]
             cz.DistributedLoss(cz.NTXent())(*[mode.put(x) if dist.get_rank() else x] * 2)
 
-    text, _ = common_error(worlds, 2, bad, lambda: cz.all_reduce(torch.ones(1)))
+    text, _ = common_error(worlds, 2, bad, lambda: cz.collectives.all_reduce(torch.ones(1)))
     assert "on ipu" in text
 
 

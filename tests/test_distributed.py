@@ -15,15 +15,15 @@ from pytorch_metric_learning import losses
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo import world as worlds_module
-from contrastive_zoo.arguments import GlobalIndices
-from contrastive_zoo.call_history import EVERY_NTH_CALL, FIRST_VALUES
-from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
-from contrastive_zoo.mining import DistributedMiner
-from contrastive_zoo.session import meet
+from contrastive_zoo.ranks import world as worlds_module
+from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
+from contrastive_zoo.wrapper.arguments import GlobalIndices
+from contrastive_zoo.wrapper.call_history import EVERY_NTH_CALL, FIRST_VALUES
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EXACT, close, common_error, distance, error_message, local_shard, numbers
 
 N, D = 7, 3

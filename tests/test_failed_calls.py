@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.testing.invariant import Broken, invariant
+from contrastive_zoo.testing.vectors.cases import LABELLED, VIEWS, WIDTH
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.vectors.cases import LABELLED, VIEWS, WIDTH
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message
 from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
 
@@ -238,7 +238,7 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all(split: bool, worlds: Worlds)
 
 
 def test_a_memory_that_is_not_restored_is_caught(worlds: Worlds) -> None:
-    mistake = ("contrastive_zoo.memory.cross_batch.state_kept_on_error",)
+    mistake = ("contrastive_zoo.losses.cross_batch_memory.state_kept_on_error",)
     with pytest.raises(Broken, match="has moved in a call that failed"):
         failed_loss_enters_nothing(
             FailedCall(OwnLoss(memory(RaisingReferences), LABELLED), worlds, True, mistake=mistake)
@@ -309,7 +309,7 @@ def test_a_refused_first_batch_does_not_fix_the_shapes(worlds: Worlds) -> None:
 
 def test_judgements_are_collected_together_or_not_at_all() -> None:
     """Complex grades are no numbers: their conversion warns, and a warning may be an error."""
-    metrics = cz.RetrievalMetrics("ndcg@2")
+    metrics = cz.metrics.RetrievalMetrics("ndcg@2")
     with pytest.raises(UserWarning, match="imaginary"):
         metrics.update_judgements(torch.arange(2), torch.arange(2), torch.ones(2, dtype=torch.complex64))
     assert metrics.batches == {}

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo import messages
-from contrastive_zoo.collectives import broadcast_in_place, exchange_rows
-from contrastive_zoo.collectives.adjoints import Reduce
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine import softmax
 from contrastive_zoo.engine.exchange import SendReceive
-from contrastive_zoo.messages import CommunicationError, _note
+from contrastive_zoo.ranks import messages
+from contrastive_zoo.ranks.adjoints import Reduce
+from contrastive_zoo.ranks.messages import CommunicationError, _note
+from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import RankError, Worlds, report
-from contrastive_zoo.world import World
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE, error_message, numbers
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -200,7 +200,7 @@ def left_waiting() -> list[str | None]:
         lambda world: exchange_rows(torch.ones(2, 1), [1, 1], [1, 1], world),
     ):
         world = World.of(dist.new_group([0, 1]))
-        cz.all_reduce(torch.ones(1), process_group=world)
+        cz.collectives.all_reduce(torch.ones(1), process_group=world)
         if world.rank == 0:
             found.append(error_message(lambda wait=wait, world=world: wait(world), CommunicationError))
         else:
@@ -227,7 +227,7 @@ def notes_of_an_earlier_group() -> tuple[str | None, str | None]:
     if world.rank == 0:
         store.set(key, "1\n1\nRank 1 failed long ago.")
     dist.barrier()
-    cz.all_reduce(torch.ones(1))
+    cz.collectives.all_reduce(torch.ones(1))
     found = _note(world)
     dist.barrier()
     if world.rank == 1:
@@ -264,7 +264,7 @@ def test_the_error_is_chained_to_that_of_the_backend(patient: Worlds) -> None:
             time.sleep(1.5)
             return None
         try:
-            cz.all_gather(torch.ones(1), process_group=group)
+            cz.collectives.all_gather(torch.ones(1), process_group=group)
         except CommunicationError as error:
             return f"{type(error.__cause__).__name__}: {error.__cause__}"
         return None

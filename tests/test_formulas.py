@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from tools.formulas import mathml
 
 _SIGNS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ᵀ₀₁₂₃₄₅₆₇₈₉·Σ'ẑ", "+−0123456789T0123456789⋅∑′z")

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import contrastive_zoo as cz
-from contrastive_zoo.gradcache import GradCache, cached_step, chunked_encoder
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper import chunked_encoder
+from contrastive_zoo.wrapper.grad_cache import GradCache, cached_step
 from tests.helpers import close, common_error, distance, local_shard, numbers
 
 IN, D = 4, 3

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import contrastive_zoo as cz
-from contrastive_zoo import _compat
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.graph_operator import GraphModule, loss_and_gradients, loss_gradients
+from contrastive_zoo.ranks import compat as _compat
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from tests.helpers import EVERY_CASE

@@ -12,12 +12,12 @@ from pytorch_metric_learning import losses
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo import _compat
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.graph_operator import IN_ORDER
+from contrastive_zoo.ranks import compat as _compat
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
 from tests.zoo import Tempered
 
 PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contrastive_zoo.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, shake_hands
+from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, shake_hands
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
 from tests.helpers import error_message
 
 

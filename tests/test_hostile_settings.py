@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base.checks import is_number
+from contrastive_zoo.loss_base.numbers import is_number
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, common_error
 
@@ -22,7 +22,7 @@ Z, LABELS = torch.eye(4, 3), torch.arange(4) % 2
 
 
 def hard_negatives(**settings: Any) -> Any:
-    return cz.mine_hard_negatives(**{"queries": Z, "corpus": Z, "positives": torch.arange(4), **settings})
+    return cz.data.mine_hard_negatives(**{"queries": Z, "corpus": Z, "positives": torch.arange(4), **settings})
 
 
 def integer_prototypes() -> nn.Module:
@@ -46,8 +46,8 @@ SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
     "centre": (lambda: cz.DINO(HUGE), "DINO: nothing can be made of out_dim"),
     "boundaries": (lambda: cz.Margin(num_classes=HUGE), "Margin: nothing can be made of num_classes"),
     "directions": (lambda: cz.SIGReg(3, num_slices=HUGE)(Z), "SIGReg: nothing can be made of embedding_size=3"),
-    "samples": (lambda: list(cz.GlobalBatchSampler(2**59, batch_size=2)), "nothing can be made of num_samples"),
-    "ids": (lambda: cz.sample_ids(4, views=HUGE), "n · views <= 1000000000, got n=4"),
+    "samples": (lambda: list(cz.data.GlobalBatchSampler(2**59, batch_size=2)), "nothing can be made of num_samples"),
+    "ids": (lambda: cz.engine.global_sample_ids(4, views=HUGE), "n · views <= 1000000000, got n=4"),
     "negatives": (lambda: hard_negatives(num_negatives=2**70), "num_negatives is an integer, 1 … 1000000"),
     # ---- numbers of repetitions
     "bins": (lambda: cz.FastAP(num_bins=HUGE), "num_bins is an integer, 1 … 16777216"),
@@ -67,7 +67,7 @@ SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
     "a bool as a score": (lambda: hard_negatives(absolute_margin=True), "scores and margins are numbers"),
     "text as rows": (lambda: hard_negatives(queries=np.array(["a", "b"])), "queries must be a tensor"),
     "a label of 70 bits": (
-        lambda: cz.evaluate(Z, labels=LABELS, ignore_label=2**70),
+        lambda: cz.metrics.evaluate(Z, labels=LABELS, ignore_label=2**70),
         "ignore_label is an integer of 64 bits",
     ),
     "several losses": (
@@ -83,7 +83,7 @@ SENTENCES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: cz.cached_step([nn.Linear(3, 2)], np.arange(4), lambda z: z.sum()),
         "cached_step: chunks are a sequence of inputs for each model",
     ),
-    "no parameter": (lambda: cz.replicated([1.0]), "replicated: x must be a tensor, got list"),  # type: ignore[arg-type]  # why: wrong on purpose
+    "no parameter": (lambda: cz.collectives.replicated([1.0]), "replicated: x must be a tensor, got list"),  # type: ignore[arg-type]  # why: wrong on purpose
     "complex labels": (
         lambda: cz.Margin(num_classes=2)(Z, LABELS.to(torch.complex64)),
         "β of a class needs labels",
@@ -165,7 +165,7 @@ def test_weights_of_single_ids_are_one_a_query() -> None:
 
 def test_rows_of_width_0_have_scores() -> None:
     empty = torch.empty(4, 0)
-    assert cz.top_k(empty, k=1).scores.tolist() == [[0.0]] * 4
+    assert cz.metrics.top_k(empty, k=1).scores.tolist() == [[0.0]] * 4
     assert cz.OrthogonalRegularization()(empty).isfinite()
 
 
@@ -191,7 +191,7 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
     "labels": lambda x: cz.DistributedLoss(cz.SupCon())(Z, x),
     "views": lambda x: cz.DistributedLoss(cz.NTXent())(x, Z),
     "weights of a third-party loss": lambda x: cz.DistributedLoss(third_party)(Z, x),
-    "rows of a miner": lambda x: cz.DistributedMiner(first_only)(x, LABELS),
+    "rows of a miner": lambda x: cz.data.DistributedMiner(first_only)(x, LABELS),
 }
 RIGHT = {"labels": LABELS, "views": Z, "weights of a third-party loss": torch.ones(4), "rows of a miner": Z}
 
@@ -212,7 +212,7 @@ def test_rows_of_one_rank_that_cannot_be_sent(kind: str, worlds: Worlds) -> None
 
 def test_rows_of_a_miner_have_a_dimension(worlds: Worlds) -> None:
     def bad() -> object:
-        return cz.DistributedMiner(first_only)(torch.tensor(1.0) if dist.get_rank() == 1 else Z, LABELS)
+        return cz.data.DistributedMiner(first_only)(torch.tensor(1.0) if dist.get_rank() == 1 else Z, LABELS)
 
     text, _ = common_error(worlds, 2, bad, dist.get_rank)
     assert "rank 1: embeddings are rows, one a label, got float32 []" in text

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo import devices, value_checks
-from contrastive_zoo.call_history import CallHistory
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine import classes
 from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.losses import margin
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks import row_checks as value_checks
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
+from contrastive_zoo.wrapper.call_history import CallHistory
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message, numbers
 from tests.simulated import device, put_by
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo import world
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine.exchange import SendReceive
+from contrastive_zoo.ranks import world
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE
 from tests.simulated import value_and_gradients
 from tests.test_contract import WHOLE_ZOO

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
-from contrastive_zoo.session import Session
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
 from tests.helpers import close, common_error, drawn, error_message, groups, learnt, local_shard, numbers
 
 D = 3
@@ -280,7 +280,7 @@ def disagreeing(name: str, at: int) -> Callable[[], None]:
                     case "memory":
                         loss.eval()
             if now and name == "dense":
-                with cz.dense():
+                with cz.engine.plain_formulas():
                     wrapped(*args)
             elif now and name == "no grad":
                 with torch.no_grad():
@@ -313,7 +313,7 @@ WORDS = {
     "static shapes": "ranks disagree on static_shapes: rank 0 has False, rank {other} has True.",
     "trainer": "ranks disagree on grad_reduction: rank 0 has mean, rank {other} has sum.",
     "memory": "ranks disagree on loss.training: rank 0 has True, rank {other} has False.",
-    "dense": "ranks disagree on dense(): rank 0 has False, rank {other} has True.",
+    "dense": "ranks disagree on plain_formulas(): rank 0 has False, rank {other} has True.",
     "no grad": "brought rows with gradient, rank {other} rows without gradient.",
 }
 

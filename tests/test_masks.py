@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.masks import PairMasks, block_masks
+from contrastive_zoo.engine.masks import PairMasks, block_masks
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, groups, local_shard, split
@@ -51,7 +51,7 @@ def right(worlds: Worlds, make: Callable[[Tensor], PairMasks], ids: Tensor, size
 
 @given(sizes=SHARDS, views=st.integers(1, 4))
 def test_views_of_a_sample_share_an_id_on_every_rank(sizes, views: int, worlds: Worlds) -> None:
-    found = worlds.run(len(sizes), lambda n: cz.sample_ids(n, views=views), each=[(n,) for n in sizes])
+    found = worlds.run(len(sizes), lambda n: cz.engine.global_sample_ids(n, views=views), each=[(n,) for n in sizes])
     assert [ids.tolist() for ids in found] == view_ids(sizes, views)
     assert {ids.dtype for ids in found} == {torch.int64}
 
@@ -60,20 +60,22 @@ def test_views_of_a_sample_share_an_id_on_every_rank(sizes, views: int, worlds: 
 def test_masks_of_views_are_those_of_the_global_batch(sizes, views: int, worlds: Worlds) -> None:
     rows = [views * n for n in sizes]
     ids = torch.tensor([i for of_rank in view_ids(sizes, views) for i in of_rank], dtype=torch.int64)
-    assert right(worlds, lambda own: cz.pair_masks(cz.sample_ids(len(own) // views, views)), ids, rows)
+    assert right(
+        worlds, lambda own: cz.engine.pair_masks(cz.engine.global_sample_ids(len(own) // views, views)), ids, rows
+    )
 
 
 @given(sizes=SHARDS, data=st.data())
 def test_masks_of_labels_are_those_of_the_global_batch(sizes, data, worlds: Worlds) -> None:
     labels = data.draw(st.lists(st.integers(-2, 2), min_size=sum(sizes), max_size=sum(sizes)))
     dtype = data.draw(st.sampled_from([torch.int64, torch.int32, torch.int8]))
-    assert right(worlds, cz.pair_masks, torch.tensor(labels, dtype=dtype), sizes)
+    assert right(worlds, cz.engine.pair_masks, torch.tensor(labels, dtype=dtype), sizes)
 
 
 @given(sizes=SHARDS, seed=st.integers(0, 99))
 def test_every_pair_is_in_exactly_one_mask(sizes, seed: int, worlds: Worlds) -> None:
     labels = torch.randint(3, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
-    for masks in worlds.run(len(sizes), lambda: cz.pair_masks(local_shard(labels, sizes))):
+    for masks in worlds.run(len(sizes), lambda: cz.engine.pair_masks(local_shard(labels, sizes))):
         assert (torch.stack(list(masks)).sum(0) == 1).all()
 
 
@@ -82,7 +84,7 @@ def test_masks_pair_with_the_columns_of_all_gather(worlds: Worlds) -> None:
 
     def job() -> bool:
         ids = local_shard(labels, sizes)
-        masks, columns = cz.pair_masks(ids), cz.all_gather(ids)
+        masks, columns = cz.engine.pair_masks(ids), cz.collectives.all_gather(ids)
         return torch.equal(masks.positive | masks.self, ids[:, None] == columns)
 
     assert worlds.run(3, job) == [True] * 3
@@ -91,7 +93,10 @@ def test_masks_pair_with_the_columns_of_all_gather(worlds: Worlds) -> None:
 def test_masks_stay_within_a_group(worlds: Worlds) -> None:
     def job() -> list[list[int]]:
         with groups([1, 2], [0]) as group:
-            return [x.int().tolist() for x in cz.pair_masks(cz.sample_ids(1, process_group=group), process_group=group)]
+            return [
+                x.int().tolist()
+                for x in cz.engine.pair_masks(cz.engine.global_sample_ids(1, process_group=group), process_group=group)
+            ]
 
     assert worlds.run(3, job) == [[[[1]], [[0]], [[0]]], [[[1, 0]], [[0, 0]], [[0, 1]]], [[[0, 1]], [[0, 0]], [[1, 0]]]]
 
@@ -101,24 +106,24 @@ def test_masks_stay_within_a_group(worlds: Worlds) -> None:
 
 def without_offset(ids: Tensor) -> PairMasks:
     """The diagonal starts at column 0 on every rank."""
-    return block_masks(ids, cz.all_gather(ids), start=0)
+    return block_masks(ids, cz.collectives.all_gather(ids), start=0)
 
 
 def local_ids(ids: Tensor) -> PairMasks:
     """``arange(n)`` on every rank, which makes unrelated samples of other ranks positives."""
-    return cz.pair_masks(torch.arange(len(ids)))
+    return cz.engine.pair_masks(torch.arange(len(ids)))
 
 
 def own_rank_first(ids: Tensor) -> PairMasks:
     """Columns ``[mine, others]``."""
-    others = [x for rank, x in enumerate(cz.all_gather(ids).split(len(ids))) if rank != dist.get_rank()]
+    others = [x for rank, x in enumerate(cz.collectives.all_gather(ids).split(len(ids))) if rank != dist.get_rank()]
     return block_masks(ids, torch.cat([ids, *others]), start=0)
 
 
 @pytest.mark.parametrize("mutant", [without_offset, local_ids, own_rank_first], ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_caught(mutant: Callable[[Tensor], PairMasks], worlds: Worlds) -> None:
     ids = torch.tensor([0, 1, 2, 0])
-    assert right(worlds, cz.pair_masks, ids, (2, 2))
+    assert right(worlds, cz.engine.pair_masks, ids, (2, 2))
     assert not right(worlds, mutant, ids, (2, 2))
 
 
@@ -126,22 +131,28 @@ def test_a_mutant_is_caught(mutant: Callable[[Tensor], PairMasks], worlds: World
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "float ids": (lambda: cz.pair_masks(torch.ones(2)), ("one integer per row", "float32 [2]", "labels.long()")),
-    "one-hot ids": (lambda: cz.pair_masks(torch.eye(2).long()), ("one integer per row", "int64 [2, 2]", "argmax(1)")),
+    "float ids": (lambda: cz.engine.pair_masks(torch.ones(2)), ("one integer per row", "float32 [2]", "labels.long()")),
+    "one-hot ids": (
+        lambda: cz.engine.pair_masks(torch.eye(2).long()),
+        ("one integer per row", "int64 [2, 2]", "argmax(1)"),
+    ),
     "float ids on one rank": (
-        lambda: cz.pair_masks(torch.ones(2) if dist.get_rank() else torch.ones(2).long()),
+        lambda: cz.engine.pair_masks(torch.ones(2) if dist.get_rank() else torch.ones(2).long()),
         ("rank 1: ", "float32 [2]"),
     ),
-    "negative n": (lambda: cz.sample_ids(-1), ("n >= 0 and views >= 1", "n=-1")),
-    "negative n on one rank": (lambda: cz.sample_ids(-dist.get_rank()), ("rank 1: ", "n=-1")),
-    "no views": (lambda: cz.sample_ids(2, views=0), ("views=0",)),
-    "other views": (lambda: cz.sample_ids(2, views=1 + dist.get_rank()), ("disagree on views", "has 1", "has 2")),
+    "negative n": (lambda: cz.engine.global_sample_ids(-1), ("n >= 0 and views >= 1", "n=-1")),
+    "negative n on one rank": (lambda: cz.engine.global_sample_ids(-dist.get_rank()), ("rank 1: ", "n=-1")),
+    "no views": (lambda: cz.engine.global_sample_ids(2, views=0), ("views=0",)),
+    "other views": (
+        lambda: cz.engine.global_sample_ids(2, views=1 + dist.get_rank()),
+        ("disagree on views", "has 1", "has 2"),
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence_on_every_rank(mistake: str, worlds: Worlds) -> None:
     bad, words = MISTAKES[mistake]
-    text, after = common_error(worlds, 2, bad, lambda: cz.sample_ids(1).item())
+    text, after = common_error(worlds, 2, bad, lambda: cz.engine.global_sample_ids(1).item())
     assert all(word in text for word in words), text
     assert after == [0, 1]

@@ -30,7 +30,7 @@ loss(64)  # lazy imports, thread pools
 gc.collect()
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts from here
 before = status("VmRSS")
-with cz.memory_budget({budget}):
+with cz.engine.memory_budget({budget}):
     loss({rows})
 print(status("VmHWM") - before)
 """

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from contrastive_zoo.memory import nnclr, ressl
+from contrastive_zoo.losses import nnclr, ressl
 from contrastive_zoo.testing.invariant import Broken
-from contrastive_zoo.testing.memory import MEMORY_INVARIANTS, MISTAKES, MemoryTrial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import numbers
+from tests.memory_invariants import MEMORY_INVARIANTS, MISTAKES, MemoryTrial
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
 
 D = 3

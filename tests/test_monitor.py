@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
-from contrastive_zoo.monitor import pairs
-from contrastive_zoo.monitor.drift import sketch
-from contrastive_zoo.monitor.figures import effective_rank
+from contrastive_zoo.metrics.monitor import pairs
+from contrastive_zoo.metrics.monitor.figures import effective_rank
+from contrastive_zoo.metrics.monitor.statistics import sketch
 from contrastive_zoo.testing.invariant import Broken
-from contrastive_zoo.testing.monitor import MISTAKES, MONITOR_INVARIANTS, MonitorTrial
 from tests.helpers import common_error, learnt, numbers
+from tests.monitor_invariants import MISTAKES, MONITOR_INVARIANTS, MonitorTrial
 
 N, D = 13, 5
 X, Y = numbers(N, D, seed=0), numbers(N, D, seed=1)

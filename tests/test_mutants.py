@@ -57,7 +57,7 @@ def test_a_constant_is_planted() -> None:
 
 def test_what_ran_at_import_is_not_planted() -> None:
     with pytest.raises(NotPlantedError, match="TYPE_CHECKING"):
-        plant_change("distributed.py", "", "if TYPE_CHECKING: → if True:")
+        plant_change("wrapper/distributed.py", "", "if TYPE_CHECKING: → if True:")
 
 
 def test_executed_lines_are_noted() -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from contrastive_zoo import _compat
 from contrastive_zoo.loss_base.graph_operator import loss_and_gradients
+from contrastive_zoo.ranks import compat as _compat
 
 
 def test_a_graph_break_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
-from contrastive_zoo.messages import completed_handshake
-from contrastive_zoo.session import meet
+from contrastive_zoo.ranks.messages import completed_handshake
+from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.testing.vectors.cases import VIEWS
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.vectors.cases import VIEWS
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import drawn
 from tests.own_losses import OWN_LOSSES, OwnLoss
 
@@ -30,7 +30,7 @@ def in_a_step(case: OwnLoss, *, in_parts: bool) -> int:
     arguments = case.arguments(dist.get_rank(), dist.get_world_size())
     with (
         splitting(always=in_parts),
-        patch("contrastive_zoo.handshake.completed_handshake", wraps=completed_handshake) as handshakes,
+        patch("contrastive_zoo.ranks.handshake.completed_handshake", wraps=completed_handshake) as handshakes,
     ):
         loss(*arguments.values()).sum().backward()
     return handshakes.call_count

@@ -16,45 +16,25 @@ import contrastive_zoo as cz
 PACKAGE = Path(cz.__file__).parent
 NAME = PACKAGE.name
 
-LAYERS = [
-    {"_compat", "derivations", "devices", "later", "uneven_ends"},
-    {"messages", "random_keys", "row_checks", "sizes"},
-    {"compiling", "device_normals", "loaded_state"},
-    {"world"},
-    {"differences", "gather_cache"},
-    {"handshake", "common_failure"},
-    {"session"},
-    {"collectives", "value_checks"},
-    {"masks", "randomness", "averaging", "arguments", "wrapped"},
-    {"engine", "evaluation"},
-    {"loss_summary", "plots"},
-    {"loss_base"},
-    {"losses"},
-    {"loss_call"},
-    {"wrapper_options", "call_history"},
-    {"broadcast_state", "distributed_step", "native_loss"},
-    {"distributed"},
-    {"mining", "memory", "gradcache", "sampling", "monitor"},
-]
-"""Arrows point from later ones to earlier ones."""
+ROOMS = ["ranks", "engine", "loss_base", "losses", "wrapper", "metrics", "data", "adapters", "testing"]
+"""Folders of the package; each imports only from those before it."""
 
-INSIDE_FUNCTIONS = {
-    "engine.implementation": {"kernels"},
-    "engine.sigmoid": {"kernels.sigmoid_pairs"},
-    "engine.softmax": {"kernels.softmax_sweep"},
-    "engine.tower_pairs": {"kernels.sigmoid", "kernels.softmax"},
-    "engine.view_pairs": {"kernels.softmax"},
-    "native_loss": {"adapters.pml_native"},
-    "distributed_step": {"adapters.pml_sharded"},
-    "wrapper_options": {"adapters.pml_sharded"},
-}
-"""Modules that a module of the core imports inside a function only, because they need an optional library."""
-
-ENTRY_POINTS = {"__main__", "check_target", "cli", "console", "demo", "vectors"}
-"""What users start; no other module imports them."""
+MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_queue", "losses.momentum_encoder"}
+"""Modules of losses that keep what all ranks have sent: more than a formula."""
 
 GALLERY = "testing.gallery"
 """The package of testing whose subject is particular losses."""
+
+OF_LOSSES = (
+    "testing.auditing",
+    "testing.catalogue",
+    "testing.check_target",
+    "testing.cli",
+    "testing.console",
+    "testing.demo",
+    "testing.vectors",
+)
+"""Modules of testing that show, list, find and train losses."""
 
 
 @functools.cache
@@ -95,10 +75,12 @@ def imported_modules(module: str) -> set[str]:
     return {name if name in known else name.rpartition(".")[0] for name in found}
 
 
-def layer(module: str) -> int | None:
-    """Return the layer of a module; None outside the core."""
-    top = module.partition(".")[0]
-    return next((i for i, names in enumerate(LAYERS) if top in names), None)
+def room(module: str) -> int:
+    """Return the place of a module's room."""
+    return ROOMS.index(module.partition(".")[0])
+
+
+FORMULAS = [module for module in modules("losses") if module not in MEMORIES]
 
 
 def fresh(script: str) -> list[str]:
@@ -126,7 +108,7 @@ def test_using_the_library_imports_no_optional_package() -> None:
         "import contrastive_zoo\n"
         "[getattr(contrastive_zoo, name) for name in contrastive_zoo.__all__]\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "testing = {name for name in sys.modules if name.startswith('contrastive_zoo.testing')}\n"
+        "testing = {name for name in sys.modules if name.startswith('contrastive_zoo.testing.')}\n"
         f"print(json.dumps(sorted(new & ({optional}) | testing)))"
     )
     assert fresh(script) == []
@@ -181,37 +163,31 @@ def test_the_package_imports_nothing_from_outside_the_wheel() -> None:
     assert [x for x in modules() if {name.partition(".")[0] for name in imported_names(x)} & outside] == []
 
 
-@pytest.mark.parametrize("module", modules("adapters"))
-def test_adapters_do_not_import_testing(module: str) -> None:
-    assert not {other for other in imported_modules(module) if other.partition(".")[0] in {"testing"} | ENTRY_POINTS}
+def test_the_root_holds_five_files_and_the_rooms() -> None:
+    held = {x.name for x in PACKAGE.iterdir() if x.name != "__pycache__"}
+    assert held == {"__init__.py", "__init__.pyi", "__main__.py", "py.typed", *ROOMS}
 
 
-def test_imports_point_to_lower_layers() -> None:
+@pytest.mark.parametrize("name", ROOMS)
+def test_every_room_has_a_sentence_on_its_door(name: str) -> None:
+    sentence = ast.get_docstring(tree(name)) or ""
+    assert 30 < len(sentence.splitlines()[0]) < 130
+
+
+def test_imports_point_to_rooms_before() -> None:
     for module in modules():
-        if (here := layer(module)) is None:
+        if module in ("", "__main__"):
             continue
-        for other in imported_modules(module) - INSIDE_FUNCTIONS.get(module, set()):
-            there = layer(other)
-            assert there is not None, f"{module} imports {other}, which is outside the core"
-            same_package = module.partition(".")[0] == other.partition(".")[0]
-            assert there < here or same_package, f"{module} imports {other}, which is in the same layer or above"
+        for other in imported_modules(module) - {""}:
+            assert room(other) <= room(module), f"{module} imports {other}, which is in a later room"
 
 
-def test_entry_points_are_not_imported() -> None:
-    others = [module for module in modules() if module.partition(".")[0] not in ENTRY_POINTS]
-    found = {module: {x for x in imported_modules(module) if x.partition(".")[0] in ENTRY_POINTS} for module in others}
-    assert {module: names for module, names in found.items() if names} == {}
-
-
-@pytest.mark.parametrize("module", INSIDE_FUNCTIONS)
-def test_adapters_are_imported_inside_functions(module: str) -> None:
-    assert not [
-        name
-        for statement in tree(module).body
-        if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
-        for name in imported(statement)
-        if ".adapters" in name
-    ]
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    arrows = {module: imported_modules(module) - {module, ""} for module in modules() if not module.endswith(GALLERY)}
+    while free := [module for module, others in arrows.items() if not others & arrows.keys()]:
+        for module in free:
+            del arrows[module]
+    assert not arrows, "each of these imports one of the others"
 
 
 def test_no_module_of_the_package_is_imported_by_a_string() -> None:
@@ -223,11 +199,11 @@ def test_no_module_of_the_package_is_imported_by_a_string() -> None:
 
 def test_imports_are_found() -> None:
     assert imported_modules("losses.nt_xent") >= {"engine.batch", "engine.view_pairs", "loss_base.families"}
-    assert "distributed" in imported_modules("testing.gallery.gather")
-    assert {layer(name) for name in ("world", "engine.rowwise", "distributed", "cli")} == {3, 9, 16, None}
+    assert "wrapper.distributed" in imported_modules("testing.gallery.gather")
+    assert [room(name) for name in ("ranks.world", "engine.rowwise", "wrapper.distributed")] == [0, 1, 4]
 
 
-@pytest.mark.parametrize("module", [*modules("losses"), *modules("loss_base")])
+@pytest.mark.parametrize("module", [*FORMULAS, *modules("loss_base")])
 def test_losses_do_not_depend_on_rank_or_world_size(module: str) -> None:
     """They only pass a World on; the exception is the warning that a loss without wrapper sees local samples only."""
     code = tree(module)
@@ -246,22 +222,22 @@ def test_losses_do_not_depend_on_rank_or_world_size(module: str) -> None:
             assert x.id not in ("rank", "world_size", "dist"), ast.unparse(x)
 
 
-NOT_OF_A_FORMULA = {"collectives", "kernels", "session", "world"}
-"""Packages that a loss never names: its batch has the sums over ranks, and an engine chooses implementation and messages."""
+OF_A_FORMULA = {"ranks.row_checks", "ranks.devices", "ranks.random_keys"}
+"""What a loss may import of the room of ranks: checks of its own rows; its batch has the sums over ranks."""
 
 
-@pytest.mark.parametrize("module", modules("losses"))
+@pytest.mark.parametrize("module", FORMULAS)
 def test_a_loss_names_no_rank_no_message_and_no_implementation(module: str) -> None:
-    names = {x.removeprefix(f"{NAME}.") for x in imported_names(module)}
-    assert not {x for x in names if x.partition(".")[0] in NOT_OF_A_FORMULA}
-    assert not {x for x in names if x.startswith(("handshake", "engine.implementation", "engine.small_batch"))}
+    found = imported_modules(module)
+    assert {x for x in found if x.startswith("ranks")} <= OF_A_FORMULA
+    assert not {x for x in found if x.startswith(("engine.kernels", "engine.implementation", "engine.small_batch"))}
     nodes = [x for x in ast.walk(tree(module)) if isinstance(x, ast.Name | ast.arg | ast.keyword | ast.FunctionDef)]
     words = {x.id if isinstance(x, ast.Name) else x.name if isinstance(x, ast.FunctionDef) else x.arg for x in nodes}
     assert not words & {"world", "forward"}
 
 
-@pytest.mark.parametrize("module", [module for module in modules("testing") if not module.startswith(GALLERY)])
-def test_testing_does_not_depend_on_losses(module: str) -> None:
-    found = {other.partition(".")[0] for other in imported_modules(module)}
-    assert not found & {"losses", "engine", "distributed", "catalogue"}
+@pytest.mark.parametrize("module", [x for x in modules("testing") if not x.startswith((GALLERY, *OF_LOSSES))])
+def test_proofs_do_not_depend_on_losses(module: str) -> None:
+    found = imported_modules(module)
+    assert not {x for x in found if x.startswith(("losses", "engine", "wrapper.distributed", "testing.catalogue"))}
     assert "" not in found, "names of the package itself include losses"

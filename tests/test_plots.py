@@ -4,8 +4,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from contrastive_zoo import plots
-from contrastive_zoo.world import World
+from contrastive_zoo.metrics import plots
+from contrastive_zoo.ranks.world import World
 from tests.helpers import common_error
 
 ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.engine import softmax
 from contrastive_zoo.engine.precision import matmul_rounding
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
 from tests.helpers import EVERY_CASE, close, local_shard, numbers
 from tests.losses import zoo_softmax
 from tests.test_contract import WHOLE_ZOO
@@ -417,7 +417,7 @@ def test_a_graph_that_is_only_kept_costs_nothing(entry: Entry) -> None:
 @by_entry
 def test_second_derivatives_under_dense_are_those_of_the_formula(entry: Entry, temperature: float) -> None:
     rows = rows_of(entry, 6, 3)
-    with cz.dense():
+    with cz.engine.plain_formulas():
         found = hessian_times(entry.make(temperature=temperature).double(), rows)
     expected = hessian_times(lambda *x: entry.dense(*x, temperature=temperature), rows)
     for x, y in zip(found, expected, strict=True):
@@ -520,7 +520,7 @@ def test_unreduced_losses_are_those_of_my_anchors_and_each_can_be_weighed(name, 
 
     def job(weight: Tensor) -> tuple[Tensor, list[Tensor]]:
         here = own(rows, shards)
-        with cz.dense() if dense else contextlib.nullcontext():
+        with cz.engine.plain_formulas() if dense else contextlib.nullcontext():
             losses = function.run(*here, reduction="none", world=World.of())
         return losses, list(torch.autograd.grad((losses * weight).sum(), floating(here)))
 
@@ -565,7 +565,7 @@ def test_second_derivatives_under_dense_reach_across_ranks(name, shards, worlds:
 
     def job() -> list[Tensor]:
         here = own(rows, shards)
-        with cz.dense():
+        with cz.engine.plain_formulas():
             value = function.run(*here, world=World.of())
         gradients = torch.autograd.grad(value, floating(here), create_graph=True)
         mixed = sum((x * local_shard(v, shards)).sum() for x, v in zip(gradients, along, strict=True))
@@ -592,7 +592,7 @@ def test_a_second_derivative_is_refused_on_every_rank(name, shards, worlds: Worl
             sum(x.sum() for x in gradients).backward()
         return str(raised.value)
 
-    assert all("contrastive_zoo.dense()" in text for text in worlds.run(len(shards), job))
+    assert all("contrastive_zoo.engine.plain_formulas()" in text for text in worlds.run(len(shards), job))
 
 
 def test_a_foreign_loss_is_differentiated_twice_across_ranks(worlds: Worlds) -> None:
@@ -606,7 +606,7 @@ def test_a_foreign_loss_is_differentiated_twice_across_ranks(worlds: Worlds) -> 
         return (z @ z.T).square().sum()
 
     def job(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return second(x, v, lambda z: quartic(cz.all_gather(z, gradient="complete")))
+        return second(x, v, lambda z: quartic(cz.collectives.all_gather(z, gradient="complete")))
 
     generator = torch.Generator().manual_seed(0)
     x, v = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator)

@@ -82,7 +82,7 @@ def test_a_word_that_the_search_lacks_is_found(tmp_path: Path) -> None:
 
 
 def test_the_addresses_of_sources_are_whole() -> None:
-    from contrastive_zoo.catalogue import CATALOGUE
+    from contrastive_zoo.testing.catalogue import CATALOGUE
 
     for entry in CATALOGUE.values():
         for url in re.findall(r"https?://\S+", entry.source):

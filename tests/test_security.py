@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 import contrastive_zoo as cz
-from contrastive_zoo.audit.launch import local_store, own_folder
+from contrastive_zoo.testing.auditing.launch import local_store, own_folder
 from contrastive_zoo.testing.worlds import Worlds
 
 PACKAGE = Path(cz.__file__).parent
-PROGRAMS = {"audit", "demo", "testing", "cli.py", "check_target.py", "__main__.py"}
+PROGRAMS = {"testing", "__main__.py"}
 """Parts of the package that users start; the others are the library."""
 
 PICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -47,8 +47,8 @@ def called(tree: ast.Module) -> Iterator[str]:
 
 def test_the_library_is_found() -> None:
     names = {str(x.relative_to(PACKAGE)) for x in library()}
-    assert {"handshake.py", "world.py", "messages.py", "adapters/sentence_transformers.py"} <= names
-    assert not any(name.startswith(("testing", "audit")) for name in names)
+    assert {"ranks/handshake.py", "ranks/world.py", "ranks/messages.py", "adapters/sentence_transformers.py"} <= names
+    assert not any(name.startswith("testing") for name in names)
 
 
 def test_the_library_pickles_nothing_and_starts_nothing() -> None:

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
-from contrastive_zoo.engine import anchor_block, cross_entropy, implementation, small_batch, softmax, tiling
+from contrastive_zoo.engine import anchor_block, implementation, small_batch, softmax, tiling
+from contrastive_zoo.engine import softmax_arithmetic as cross_entropy
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import Shards
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE, called, drawn, local_shard, numbers
 
 GOAL = 2e-5
@@ -246,7 +247,7 @@ PATHS: dict[str, Callable[[], list[Any]]] = {
     "cached": lambda: [replaced(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(2**30)],
     "a maximum for each row": lambda: [replaced(softmax.SoftmaxSweep, "lost_precision", lambda *_: True)],
     "small": lambda: [replaced(implementation, "SMALL_BATCH_ELEMENTS", 2**24)],
-    "dense": lambda: [cz.dense()],
+    "dense": lambda: [cz.engine.plain_formulas()],
 }
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tests.stateful_losses import LOSSES, Loss
 from tests.stateful_rank import Action, play
@@ -24,9 +24,9 @@ THRESHOLDS = {
     "contrastive_zoo.engine.implementation:SMALL_BATCH_ELEMENTS": (2**16, -1, 12),
     "contrastive_zoo.engine.tiling:BLOCK_BYTES": (32 * 2**20, 64, 300),
     "contrastive_zoo.engine.tiling:TILE_BYTES": (4 * 2**20, 64, 300),
-    "contrastive_zoo.distributed_step:SMALL_BATCH": (2**28, -1, 2**12),
-    "contrastive_zoo.handshake:PAYLOAD_LIMIT": (2**20, 0, 200),
-    "contrastive_zoo.world:_SMALL": (2**18, 0, 300),
+    "contrastive_zoo.wrapper.step:SMALL_BATCH": (2**28, -1, 2**12),
+    "contrastive_zoo.ranks.handshake:PAYLOAD_LIMIT": (2**20, 0, 200),
+    "contrastive_zoo.ranks.world:_SMALL": (2**18, 0, 300),
 }
 """Every constant at which an engine or a message takes another path: as it is, and so small that tiny batches meet it."""
 

@@ -10,9 +10,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from contrastive_zoo import distributed_step
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.uneven_ends import join_problem
+from contrastive_zoo.wrapper import step as distributed_step
+from contrastive_zoo.wrapper.step import join_problem
 from tests.helpers import common_error, error_message, numbers
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
-from contrastive_zoo.random_keys import random_keys
+from contrastive_zoo.ranks.random_keys import random_keys
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import numbers
 from tests.test_later_steps import a_training, labelled, two_towers
 
@@ -55,7 +55,7 @@ class Training:
         self.random_loss = cz.DistributedLoss(projected, process_group=group)
         parameters = [*self.encoder.parameters(), *self.loss_fn.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
-        self.sampler = cz.GlobalBatchSampler(
+        self.sampler = cz.data.GlobalBatchSampler(
             SAMPLES, batch_size=BATCH, seed=3, rank_weights=WEIGHTS[self.world_size], process_group=group
         )
         self.steps = 0

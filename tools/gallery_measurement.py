@@ -8,7 +8,7 @@ from functools import cached_property
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
-from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS, Recipe
+from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe
 from contrastive_zoo.testing.probe import CLOSE, compare, is_near
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS, Recipe
+from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
 from tools.gallery_measurement import EVEN, UNEVEN, Row, measure_gallery

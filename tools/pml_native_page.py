@@ -4,8 +4,8 @@ from typing import get_type_hints
 
 from pytorch_metric_learning import losses
 
-from contrastive_zoo.adapters import pml_sharded
-from contrastive_zoo.adapters.pml_native.translation import COMPOSITES, NO_LOSS, REFUSED, TRANSLATED
+from contrastive_zoo.wrapper.pml import sharded as pml_sharded
+from contrastive_zoo.wrapper.pml.native.translation import COMPOSITES, NO_LOSS, REFUSED, TRANSLATED
 
 
 def as_markdown() -> str:

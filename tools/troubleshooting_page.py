@@ -10,33 +10,20 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from contrastive_zoo.catalogue import CATALOGUE
+from contrastive_zoo.testing.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "pages" / "troubleshooting.md"
 BEGIN, END = "<!-- messages: begin -->", "<!-- messages: end -->"
 
 GROUPS = {
-    "The wrapper, and what ranks disagree on": (
-        "distributed", "distributed_step", "differences", "handshake", "session", "world", "wrapped", "wrapper_options",
-        "loss_call", "loaded_state", "messages", "native_loss", "derivations", "devices", "call_history", "arguments",
-        "row_checks", "masks", "averaging", "sizes", "uneven_ends", "common_failure",
-    ),
-    "Losses": ("losses", "loss_base", "engine", "kernels"),
-    "Collectives": ("collectives",),
-    "Memory, and large batches": ("memory", "gradcache"),
-    "Mining and sampling": ("mining", "sampling"),
-    "Evaluation and monitoring": ("evaluation", "monitor"),
+    "The wrapper, and what ranks disagree on": ("wrapper", "ranks"),
+    "Losses": ("losses", "loss_base", "engine"),
+    "Mining, sampling, evaluation, monitoring": ("data", "metrics"),
     "Adapters": ("adapters",),
-    "Command line": ("check_target",),
-}  # fmt: skip
-"""Headings, and the modules or packages whose messages are below each."""
-
-WITHOUT = {
-    "_compat", "audit", "broadcast_state", "catalogue", "cli", "compiling", "console", "demo", "device_normals",
-    "gather_cache", "later", "loss_summary", "plots", "random_keys", "randomness", "testing", "value_checks", "vectors",
-}  # fmt: skip
-"""Modules whose texts are no errors of a training: reports, commands, pictures."""
+    "Command line": ("testing/check_target",),
+}
+"""Headings, and the rooms or modules whose messages are below each; texts of other modules are no errors of a training."""
 
 FEWEST_SPACES = 4
 """A string with fewer is a name or a fragment."""

@@ -33,8 +33,8 @@ COMMANDS = {
     "pml": [
         ["contrastive-zoo", "check", "pytorch_metric_learning.losses:ContrastiveLoss", "--wrap", "--examples", "3"]
     ],
-    "mining": [["python", "-c", "import contrastive_zoo.mining, faiss, tqdm"]],
-    "plot": [["python", "-c", "import contrastive_zoo.plots"]],
+    "mining": [["python", "-c", "import contrastive_zoo.data, faiss, tqdm"]],
+    "plot": [["python", "-c", "import contrastive_zoo.metrics.plots"]],
 }
 """What is run after each extra is installed, in this order; the first is the package without extras."""
 

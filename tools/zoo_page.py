@@ -4,7 +4,7 @@ import inspect
 import re
 from pathlib import Path
 
-from contrastive_zoo.catalogue import CATALOGUE, Entry
+from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 from tools.troubleshooting_page import messages
 
 _HEAD = """# The zoo

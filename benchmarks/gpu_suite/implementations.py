@@ -83,7 +83,9 @@ class Implementation:
 
 def kernel(module: str, name: str) -> Implementation:
     """Return a kernel of this library, which is imported with Triton."""
-    return Implementation(lambda scale: getattr(import_module(f"contrastive_zoo.kernels.{module}"), name), "ours")
+    return Implementation(
+        lambda scale: getattr(import_module(f"contrastive_zoo.engine.kernels.{module}"), name), "ours"
+    )
 
 
 def as_called(loss: str) -> Construct:

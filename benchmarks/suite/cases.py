@@ -22,8 +22,8 @@ from oracles import opened
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.catalogue import CATALOGUE
 from contrastive_zoo.engine.tiling import TILE_BYTES, budget, memory_budget, tile_shape, tiles
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from suite.harness import Absent
 
 AMPLE = 2**32

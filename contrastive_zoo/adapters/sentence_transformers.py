@@ -15,13 +15,14 @@ from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss,
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from contrastive_zoo.collectives import all_gather, broadcast, scale_gradient
-from contrastive_zoo.handshake import refuse_empty
-from contrastive_zoo.messages import reported
-from contrastive_zoo.randomness import one_stream
-from contrastive_zoo.session import Session, meet
-from contrastive_zoo.world import Processes, Shards, World
-from contrastive_zoo.wrapper_options import GradReduction
+from contrastive_zoo.ranks.adjoints import scale_gradient
+from contrastive_zoo.ranks.collectives import all_gather, broadcast
+from contrastive_zoo.ranks.handshake import refuse_empty
+from contrastive_zoo.ranks.messages import reported
+from contrastive_zoo.ranks.randomness import one_stream
+from contrastive_zoo.ranks.session import Session, meet
+from contrastive_zoo.ranks.world import Processes, Shards, World
+from contrastive_zoo.wrapper.options import GradReduction
 
 
 class DistributedSentenceLoss(nn.Module):

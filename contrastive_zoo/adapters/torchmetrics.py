@@ -5,18 +5,18 @@ from typing import Any
 import torchmetrics
 from torch import Tensor
 
-from contrastive_zoo.evaluation.retrieval import RetrievalMetrics
+from contrastive_zoo.metrics.retrieval import RetrievalMetrics
 
 
 class RetrievalMetric(torchmetrics.Metric):
-    """:class:`contrastive_zoo.RetrievalMetrics` as a torchmetrics metric.
+    """:class:`contrastive_zoo.metrics.RetrievalMetrics` as a torchmetrics metric.
 
     It communicates by itself in ``compute``, so torchmetrics does not gather its states. Lightning computes and resets it at
     the end of the epoch: ``self.log("map@r", self.metric)``.
 
     Args:
         metric: one name of a metric, for which ``compute`` returns a number.
-        settings: as in :class:`contrastive_zoo.RetrievalMetrics`.
+        settings: as in :class:`contrastive_zoo.metrics.RetrievalMetrics`.
 
     Raises:
         ValueError: an unknown metric.
@@ -38,7 +38,7 @@ class RetrievalMetric(torchmetrics.Metric):
         self.collected = RetrievalMetrics(metric, **settings)
 
     def update(self, queries: Tensor, labels: Tensor | None = None, **more: Tensor) -> None:
-        """Collect a batch, as :meth:`contrastive_zoo.RetrievalMetrics.update` does."""
+        """Collect a batch, as :meth:`contrastive_zoo.metrics.RetrievalMetrics.update` does."""
         self.collected.update(queries, labels, **more)
 
     def compute(self) -> Tensor | dict[str, Tensor]:

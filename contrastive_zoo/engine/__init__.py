@@ -1,6 +1,7 @@
 """Compute losses without holding the N × N matrix. An engine knows no loss; a loss knows no engine's tiling."""
 
-from contrastive_zoo.engine.batch import reduce_anchors
-from contrastive_zoo.engine.implementation import dense
+from contrastive_zoo.engine.implementation import plain_formulas, use_implementation
+from contrastive_zoo.engine.masks import global_sample_ids, pair_masks
+from contrastive_zoo.engine.tiling import memory_budget
 
-__all__ = ["dense", "reduce_anchors"]
+__all__ = ["global_sample_ids", "memory_budget", "pair_masks", "plain_formulas", "use_implementation"]

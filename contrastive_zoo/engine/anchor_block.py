@@ -8,17 +8,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo import devices
-from contrastive_zoo.collectives import reduce_scatter_rows, sum_over_ranks
-from contrastive_zoo.compiling import inner_graph
-from contrastive_zoo.derivations import unchanged
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.row_statistics import Rows, complete
 from contrastive_zoo.engine.tiling import budget, keep_freed_memory
-from contrastive_zoo.later import read_later
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.compiling import inner_graph
+from contrastive_zoo.ranks.devices import read_later
+from contrastive_zoo.ranks.gather_cache import unchanged
+from contrastive_zoo.ranks.transport import reduce_scatter_rows
+from contrastive_zoo.ranks.world import Shards, World
 
 
 def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " c"]]:

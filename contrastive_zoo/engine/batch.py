@@ -9,20 +9,13 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from contrastive_zoo.collectives import (
-    Gradient,
-    all_gather,
-    derived,
-    extreme_over_ranks,
-    gather_rows,
-    replicated,
-    scale_gradient,
-    sum_over_ranks,
-)
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, is_dense, is_small_batch
 from contrastive_zoo.engine.precision import at_least_float32, rounded, sum_dtype, unit_rows
-from contrastive_zoo.session import Session
-from contrastive_zoo.world import ALONE, Shards, World
+from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
+from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.transport import derived, extreme_over_ranks, gather_rows
+from contrastive_zoo.ranks.world import ONE_PROCESS, Shards, World
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -50,10 +43,10 @@ def reduce_anchors(
         world: the ranks that hold anchors.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
-        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), world=ALONE)
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), world=ONE_PROCESS)
         tensor(2.)
-        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 3, 0]), world=ALONE)   # 4 / 4
+        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 3, 0]), world=ONE_PROCESS)   # 4 / 4
         tensor(1.)
     """
     if valid is not None:
@@ -125,7 +118,7 @@ class Batch:
     rows: Mapping[str, Tensor]
     shards: Mapping[str, Shards]
     settings: SimpleNamespace = field(default_factory=SimpleNamespace)
-    world: World = ALONE
+    world: World = ONE_PROCESS
     kernels: Kernels = NO_KERNELS
     own: slice | None = None
     parts: Sequence[Part] = ()

@@ -19,14 +19,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.collectives import all_gather, extreme_over_ranks, gather_rows, replicated, sum_over_ranks
-from contrastive_zoo.compiling import Function, differentiable_once, inner_graph
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.precision import at_least_float32, matmul, without_autocast
 from contrastive_zoo.engine.tiling import row_blocks
-from contrastive_zoo.value_checks import safe_index
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
+from contrastive_zoo.ranks.compiling import Function, differentiable_once, inner_graph
+from contrastive_zoo.ranks.row_checks import safe_index
+from contrastive_zoo.ranks.transport import extreme_over_ranks, gather_rows
+from contrastive_zoo.ranks.world import Shards, World
 
 CenterPooling = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]
 """A function from the similarities to the k centres of each class to one similarity per class."""
@@ -155,8 +156,8 @@ def target_and_negatives(
         world: the ranks that hold rows, and classes.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
-        >>> eye, where = torch.eye(3), {"shards": Shards((3,)), "world": ALONE}
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> eye, where = torch.eye(3), {"shards": Shards((3,)), "world": ONE_PROCESS}
         >>> target_and_negatives(eye, torch.arange(3), eye[:, None], scale=1.0, **where)   # 1, log 2
         (tensor([1., 1., 1.]), tensor([0.6931, 0.6931, 0.6931]))
     """
@@ -195,9 +196,9 @@ def log1p_sum_exp_by_class(
     and the gradient of the weights is complete on each.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
         >>> eye = torch.eye(2)
-        >>> log1p_sum_exp_by_class(eye, torch.arange(2), eye[:, None], shift=0.0, scale=1.0, world=ALONE)
+        >>> log1p_sum_exp_by_class(eye, torch.arange(2), eye[:, None], shift=0.0, scale=1.0, world=ONE_PROCESS)
         (tensor([0.3133, 0.3133]), tensor([0.6931, 0.6931]), tensor([1, 1]))
     """
 
@@ -223,12 +224,12 @@ def log_sum_exp_over_ranks(
 
     Args:
         x: the same shape on every rank.
-        gradient: as in :func:`contrastive_zoo.collectives.all_reduce`.
+        gradient: as in :func:`contrastive_zoo.ranks.collectives.all_reduce`.
         world: the ranks.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
-        >>> log_sum_exp_over_ranks(torch.tensor([2.0, 3.0]), gradient="complete", world=ALONE)
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> log_sum_exp_over_ranks(torch.tensor([2.0, 3.0]), gradient="complete", world=ONE_PROCESS)
         tensor([2., 3.])
     """
     top = extreme_over_ranks(x.detach(), "max", world)

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from contrastive_zoo._compat import every_size_a_symbol
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BlockFunction, RowwiseSweep
 from contrastive_zoo.engine.row_statistics import complete
+from contrastive_zoo.ranks.compat import every_size_a_symbol
 
 BACKEND = "inductor"
 """The backend of ``torch.compile``."""
@@ -79,7 +79,7 @@ class CompiledSweep(RowwiseSweep):
 
 
 _FAILED = (
-    "torch.compile cannot compile {name}, which is computed uncompiled. Choose implementation('auto'), or see what the "
+    "torch.compile cannot compile {name}, which is computed uncompiled. Choose use_implementation('auto'), or see what the "
     "compiler says:"
 )
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.collectives import derived, exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
 from contrastive_zoo.engine.precision import is_16_bit
 from contrastive_zoo.engine.schedule import RankBlock
-from contrastive_zoo.messages import started
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.ranks.messages import started
+from contrastive_zoo.ranks.transport import derived, exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
+from contrastive_zoo.ranks.world import Shards, World
 
 
 class GatherExchange:

@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from contrastive_zoo import devices
-from contrastive_zoo.compiling import traced_as
-from contrastive_zoo.engine.implementation import dense, is_dense
+from contrastive_zoo.engine.implementation import is_dense, plain_formulas
 from contrastive_zoo.engine.masked import READS_COUNTS, masked_indices
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.compiling import traced_as
 
 
 def hinge_sums(
@@ -142,7 +142,7 @@ def sum_over_positives(
     if not columns.shape[1]:  # one call of padding alone keeps the sum connected to the graph
         columns, present = columns.new_zeros(len(columns), 1), present.new_zeros(len(present), 1)
     # the mode of the forward pass, wherever backward() is called
-    context = partial(_ReentrantContext, dense if is_dense() else nullcontext)
+    context = partial(_ReentrantContext, plain_formulas if is_dense() else nullcontext)
     total: Tensor | float = 0.0
     for column, counts in zip(columns.split(1, dim=1), present.split(1, dim=1), strict=True):
         value: Tensor = checkpoint(

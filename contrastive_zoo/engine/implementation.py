@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from contrastive_zoo.world import World
+from contrastive_zoo.ranks.world import World
 
 SMALL_BATCH_ELEMENTS = 2**16
 """Up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine."""
@@ -26,7 +26,7 @@ _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
 
 @contextmanager
-def dense() -> Iterator[None]:
+def plain_formulas() -> Iterator[None]:
     """Compute losses from the whole similarity matrix with plain autograd: the definition, slow and differentiable twice.
 
     The engines write their gradients by hand, so these cannot be differentiated again. A gradient penalty, a Hessian
@@ -39,7 +39,7 @@ def dense() -> Iterator[None]:
         >>> import torch
         >>> import contrastive_zoo as cz
         >>> a, b = torch.eye(2, requires_grad=True), torch.eye(2)
-        >>> with cz.dense():
+        >>> with cz.engine.plain_formulas():
         ...     (g,) = torch.autograd.grad(cz.InfoNCE(temperature=1.0)(a, b), a, create_graph=True)
         >>> g.square().sum().backward()          # differentiated twice
     """
@@ -80,7 +80,7 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 
 
 @contextmanager
-def implementation(name: Implementation | str) -> Iterator[None]:
+def use_implementation(name: Implementation | str) -> Iterator[None]:
     """Choose what computes losses: Triton kernels, torch operations, or compiled ones.
 
     Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon and MNRL, on any number of ranks: float32, bfloat16 or float16
@@ -105,7 +105,7 @@ def implementation(name: Implementation | str) -> Iterator[None]:
 
     Examples:
         >>> import contrastive_zoo as cz
-        >>> with implementation("torch"):
+        >>> with use_implementation("torch"):
         ...     cz.NTXent(temperature=1.0)(torch.eye(2), torch.eye(2))
         tensor(0.5514)
     """
@@ -122,7 +122,7 @@ def compiles_blocks() -> bool:
     """Return whether row losses compile their block functions.
 
     Examples:
-        >>> with implementation("compiled"):
+        >>> with use_implementation("compiled"):
         ...     compiles_blocks()
         True
     """
@@ -167,7 +167,7 @@ class Kernels(NamedTuple):
             (True, False)
         """
         if self.always and (problem := unsupported or self.problem) is not None:
-            raise ValueError(f"{caller}: implementation 'triton' {problem}. Use implementation('auto').")
+            raise ValueError(f"{caller}: implementation 'triton' {problem}. Use use_implementation('auto').")
         if unsupported is not None:
             return False
         if self.missing:
@@ -184,7 +184,7 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
         rows: the tensors of a call, of which the first decides; if it is invalid, the loss refuses it.
 
     Examples:
-        >>> with implementation("triton"):
+        >>> with use_implementation("triton"):
         ...     choose_kernels([torch.eye(2, dtype=torch.float64)]).problem
         'takes float32, bfloat16 or float16, got torch.float64'
     """
@@ -196,7 +196,7 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
         return Kernels(always=chosen, problem=problem)
     if find_spec("triton") is None:
         return Kernels(always=chosen, problem="needs Triton: pip install contrastive_zoo[triton]", missing=not chosen)
-    from contrastive_zoo.kernels import device_problem  # imported here: most programs use no kernels
+    from contrastive_zoo.engine.kernels import device_problem  # imported here: most programs use no kernels
 
     problem = device_problem(first.device)
     return Kernels(apply=problem is None, always=chosen, problem=problem)
@@ -206,7 +206,7 @@ NO_KERNELS = Kernels()
 
 
 def is_one_call(reduction: str, world: World) -> bool:
-    """Return whether a function of :mod:`contrastive_zoo.kernels` is the loss; elsewhere kernels compute an engine's blocks.
+    """Return whether one function of the kernels is the loss; elsewhere kernels compute an engine's blocks.
 
     Examples:
         >>> is_one_call("mean", World()), is_one_call("sum", World())
@@ -217,7 +217,7 @@ def is_one_call(reduction: str, world: World) -> bool:
 
 def _problem(rows: Tensor) -> str | None:
     if is_dense():
-        return "computes nothing under dense()"
+        return "computes nothing under plain_formulas()"
     if rows.dtype not in DTYPES:
         return f"takes float32, bfloat16 or float16, got {rows.dtype}"
     if not 1 <= rows.shape[-1] <= LARGEST_WIDTH:
@@ -231,7 +231,7 @@ def _warn_once() -> None:
         _warned = True
         warnings.warn(
             "Triton is not installed, so torch operations compute this loss, more slowly than the kernels. "
-            "Install contrastive_zoo[triton], or choose implementation('torch').",
+            "Install contrastive_zoo[triton], or choose use_implementation('torch').",
             stacklevel=5,
         )
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import class_numbers, only_positives
 from contrastive_zoo.engine.batch import Batch, Reduction
 from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.engine.softmax import self_log_sum_exp
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.engine.tower_pairs import sigmoid_block_loss
 
 ContrastMode = Literal["all", "one"]
@@ -32,7 +32,7 @@ class LabelledPairs:
         normalize: whether embeddings are normalised to unit length first.
 
     Examples:
-        >>> from contrastive_zoo.world import Shards
+        >>> from contrastive_zoo.ranks.world import Shards
         >>> batch = Batch({"embeddings": torch.eye(2)[[0, 0, 1]]}, {"embeddings": Shards((3,))})
         >>> losses, positives = LabelledPairs(batch, torch.tensor([0, 0, 1]), 1.0, True).cross_entropies()
         >>> losses[:2], positives.tolist()   # log(e + 1) − 1

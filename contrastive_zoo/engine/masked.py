@@ -12,10 +12,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contrastive_zoo import devices
-from contrastive_zoo.compiling import Function, traced_as
 from contrastive_zoo.engine.implementation import has_plain_formulas
 from contrastive_zoo.engine.pairwise import takes_sparse_gradient
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.compiling import Function, traced_as
 
 
 def masked_log_sum_exp(

@@ -25,9 +25,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo import devices
-from contrastive_zoo.collectives import all_gather, gather_rows
-from contrastive_zoo.compiling import Function, differentiable_once, saved_tensors_are_hooked
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.exchange import GatherExchange
@@ -36,7 +33,11 @@ from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.engine.token_blocks import padded_blocks, set_of_token, sum_by_set, sum_selected
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.collectives import all_gather
+from contrastive_zoo.ranks.compiling import Function, differentiable_once, saved_tensors_are_hooked
+from contrastive_zoo.ranks.transport import gather_rows
+from contrastive_zoo.ranks.world import Shards, World
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,11 @@ def max_sim_scores(
         world: the ranks that hold them.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
         >>> q = TokenSets(torch.eye(2), torch.tensor([2]), Shards((1,)), Shards((2,)), [2])
         >>> tokens, lengths = torch.tensor([[3.0, 0.0], [1.0, 2.0]]), torch.tensor([1, 1])
         >>> d = TokenSets(tokens, lengths, Shards((2,)), Shards((2,)), [1, 1])
-        >>> max_sim_scores(q, d, world=ALONE)
+        >>> max_sim_scores(q, d, world=ONE_PROCESS)
         tensor([[3., 3.]])
     """
     lengths, read = documents.all_lengths(world)

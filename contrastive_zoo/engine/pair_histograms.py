@@ -4,8 +4,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo import devices
-from contrastive_zoo.collectives import all_gather
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.block_loss import BlockLoss
@@ -14,6 +12,8 @@ from contrastive_zoo.engine.pairwise import row_sums
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.engine.tiling import row_blocks
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.collectives import all_gather
 
 
 def histogram_overlap(
@@ -28,7 +28,7 @@ def histogram_overlap(
         num_bins: the number of steps from −1 to 1.
 
     Examples:
-        >>> from contrastive_zoo.world import Shards
+        >>> from contrastive_zoo.ranks.world import Shards
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> batch = Batch({"embeddings": z}, {"embeddings": Shards((3,))})
         >>> histogram_overlap(batch, z, torch.tensor([0, 0, 1]), 2)
@@ -61,7 +61,7 @@ def pair_histograms(
         num_bins: the number of steps from −1 to 1.
 
     Examples:
-        >>> from contrastive_zoo.world import Shards
+        >>> from contrastive_zoo.ranks.world import Shards
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> batch = Batch({"embeddings": z}, {"embeddings": Shards((3,))})
         >>> pair_histograms(batch, z, torch.tensor([0, 0, 1]), 2)   # positives at 0; negatives at 0 and 1

@@ -16,10 +16,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contrastive_zoo import devices
-from contrastive_zoo.compiling import Function
 from contrastive_zoo.engine.implementation import has_plain_formulas
 from contrastive_zoo.engine.precision import without_autocast
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.compiling import Function
 
 _ROUNDING_UNITS = 8
 """Squared distances below so many units of rounding of ‖a‖² + ‖b‖² count as 0: a matmul does not resolve them."""

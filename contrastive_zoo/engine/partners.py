@@ -2,7 +2,7 @@
 
 A partner's logit cancels against the log-sum-exp that contains it, and its weight 1 − p against the sum of the others'
 weights. Where a batch is solved at a low temperature, float32 holds no digit of either difference. Without the partners,
-every term of the loss and of its gradient keeps its relative error: see :mod:`contrastive_zoo.engine.cross_entropy`.
+every term of the loss and of its gradient keeps its relative error: see :mod:`contrastive_zoo.engine.softmax_arithmetic`.
 """
 
 from collections.abc import Iterator, Sequence

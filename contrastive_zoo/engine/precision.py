@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from contrastive_zoo.compiling import Function, differentiable_once
 from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.tiling import tile_bytes
+from contrastive_zoo.ranks.compiling import Function, differentiable_once
 
 P = ParamSpec("P")
 R = TypeVar("R")

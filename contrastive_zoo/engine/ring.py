@@ -17,8 +17,8 @@ from torch import Tensor
 
 from contrastive_zoo.engine.exchange import GatherExchange, SendReceive, wire_rows
 from contrastive_zoo.engine.schedule import RankBlock, position, schedule, schedule_by_machine
-from contrastive_zoo.session import Session
-from contrastive_zoo.world import Machines, Shards, World
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.world import Machines, Shards, World
 
 
 def machines(world: World) -> Machines:

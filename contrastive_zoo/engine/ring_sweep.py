@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_zoo.collectives import sum_over_ranks
-from contrastive_zoo.compiling import inner_graph
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, anchor_slices
 from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.pairwise import share_across_blocks
@@ -24,6 +22,8 @@ from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.row_statistics import State, Statistic, run
 from contrastive_zoo.engine.tiling import keep_freed_memory
+from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.compiling import inner_graph
 
 Values = tuple[Tensor, ...]
 """The statistics that one yield receives."""

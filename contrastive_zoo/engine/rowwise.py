@@ -17,9 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import all_gather, gather_rows, narrowest, replicated, sum_over_ranks
-from contrastive_zoo.compiling import Function, differentiable_once
-from contrastive_zoo.derivations import unchanged
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, RowwiseSweep, start_count
 from contrastive_zoo.engine.batch import Batch, Reduction, mean_divisor, reduce_anchors
 from contrastive_zoo.engine.compiled_sweep import CompiledSweep
@@ -28,9 +25,13 @@ from contrastive_zoo.engine.precision import sum_dtype, without_autocast
 from contrastive_zoo.engine.ring_sweep import RingSweep
 from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.engine.tiling import budget, memory_budget
-from contrastive_zoo.randomness import StateWatch, one_stream
-from contrastive_zoo.session import Session
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
+from contrastive_zoo.ranks.compiling import Function, differentiable_once
+from contrastive_zoo.ranks.gather_cache import unchanged
+from contrastive_zoo.ranks.randomness import StateWatch, one_stream
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.transport import gather_rows, narrowest
+from contrastive_zoo.ranks.world import Shards, World
 
 __all__ = ["AnchorBlock", "BlockFunction", "reduce_rows", "sum_over_anchors"]
 
@@ -80,8 +81,8 @@ def sum_over_anchors(
         ...     def on_block(self, block):
         ...         s = block.anchors @ block.candidates.T
         ...         return s.masked_fill(~block.negative, -9.0).amax(1), block.negative.any(1)
-        >>> from contrastive_zoo.world import ALONE
-        >>> sum_over_anchors(Nearest(), torch.eye(2), torch.arange(2), shards=Shards((2,)), world=ALONE)
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> sum_over_anchors(Nearest(), torch.eye(2), torch.arange(2), shards=Shards((2,)), world=ONE_PROCESS)
         tensor(0.)
     """
     watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None

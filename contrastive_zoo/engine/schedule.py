@@ -11,7 +11,7 @@ half ring. So the columns of a pair of machines are sent from one to the other, 
 
 from dataclasses import dataclass
 
-from contrastive_zoo.world import Machines, Shards
+from contrastive_zoo.ranks.world import Machines, Shards
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.collectives import gather_rows, sum_over_ranks
-from contrastive_zoo.compiling import Function, differentiable_once
 from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
 from contrastive_zoo.engine.batch import Reduction
 from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
 from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.tiling import ScratchBuffer, keep_freed_memory, tile_shape, tiles
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.compiling import Function, differentiable_once
+from contrastive_zoo.ranks.transport import gather_rows
+from contrastive_zoo.ranks.world import Shards, World
 
 softplus: Any = torch._C._nn.softplus  # F.softplus is the same function; its stub lacks out=
 
@@ -62,8 +63,8 @@ def sum_over_sigmoid_pairs(
         on_kernel: whether a Triton kernel computes it, which all ranks have agreed on; without ids, not for ``"none"``.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
-        >>> settings = {"scale": 1.0, "bias": 0.0, "shards": Shards((2,)), "world": ALONE}
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> settings = {"scale": 1.0, "bias": 0.0, "shards": Shards((2,)), "world": ONE_PROCESS}
         >>> sum_over_sigmoid_pairs(torch.eye(2), torch.eye(2), **settings)   # log(1 + e⁻¹) + log 2
         tensor(1.0064)
     """
@@ -163,7 +164,7 @@ class _Sweep:
     def _block(self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, weights: Tensor | None) -> "_Totals":
         if not self.on_kernel:
             return _Block(anchors, scale, bias, learns, weights)
-        from contrastive_zoo.kernels.sigmoid_pairs import KernelBlock  # imported here: Triton is optional
+        from contrastive_zoo.engine.kernels.sigmoid_pairs import KernelBlock  # imported here: Triton is optional
 
         return KernelBlock(anchors, scale, bias, learns, self.dtype)
 

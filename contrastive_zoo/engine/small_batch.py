@@ -14,10 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo import devices
-from contrastive_zoo.compiling import Function, differentiable_once
 from contrastive_zoo.engine.batch import Reduction
-from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.precision import (
     MIN_NORM,
@@ -27,7 +24,10 @@ from contrastive_zoo.engine.precision import (
     sum_dtype,
     without_autocast,
 )
-from contrastive_zoo.world import World
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.compiling import Function, differentiable_once
+from contrastive_zoo.ranks.world import World
 
 Comparison = Literal["rows", "rows and columns", "views"]
 """The softmaxes of the loss: of each row over the columns; also of each column over the rows; or of all rows of two

@@ -16,7 +16,7 @@ Two arithmetics exist for tiles. With one shift u for all, exp(S_ij − u) is a 
 columns and both passes. u is so close to the largest possible |S| that nothing overflows. Where a sum is so small that
 its terms may have underflowed, the sweep runs again with a maximum for every row and column of a tile.
 
-A loss is a formula in R, C and P, written in plain torch (:mod:`contrastive_zoo.engine.cross_entropy`).
+A loss is a formula in R, C and P, written in plain torch (:mod:`contrastive_zoo.engine.softmax_arithmetic`).
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo import devices
-from contrastive_zoo.collectives import all_gather
-from contrastive_zoo.compiling import Function, differentiable_once, saved_tensors_are_hooked
-from contrastive_zoo.engine.cross_entropy import log_sum_exp
 from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
-from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums
+from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.collectives import all_gather
+from contrastive_zoo.ranks.compiling import Function, differentiable_once, saved_tensors_are_hooked
+from contrastive_zoo.ranks.world import Shards, World
 
 Scale = float | Tensor
 
@@ -75,8 +74,8 @@ def self_log_sum_exp(
         R_i, −inf where no row is left; and ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
-        >>> where = {"shards": Shards((3,)), "world": ALONE}
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> where = {"shards": Shards((3,)), "world": ONE_PROCESS}
         >>> self_log_sum_exp(torch.eye(3), scale=1.0, partner_offsets=[2], **where)   # log e⁰, log(e⁰ + e⁰), log e⁰
         (tensor([0.0000, 0.6931, 0.0000]), [tensor([0.])])
     """
@@ -140,9 +139,8 @@ def cross_log_sum_exp(
         ``(scale * A @ B.T)[:, o::stride].diagonal()`` of the local rows and columns.
 
     Examples:
-        >>> from contrastive_zoo.world import ALONE
-        >>> a, b = torch.zeros(2, 3), torch.zeros(4, 3)
-        >>> r, c, _ = cross_log_sum_exp(a, b, scale=1.0, row_shards=Shards((2,)), column_shards=Shards((4,)), world=ALONE)
+        >>> shards = {"row_shards": Shards((2,)), "column_shards": Shards((4,))}
+        >>> r, c, _ = cross_log_sum_exp(torch.zeros(2, 3), torch.zeros(4, 3), scale=1.0, **shards, world=World())
         >>> r.exp(), c.exp()
         (tensor([4., 4.]), tensor([2., 2., 2., 2.]))
     """
@@ -176,7 +174,7 @@ def cross_log_sum_exp(
 def _sweep(on_kernel: bool) -> type[SoftmaxSweep]:
     if not on_kernel:
         return SoftmaxSweep
-    from contrastive_zoo.kernels.softmax_sweep import KernelSweep  # imported here: Triton is optional
+    from contrastive_zoo.engine.kernels.softmax_sweep import KernelSweep  # imported here: Triton is optional
 
     return KernelSweep
 

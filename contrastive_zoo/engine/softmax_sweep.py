@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from contrastive_zoo import devices
-from contrastive_zoo.collectives import extreme_over_ranks, gather_rows
 from contrastive_zoo.engine.anchor_block import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, merge_at_owners
 from contrastive_zoo.engine.partners import Partners
@@ -19,7 +17,9 @@ from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
 from contrastive_zoo.engine.tiling import CachedLogits, ScratchBuffer, tile_shape, tiles
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.transport import extreme_over_ranks, gather_rows
+from contrastive_zoo.ranks.world import Shards, World
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo import devices
 from contrastive_zoo.engine.masked import masked_indices
+from contrastive_zoo.ranks import devices
 
 
 def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Reduction, is_embedding
 from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.implementation import is_dense, is_one_call
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, sum_over_anchors
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.engine.small_batch import small_batch_info_nce, small_batch_siglip, uses_small_batch_path
 from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
-from contrastive_zoo.world import Shards
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
+from contrastive_zoo.ranks.world import Shards
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 """Which tower's embeddings are compared with which; a key is the document of its query."""
@@ -71,7 +71,7 @@ class TowerPairs:
             )  # fmt: skip
         q, k, *extra = self.rows
         if on_kernel and is_one_call(reduction, batch.world):
-            from contrastive_zoo.kernels import softmax  # imported here: Triton is optional
+            from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
 
             candidates = torch.cat([k, *extra]) if extra else k
             compute = softmax.clip if symmetric else softmax.info_nce
@@ -144,7 +144,7 @@ class TowerPairs:
         x, y = (batch.prepared(rows, normalize=self.normalize) for rows in (queries, keys))
         scale = 1 / self.temperature
         if on_kernel and is_one_call(reduction, batch.world):
-            from contrastive_zoo.kernels import sigmoid  # imported here: Triton is optional
+            from contrastive_zoo.engine.kernels import sigmoid  # imported here: Triton is optional
 
             return sigmoid.siglip(x.to(queries.dtype), y.to(queries.dtype), scale, bias)
         where: dict[str, Any] = {"shards": batch.samples, "reduction": reduction, "world": batch.world}

@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Reduction
-from contrastive_zoo.engine.cross_entropy import cross_entropy_of_several
 from contrastive_zoo.engine.implementation import is_one_call
 from contrastive_zoo.engine.small_batch import small_batch_info_nce, uses_small_batch_path
 from contrastive_zoo.engine.softmax import self_log_sum_exp
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy_of_several
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ViewPairs:
         normalize: whether embeddings are normalised to unit length first.
 
     Examples:
-        >>> from contrastive_zoo.world import Shards
+        >>> from contrastive_zoo.ranks.world import Shards
         >>> views = {"view 0": torch.eye(2), "view 1": torch.eye(2)}
         >>> batch = Batch(views, dict.fromkeys(views, Shards((2,))))
         >>> ViewPairs(batch, 1.0, True).cross_entropy("mean")   # log(e + 2) − 1
@@ -47,7 +47,7 @@ class ViewPairs:
                 first, views[1], temperature=self.temperature, comparison="views", reduction=reduction, own=batch.own
             )
         if on_kernel and is_one_call(reduction, batch.world):
-            from contrastive_zoo.kernels import softmax  # imported here: Triton is optional
+            from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
 
             a, b = (x.to(first.dtype) for x in self.rows)
             return softmax.nt_xent(a, b, batch.scale(self.temperature))

@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo import devices
 from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.implementation import NO_KERNELS
-from contrastive_zoo.loss_base.checks import instance_problem, is_number
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.kept_state import state_kept_on_error
 from contrastive_zoo.loss_base.loss import Loss, Stated
-from contrastive_zoo.row_checks import described
-from contrastive_zoo.session import Session
+from contrastive_zoo.loss_base.numbers import instance_problem, is_number
+from contrastive_zoo.loss_base.state import state_kept_on_error
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.session import Session
 
 
 class Composition(Loss):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.row_checks import described, labelled_problem, rows_problem, towers_problem, views_problem
+from contrastive_zoo.ranks.row_checks import described, labelled_problem, rows_problem, towers_problem, views_problem
 
 
 class ViewLoss(Loss):

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from contrastive_zoo._compat import eager_autograd, in_order
-from contrastive_zoo.compiling import gradients_in_forward
 from contrastive_zoo.engine.precision import at_least_float32
-from contrastive_zoo.world import World, alone
+from contrastive_zoo.ranks.compat import eager_autograd, in_order
+from contrastive_zoo.ranks.compiling import gradients_in_forward
+from contrastive_zoo.ranks.world import World, alone
 
 MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 """The losses that the operator can compute, by id."""

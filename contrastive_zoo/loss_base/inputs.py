@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Part
-from contrastive_zoo.value_checks import ValueRule
+from contrastive_zoo.ranks.row_checks import ValueRule
 
 
 @dataclass(frozen=True)

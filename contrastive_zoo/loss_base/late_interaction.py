@@ -14,8 +14,8 @@ from contrastive_zoo.engine.token_blocks import packed_tokens, read_lengths
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Reduction
-from contrastive_zoo.row_checks import described
-from contrastive_zoo.world import Shards
+from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.world import Shards
 
 TokenReduction = Literal["sum", "mean"]
 

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol
 
 from torch import Tensor, nn
 
-from contrastive_zoo import devices
-from contrastive_zoo.compiling import traced_as
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels
-from contrastive_zoo.handshake import refuse_empty
-from contrastive_zoo.loaded_state import loading_problem, own_tensors
 from contrastive_zoo.loss_base.graph_operator import NOT_REDUCED, GraphModule
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.numbers import widen_numbers
 from contrastive_zoo.loss_base.settings import Settings
-from contrastive_zoo.row_checks import first_non_finite, tensor_problem
-from contrastive_zoo.session import Session
-from contrastive_zoo.value_checks import values_problem
-from contrastive_zoo.world import Shards, World
+from contrastive_zoo.loss_base.state import loading_problem, own_tensors
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.compiling import traced_as
+from contrastive_zoo.ranks.handshake import refuse_empty
+from contrastive_zoo.ranks.row_checks import first_non_finite, tensor_problem, values_problem
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.world import Shards, World
 
 SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
 """Why a loss of moments, or of class weights, refuses a ring."""
@@ -133,8 +132,8 @@ class Loss(Settings, GraphModule):
         @overload
         def __call__(self: "_Takes[P]", *args: P.args, **named: P.kwargs) -> Tensor: ...
 
-        @overload  # mypy takes _Takes[P] for any loss
-        def __call__(self, *args: Any, world: World, **named: Any) -> Tensor: ...  # type: ignore[overload-cannot-match]
+        @overload
+        def __call__(self, *args: Any, world: World, **named: Any) -> Tensor: ...  # type: ignore[overload-cannot-match]  # P
 
         def __call__(self, *args: Any, **named: Any) -> Tensor: ...
 

@@ -14,9 +14,9 @@ from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss_modules import is_third_party
 from contrastive_zoo.loss_base.settings import Reduction
-from contrastive_zoo.loss_summary import is_third_party
-from contrastive_zoo.row_checks import labelled_problem, views_problem
+from contrastive_zoo.ranks.row_checks import labelled_problem, views_problem
 
 CountedTerms = Literal["nonzero", "all"]
 """The terms that a mean counts: those with a loss, or all."""

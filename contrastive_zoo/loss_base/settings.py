@@ -13,8 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
-from contrastive_zoo.loss_base.checks import flag_problem, is_number, number_problem, word_problem
-from contrastive_zoo.loss_base.numbers import real
+from contrastive_zoo.loss_base.numbers import flag_problem, is_number, number_problem, real, word_problem
 
 
 class Bounds(NamedTuple):

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.loaded_state import loading_problem, own_tensors
-from contrastive_zoo.loss_base.checks import is_number
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import real, widen_numbers
+from contrastive_zoo.loss_base.numbers import is_number, real, widen_numbers
+from contrastive_zoo.loss_base.state import loading_problem, own_tensors
 
 
 class LearnableTemperature(nn.Module):

@@ -1,1 +1,1 @@
-"""Define the losses, one file per loss."""
+"""The losses, one file each, memories of earlier batches and the momentum encoder included."""

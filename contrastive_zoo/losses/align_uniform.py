@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.potentials import log_potentials
+from contrastive_zoo.engine.statistics import log_potentials
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.settings import Bounds, Number
 

@@ -14,7 +14,7 @@ from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature
-from contrastive_zoo.row_checks import described, rows_problem, towers_problem
+from contrastive_zoo.ranks.row_checks import described, rows_problem, towers_problem
 
 
 class ClipDistillation(Loss):

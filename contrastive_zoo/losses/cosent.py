@@ -7,12 +7,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cross_entropy import log_sum_of_inversions
 from contrastive_zoo.engine.precision import without_autocast
+from contrastive_zoo.engine.softmax_arithmetic import log_sum_of_inversions
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Temperature
-from contrastive_zoo.row_checks import described, towers_problem
+from contrastive_zoo.ranks.row_checks import described, towers_problem
 
 PairSimilarity = Literal["cosine", "angle"]
 

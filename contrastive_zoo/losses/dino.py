@@ -6,15 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from contrastive_zoo.devices import state_problem
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import move_towards
+from contrastive_zoo.loss_base.numbers import move_towards, of_size
 from contrastive_zoo.loss_base.settings import Momentum, Positive, Reduction, Size, Temperature, field
-from contrastive_zoo.row_checks import described
-from contrastive_zoo.sizes import of_size
+from contrastive_zoo.ranks.devices import state_problem
+from contrastive_zoo.ranks.row_checks import described
 
 
 class DINO(Loss):

@@ -12,9 +12,9 @@ from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import of_size
 from contrastive_zoo.loss_base.settings import Bins, Momentum, Reduction, field
-from contrastive_zoo.row_checks import described, views_problem
-from contrastive_zoo.sizes import of_size
+from contrastive_zoo.ranks.row_checks import described, views_problem
 
 
 class DynamicSoftMargin(Loss):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.moments import divided_by_norms, second_moments
+from contrastive_zoo.engine.statistics import divided_by_norms, second_moments
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.settings import Number
 

@@ -8,7 +8,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.class_loss import ShardableClassLoss
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.settings import Reduction, Temperature
-from contrastive_zoo.row_checks import labelled_problem, towers_problem
+from contrastive_zoo.ranks.row_checks import labelled_problem, towers_problem
 
 
 class Instance(ShardableClassLoss):

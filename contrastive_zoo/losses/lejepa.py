@@ -8,7 +8,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.settings import Share, Size
 from contrastive_zoo.losses.sigreg import SIGReg, epps_pulley
-from contrastive_zoo.row_checks import views_problem
+from contrastive_zoo.ranks.row_checks import views_problem
 
 
 class LeJEPA(SIGReg):

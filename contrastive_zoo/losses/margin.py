@@ -10,12 +10,11 @@ from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairwise import distances, row_sums
 from contrastive_zoo.engine.row_statistics import Rows, Sum
-from contrastive_zoo.loss_base.checks import number_problem
 from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.numbers import number_problem, of_size
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Number
-from contrastive_zoo.sizes import of_size
-from contrastive_zoo.value_checks import range_rule, safe_index
+from contrastive_zoo.ranks.row_checks import range_rule, safe_index
 
 
 class Margin(RowLoss):

@@ -9,7 +9,7 @@ from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Reduction
-from contrastive_zoo.row_checks import described, towers_problem
+from contrastive_zoo.ranks.row_checks import described, towers_problem
 
 
 class MarginMSE(Loss):

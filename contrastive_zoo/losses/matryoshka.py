@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, is_embedding
-from contrastive_zoo.loss_base.checks import is_number
 from contrastive_zoo.loss_base.composition import Composition, member_value
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss, Stated
-from contrastive_zoo.row_checks import described
+from contrastive_zoo.loss_base.numbers import is_number
+from contrastive_zoo.ranks.row_checks import described
 
 
 class Matryoshka(Composition):

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.precision import without_autocast
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss, Scores
 from contrastive_zoo.loss_base.settings import Temperature
 

@@ -12,7 +12,7 @@ from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Number, Reduction
-from contrastive_zoo.row_checks import views_problem
+from contrastive_zoo.ranks.row_checks import views_problem
 
 
 class MegaBatchMargin(Loss):

@@ -8,12 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.tower_pairs import TowerPairs
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature
-from contrastive_zoo.row_checks import described, rows_problem
+from contrastive_zoo.ranks.row_checks import described, rows_problem
 
 
 class MILNCE(Loss):

@@ -5,9 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.precision import matmul, without_autocast
-from contrastive_zoo.engine.spectral import eigenvalues
+from contrastive_zoo.engine.statistics import eigenvalues, second_moments
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.settings import Number, Positive
 

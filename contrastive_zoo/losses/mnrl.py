@@ -10,15 +10,14 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.cross_entropy import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pair_candidates import reduce_pairs, split_pairs
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.tower_pairs import Direction, TowerPairs
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
-from contrastive_zoo.row_checks import described, labels_problem, towers_problem
-from contrastive_zoo.value_checks import ValueRule, range_rule
+from contrastive_zoo.ranks.row_checks import ValueRule, described, labels_problem, range_rule, towers_problem
 
 PartitionMode = Literal["joint", "per_direction"]
 Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]

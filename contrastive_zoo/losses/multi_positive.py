@@ -9,14 +9,13 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature
-from contrastive_zoo.row_checks import described, labels_problem, rows_problem
-from contrastive_zoo.value_checks import ValueRule
+from contrastive_zoo.ranks.row_checks import ValueRule, described, labels_problem, rows_problem
 
 Duplicates = Literal["positive", "ignore", "negative"]
 

@@ -5,8 +5,8 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature
 

@@ -8,8 +8,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Number, Reduction
-from contrastive_zoo.row_checks import labels_problem, towers_problem
-from contrastive_zoo.value_checks import range_rule
+from contrastive_zoo.ranks.row_checks import labels_problem, range_rule, towers_problem
 
 
 class OnlineContrastive(Loss):

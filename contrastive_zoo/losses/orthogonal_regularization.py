@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.moments import second_moments
 from contrastive_zoo.engine.precision import without_autocast
+from contrastive_zoo.engine.statistics import second_moments
 from contrastive_zoo.loss_base.families import EmbeddingLoss
 from contrastive_zoo.loss_base.settings import Number
 

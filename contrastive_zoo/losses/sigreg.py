@@ -10,15 +10,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from contrastive_zoo import devices
-from contrastive_zoo.device_normals import normal_numbers
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.loss_base.families import EmbeddingLoss
 from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.numbers import of_size
 from contrastive_zoo.loss_base.settings import Bounds, Size, field
-from contrastive_zoo.row_checks import described
-from contrastive_zoo.sizes import of_size
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.random_keys import normal_numbers
+from contrastive_zoo.ranks.row_checks import described
 
 _MOST_POINTS = 10_000
 """Each point is a term of its own in the graph."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.moments import second_moments
+from contrastive_zoo.engine.statistics import second_moments
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS
 from contrastive_zoo.loss_base.settings import Bounds

@@ -9,13 +9,13 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.cross_entropy import cross_entropy
 from contrastive_zoo.engine.labelled_pairs import ContrastMode, LabelledPairs
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
-from contrastive_zoo.row_checks import described, labelled_problem, labels_problem, rows_problem
+from contrastive_zoo.ranks.row_checks import described, labelled_problem, labels_problem, rows_problem
 
 
 class SupCon(AnchorLoss):

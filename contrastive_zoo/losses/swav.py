@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.devices import state_problem
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import draw_weights
 from contrastive_zoo.engine.precision import at_least_float32, matmul
-from contrastive_zoo.engine.sinkhorn import balanced_assignment
+from contrastive_zoo.engine.statistics import balanced_assignment
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.numbers import of_size
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature, field
-from contrastive_zoo.row_checks import described
-from contrastive_zoo.sizes import of_size
+from contrastive_zoo.ranks.devices import state_problem
+from contrastive_zoo.ranks.row_checks import described
 
 _MOST_ITERATIONS = 10_000
 """Sinkhorn's iterations converge linearly, and each is a message: the authors have 3."""

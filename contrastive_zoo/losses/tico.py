@@ -6,13 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.moments import second_moments
+from contrastive_zoo.engine.statistics import second_moments
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.numbers import move_towards
+from contrastive_zoo.loss_base.numbers import move_towards, of_size
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Number, field
-from contrastive_zoo.row_checks import described, views_problem
-from contrastive_zoo.sizes import of_size
+from contrastive_zoo.ranks.row_checks import described, views_problem
 
 
 class TiCo(TwoViewLoss):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positives
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
-from contrastive_zoo.loss_base.checks import number_problem
+from contrastive_zoo.loss_base.numbers import number_problem
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss
 from contrastive_zoo.loss_base.settings import Number
 

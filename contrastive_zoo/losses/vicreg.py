@@ -6,7 +6,7 @@ import torch  # noqa: F401 - the examples use it
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.moments import centered, off_diagonal, second_moments
+from contrastive_zoo.engine.statistics import centered, off_diagonal, second_moments
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS
 from contrastive_zoo.loss_base.settings import Bounds, Number

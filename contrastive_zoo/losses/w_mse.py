@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from contrastive_zoo import devices
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.moments import centered
 from contrastive_zoo.engine.precision import matmul, unit_rows, without_autocast
-from contrastive_zoo.engine.spectral import inverse_cholesky
+from contrastive_zoo.engine.statistics import centered, inverse_cholesky
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction
+from contrastive_zoo.ranks import devices
 
 
 class WMSE(ViewLoss):

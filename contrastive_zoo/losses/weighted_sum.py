@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.composition import Composition, member_value
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.row_checks import described
+from contrastive_zoo.ranks.row_checks import described
 
 
 class WeightedSum(Composition):

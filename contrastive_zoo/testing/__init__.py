@@ -7,6 +7,6 @@ def __getattr__(name: str) -> Any:
     """Import ``audit`` when it is first asked for: it imports modules of this package."""
     if name != "audit":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from contrastive_zoo.audit.context import audit
+    from contrastive_zoo.testing.auditing.context import audit
 
     return audit

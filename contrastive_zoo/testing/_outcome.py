@@ -7,7 +7,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from contrastive_zoo.messages import CommunicationError
+from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.testing._rank import Answer
 from contrastive_zoo.testing._stack import Where, explain_hang
 

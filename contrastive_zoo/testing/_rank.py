@@ -93,10 +93,10 @@ def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
         "torch",
         "torch.distributed",
         "torch._dynamo",
-        "contrastive_zoo.testing.construction",
+        "contrastive_zoo.testing.check",
         "contrastive_zoo.testing.probe",
         "contrastive_zoo.testing.trial",
-        "contrastive_zoo.distributed",
+        "contrastive_zoo.wrapper.distributed",
     ]
     _context.set_forkserver_preload([*needed, __name__, *imports])
     # A fork server with BLAS threads would fork with threads running; python < 3.13 ignores sys.path when preloading.

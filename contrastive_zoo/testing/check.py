@@ -5,15 +5,38 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
+from torch import Tensor, nn
+
 from contrastive_zoo.testing._pickling import dump_job, imported_by
-from contrastive_zoo.testing.construction import constructed_form
 from contrastive_zoo.testing.diagnosis import diagnose
 from contrastive_zoo.testing.examination import DEFAULT_WIDTH, Examination
 from contrastive_zoo.testing.invariant import first_line
 from contrastive_zoo.testing.invariants import INVARIANTS, runs_on_every_split
-from contrastive_zoo.testing.measurement import Call, Case, GradReduction
+from contrastive_zoo.testing.measurement import Call, Case, GradReduction, call_form
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report
 from contrastive_zoo.testing.worlds import RankError, Worlds
+
+
+def constructed_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
+    """Construct a loss or a training step on this rank; return its call form, or None and the problem.
+
+    Examples:
+        >>> constructed_form(lambda: nn.SoftMarginLoss(), "loss")
+        ('labels', '')
+        >>> constructed_form(lambda: None, "loss")
+        (None, 'the function returns a loss, which is callable, got NoneType.')
+    """
+    made = make_loss()
+    if level == "training_step":
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+            return call_form(made[1]), ""
+        return None, f"at level training_step the function returns (model, step), got {type(made).__name__}."
+    if callable(made):
+        return call_form(made), ""
+    hint = " For (model, step) pass level training_step." if isinstance(made, tuple) else ""
+    hint = " It looks like a loss: pass a function that returns the loss." if isinstance(made, Tensor) else hint
+    return None, f"the function returns a loss, which is callable, got {type(made).__name__}.{hint}"
+
 
 __all__ = ["Finding", "NotInvariant", "Report", "check_world_size_invariance", "examine"]
 

@@ -6,10 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from contrastive_zoo.testing.global_hooks import remove_hook
+
+def remove_hook(handle: Any) -> None:
+    """Remove a hook that ``register_module_forward_hook`` or another function of torch has registered.
+
+    torch (2.13) keeps a note of a removed hook's keyword arguments, which ``torch.compile`` takes for a hook and warns of.
+
+    Examples:
+        >>> handle = module.register_module_forward_hook(print, with_kwargs=True, always_call=True)
+        >>> remove_hook(handle)
+        >>> module._has_any_global_hook()
+        OrderedDict()
+    """
+    handle.remove()
+    module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+    module._global_forward_hooks_always_called.pop(handle.id, None)
 
 
 @dataclass

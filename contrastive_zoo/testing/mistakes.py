@@ -39,7 +39,7 @@ DIAGNOSES = {
         Diagnosis(
             "uneven shards",
             "the loss works on equal shards and raises on unequal ones.",
-            "gather with contrastive_zoo.all_gather, which accepts any number of samples per rank; or "
+            "gather with contrastive_zoo.collectives.all_gather, which accepts any number of samples per rank; or "
             + _WRAP_THE_LOSS,
         ),
         Diagnosis(
@@ -51,14 +51,14 @@ DIAGNOSES = {
             "own slice",
             "the backward pass of the gather keeps only the local slice, so the gradient average of DDP divides the "
             "encoder's gradient by W; the gradient of the loss's own parameters is right.",
-            "gather with contrastive_zoo.all_gather, whose backward pass sums over ranks; do not multiply the loss by W, "
-            "which also scales the value and the gradient of the loss's own parameters.",
+            "gather with contrastive_zoo.collectives.all_gather, whose backward pass sums over ranks; do not multiply "
+            "the loss by W, which also scales the value and the gradient of the loss's own parameters.",
         ),
         Diagnosis(
             "statistic without gradient",
             "a statistic is all-reduced without gradient: its value is right, but each rank differentiates only its local "
             "term, and the gradient average of DDP divides the encoder's gradient by W.",
-            "reduce the statistic with contrastive_zoo.all_reduce, which is differentiable.",
+            "reduce the statistic with contrastive_zoo.collectives.all_reduce, which is differentiable.",
         ),
         Diagnosis(
             "times W",
@@ -75,7 +75,7 @@ DIAGNOSES = {
             "detached candidates",
             "local anchors are compared with detached candidates: the gradient of other ranks' anchors with respect to the "
             "local embeddings is lost, and the direction of the gradient is wrong.",
-            "gather with a gradient (contrastive_zoo.all_gather), or " + _WRAP_THE_LOSS,
+            "gather with a gradient (contrastive_zoo.collectives.all_gather), or " + _WRAP_THE_LOSS,
         ),
         Diagnosis(
             "wrong direction",
@@ -120,23 +120,24 @@ DIAGNOSES = {
             "labels by position",
             "the same id denotes different samples on different ranks (arange(n) on each), so unrelated samples become "
             "positives.",
-            "use contrastive_zoo.sample_ids, which numbers samples over all ranks.",
+            "use contrastive_zoo.engine.global_sample_ids, which numbers samples over all ranks.",
         ),
         Diagnosis(
             "labels not gathered",
             "the embeddings of all ranks are combined with the labels of one rank.",
-            "gather labels with the embeddings (contrastive_zoo.all_gather takes integers), or " + _WRAP_THE_LOSS,
+            "gather labels with the embeddings (contrastive_zoo.collectives.all_gather takes integers), or "
+            + _WRAP_THE_LOSS,
         ),
         Diagnosis(
             "own rank first",
             "each rank puts its local samples first, so results that depend on the order (miners, queues, ties) differ.",
-            "keep rank order, as contrastive_zoo.all_gather does.",
+            "keep rank order, as contrastive_zoo.collectives.all_gather does.",
         ),
         Diagnosis(
             "local parameters",
             "the gradient of the loss's own parameters differs between ranks before the gradient all-reduce; parameters "
             "outside the DDP model then diverge.",
-            "pass the parameter through contrastive_zoo.replicated before it is used, or " + _WRAP_THE_LOSS,
+            "pass the parameter through contrastive_zoo.collectives.replicated before it is used, or " + _WRAP_THE_LOSS,
         ),
         Diagnosis(
             "parameters scaled",

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.faults import Fault, inject
 from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples
@@ -29,6 +28,7 @@ from contrastive_zoo.testing.measurement import (
     split_parameters,
 )
 from contrastive_zoo.testing.messages import Message, Messages
+from contrastive_zoo.wrapper.step import splitting
 
 PARAMETER_FACTOR = 0.95
 """Factor of every parameter after each step, so that results of the old parameters are wrong at the next step."""

@@ -57,5 +57,5 @@ def held_out() -> Tensor:
 def result(losses: list[float], before: Tensor, after: Tensor) -> Result:
     """Return the losses of a training, and the held-out embeddings before and after it."""
     labels = images()[1][TRAINED:]
-    before_, after_ = (cz.recall_at_k(x, labels=labels, process_group=cz.ALONE) for x in (before, after))
+    before_, after_ = (cz.metrics.recall_at_k(x, labels=labels, process_group=cz.World()) for x in (before, after))
     return Result(losses, before.detach(), after.detach(), labels, before_, after_)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from contrastive_zoo.plots import TEN, principal_plane
+from contrastive_zoo.metrics.plots import TEN, principal_plane
 
 
 class Result(NamedTuple):

@@ -16,9 +16,9 @@ from pytorch_metric_learning import regularizers as G
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.adapters.pml_native import REFUSED, TRANSLATED, to_native
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.pml.native.translation import REFUSED, TRANSLATED, to_native
 from tests.helpers import EXACT, common_error, distance, drawn, split
 from tools.pml_native_page import as_markdown
 
@@ -451,7 +451,7 @@ def trained(name: str, *given: Tensor, more: str, native: bool, grad_reduction: 
     if native:
         loss = cz.DistributedLoss(loss, prefer_native=True, grad_reduction=grad_reduction)
         assert isinstance(loss.loss, Loss)
-    mine = cz.DistributedMiner(M.PairMarginMiner(0.5, 0.9)) if native else M.PairMarginMiner(0.5, 0.9)
+    mine = cz.data.DistributedMiner(M.PairMarginMiner(0.5, 0.9)) if native else M.PairMarginMiner(0.5, 0.9)
     found = []
     for step in range(3):
         z, other = (x.clone().requires_grad_() for x in (given[0], given[2]))

@@ -19,7 +19,7 @@ pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import losses
 
-from contrastive_zoo.mining import DistributedMiner
+from contrastive_zoo.data.miner import DistributedMiner
 from tests.helpers import numbers
 from tools.pml_matrix.cases import Case
 from tools.pml_matrix.constructors import CLASSES, LABELS, SAMPLES, WIDTH, WITHOUT_LABELS, parts

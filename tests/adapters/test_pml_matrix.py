@@ -117,7 +117,7 @@ class ByHand(nn.Module):
         self.loss, self.miner = loss, miner
 
     def gathered(self, rows: Tensor) -> Tensor:
-        return cz.all_gather(rows, gradient="partial")
+        return cz.collectives.all_gather(rows, gradient="partial")
 
     def forward(self, **rows: Tensor) -> Any:
         rows = {name: self.gathered(x) for name, x in rows.items()}
@@ -136,7 +136,7 @@ class TimesW(ByHand):
 
 class OwnSlice(ByHand):
     def gathered(self, rows: Tensor) -> Tensor:
-        return cz.all_gather(rows, gradient="complete")
+        return cz.collectives.all_gather(rows, gradient="complete")
 
 
 class OwnRowsFirst(ByHand):

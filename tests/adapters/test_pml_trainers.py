@@ -17,7 +17,7 @@ pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import losses, miners, reducers, trainers
 
-from contrastive_zoo.mining import DistributedMiner
+from contrastive_zoo.data.miner import DistributedMiner
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how the library calls NumPy
 

@@ -119,7 +119,10 @@ class ClassMeans(nn.Module):
 
 def local_rows(view1: Tensor, view2: Tensor) -> Tensor:
     """Compare local anchors with all ranks' rows, gathered with gradient, as lightly and open_clip do."""
-    z, others = torch.cat([view1, view2]), torch.cat([cz.all_gather(view1), cz.all_gather(view2)])
+    z, others = (
+        torch.cat([view1, view2]),
+        torch.cat([cz.collectives.all_gather(view1), cz.collectives.all_gather(view2)]),
+    )
     n, total, start = len(view1), len(others) // 2, cz.World.of().shards(view1).start if dist.is_initialized() else 0
     rows = torch.cat([torch.arange(n), total + torch.arange(n)]) + start
     logits = F.normalize(z, dim=1) @ F.normalize(others, dim=1).T / 0.5
@@ -149,7 +152,7 @@ RECIPES = [
     Recipe(
         "a formula of gathered views",
         lambda: nt_xent,
-        lambda: lambda view1, view2: nt_xent(cz.all_gather(view1), cz.all_gather(view2)),
+        lambda: lambda view1, view2: nt_xent(cz.collectives.all_gather(view1), cz.collectives.all_gather(view2)),
         "views",
     ),
     Recipe("a scale from outside", lambda: WithScale(clip), lambda: WithScale(cz.DistributedLoss(clip)), "views"),

@@ -15,20 +15,13 @@ from pytorch_metric_learning import regularizers as G
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.adapters.pml_sharded import (
-    EVALUATED,
-    REFUSED,
-    anchor_batch,
-    library_code,
-    mining,
-    reducers,
-    refusal,
-    sharded,
-    sharded_loss,
-)
-from contrastive_zoo.loss_call import paired_problem
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
+from contrastive_zoo.wrapper.loss_call import paired_problem
+from contrastive_zoo.wrapper.pml.sharded import anchor_batch, library_code, mining, reducers, sharded_loss
+from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
+from contrastive_zoo.wrapper.pml.sharded.refusals import REFUSED, refusal
+from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
 from tests.helpers import EXACT, common_error, distance, error_message, split
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
@@ -92,7 +85,7 @@ PAIRS = {
 }
 """Also against reference rows."""
 
-ALONE = {
+ONE_PROCESS = {
     "Lifted": Case(lambda: L.LiftedStructureLoss()),
     "Lifted, mined": Case(lambda: L.LiftedStructureLoss(), lambda: M.MultiSimilarityMiner()),
     "FastAP, mined": Case(lambda: L.FastAPLoss(), lambda: M.MultiSimilarityMiner()),
@@ -208,9 +201,9 @@ def error(case: Case, shards: tuple[int, ...], worlds: Worlds, job: Any = a_rank
     return max(float("inf") if x != x else x for x in errors)
 
 
-@pytest.mark.parametrize("name", [*PAIRS, *ALONE])
+@pytest.mark.parametrize("name", [*PAIRS, *ONE_PROCESS])
 def test_value_and_gradients_are_those_of_one_process(name: str, worlds: Worlds) -> None:
-    case = (PAIRS | ALONE)[name]
+    case = (PAIRS | ONE_PROCESS)[name]
     for shards in [(12,), (5, 7), (0, 9, 3)]:
         assert error(case, shards, worlds) <= EXACT, shards
 
@@ -230,12 +223,12 @@ def test_every_miner_mines_for_the_local_anchors(miner: Any, worlds: Worlds) -> 
         assert error(Case(loss, lambda: miner(**settings)), (5, 7), worlds) <= EXACT
 
 
-FEW = [name for name in [*PAIRS, *ALONE] if not name.endswith("drawn")]
+FEW = [name for name in [*PAIRS, *ONE_PROCESS] if not name.endswith("drawn")]
 
 
 @pytest.mark.parametrize("shards", [(2, 2), (1, 2), (2, 1)], ids=str)
 def test_a_rank_without_pairs_takes_the_branch_of_the_batch(shards: tuple[int, ...], worlds: Worlds) -> None:
-    wrong = {name: e for name in FEW if (e := error((PAIRS | ALONE)[name], shards, worlds)) > EXACT}
+    wrong = {name: e for name in FEW if (e := error((PAIRS | ONE_PROCESS)[name], shards, worlds)) > EXACT}
     assert not wrong
 
 
@@ -312,7 +305,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, str, tuple[int, ...]]] = {
     "columns without gradient": (
         anchor_batch,
         "all_gather",
-        lambda x, **_: cz.all_gather(x.detach()),
+        lambda x, **_: cz.collectives.all_gather(x.detach()),
         "Contrastive",
         (5, 7),
     ),
@@ -475,7 +468,7 @@ def shifted(name: str) -> Any:
         memory = L.CrossBatchMemory(L.ContrastiveLoss(), WIDTH, memory_size=9).double()
         return cz.DistributedLoss(memory)(z, labels, enqueue_mask=torch.arange(n) % 2 == 0)
     if name == "miner":
-        return cz.DistributedMiner(M.BatchHardMiner())(z, labels, rows_of_rank((4, 4)), torch.arange(n) % 3)
+        return cz.data.DistributedMiner(M.BatchHardMiner())(z, labels, rows_of_rank((4, 4)), torch.arange(n) % 3)
     if name == "views":
         return cz.DistributedLoss(lambda view1, view2: (view1.sum(0) * view2.sum(0)).sum())(z, rows_of_rank((5, 3)))
     return cz.DistributedLoss(L.VICRegLoss())(z, ref_emb=rows_of_rank((5, 3)))
@@ -593,7 +586,7 @@ def test_weights_are_normalised_before_they_are_cast(worlds: Worlds) -> None:
 def test_losses_with_miners_take_no_indices(worlds: Worlds) -> None:
     def bad() -> Any:
         z, labels = rows_of_rank((4, 4)), torch.arange(4) % 2
-        indices = cz.DistributedMiner(M.BatchHardMiner())(z, labels)
+        indices = cz.data.DistributedMiner(M.BatchHardMiner())(z, labels)
         loss = L.MultipleLosses([L.TripletMarginLoss()], [M.BatchHardMiner()])
         return cz.DistributedLoss(loss, mode="sharded")(z, labels, indices)
 
@@ -607,7 +600,7 @@ def test_indices_without_labels(worlds: Worlds) -> None:
     expected = L.TripletMarginLoss()(rows.z, indices_tuple=M.BatchHardMiner()(rows.z, rows.labels))
 
     def job(z: Tensor, labels: Tensor) -> tuple[Tensor, str | None]:
-        indices = cz.DistributedMiner(M.BatchHardMiner())(z, labels)
+        indices = cz.data.DistributedMiner(M.BatchHardMiner())(z, labels)
         loss = L.TripletMarginLoss()
         text = error_message(lambda: cz.DistributedLoss(loss, mode="sharded")(z, indices_tuple=indices))
         return cz.DistributedLoss(loss)(z, indices_tuple=indices), text

@@ -38,7 +38,7 @@ TAKEN_OFF: dict[str, tuple[Wrap, Wrap]] = {
     "their loss and our miner": (
         lambda: triplets(),
         lambda: cz.DistributedLoss(
-            DistributedLossWrapper(triplets()), miner=cz.DistributedMiner(miners.BatchHardMiner())
+            DistributedLossWrapper(triplets()), miner=cz.data.DistributedMiner(miners.BatchHardMiner())
         ),
     ),
     "their miner": (
@@ -79,7 +79,7 @@ def test_an_outermost_wrapper_is_taken_off(name: str, worlds: Worlds) -> None:
 @pytest.mark.parametrize("inner", [DistributedMinerWrapper, lambda x: x], ids=["theirs", "bare"])
 def test_a_wrapped_miner_mines_once(inner: Callable[..., Any], worlds: Worlds) -> None:
     def job(z: Tensor, labels: Tensor) -> list[Tensor]:
-        return list(cz.DistributedMiner(inner(miners.BatchHardMiner()))(z, labels))
+        return list(cz.data.DistributedMiner(inner(miners.BatchHardMiner()))(z, labels))
 
     z = numbers(8, 4, seed=0)
     expected = miners.BatchHardMiner()(z, LABELS)
@@ -113,7 +113,9 @@ REFUSED: dict[str, tuple[Wrap, str]] = {
         r"loss\.losses\['a'\] is pytorch-metric-learning's DistributedLossWrapper",
     ),
     "a miner in MultipleLosses": (
-        lambda: cz.DistributedLoss(losses.MultipleLosses([triplets()], [cz.DistributedMiner(miners.BatchHardMiner())])),
+        lambda: cz.DistributedLoss(
+            losses.MultipleLosses([triplets()], [cz.data.DistributedMiner(miners.BatchHardMiner())])
+        ),
         r"loss\.miners\[0\] is DistributedMiner.*the bare miner",
     ),
     "ours in SelfSupervisedLoss": (
@@ -142,7 +144,7 @@ REFUSED: dict[str, tuple[Wrap, str]] = {
         r"miner\.held\[0\]\['a'\] is pytorch-metric-learning's DistributedMinerWrapper",
     ),
     "a wrapper in a miner by itself": (
-        lambda: cz.DistributedMiner(Holder(a=DistributedMinerWrapper(miners.BatchHardMiner()))),
+        lambda: cz.data.DistributedMiner(Holder(a=DistributedMinerWrapper(miners.BatchHardMiner()))),
         r"DistributedMiner: miner\.held\[0\]\['a'\] is pytorch-metric-learning's DistributedMinerWrapper",
     ),
     "a class": (lambda: cz.DistributedLoss(cz.SupCon), r"Pass an instance, SupCon\(\.\.\.\)"),
@@ -151,7 +153,7 @@ REFUSED: dict[str, tuple[Wrap, str]] = {
         lambda: cz.DistributedLoss(triplets(), miner=miners.BatchHardMiner),
         r"a miner is an instance, got the class BatchHardMiner",
     ),
-    "a class as miner by itself": (lambda: cz.DistributedMiner(miners.BatchHardMiner), "a miner is an instance"),
+    "a class as miner by itself": (lambda: cz.data.DistributedMiner(miners.BatchHardMiner), "a miner is an instance"),
 }
 
 
@@ -179,7 +181,7 @@ def test_an_inner_wrapper_is_refused_with_its_place(name: str) -> None:
 
 
 def test_a_miner_of_another_group_is_refused() -> None:
-    miner = cz.DistributedMiner(miners.BatchHardMiner(), process_group="another")  # type: ignore[arg-type]  # the mistake
+    miner = cz.data.DistributedMiner(miners.BatchHardMiner(), process_group="another")  # type: ignore[arg-type]  # the mistake
     with pytest.raises(ValueError, match="process group of its own"):
         cz.DistributedLoss(triplets(), miner=miner)
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contrastive_zoo import devices
 from contrastive_zoo.engine.anchor_block import class_numbers, class_numbers_as_floats, only_positives
+from contrastive_zoo.ranks import devices
 
 IDS = st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2**60, 2**60 + 1, 2**63 - 1]), max_size=12)
 

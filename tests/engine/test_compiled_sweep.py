@@ -83,7 +83,7 @@ def compiling(backend: Any = "eager") -> Iterator[None]:
         stack.enter_context(replaced(compiled_sweep, "_compiled", type(compiled_sweep._compiled)()))
         stack.enter_context(replaced(anchor_block, "anchor_slices", anchor_slices))
         stack.enter_context(limits(GENERAL_PATH))
-        stack.enter_context(cz.implementation("compiled"))
+        stack.enter_context(cz.engine.use_implementation("compiled"))
         yield
 
 
@@ -110,7 +110,7 @@ def steps_of(name: str, reduction: str | None, **options: Any) -> float:
         for loss in losses:
             if isinstance(loss, cz.Circle):  # a setting that changes
                 loss.m = 0.1 + 0.1 * number
-        with cz.implementation("auto"):
+        with cz.engine.use_implementation("auto"):
             expected = outcome(plain, call, rows)
         found = outcome(compiled, call, rows)
         worst = max(worst, *(distance(x, y) for x, y in zip(found, expected, strict=True)))
@@ -246,7 +246,7 @@ def one_rank_compiles() -> tuple[float, list[str]]:
     """Compile on rank 0 alone, twice; return the error and the warnings."""
     loss = cz.DistributedLoss(cz.Circle())
     rows = [local_shard(x, (5, 4)) for x in batch("labels", 9, seed=0)]
-    with cz.implementation("auto"):
+    with cz.engine.use_implementation("auto"):
         expected = outcome(loss, "labels", rows)
     with compiling("eager" if dist.get_rank() == 0 else broken), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -308,7 +308,7 @@ def in_contexts() -> dict[str, float]:
         value = outer(z, rows[1]) / 2
         found["an outer graph"] = [value.detach(), *torch.autograd.grad(value, [z, loss.margin])]
         found["a checkpoint"] = outcome(_Checkpointed(loss), "labels", rows)
-        with cz.dense():
+        with cz.engine.plain_formulas():
             found["dense"] = outcome(loss, "labels", rows)
         with torch.autocast("cpu"):
             found["autocast"] = outcome(loss, "labels", rows)
@@ -335,7 +335,7 @@ def drawn_numbers(backend: str) -> tuple[Tensor, Tensor]:
     results = []
     for name in ("auto", "compiled"):
         torch.manual_seed(0)
-        with compiling(backend), cz.implementation(name):
+        with compiling(backend), cz.engine.use_implementation(name):
             results.append(torch.stack([loss(*rows), loss(*rows)]))
     return results[0], results[1]
 

@@ -61,7 +61,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def keep(budget: int, device: str = "cpu") -> None:
-    with cz.memory_budget(budget):
+    with cz.engine.memory_budget(budget):
         tiling.keep_freed_memory(torch.empty(1, device=device))
 
 

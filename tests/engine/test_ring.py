@@ -81,7 +81,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
 }
 
 GENERAL_PATH = {
-    "contrastive_zoo.distributed_step:SMALL_BATCH": -1,
+    "contrastive_zoo.wrapper.step:SMALL_BATCH": -1,
     "contrastive_zoo.engine.implementation:SMALL_BATCH_ELEMENTS": -1,
 }
 LOW_TILES = {"contrastive_zoo.engine.tiling:BLOCK_BYTES": 700, "contrastive_zoo.engine.tiling:TILE_BYTES": 700}
@@ -116,7 +116,7 @@ def error_of(name: str, shards: Sequence[int], option: Any, *, learning: bool = 
     mine = [local_shard(x, shards).requires_grad_(x.is_floating_point()) for x in rows]
     rows = [x.requires_grad_() if x.is_floating_point() else x for x in rows]
     alone, loss = make().double(), make().double()
-    with cz.dense(), warnings.catch_warnings():
+    with cz.engine.plain_formulas(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it sees its own embeddings only
         expected = called(alone, call, rows)
     value = called(cz.DistributedLoss(loss, ring=option), call, mine)

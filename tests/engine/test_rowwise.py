@@ -19,11 +19,11 @@ from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.losses.circle import Circle
 from contrastive_zoo.losses.multi_similarity import MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
+from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import Shards, World
 from tests.helpers import close, numbers
 
 # ---------------------------------------------------------------------------------------- hand-written, plain formula
@@ -52,7 +52,7 @@ def assert_plain(function: Pass, *inputs: Tensor, weights: Tensor | None = None)
         learnt = [x for x in leaves if x.requires_grad]
         return [found.detach(), *torch.autograd.grad(found.where(found.abs() < torch.inf, 0), learnt, w)]
 
-    with cz.dense():
+    with cz.engine.plain_formulas():
         expected = outcome()
     for x, y in zip(outcome(), expected, strict=True):
         assert torch.equal(x.isinf(), y.isinf())
@@ -144,7 +144,7 @@ def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: 
     (once,) = torch.autograd.grad(of(a), a, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         once.sum().backward()
-    with cz.dense():
+    with cz.engine.plain_formulas():
         assert torch.autograd.gradgradcheck(of, a)
 
 
@@ -207,7 +207,7 @@ def test_pairs_and_all_others_together(name: str) -> None:
         found = of(a, b)
         return [found.detach(), *torch.autograd.grad(found.sum(), a)]
 
-    with cz.dense():
+    with cz.engine.plain_formulas():
         expected = outcome()
     for x, y in zip(outcome(), expected, strict=True):
         close(x, y)
@@ -218,13 +218,13 @@ def of_equals() -> None:
     z, labels = numbers(12, 2, seed=0).repeat(2, 1), torch.arange(24) % 4
     loss = HARD["similarity"]()
     found = outcome(loss, z, labels)
-    with cz.dense():
+    with cz.engine.plain_formulas():
         expected = outcome(loss, z, labels)
     for x, y in zip(found, expected, strict=True):
         close(x, y)
 
 
-@pytest.mark.parametrize("context", [contextlib.nullcontext, cz.dense])
+@pytest.mark.parametrize("context", [contextlib.nullcontext, cz.engine.plain_formulas])
 def test_the_first_of_equals_gets_the_gradient(context: Any) -> None:
     x = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]], requires_grad=True)
     every = torch.ones(2, 4, dtype=torch.bool)
@@ -289,11 +289,11 @@ def test_a_block_is_as_high_as_the_budget_allows(monkeypatch: pytest.MonkeyPatch
     usual = found[0]
     assert usual * 2048 * 4 * anchor_block.MATRICES_PER_BLOCK == tiling.BLOCK_BYTES
     found.clear()
-    with cz.memory_budget(tiling.BLOCK_BYTES // 4):
+    with cz.engine.memory_budget(tiling.BLOCK_BYTES // 4):
         MultiSimilarity()(z, labels)
     assert found[0] == usual // 4
     found.clear()
-    with cz.memory_budget(0):  # not row by row
+    with cz.engine.memory_budget(0):  # not row by row
         MultiSimilarity()(z, labels)
     assert found[0] == anchor_block.LOW_BLOCK
 
@@ -328,7 +328,7 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
         outcome(loss, z, labels)
     assert max(largest) <= 8 * n  # one block of eight rows
     largest.clear()
-    with cz.dense(), Listener():
+    with cz.engine.plain_formulas(), Listener():
         outcome(loss, z, labels)
     assert max(largest) >= n * n  # the listener hears it
 
@@ -393,7 +393,7 @@ def test_no_block_is_computed_again_where_weights_are_known(terms: int, passes: 
 
     loss, z, shards = Terms(), numbers(6, 3, seed=0).requires_grad_(), Shards((6,))
     loss.terms = terms
-    sum_over_anchors(loss, z, torch.arange(6), shards=shards, world=cz.ALONE).backward()
+    sum_over_anchors(loss, z, torch.arange(6), shards=shards, world=cz.World()).backward()
     assert computed == [6] * passes
 
 

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.collectives import scatters_sums, transport
 from contrastive_zoo.engine import exchange, implementation, ring, schedule, softmax, tiling
 from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
-from contrastive_zoo.session import Session
+from contrastive_zoo.ranks import transport
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.transport import scatters_sums
+from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import Shards, World
 from tests.helpers import EVERY_CASE, Largest, close, local_shard, numbers
 
 SPLITS = [(9,), (5, 4), (7, 2), (9, 0), (3, 4, 2), (0, 9, 0), (2, 3, 1, 3), (0, 4, 0, 5), (2, 1, 3, 1, 2)]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from contrastive_zoo.engine.spectral import eigenvalues, inverse_cholesky
+from contrastive_zoo.engine.statistics import eigenvalues, inverse_cholesky
 from tests.helpers import close, numbers
 
 

@@ -12,9 +12,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from torchmetrics import retrieval
 
 import contrastive_zoo as cz
-from contrastive_zoo.evaluation.exact import prepared
-from contrastive_zoo.evaluation.names import Metric
-from contrastive_zoo.evaluation.ranking import Ranking
+from contrastive_zoo.metrics.exact import prepared
+from contrastive_zoo.metrics.names import Metric
+from contrastive_zoo.metrics.ranking import Ranking
 from tests.evaluation import by_hand
 
 NAMES = [
@@ -45,7 +45,7 @@ def test_metrics_with_ties_are_those_of_all_orders(seed, ties):
     a, b = by_hand.few_scores(9, 8, seed)
     draw = torch.Generator().manual_seed(seed)
     labels, other = (torch.randint(3, (n,), generator=draw) for n in (9, 8))
-    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, metrics=NAMES, ties=ties, normalize=False)
+    found = cz.metrics.evaluate(a, b, labels=labels, gallery_labels=other, metrics=NAMES, ties=ties, normalize=False)
     grades = (labels[:, None] == other).double()
     assert found == pytest.approx({name: by_hand.metric(name, a @ b.T, grades, ties) for name in NAMES}, abs=1e-12)
 
@@ -55,7 +55,7 @@ def test_a_row_does_not_find_itself(ties):
     a, _ = by_hand.few_scores(9, 0, 3)
     labels = torch.tensor([0, 1, 2, 0, 1, 0, 4, 1, 0])
     grades = (labels[:, None] == labels).double().fill_diagonal_(math.nan)
-    found = cz.evaluate(a, labels=labels, metrics=NAMES, ties=ties, normalize=False)
+    found = cz.metrics.evaluate(a, labels=labels, metrics=NAMES, ties=ties, normalize=False)
     assert found == pytest.approx({name: by_hand.metric(name, a @ a.T, grades, ties) for name in NAMES}, abs=1e-12)
 
 
@@ -73,7 +73,7 @@ def test_judgements_have_grades_and_ignore_rows(ties, leave_one_out):
     shuffled = torch.randperm(len(query), generator=draw)
     judgements = tuple(x[shuffled] for x in (ids[query], others[item], grades[query, item]))
     settings = {"ids": ids} | ({} if leave_one_out else {"gallery_ids": others})
-    found = cz.evaluate(a, None if leave_one_out else b, judgements=judgements, metrics=NAMES, ties=ties,
+    found = cz.metrics.evaluate(a, None if leave_one_out else b, judgements=judgements, metrics=NAMES, ties=ties,
                         normalize=False, **settings)  # fmt: skip
     grades[grades < 0] = math.nan
     if leave_one_out:
@@ -88,9 +88,9 @@ def test_neighbors_vote(k, ties):
     draw = torch.Generator().manual_seed(k)
     labels, other = (torch.randint(4, (n,), generator=draw) for n in (40, 30))
     settings = {"metrics": [f"knn_accuracy@{k}"], "ties": ties, "normalize": False}
-    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, **settings)
+    found = cz.metrics.evaluate(a, b, labels=labels, gallery_labels=other, **settings)
     assert found[f"knn_accuracy@{k}"] == pytest.approx(by_hand.knn_accuracy(a @ b.T, other, labels, k, ties))
-    found = cz.evaluate(a, labels=labels, **settings)
+    found = cz.metrics.evaluate(a, labels=labels, **settings)
     others = (a @ a.T).fill_diagonal_(-math.inf)
     assert found[f"knn_accuracy@{k}"] == pytest.approx(by_hand.knn_accuracy(others, labels, labels, k, ties))
 
@@ -98,7 +98,7 @@ def test_neighbors_vote(k, ties):
 def test_a_collapsed_encoder_is_not_good():
     rows, labels = torch.ones(90, 4), torch.arange(90) % 3
     names = ["hit_rate@1", "precision@10", "map", "mrr", "knn_accuracy@5"]
-    worst, mean = (cz.evaluate(rows, labels=labels, metrics=names, ties=x) for x in ("pessimistic", "expected"))
+    worst, mean = (cz.metrics.evaluate(rows, labels=labels, metrics=names, ties=x) for x in ("pessimistic", "expected"))
     assert worst["hit_rate@1"] == worst["precision@10"] == 0.0
     assert mean["hit_rate@1"] == mean["precision@10"] == pytest.approx(29 / 89)
     assert worst["mrr"] == pytest.approx(1 / 61)
@@ -109,12 +109,12 @@ def test_ignored_labels_and_repeated_ids_do_not_count():
     a, _, labels, _ = random_rows(40, 0, 0)
     settings = {"metrics": [*NAMES, "knn_accuracy@3"]}
     ignored = labels == 2
-    expected = cz.evaluate(a[~ignored], labels=labels[~ignored], **settings)
-    assert cz.evaluate(a, labels=labels, ignore_label=2, **settings) == expected
+    expected = cz.metrics.evaluate(a[~ignored], labels=labels[~ignored], **settings)
+    assert cz.metrics.evaluate(a, labels=labels, ignore_label=2, **settings) == expected
     padded = torch.cat([torch.arange(40), torch.arange(7)])
-    again = cz.evaluate(a[padded], labels=labels[padded], ids=padded, ignore_label=2, **settings)
+    again = cz.metrics.evaluate(a[padded], labels=labels[padded], ids=padded, ignore_label=2, **settings)
     assert again == expected
-    assert cz.evaluate(a[padded], labels=labels[padded], ignore_label=2, **settings) != expected
+    assert cz.metrics.evaluate(a[padded], labels=labels[padded], ignore_label=2, **settings) != expected
 
 
 # -------------------------------------------------------------------------------------------------- other libraries
@@ -122,12 +122,12 @@ def test_ignored_labels_and_repeated_ids_do_not_count():
 
 def test_no_number_where_no_row_counts():
     rows, labels = torch.eye(3), torch.zeros(3, dtype=torch.int64)
-    found = cz.evaluate(rows, labels=labels, ignore_label=0, metrics=["map", "r_precision"])
+    found = cz.metrics.evaluate(rows, labels=labels, ignore_label=0, metrics=["map", "r_precision"])
     assert all(math.isnan(x) for x in found.values())
     with pytest.raises(ValueError, match="between 1 and the 0 rows to search in, got 1"):
-        cz.evaluate(rows, labels=labels, ignore_label=0, metrics=["recall@1"])
+        cz.metrics.evaluate(rows, labels=labels, ignore_label=0, metrics=["recall@1"])
     with pytest.raises(ValueError, match="between 1 and the 0 rows to search in, got 1"):
-        cz.top_k(rows[:0], k=1)
+        cz.metrics.top_k(rows[:0], k=1)
 
 
 def test_a_ranking_of_items_is_that_of_the_metrics():
@@ -151,7 +151,7 @@ def test_pytorch_metric_learning_agrees():
         calculator = AccuracyCalculator(include=tuple(names), k=len(rows) - (rows is a), device=torch.device("cpu"))
         unit, unit_rows = (prepared(x, normalize=True) for x in (a, rows))
         expected = calculator.get_accuracy(unit, labels, unit_rows, of_rows, ref_includes_query=rows is a)
-        found = cz.evaluate(a, **given, metrics=list(names.values()))
+        found = cz.metrics.evaluate(a, **given, metrics=list(names.values()))
         reciprocal = expected.pop("mean_reciprocal_rank")
         assert found["mrr"] == pytest.approx(reciprocal, abs=1e-6)  # computed in float32 there
         assert {x: found[names[x]] for x in expected} == pytest.approx(expected, abs=1e-12)
@@ -163,7 +163,7 @@ def test_torchmetrics_agrees():
              "hit_rate@5": retrieval.RetrievalHitRate(top_k=5), "r_precision": retrieval.RetrievalRPrecision(),
              "map": retrieval.RetrievalMAP(), "mrr": retrieval.RetrievalMRR(), "mrr@2": retrieval.RetrievalMRR(top_k=2),
              "ndcg@10": retrieval.RetrievalNormalizedDCG(top_k=10)}  # fmt: skip
-    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, metrics=list(peers), normalize=False)
+    found = cz.metrics.evaluate(a, b, labels=labels, gallery_labels=other, metrics=list(peers), normalize=False)
     relevant = labels[:, None] == other
     query = torch.arange(30)[:, None].expand(30, 50)
     for name, peer in peers.items():
@@ -180,7 +180,7 @@ def test_ir_measures_agrees():
     names = {"precision@5": ir_measures.P @ 5, "recall@10": ir_measures.R @ 10, "r_precision": ir_measures.Rprec,
              "map": ir_measures.AP, "map@10": ir_measures.AP @ 10, "mrr": ir_measures.RR, "ndcg": ir_measures.nDCG,
              "ndcg@10": ir_measures.nDCG @ 10, "hit_rate@3": ir_measures.Success @ 3}  # fmt: skip
-    found = cz.evaluate(a, b, judgements=(query, item, grades[query, item].double()), ids=torch.arange(20),
+    found = cz.metrics.evaluate(a, b, judgements=(query, item, grades[query, item].double()), ids=torch.arange(20),
                         gallery_ids=torch.arange(40), metrics=list(names), normalize=False)  # fmt: skip
     qrels = {str(i): {} for i in query.tolist()}
     for i, j in zip(query.tolist(), item.tolist(), strict=True):
@@ -194,20 +194,20 @@ def test_ir_measures_agrees():
 def test_scikit_learn_agrees():
     a, b, labels, other = random_rows(30, 60, 4)
     names = ["map", "ndcg", "ndcg@7", "knn_accuracy@1"]
-    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, metrics=names, normalize=False)
+    found = cz.metrics.evaluate(a, b, labels=labels, gallery_labels=other, metrics=names, normalize=False)
     scores, relevant = (a @ b.T).numpy(), (labels[:, None] == other).numpy()
     assert found["map"] == pytest.approx(np.mean([*map(average_precision_score, relevant, scores)]), abs=1e-12)
     assert found["ndcg"] == pytest.approx(ndcg_score(relevant, scores), abs=1e-12)
     assert found["ndcg@7"] == pytest.approx(ndcg_score(relevant, scores, k=7), abs=1e-12)
     judge = KNeighborsClassifier(1, metric="cosine").fit(b, other)
-    found = cz.evaluate(a, b, labels=labels, gallery_labels=other, metrics=["knn_accuracy@1"])
+    found = cz.metrics.evaluate(a, b, labels=labels, gallery_labels=other, metrics=["knn_accuracy@1"])
     assert found["knn_accuracy@1"] == pytest.approx(judge.score(a, labels), abs=1e-12)
 
 
 def test_cross_modal_recall_is_top_k_accuracy():
     a, b, *_ = random_rows(40, 40, 6)
     b = a + b
-    found = cz.cross_modal_recall(a, b, k=[1, 5], normalize=False)
+    found = cz.metrics.cross_modal_recall(a, b, k=[1, 5], normalize=False)
     for k in (1, 5):
         for name, scores in (("first_to_second", a @ b.T), ("second_to_first", b @ a.T)):
             assert found[f"{name}@{k}"] == pytest.approx(top_k_accuracy_score(np.arange(40), scores.numpy(), k=k))

@@ -17,37 +17,37 @@ NAMES = ["precision@1", "map@r", "mrr"]
 
 
 def test_batches_are_the_whole():
-    metric = cz.RetrievalMetrics(NAMES, ties="expected")
+    metric = cz.metrics.RetrievalMetrics(NAMES, ties="expected")
     for _ in range(2):  # the second time after a reset
         for start in range(0, 40, 15):
             metric(ROWS[start : start + 15], LABELS[start : start + 15])
         found = {name: x.item() for name, x in metric.compute().items()}
-        assert found == cz.evaluate(ROWS, labels=LABELS, metrics=NAMES, ties="expected")
+        assert found == cz.metrics.evaluate(ROWS, labels=LABELS, metrics=NAMES, ties="expected")
         metric.reset()
 
 
 def test_a_gallery_ids_and_judgements_are_collected():
-    metric = cz.RetrievalMetrics("ndcg")
+    metric = cz.metrics.RetrievalMetrics("ndcg")
     ids, grades = torch.arange(10), torch.rand(10, generator=torch.Generator().manual_seed(1))
     metric.update(ROWS[:10], ids=ids)
     for start in (10, 20):
         some = slice(start, start + 20)
         metric.update(ROWS[:0], gallery=ROWS[some], ids=ids[:0], gallery_ids=torch.arange(40)[some])
     metric.update_judgements(ids, ids + 15, grades)
-    expected = cz.evaluate(ROWS[:10], ROWS[10:], ids=ids, gallery_ids=torch.arange(10, 40), metrics=["ndcg"],
+    expected = cz.metrics.evaluate(ROWS[:10], ROWS[10:], ids=ids, gallery_ids=torch.arange(10, 40), metrics=["ndcg"],
                            judgements=(ids, ids + 15, grades))  # fmt: skip
     assert metric.compute().item() == expected["ndcg"]
 
 
 def test_a_rank_without_batches_takes_part(worlds):
     def job(rank):
-        metric = cz.RetrievalMetrics("map@r")
+        metric = cz.metrics.RetrievalMetrics("map@r")
         if rank == 1:
             metric.update(ROWS.double(), LABELS)
-        nothing = error_message(cz.RetrievalMetrics("map@r").compute)
+        nothing = error_message(cz.metrics.RetrievalMetrics("map@r").compute)
         return metric.compute().item(), nothing
 
-    expected = cz.evaluate(ROWS.double(), labels=LABELS, metrics=["map@r"])["map@r"]
+    expected = cz.metrics.evaluate(ROWS.double(), labels=LABELS, metrics=["map@r"])["map@r"]
     found = worlds.run(3, job, each=[(0,), (1,), (2,)])
     assert [value for value, _ in found] == [expected] * 3
     assert "needs labels" in str(found[0][1]) or "need labels" in str(found[0][1])
@@ -55,18 +55,18 @@ def test_a_rank_without_batches_takes_part(worlds):
 
 
 def test_objects_of_one_process_are_merged_and_pickled():
-    first, second = cz.RetrievalMetrics("map"), cz.RetrievalMetrics("map")
+    first, second = cz.metrics.RetrievalMetrics("map"), cz.metrics.RetrievalMetrics("map")
     first.update(ROWS[:10], LABELS[:10])
     second.update(ROWS[10:], LABELS[10:])
     first.merge_state(pickle.loads(pickle.dumps(second)))
-    assert first.compute().item() == cz.evaluate(ROWS, labels=LABELS, metrics=["map"])["map"]
+    assert first.compute().item() == cz.metrics.evaluate(ROWS, labels=LABELS, metrics=["map"])["map"]
 
 
 def test_a_batch_that_is_refused_leaves_nothing_behind():
-    metric = cz.RetrievalMetrics("map")
+    metric = cz.metrics.RetrievalMetrics("map")
     metric.update(ROWS[:20], LABELS[:20])
     state = {name: [x.clone() for x in batches] for name, batches in metric.batches.items()}
-    other = cz.RetrievalMetrics("map")
+    other = cz.metrics.RetrievalMetrics("map")
     other.update(ROWS[:, :3], LABELS)
     refusals = {
         "one per row, got 5 for 20 rows": lambda: metric.update(ROWS[20:], LABELS[:5]),
@@ -82,14 +82,14 @@ def test_a_batch_that_is_refused_leaves_nothing_behind():
         assert {name: len(batches) for name, batches in metric.batches.items()} == dict.fromkeys(state, 1)
         assert all(torch.equal(metric.batches[name][0], x) for name, (x,) in state.items())
     metric.update(ROWS[20:], LABELS[20:])
-    assert metric.compute().item() == cz.evaluate(ROWS, labels=LABELS, metrics=["map"])["map"]
+    assert metric.compute().item() == cz.metrics.evaluate(ROWS, labels=LABELS, metrics=["map"])["map"]
 
 
 def test_numbers_have_one_dtype_also_on_a_rank_that_has_collected_none(worlds):
     """Integer grades and narrow labels came from the data set; an empty shard has neither."""
 
     def job(rank):
-        judged, labelled = cz.RetrievalMetrics("ndcg"), cz.RetrievalMetrics("map")
+        judged, labelled = cz.metrics.RetrievalMetrics("ndcg"), cz.metrics.RetrievalMetrics("map")
         if rank == 1:
             judged.update(ROWS, ids=torch.arange(40))
             judged.update_judgements(torch.arange(40), torch.arange(40).roll(1), LABELS + 1)
@@ -102,7 +102,7 @@ def test_numbers_have_one_dtype_also_on_a_rank_that_has_collected_none(worlds):
 
 def test_an_unknown_metric_is_refused_at_once():
     with pytest.raises(ValueError, match="no metric recall@r"):
-        cz.RetrievalMetrics(["map", "recall@r"])
+        cz.metrics.RetrievalMetrics(["map", "recall@r"])
 
 
 def test_lightning_logs_it(tmp_path):
@@ -116,7 +116,7 @@ def test_lightning_logs_it(tmp_path):
                 super().__init__()
                 self.encoder = torch.nn.Linear(8, 4)
                 self.metric = RetrievalMetric("map@r")
-                self.several = cz.RetrievalMetrics(NAMES)
+                self.several = cz.metrics.RetrievalMetrics(NAMES)
                 self.expected = []
 
             def validation_step(self, batch, _):
@@ -137,7 +137,7 @@ def test_lightning_logs_it(tmp_path):
         (found,) = trainer.validate(model, loader, verbose=False)
         (again,) = trainer.validate(model, loader, verbose=False)  # it has been reset
     with torch.no_grad():
-        expected = cz.evaluate(model.encoder(ROWS), labels=LABELS, metrics=NAMES)
+        expected = cz.metrics.evaluate(model.encoder(ROWS), labels=LABELS, metrics=NAMES)
     assert found == again
     assert found["map@r"] == pytest.approx(expected["map@r"], abs=1e-6)
     assert found["all/mrr"] == pytest.approx(expected["mrr"], abs=1e-6)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import contrastive_zoo as cz
-from contrastive_zoo.evaluation.duplicates import first_of_each
-from contrastive_zoo.evaluation.exact import prepared
-from contrastive_zoo.evaluation.local_search import Gallery
-from contrastive_zoo.testing import evaluation_invariants as invariants
+from contrastive_zoo.metrics.exact import prepared
+from contrastive_zoo.metrics.local_search import Gallery
+from contrastive_zoo.metrics.task import first_of_each
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.invariant import Broken
-from contrastive_zoo.world import World
+from tests.evaluation import invariants as invariants
 from tests.evaluation.by_hand import few_scores
 from tests.helpers import common_error, local_shard, numbers
 
@@ -38,7 +38,7 @@ LABELS = torch.randint(6, (47,), generator=torch.Generator().manual_seed(1))
 
 
 def measure(ties):
-    return lambda rows, labels, ids: cz.evaluate(rows, labels=labels, ids=ids, metrics=NAMES, ties=ties)
+    return lambda rows, labels, ids: cz.metrics.evaluate(rows, labels=labels, ids=ids, metrics=NAMES, ties=ties)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_metrics_obey_the_invariants(kind, ties, worlds):
 
 def local_queries(rows, labels, ids):
     """Each rank's number for its own queries and rows."""
-    return cz.evaluate(rows, labels=labels, metrics=["hit_rate@1"], process_group=cz.ALONE)
+    return cz.metrics.evaluate(rows, labels=labels, metrics=["hit_rate@1"], process_group=cz.World())
 
 
 def mean_of_means(rows, labels, ids):
     """Each rank's share of hits among all rows, averaged over ranks."""
-    gallery, of_gallery = cz.all_gather(rows), cz.all_gather(labels)
+    gallery, of_gallery = cz.collectives.all_gather(rows), cz.collectives.all_gather(labels)
     start = World.of().shards(rows).start
     scores = rows @ gallery.T
     scores.diagonal(start).fill_(-math.inf)
@@ -73,7 +73,7 @@ def mean_of_means(rows, labels, ids):
 
 def first_of_ties(rows, labels, ids):
     """Of equal scores the first row counts."""
-    gallery, of_gallery = cz.all_gather(rows), cz.all_gather(labels)
+    gallery, of_gallery = cz.collectives.all_gather(rows), cz.collectives.all_gather(labels)
     nearest = (rows.double() @ gallery.double().T).argmax(1)
     hits = torch.tensor([(of_gallery[nearest] == labels).sum(), len(rows)], dtype=torch.float64)
     dist.all_reduce(hits)
@@ -82,7 +82,7 @@ def first_of_ties(rows, labels, ids):
 
 def without_ids(rows, labels, ids):
     """Repeated samples count."""
-    return cz.evaluate(rows, labels=labels, metrics=["hit_rate@1"])
+    return cz.metrics.evaluate(rows, labels=labels, metrics=["hit_rate@1"])
 
 
 @pytest.mark.parametrize("mutant", [local_queries, mean_of_means])
@@ -111,7 +111,7 @@ def test_the_nearest_rows_are_those_of_one_process(kind, leave_one_out, worlds):
     excluded = torch.stack([torch.arange(47).roll(3), torch.full((47,), -1)], 1)
 
     def search(queries, excluded, gallery):
-        return tuple(cz.top_k(queries, None if leave_one_out else gallery, k=5, excluded=excluded))
+        return tuple(cz.metrics.top_k(queries, None if leave_one_out else gallery, k=5, excluded=excluded))
 
     ((scores, indices),) = worlds.run(1, search, rows, excluded, other)
     unit, unit_rows = (F.normalize(x.double(), dim=1) for x in (rows, rows if leave_one_out else other))
@@ -138,8 +138,8 @@ def test_queries_and_gallery_have_splits_of_their_own(worlds):
     def job(queries, gallery, ids, items):
         own = torch.isin(query, ids)
         judgements = query[own], item[own] + 100, grades[query[own], item[own]].float()
-        return cz.evaluate(queries, gallery, ids=ids, gallery_ids=items, judgements=judgements,
-                           metrics=["map", "ndcg", "ndcg@4", "recall@2"], ties="expected"), cz.evaluate(
+        return cz.metrics.evaluate(queries, gallery, ids=ids, gallery_ids=items, judgements=judgements,
+                           metrics=["map", "ndcg", "ndcg@4", "recall@2"], ties="expected"), cz.metrics.evaluate(
                            queries, gallery, metrics=["hit_rate@7", "mrr"])  # fmt: skip
 
     results = []
@@ -154,7 +154,7 @@ def test_a_certain_search_is_the_same_as_a_comparison_with_all_rows():
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(300, 8, generator=draw)
     rows[100:] = rows[:100].repeat(2, 1)  # every row three times: the eighth neighbour ties with the ninth
-    found = cz.top_k(rows[:20], rows, k=2)
+    found = cz.metrics.top_k(rows[:20], rows, k=2)
     assert found.indices.tolist() == [[i, i + 100] for i in range(20)]
 
 
@@ -165,7 +165,7 @@ def test_only_candidates_that_may_be_neighbours_of_all_ranks_are_compared(scale,
     rows[1000:1200] = rows[:200]  # ties on different ranks
 
     def search(queries, gallery):
-        return tuple(cz.top_k(queries, gallery, k=30, normalize=False))
+        return tuple(cz.metrics.top_k(queries, gallery, k=30, normalize=False))
 
     expected = search(queries, rows)
     scores = queries.double() @ rows.double().T
@@ -182,7 +182,7 @@ def test_elements_that_float32_does_not_hold_are_compared_in_float64():
     rows = numbers(50, 4, seed=0) * 1e-45
     queries = numbers(5, 4, seed=1) * 1e37
     scores = (queries * 1e-37) @ (rows * 1e45).T
-    assert torch.equal(cz.top_k(queries, rows, k=3, normalize=False).indices, scores.topk(3).indices)
+    assert torch.equal(cz.metrics.top_k(queries, rows, k=3, normalize=False).indices, scores.topk(3).indices)
 
 
 def test_a_rank_compares_its_share_of_the_candidates():
@@ -201,7 +201,7 @@ def test_a_memory_map_is_searched(tmp_path):
     rows = np.memmap(tmp_path / "rows", dtype=np.float32, mode="w+", shape=(50, 4))
     rows[:] = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).numpy()
     gallery = torch.from_numpy(rows)
-    assert cz.top_k(gallery[:7], gallery, k=1).indices.flatten().tolist() == list(range(7))
+    assert cz.metrics.top_k(gallery[:7], gallery, k=1).indices.flatten().tolist() == list(range(7))
 
 
 def test_an_index_is_an_approximation_whose_recall_is_measured(worlds):
@@ -209,11 +209,14 @@ def test_an_index_is_an_approximation_whose_recall_is_measured(worlds):
 
     def job():
         shard = local_shard(rows, (1500, 500))
-        exact, some = cz.ApproximateIndex("IVF16,Flat", "nprobe=16"), cz.ApproximateIndex("IVF16,Flat", "nprobe=4")
-        recalls = [cz.index_recall(shard[:50], shard, k=5, index=index) for index in (exact, some)]
+        exact, some = (
+            cz.metrics.ApproximateIndex("IVF16,Flat", "nprobe=16"),
+            cz.metrics.ApproximateIndex("IVF16,Flat", "nprobe=4"),
+        )
+        recalls = [cz.metrics.index_recall(shard[:50], shard, k=5, index=index) for index in (exact, some)]
         labels = torch.arange(len(shard)) % 7
-        found = cz.evaluate(shard, labels=labels, metrics=["precision@5"], index=exact)
-        return *recalls, found == cz.evaluate(shard, labels=labels, metrics=["precision@5"])
+        found = cz.metrics.evaluate(shard, labels=labels, metrics=["precision@5"], index=exact)
+        return *recalls, found == cz.metrics.evaluate(shard, labels=labels, metrics=["precision@5"])
 
     (complete, most, same), other = worlds.run(2, job)
     assert (complete, same) == (1.0, True)
@@ -225,10 +228,14 @@ def test_an_index_that_faiss_cannot_build_on_one_rank_is_refused_on_all(worlds):
     rows, labels = torch.randn(300, 4, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 7
 
     def job(shards, factory, measure):
-        index, shard, of_shard = cz.ApproximateIndex(factory), local_shard(rows, shards), local_shard(labels, shards)
+        index, shard, of_shard = (
+            cz.metrics.ApproximateIndex(factory),
+            local_shard(rows, shards),
+            local_shard(labels, shards),
+        )
         if measure:
-            return cz.evaluate(shard, labels=of_shard, metrics=["precision@1"], index=index)
-        return cz.top_k(shard, k=1, index=index).indices.shape
+            return cz.metrics.evaluate(shard, labels=of_shard, metrics=["precision@1"], index=index)
+        return cz.metrics.top_k(shard, k=1, index=index).indices.shape
 
     for shards, factory, measure, says in (
         (
@@ -272,46 +279,62 @@ def without(module, function):
 ONES = torch.ones(3, 2)
 IDS = torch.arange(3)
 MISTAKES = {
-    "k beyond the gallery": (lambda: cz.evaluate(ONES, ONES, metrics=["recall@7"]), ("1 and the 6 rows", "got 7")),
-    "k of a search": (lambda: cz.top_k(ONES, ONES, k=7), ("1 and the 6 rows", "got 7")),
-    "no faiss on one rank": (lambda: without("faiss", lambda: cz.top_k(ONES, ONES, k=1)), ("rank 1", "pip install")),
-    "k is zero": (lambda: cz.recall_at_k(ONES, ONES, k=0), ("k is between 1", "got 0")),
-    "k differs": (lambda: cz.evaluate(ONES, ONES, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
-    "NaN on one rank": (lambda: cz.evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
-    "NaN in a search": (lambda: cz.top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
-    "widths of queries": (lambda: cz.evaluate(torch.ones(3, 2 + rank()), labels=IDS), ("width of queries", "d=3")),
-    "widths of the gallery": (lambda: cz.evaluate(ONES, torch.ones(3, 4)), ("one width", "[3, 4]")),
+    "k beyond the gallery": (
+        lambda: cz.metrics.evaluate(ONES, ONES, metrics=["recall@7"]),
+        ("1 and the 6 rows", "got 7"),
+    ),
+    "k of a search": (lambda: cz.metrics.top_k(ONES, ONES, k=7), ("1 and the 6 rows", "got 7")),
+    "no faiss on one rank": (
+        lambda: without("faiss", lambda: cz.metrics.top_k(ONES, ONES, k=1)),
+        ("rank 1", "pip install"),
+    ),
+    "k is zero": (lambda: cz.metrics.recall_at_k(ONES, ONES, k=0), ("k is between 1", "got 0")),
+    "k differs": (lambda: cz.metrics.evaluate(ONES, ONES, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
+    "NaN on one rank": (lambda: cz.metrics.evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
+    "NaN in a search": (lambda: cz.metrics.top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
+    "widths of queries": (
+        lambda: cz.metrics.evaluate(torch.ones(3, 2 + rank()), labels=IDS),
+        ("width of queries", "d=3"),
+    ),
+    "widths of the gallery": (lambda: cz.metrics.evaluate(ONES, torch.ones(3, 4)), ("one width", "[3, 4]")),
     "no labels on one rank": (
-        lambda: cz.evaluate(ONES, ONES, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
+        lambda: cz.metrics.evaluate(ONES, ONES, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
         ("labels",),
     ),
     "unmatched query": (
-        lambda: cz.evaluate(ONES, ids=IDS, judgements=(IDS + 2 * rank(), IDS, torch.ones(3))),
+        lambda: cz.metrics.evaluate(ONES, ids=IDS, judgements=(IDS + 2 * rank(), IDS, torch.ones(3))),
         ("rank 1", "query 3"),
     ),
     "unmatched item": (
-        lambda: cz.evaluate(ONES, ids=IDS + 3 * rank(), judgements=(IDS[:1] + 3 * rank(), IDS[:1] + 9, torch.ones(1))),
+        lambda: cz.metrics.evaluate(
+            ONES, ids=IDS + 3 * rank(), judgements=(IDS[:1] + 3 * rank(), IDS[:1] + 9, torch.ones(1))
+        ),
         ("2 of ", "gallery_ids"),
     ),
-    "unequal partners": (lambda: cz.evaluate(ONES, ONES[rank() :]), ("6 queries", "5 rows")),
-    "unknown metric": (lambda: cz.evaluate(ONES, labels=IDS, metrics=["recall"]), ("no metric recall", "recall@k")),
-    "unknown ties": (lambda: cz.evaluate(ONES, labels=IDS, ties="average"), ("'expected'", "'average'")),
+    "unequal partners": (lambda: cz.metrics.evaluate(ONES, ONES[rank() :]), ("6 queries", "5 rows")),
+    "unknown metric": (
+        lambda: cz.metrics.evaluate(ONES, labels=IDS, metrics=["recall"]),
+        ("no metric recall", "recall@k"),
+    ),
+    "unknown ties": (lambda: cz.metrics.evaluate(ONES, labels=IDS, ties="average"), ("'expected'", "'average'")),
     "whole ranking of an index": (
-        lambda: cz.evaluate(ONES, labels=IDS, metrics=["map"], index=cz.ApproximateIndex("HNSW8")),
+        lambda: cz.metrics.evaluate(ONES, labels=IDS, metrics=["map"], index=cz.metrics.ApproximateIndex("HNSW8")),
         ("map needs all positions",),
     ),
     "a pair twice": (
-        lambda: cz.evaluate(ONES, ids=IDS, judgements=(IDS * 0, IDS * 0, torch.ones(3))),
+        lambda: cz.metrics.evaluate(ONES, ids=IDS, judgements=(IDS * 0, IDS * 0, torch.ones(3))),
         ("a pair twice",),
     ),
-    "excluded of another length": (lambda: cz.top_k(ONES, ONES, k=1, excluded=IDS[:2, None]), ("3 queries",)),
-    "an empty gallery": (lambda: cz.top_k(ONES, ONES[:0], k=1), ("0 rows",)),
+    "excluded of another length": (lambda: cz.metrics.top_k(ONES, ONES, k=1, excluded=IDS[:2, None]), ("3 queries",)),
+    "an empty gallery": (lambda: cz.metrics.top_k(ONES, ONES[:0], k=1), ("0 rows",)),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_error_on_every_rank(mistake, worlds):
     bad, words = MISTAKES[mistake]
-    text, after = common_error(worlds, 2, bad, lambda: cz.recall_at_k(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]]))
+    text, after = common_error(
+        worlds, 2, bad, lambda: cz.metrics.recall_at_k(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]])
+    )
     assert all(word in text for word in words), text
     assert after == [1.0, 1.0]

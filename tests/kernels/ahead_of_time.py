@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from contrastive_zoo.kernels.blocks import MAX_TILES, Tile, tiles
-from contrastive_zoo.kernels.sigmoid_tiles import sigmoid_pairs
-from contrastive_zoo.kernels.softmax_tiles import log_sum_exps, softmax_weights
+from contrastive_zoo.engine.kernels.blocks import MAX_TILES, Tile, tiles
+from contrastive_zoo.engine.kernels.sigmoid_tiles import sigmoid_pairs
+from contrastive_zoo.engine.kernels.softmax_tiles import log_sum_exps, softmax_weights
 from tests.kernels.lines import HEAD, line
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

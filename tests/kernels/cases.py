@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.kernels.sigmoid import siglip
-from contrastive_zoo.kernels.softmax import clip, info_nce, nt_xent
+from contrastive_zoo.engine.kernels.sigmoid import siglip
+from contrastive_zoo.engine.kernels.softmax import clip, info_nce, nt_xent
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -48,7 +48,7 @@ def public(kind: Callable[..., Callable[..., Tensor]], **settings: Any) -> Calla
     def loss(a: Tensor, b: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
         more = {"logit_bias": bias[0]} if bias else {}
         negatives = [b[len(a) :]] if len(b) > len(a) else []
-        with cz.implementation("triton"):
+        with cz.engine.use_implementation("triton"):
             return kind(temperature=1 / scale, **more, **settings)(a, b[: len(a)], *negatives)
 
     return loss

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from contrastive_zoo.engine.kernels import softmax_sweep
+from contrastive_zoo.engine.kernels.sigmoid_pairs import KernelBlock
+from contrastive_zoo.engine.kernels.softmax_pairs import SoftmaxPairs
+from contrastive_zoo.engine.kernels.softmax_sweep import ExponentSums, KernelSweep
 from contrastive_zoo.engine.schedule import RankBlock
-from contrastive_zoo.kernels import softmax_sweep
-from contrastive_zoo.kernels.exponent_sums import ExponentSums
-from contrastive_zoo.kernels.sigmoid_pairs import KernelBlock
-from contrastive_zoo.kernels.softmax_pairs import SoftmaxPairs
-from contrastive_zoo.kernels.softmax_sweep import KernelSweep
 from tests.kernels.cases import DEVICE
 from tests.simulated import READS
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import learnt
 from tests.kernels.cases import DEVICE, dense_clip, dense_info_nce, dense_nt_xent, dense_siglip, interpret_bfloat16
 from tests.kernels.rank_mutants import (
@@ -108,7 +108,7 @@ class Case:
         for step, sizes in enumerate(shards):
             given = self.local(self.inputs(sizes, step), sizes, rank)
             rows = [x.requires_grad_() for x in given if x.is_floating_point()]
-            with splitting(always=True), cz.implementation("triton"):
+            with splitting(always=True), cz.engine.use_implementation("triton"):
                 value = wrapped(*rows, *given[len(rows) :])
                 part = value.sum() / self.anchors(sizes) if self.reduction == "none" else value
                 gradients = torch.autograd.grad(part, [*rows, *parameters])

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import contrastive_zoo as cz
-from contrastive_zoo import kernels
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.engine import implementation as chosen
+from contrastive_zoo.engine import kernels
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.step import splitting
 
 LOSSES: list[Callable[[], Callable[..., Tensor]]] = [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP]
 
@@ -46,11 +46,11 @@ def test_auto_uses_kernels_where_they_apply() -> None:
     assert not used(on_a_gpu(d=4097))
     assert not used(on_a_gpu(dtype=torch.float64))
     assert not used(rows, unsupported="compares two views, got 3")
-    with cz.dense():
+    with cz.engine.plain_formulas():
         assert not used(rows)
-    with cz.implementation("torch"):
+    with cz.engine.use_implementation("torch"):
         assert not used(rows)
-    with cz.implementation("compiled"):
+    with cz.engine.use_implementation("compiled"):
         assert used(rows)
         assert not used(on_a_gpu(n=512))
         assert not used(on_a_gpu(dtype=torch.float64))
@@ -72,25 +72,25 @@ def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
-    with cz.implementation("triton"), pytest.raises(ValueError, match=r"contrastive_zoo\[triton\]"):
+    with cz.engine.use_implementation("triton"), pytest.raises(ValueError, match=r"contrastive_zoo\[triton\]"):
         cz.Clip()(torch.eye(2), torch.eye(2))
 
 
 @pytest.mark.parametrize("make", LOSSES)
 def test_triton_refuses_what_it_cannot_compute(make: Callable[[], Callable[..., Tensor]], suitable: None) -> None:
     loss = make()
-    with cz.implementation("triton"):
+    with cz.engine.use_implementation("triton"):
         with pytest.raises(ValueError, match=r"got torch\.float64"):
             loss(torch.eye(2).double(), torch.eye(2).double())
         with pytest.raises(ValueError, match="1 to 4096 features"):
             loss(torch.ones(2, 4097), torch.ones(2, 4097))
-        with pytest.raises(ValueError, match="dense"), cz.dense():
+        with pytest.raises(ValueError, match="dense"), cz.engine.plain_formulas():
             loss(torch.eye(2), torch.eye(2))
 
 
 def test_triton_refuses_forms_without_a_kernel(suitable: None) -> None:
     eye = torch.eye(2)
-    with cz.implementation("triton"):
+    with cz.engine.use_implementation("triton"):
         with pytest.raises(ValueError, match="compares two views, got 3"):
             cz.NTXent()(eye, eye, eye)
         with pytest.raises(ValueError, match="negatives of all queries"):
@@ -108,7 +108,10 @@ def test_triton_refuses_forms_without_a_kernel(suitable: None) -> None:
 def test_triton_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(chosen, "find_spec", lambda name: name)
-    with cz.implementation("triton"), pytest.raises(ValueError, match=r"got embeddings on cpu\. Use implementation"):
+    with (
+        cz.engine.use_implementation("triton"),
+        pytest.raises(ValueError, match=r"got embeddings on cpu\. Use implementation"),
+    ):
         cz.NTXent()(torch.eye(2), torch.eye(2))
 
 
@@ -117,7 +120,7 @@ def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     rows = torch.randn(2, 600, 4)
     for loss in (make() for make in LOSSES):
-        with cz.implementation("torch"):
+        with cz.engine.use_implementation("torch"):
             expected = loss(*rows)
         assert torch.equal(loss(*rows), expected)
 
@@ -125,7 +128,7 @@ def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_names_are_refused() -> None:
     with (
         pytest.raises(ValueError, match="'auto', 'torch', 'triton' or 'compiled', got 'cuda'"),
-        cz.implementation("cuda"),
+        cz.engine.use_implementation("cuda"),
     ):
         pass
 
@@ -139,7 +142,7 @@ def test_a_choice_of_one_rank_is_refused_on_all(make: Callable[[], Any], small: 
             patch.setattr(kernels, "device_problem", lambda device: None)
             patch.setattr(chosen, "find_spec", lambda name: name)
             with (
-                cz.implementation("triton" if dist.get_rank() == 1 else "torch"),
+                cz.engine.use_implementation("triton" if dist.get_rank() == 1 else "torch"),
                 differ as error,
                 splitting(not small),
             ):
@@ -156,7 +159,7 @@ def test_what_one_rank_lacks_is_refused_on_all(worlds: Worlds) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "device_problem", lambda device: None)
             patch.setattr(chosen, "find_spec", lambda name: name if dist.get_rank() == 0 else None)
-            with cz.implementation("triton"), absent as error:
+            with cz.engine.use_implementation("triton"), absent as error:
                 cz.DistributedLoss(cz.NTXent())(torch.eye(3) + dist.get_rank(), torch.eye(3))
         return str(error.value)
 
@@ -165,7 +168,7 @@ def test_what_one_rank_lacks_is_refused_on_all(worlds: Worlds) -> None:
 
 
 def test_precision_follows_either_setting_of_torch() -> None:
-    blocks = pytest.importorskip("contrastive_zoo.kernels.blocks")
+    blocks = pytest.importorskip("contrastive_zoo.engine.kernels.blocks")
     x, matmuls = torch.ones(1), torch.backends.cuda.matmul
     assert blocks.precision_of(x) == "ieee"
     torch.set_float32_matmul_precision("high")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from contrastive_zoo.audit.launch import environment, local_store
+from contrastive_zoo.testing.auditing.launch import environment, local_store
 from tests.kernels.test_values import ROUNDING
 
 pytest.importorskip("triton")

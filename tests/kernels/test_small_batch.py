@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo import devices
 from contrastive_zoo.engine import implementation, small_batch
 from contrastive_zoo.loss_base.loss import Stated
+from contrastive_zoo.ranks import devices
 from tests.helpers import EVERY_CASE, called, close, drawn, numbers
 from tests.operators import dense_siglip, dense_softmaxes
 
@@ -141,7 +141,7 @@ def trained(loss: Any, rows: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("make", [cz.Clip, cz.SigLIP, cz.NTXent])
 def test_later_steps_are_those_of_the_dense_formula(make: Callable[[], Any]) -> None:
     rows, loss = rows_of("gaussian"), make().double().to(DEVICE)
-    with cz.dense():
+    with cz.engine.plain_formulas():
         expected = trained(make().double().to(DEVICE), rows)
     for x, y in zip(trained(loss, rows), expected, strict=True):
         close(x, y)

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.distributed_step import splitting
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.matryoshka import Matryoshka
 from contrastive_zoo.losses.weighted_sum import WeightedSum
-from contrastive_zoo.session import Session
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import close, common_error, numbers
 from tests.losses.zoo_compositions import ENTRIES, info_nce
 from tests.zoo import Entry, dense_nt_xent, dense_sup_con

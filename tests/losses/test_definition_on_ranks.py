@@ -1,4 +1,4 @@
-"""The plain definition of every loss, ``dense()``, is computed on two ranks, of which one may have no rows."""
+"""The plain definition of every loss, ``plain_formulas()``, is computed on two ranks, of which one may have no rows."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def outcomes(names: list[str], shards: tuple[int, ...] | None = None) -> list[li
         loss, every = SUBJECTS[name]().double(), SUBJECTS[name].rows
         rows = [(x if shards is None else split(x, shards)[dist.get_rank()]).detach().clone() for x in every]
         learns = [x.requires_grad_() for x in rows if x.is_floating_point()]
-        with cz.dense():
+        with cz.engine.plain_formulas():
             value = (loss if shards is None else cz.DistributedLoss(loss))(*rows)
             gradients = torch.autograd.grad(value, learns, allow_unused=True, materialize_grads=True)
         found.append([value.detach(), *(x / (1 if shards is None else len(shards)) for x in gradients)])

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.max_sim import TokenSets, max_sim_scores
+from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import Shards
 from tests.helpers import EXACT, Largest, close, common_error, distance, numbers
 from tests.losses.zoo_tokens import dense_max_sim, dense_pairwise
 from tests.stateful_rank import limits
@@ -84,7 +84,7 @@ def test_it_is_the_definition(name: str, budget: int, tiles: dict[str, int]) -> 
     make, dense, settings = LOSSES[name]
     rows = learning(rows_of(Shard(6, 3), seed=7))
     t, u = (torch.tensor(0.7, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    with limits(tiles), cz.memory_budget(budget):
+    with limits(tiles), cz.engine.memory_budget(budget):
         found = make(temperature=t, **settings)(**rows)
         ours = torch.autograd.grad(found, [*(rows[x] for x in NAMES), t])
     expected = dense(rows, temperature=u, **settings)
@@ -103,7 +103,7 @@ def test_masks_may_be_left_out() -> None:
 @pytest.mark.parametrize("dense", [True, False])
 def test_no_negatives_are_none(dense: bool) -> None:
     tokens = {"queries": numbers(2, 2, WIDTH, seed=1), "documents": numbers(2, 3, WIDTH, seed=2)}
-    with cz.dense() if dense else contextlib.nullcontext():
+    with cz.engine.plain_formulas() if dense else contextlib.nullcontext():
         close(cz.MaxSim()(**tokens, negatives=numbers(0, 3, WIDTH, seed=3)), cz.MaxSim()(**tokens))
 
 
@@ -119,7 +119,7 @@ def test_the_first_of_equal_tokens_gets_the_gradient() -> None:
 def test_similarities_of_all_tokens_are_never_held(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "TILE_BYTES", 2**14)
     queries, documents = (numbers(24, 16, WIDTH, seed=seed, dtype=torch.float32).requires_grad_() for seed in (1, 2))
-    with cz.memory_budget(2**20 if cached else 0), Largest() as largest:
+    with cz.engine.memory_budget(2**20 if cached else 0), Largest() as largest:
         cz.MaxSim()(queries, documents).backward()
     selected = 24 * 16 * 24
     assert largest.elements <= selected < (24 * 16) ** 2 / 4
@@ -136,7 +136,7 @@ def test_frozen_tokens_need_no_gradient(frozen: str) -> None:
 
 
 def dense_loss(**rows: Tensor) -> Tensor:
-    with cz.dense():
+    with cz.engine.plain_formulas():
         return cz.MaxSim()(**rows)
 
 
@@ -151,9 +151,9 @@ def test_positions_return_to_the_budget_after_the_backward_pass() -> None:
             TokenSets(x.flatten(0, 1), torch.full((6,), 3), Shards((6,)), Shards((18,)), [3] * 6)
             for x in (queries, documents)
         ]
-        return max_sim_scores(*tokens, world=cz.ALONE)
+        return max_sim_scores(*tokens, world=cz.World())
 
-    with cz.memory_budget(6 * 3 * 6):  # a byte for each token of the queries and each document
+    with cz.engine.memory_budget(6 * 3 * 6):  # a byte for each token of the queries and each document
         first, second = forward(), forward()
         assert (kept(first), kept(second)) == (True, False)
         first.sum().backward()
@@ -183,7 +183,7 @@ def largest_error(name: str, steps: Sequence[Sequence[Shard]], option: Any, budg
         given = dict(mine)
         if mutant == "padding counts":
             given |= {of: torch.ones_like(mine[of]) for of in MASKS}
-        with cz.memory_budget(budget):
+        with cz.engine.memory_budget(budget):
             value = (loss.loss if mutant == "local negatives" else loss)(**given)
         expected = dense(every, temperature=alone(), **settings)
         errors.append(distance(value.detach(), expected.detach()))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base.checks import is_number
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import is_number
 from contrastive_zoo.loss_base.settings import Bounds, _checks
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, split

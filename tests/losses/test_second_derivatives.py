@@ -1,4 +1,4 @@
-"""Under ``dense()`` every loss can be differentiated twice and more often: against its definition in plain torch."""
+"""Under ``plain_formulas()`` every loss can be differentiated twice and more: against its definition in plain torch."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
 from contrastive_zoo.losses.triplet import Triplet
-from contrastive_zoo.memory import CrossBatchMemory
 from tests.helpers import close, numbers
 from tests.losses import zoo_softmax
 from tests.test_contract import WHOLE_ZOO
@@ -38,7 +38,7 @@ def called(entry: Entry, loss: Callable[..., Tensor], at: list[Tensor]) -> Tenso
 def test_second_derivatives_are_those_of_the_definition(entry: Entry, outside: bool) -> None:
     """Also where the context has been left before the second is taken."""
     at, loss = rows(entry), entry.make(temperature=0.5).double()
-    with cz.dense():
+    with cz.engine.plain_formulas():
         first = derivative(called(entry, loss, at), at)
         found = torch.autograd.grad(first, at, retain_graph=True)
     if outside:
@@ -60,7 +60,7 @@ def test_positives_one_at_a_time_have_the_third_derivative_of_the_definition(ent
         return torch.autograd.grad(derivative(derivative(value, at), at), z)[0]
 
     loss = entry.make().double()
-    with cz.dense():
+    with cz.engine.plain_formulas():
         found = third(loss(z, LABELS))
     close(found, third(entry.dense(z, LABELS, temperature=1.0)))
 
@@ -72,7 +72,7 @@ def test_the_zoo_has_the_losses_that_take_one_positive_at_a_time() -> None:
 def test_a_memory_has_second_derivatives() -> None:
     z = numbers(6, 3, seed=1).requires_grad_()
     memory = CrossBatchMemory(Triplet(soft=True), 8, 3, dtype=torch.float64)
-    with cz.dense():
+    with cz.engine.plain_formulas():
         (gradient,) = torch.autograd.grad(memory(z, LABELS), z, create_graph=True)
         (second,) = torch.autograd.grad(gradient.square().sum(), z)
     assert second.isfinite().all()

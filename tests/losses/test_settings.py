@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.catalogue import CATALOGUE, Entry
-from contrastive_zoo.loss_base.checks import is_number, number_problem
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.numbers import is_number, number_problem
 from contrastive_zoo.loss_base.settings import Bounds, _checks
+from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
+from contrastive_zoo.testing.vectors import cases
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.vectors import cases
 from tests.helpers import EVERY_CASE, close, common_error, numbers
 
 N, D = 8, 4

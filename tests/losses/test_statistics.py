@@ -13,8 +13,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.moments import centered, second_moments, squared_sums
-from contrastive_zoo.engine.sinkhorn import balanced_assignment
+from contrastive_zoo.engine.statistics import balanced_assignment, centered, second_moments, squared_sums
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.align_uniform import AlignUniform
 from contrastive_zoo.losses.barlow_twins import BarlowTwins
@@ -22,8 +21,8 @@ from contrastive_zoo.losses.dino import DINO
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.swav import SwAV
 from contrastive_zoo.losses.vicreg import VICReg
+from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import Shards
 from tests.helpers import error_message, numbers
 from tests.losses.zoo_statistics import ENTRIES
 from tests.zoo import Entry
@@ -47,7 +46,7 @@ def test_it_is_the_papers_formula(entry: Entry, dense: bool) -> None:
     for seed in range(5):
         rows = views(seed, entry.views, n=(7, 2, 9, 5, 6)[seed], d=(4, 4, 2, 8, 1)[seed])
         loss = entry.make(temperature=0.2).double()
-        with cz.dense() if dense else torch.enable_grad():
+        with cz.engine.plain_formulas() if dense else torch.enable_grad():
             ours = loss(*rows)
         expected = entry.dense(*rows, temperature=0.2)
         close(ours, expected)
@@ -261,7 +260,7 @@ def test_koleo_keeps_the_digits_of_near_neighbours(dense: bool) -> None:
     far = torch.randn(6, 5, generator=generator)
     rows = torch.cat([far, far + 1e-4 * torch.randn(6, 5, generator=generator)])
     single, double = rows.clone().requires_grad_(), rows.double().requires_grad_()
-    with cz.dense() if dense else torch.enable_grad():
+    with cz.engine.plain_formulas() if dense else torch.enable_grad():
         for z in (single, double):
             cz.KoLeo(normalize=False).double()(z).backward()
     assert single.grad is not None

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo import devices
-from contrastive_zoo.collectives import gather_rows
 from contrastive_zoo.engine import max_sim, tiling
 from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.transport import gather_rows
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.world import World
 from tests.helpers import EXACT, distance
 from tests.losses.test_late_interaction import MASKS, NAMES, Shard, largest_error, rows_of, whole
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
@@ -26,7 +26,7 @@ LOW_TILES = 400
 
 def step(make: Callable[[], Any], rows: dict[str, Tensor]) -> tuple[list[Any], list[str]]:
     """Return value and gradients of rows on a simulated device, and what the host reads in the third step."""
-    with device() as mode, cz.memory_budget(0), pytest.MonkeyPatch.context() as patch:
+    with device() as mode, cz.engine.memory_budget(0), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "TILE_BYTES", LOW_TILES)
         put = put_by(mode)
         loss = cz.DistributedLoss(make(), static_shapes=True, check_finite=False, check_equal=False)

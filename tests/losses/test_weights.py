@@ -57,7 +57,7 @@ def test_it_is_the_papers_formula(entry: Entry, dense: bool, block_bytes: int, m
     for seed in range(5):
         z, labels = labelled(seed)
         loss = entry.make(temperature=0.2).double()
-        with cz.dense() if dense else torch.enable_grad():
+        with cz.engine.plain_formulas() if dense else torch.enable_grad():
             ours = loss(z, labels)
         expected = entry.dense(z, labels, temperature=0.2)
         close(ours, expected)
@@ -231,14 +231,14 @@ def test_second_derivatives_are_the_dense_ways(monkeypatch) -> None:
     monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", 500)
     z, labels = labelled(0)
     weights = torch.randn(5, 4, dtype=torch.float64)
-    with cz.dense():
+    with cz.engine.plain_formulas():
         for loss in (
             with_weights(NormalizedSoftmax, weights, temperature=0.5),
             with_weights(ProxyAnchor, weights, alpha=2.0),
         ):
             torch.autograd.gradgradcheck(lambda z, loss=loss: loss(z, labels), z)
     (g,) = torch.autograd.grad(with_weights(NormalizedSoftmax, weights)(z, labels), z, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"with contrastive_zoo.dense\(\)"):
+    with pytest.raises(RuntimeError, match=r"with contrastive_zoo.engine.plain_formulas\(\)"):
         g.sum().backward()
 
 
@@ -275,7 +275,7 @@ def test_one_class_and_equal_rows_are_finite() -> None:
 BAD = [
     (lambda z, y: NormalizedSoftmax(3, 4)(z, y), r"labels are classes 0 … 2, got \d. Number them"),
     (lambda z, y: NormalizedSoftmax(3, 3)(z, y), r"as wide as embeddings, got float32 \[3, 3\]"),
-    (lambda z, y: NormalizedSoftmax(3, 4, shard_over=cz.ALONE)(z, y), r"labels are classes 0 … 2"),
+    (lambda z, y: NormalizedSoftmax(3, 4, shard_over=cz.World())(z, y), r"labels are classes 0 … 2"),
     (lambda z, y: NormalizedSoftmax(5, 4, shard_over=cz.World(0, 2))(z, y), "hold the weights of 3 classes of 5"),
     (lambda z, y: NormalizedSoftmax(4, 4)(z, y - 1), "got -1"),
     (lambda z, y: NormalizedSoftmax(5, 4, temperature=0.0)(z, y), "temperature must be positive"),
@@ -302,7 +302,7 @@ def test_bad_constructors_and_signatures() -> None:
     with pytest.raises(TypeError, match="no setting 'magin'"):
         ArcFace(3, 4, magin=0.5)
     with pytest.raises(TypeError, match="SoftTriple has no setting 'shard_over'"):
-        SoftTriple(3, 4, shard_over=cz.ALONE)
+        SoftTriple(3, 4, shard_over=cz.World())
     with pytest.raises(TypeError, match="ProxyAnchor has no setting 'sub_centers'"):
         ProxyAnchor(3, 4, sub_centers=2)
     assert list(ArcFace.fields)[:2] == ["num_classes", "embedding_size"]

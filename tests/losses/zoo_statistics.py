@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo import devices
-from contrastive_zoo.device_normals import normal_numbers
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.inputs import Inputs
@@ -23,7 +21,9 @@ from contrastive_zoo.losses.koleo import KoLeo
 from contrastive_zoo.losses.lejepa import LeJEPA
 from contrastive_zoo.losses.mmcr import MMCR
 from contrastive_zoo.losses.negative_cosine import NegativeCosine
+from contrastive_zoo.losses.nnclr import NNCLR
 from contrastive_zoo.losses.orthogonal_regularization import OrthogonalRegularization
+from contrastive_zoo.losses.ressl import ReSSL
 from contrastive_zoo.losses.sigreg import SIGReg
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.swav import SwAV
@@ -31,9 +31,9 @@ from contrastive_zoo.losses.tico import TiCo
 from contrastive_zoo.losses.vibcreg import VIbCReg
 from contrastive_zoo.losses.vicreg import VICReg
 from contrastive_zoo.losses.w_mse import WMSE
-from contrastive_zoo.memory.nnclr import NNCLR
-from contrastive_zoo.memory.ressl import ReSSL
-from contrastive_zoo.world import ALONE, Shards
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.random_keys import normal_numbers
+from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
 from tests.zoo import Entry
 
 PROTOTYPES, WIDTH = 5, 8
@@ -257,7 +257,9 @@ class NNCLROfViews(NNCLR):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(7, WIDTH, **settings)
-        self.queue.write(remembered().to(self.queue.embeddings), None, None, Shards((6,)), ALONE)  # not of all ranks
+        self.queue.write(
+            remembered().to(self.queue.embeddings), None, None, Shards((6,)), ONE_PROCESS
+        )  # not of all ranks
 
     def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:  # type: ignore[override]  # fewer arguments
         z1, z2 = _widened((view1, view2)).unbind(1)
@@ -270,7 +272,7 @@ class ReSSLOfAnyWidth(ReSSL):
     def __init__(self, **settings: Any) -> None:
         super().__init__(7, 2 * WIDTH, teacher_temperature=0.3, **settings)
         rows = remembered().repeat(1, 2).to(self.queue.embeddings)
-        self.queue.write(rows, None, None, Shards((6,)), ALONE)  # not of all ranks
+        self.queue.write(rows, None, None, Shards((6,)), ONE_PROCESS)  # not of all ranks
 
     def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:
         rows = _widened((view1, view2))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.mining import task
+from contrastive_zoo.data import mining_task as task
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, numbers
 
@@ -108,20 +108,20 @@ def test_one_process_finds_what_a_plain_search_finds(name: str, ties: bool) -> N
     if ties and name not in ("plain", "range", "labels", "ids"):
         pytest.skip("thresholds between equal scores are a matter of the last bit")
     rows = {x: everything[x] for x in ("queries", "corpus", "positives", *used)}
-    assert negatives(cz.mine_hard_negatives(**rows, **settings)) == by_hand(rows, **settings)
+    assert negatives(cz.data.mine_hard_negatives(**rows, **settings)) == by_hand(rows, **settings)
 
 
 def test_a_guide_refuses_false_negatives() -> None:
     rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
     scores = numbers(N, M, seed=9)
-    found = cz.mine_hard_negatives(**rows, guide=lambda query, corpus: scores[query, corpus], range_max=M)
+    found = cz.data.mine_hard_negatives(**rows, guide=lambda query, corpus: scores[query, corpus], range_max=M)
     assert negatives(found) == by_hand(rows, guide=scores)
 
 
 def test_columns_of_both_forms() -> None:
     rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
-    triplets = cz.mine_hard_negatives(**rows, num_negatives=2)
-    tuples = cz.mine_hard_negatives(**rows, num_negatives=2, output="n-tuple")
+    triplets = cz.data.mine_hard_negatives(**rows, num_negatives=2)
+    tuples = cz.data.mine_hard_negatives(**rows, num_negatives=2, output="n-tuple")
     assert tuple(triplets) == tuple(tuples) == COLUMNS
     assert {len(x) for x in triplets.values()} == {2 * int((rows["positives"] >= 0).sum())}
     assert tuples["negative"].ravel().tolist() == triplets["negative"].tolist()
@@ -136,18 +136,18 @@ def test_n_tuples_are_complete_and_triplets_are_not() -> None:
     settings = {"absolute_margin": 0.4, "range_max": 90, "num_negatives": 40}
     complete = {i for i, x in enumerate(by_hand(rows, **settings)) if len(x) == 40}
     assert 0 < len(complete) < N
-    assert set(cz.mine_hard_negatives(**rows, **settings, output="n-tuple")["query"].tolist()) == complete
+    assert set(cz.data.mine_hard_negatives(**rows, **settings, output="n-tuple")["query"].tolist()) == complete
 
 
 def test_random_negatives_are_a_function_of_the_seed() -> None:
     rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
     first, again, other = (
-        cz.mine_hard_negatives(**rows, sampling="random", seed=seed, range_max=20)["negative"].tolist()
+        cz.data.mine_hard_negatives(**rows, sampling="random", seed=seed, range_max=20)["negative"].tolist()
         for seed in (0, 0, 1)
     )
     assert first == again != other
     window = by_hand(rows, num_negatives=20, range_max=20)
-    drawn = negatives(cz.mine_hard_negatives(**rows, sampling="random", range_max=20))
+    drawn = negatives(cz.data.mine_hard_negatives(**rows, sampling="random", range_max=20))
     assert all(set(x) <= set(y) for x, y in zip(drawn, window, strict=True))
     places = [window[query].index(x) for query, found in enumerate(drawn) for x in found]
     assert 7 < np.mean(places) < 12  # uniform over 20 ranks, 111 draws
@@ -155,9 +155,9 @@ def test_random_negatives_are_a_function_of_the_seed() -> None:
 
 def test_the_steps_do_not_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
-    expected = cz.mine_hard_negatives(**rows, sampling="random")
+    expected = cz.data.mine_hard_negatives(**rows, sampling="random")
     monkeypatch.setattr(task, "QUERIES_OF_A_STEP", 8)
-    found = cz.mine_hard_negatives(**rows, sampling="random", progress=True)
+    found = cz.data.mine_hard_negatives(**rows, sampling="random", progress=True)
     assert "37/37" in capsys.readouterr().err
     assert all(np.array_equal(found[name], expected[name]) for name in COLUMNS)
 
@@ -165,15 +165,15 @@ def test_the_steps_do_not_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_the_corpus_may_be_a_memory_map(tmp_path: Any) -> None:
     rows = {x: data()[x].numpy() for x in ("queries", "corpus", "positives")}
     np.save(tmp_path / "corpus.npy", rows["corpus"])
-    expected = cz.mine_hard_negatives(**rows)
+    expected = cz.data.mine_hard_negatives(**rows)
     rows["corpus"] = np.load(tmp_path / "corpus.npy", mmap_mode="r")
-    assert np.array_equal(cz.mine_hard_negatives(**rows)["negative"], expected["negative"])
+    assert np.array_equal(cz.data.mine_hard_negatives(**rows)["negative"], expected["negative"])
 
 
 def test_columns_are_a_dataset() -> None:
     datasets = pytest.importorskip("datasets")
     rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
-    found = datasets.Dataset.from_dict(cz.mine_hard_negatives(**rows, output="n-tuple"))
+    found = datasets.Dataset.from_dict(cz.data.mine_hard_negatives(**rows, output="n-tuple"))
     assert found.column_names == list(COLUMNS)
     assert len(found[0]["negative"]) == 3
 
@@ -188,7 +188,7 @@ def mined(rows: dict[str, Tensor], shards: tuple[list[int], list[int]], settings
     settings = dict(settings)
     if settings.pop("guided", False):
         settings["guide"] = lambda query, corpus: ((query * 31 + corpus * 17) % 101).float()
-    return cz.mine_hard_negatives(**part, **settings)
+    return cz.data.mine_hard_negatives(**part, **settings)
 
 
 @st.composite
@@ -253,7 +253,7 @@ def test_sentence_transformers_mines_the_same() -> None:
         found: list[list[int]] = [[] for _ in range(N)]
         for query, negative in zip(theirs["query"], theirs["negative"], strict=True):
             found[int(query[1:])].append(int(negative[1:]))
-        assert found == negatives(cz.mine_hard_negatives(**rows, range_max=M - 1, **settings))
+        assert found == negatives(cz.data.mine_hard_negatives(**rows, range_max=M - 1, **settings))
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -285,14 +285,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_input(name: str) -> None:
     change, says = BAD[name]
     with pytest.raises(ValueError, match=says):
-        cz.mine_hard_negatives(**{**{x: data()[x] for x in ("queries", "corpus", "positives")}, **change})
+        cz.data.mine_hard_negatives(**{**{x: data()[x] for x in ("queries", "corpus", "positives")}, **change})
 
 
 def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
     def job(name: str | None) -> Any:
         rows: dict[str, Any] = {x: data()[x] for x in ("queries", "corpus", "positives")}
         change = BAD[name][0] if name and dist.get_rank() == 1 else {}
-        return cz.mine_hard_negatives(**{**rows, "guide": lambda query, corpus: corpus, **change})["negative"].tolist()
+        return cz.data.mine_hard_negatives(**{**rows, "guide": lambda query, corpus: corpus, **change})[
+            "negative"
+        ].tolist()
 
     for name in ("width", "nan", "outside", "length", "number", "guide"):
         text, _ = common_error(worlds, 2, lambda name=name: job(name), lambda: job(None))
@@ -302,5 +304,5 @@ def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
 def test_the_error_of_a_guide_is_the_cause(worlds: Worlds) -> None:
     rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
     with pytest.raises(ValueError, match="the guide raised KeyError: 'model'") as raised:
-        cz.mine_hard_negatives(**rows, guide=lambda query, corpus: {}["model"])
+        cz.data.mine_hard_negatives(**rows, guide=lambda query, corpus: {}["model"])
     assert isinstance(raised.value.__cause__, KeyError)

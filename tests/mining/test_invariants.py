@@ -5,9 +5,9 @@ import torch
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.invariant import Broken, Invariant
-from contrastive_zoo.testing.mining import MINING_INVARIANTS, MISTAKES, Mine, MiningTrial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import numbers
+from tests.mining.invariants import MINING_INVARIANTS, MISTAKES, Mine, MiningTrial
 
 
 def trial(mine: Mine, worlds: Worlds) -> MiningTrial:
@@ -22,6 +22,6 @@ def trial(mine: Mine, worlds: Worlds) -> MiningTrial:
 
 @pytest.mark.parametrize("invariant", MINING_INVARIANTS, ids=str)
 def test_each_invariant_catches_its_mistake(invariant: Invariant[MiningTrial], worlds: Worlds) -> None:
-    assert invariant(trial(cz.mine_hard_negatives, worlds))
+    assert invariant(trial(cz.data.mine_hard_negatives, worlds))
     with pytest.raises(Broken):
         invariant(trial(MISTAKES[invariant.catches], worlds))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.mining import RefreshedNegatives
+from contrastive_zoo.data.refreshed import RefreshedNegatives
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, numbers
 
@@ -58,7 +58,7 @@ def test_negatives_are_those_of_a_search() -> None:
         rows.__getitem__, rows.__getitem__, torch.arange(N)[:, None], corpus_size=N, every=1, num_negatives=2
     )
     found.update(0)
-    mined = cz.mine_hard_negatives(rows, rows, torch.arange(N), num_negatives=2, output="n-tuple")
+    mined = cz.data.mine_hard_negatives(rows, rows, torch.arange(N), num_negatives=2, output="n-tuple")
     assert found.negatives.tolist() == mined["negative"].tolist()
 
 

@@ -2,19 +2,19 @@
 
 import pytest
 
-from contrastive_zoo.sampling import DistributedBatchSampler
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler
 from contrastive_zoo.testing.invariant import Broken, Invariant
-from contrastive_zoo.testing.sampling.cases import KINDS, random_trial
-from contrastive_zoo.testing.sampling.invariants import SAMPLER_INVARIANTS
-from contrastive_zoo.testing.sampling.mistakes import MISTAKES
-from contrastive_zoo.testing.sampling.trial import SamplerTrial
+from tests.sampling.cases import KINDS, random_trial
+from tests.sampling.invariants import SAMPLER_INVARIANTS
+from tests.sampling.mistakes import MISTAKES
+from tests.sampling.trial import SamplerTrial
 
 CASES = 25
 """Cases of each sampler; ``benchmarks/samplers.py --search`` runs as many as one asks for."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_random_samplers_keep_the_invariants(kind: type[DistributedBatchSampler]) -> None:
+def test_random_samplers_keep_the_invariants(kind: type[BaseBatchSampler]) -> None:
     tested = [invariant(random_trial(seed, [kind])) for seed in range(CASES) for invariant in SAMPLER_INVARIANTS]
     assert sum(tested) >= 5 * CASES
 

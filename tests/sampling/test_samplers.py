@@ -14,17 +14,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_zoo as cz
-from contrastive_zoo.sampling import (
-    CollateEmpty,
-    GlobalBatchSampler,
-    HardNegativeBatchSampler,
-    MPerClassBatchSampler,
-    NoDuplicatesBatchSampler,
-)
+from contrastive_zoo.data.collate import CollateEmptyBatches
+from contrastive_zoo.data.global_batches import GlobalBatchSampler
+from contrastive_zoo.data.hard_negative_batches import HardNegativeBatchSampler
+from contrastive_zoo.data.m_per_class import MPerClassBatchSampler
+from contrastive_zoo.data.no_duplicates import NoDuplicatesBatchSampler
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error
 
-ALONE = cz.World()
+ONE_PROCESS = cz.World()
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3]
 
 
@@ -32,13 +30,13 @@ LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3]
 
 
 def test_the_last_step_of_an_epoch_is_the_first_position_of_the_next() -> None:
-    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ALONE)
+    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
     positions = [sampler.state_dict(step=step) for step in range(4)]
     assert [(x["epoch"], x["step"]) for x in positions] == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
 def test_a_loaded_step_belongs_to_its_epoch() -> None:
-    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ALONE)
+    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
     whole = list(sampler)
     sampler.load_state_dict({"epoch": 0, "step": 2})
     sampler.set_epoch(0)  # what a loop does at the beginning of each epoch
@@ -58,7 +56,7 @@ def test_training_counts_the_steps_and_not_the_workers() -> None:
         found = []
         for rank in range(world_size):
             sampler = GlobalBatchSampler(50, batch_size=7, process_group=cz.World(rank, world_size))
-            found.append((sampler, DataLoader(data, batch_sampler=sampler, collate_fn=CollateEmpty(data[0]))))
+            found.append((sampler, DataLoader(data, batch_sampler=sampler, collate_fn=CollateEmptyBatches(data[0]))))
         return found
 
     def trained(world_size: int, state: dict[str, Any] | None, steps: int) -> tuple[list[list[int]], dict[str, Any]]:
@@ -86,7 +84,7 @@ def test_training_counts_the_steps_and_not_the_workers() -> None:
 def test_workers_and_batches_without_samples() -> None:
     data = TensorDataset(torch.arange(5), torch.randn(5, 3))
     sampler = GlobalBatchSampler(5, batch_size=4, process_group=cz.World(2, 3))
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, collate_fn=CollateEmpty(data[0]))
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, collate_fn=CollateEmptyBatches(data[0]))
     shapes = [(list(index.shape), list(x.shape), index.dtype) for index, x in loader]
     assert shapes == [([1], [1, 3], torch.int64), ([0], [0, 3], torch.int64)]
 
@@ -103,7 +101,7 @@ def test_weights_split_each_batch() -> None:
 
 
 def test_each_class_has_m_samples_in_a_batch() -> None:
-    sampler = MPerClassBatchSampler(np.arange(60) % 6, m=5, classes_per_batch=3, process_group=ALONE)
+    sampler = MPerClassBatchSampler(np.arange(60) % 6, m=5, classes_per_batch=3, process_group=ONE_PROCESS)
     for batch in sampler:
         _, counts = np.unique(np.array(batch) % 6, return_counts=True)
         assert counts.tolist() == [5, 5, 5]
@@ -113,13 +111,13 @@ def test_each_class_has_m_samples_in_a_batch() -> None:
 @pytest.mark.parametrize(("singletons", "expected"), [("keep", 9), ("drop", 8)])
 def test_singletons_are_kept_or_dropped(singletons: Any, expected: int) -> None:
     labels = ["a", "a", "b", "b", "c", "a", "a", "b", "b"]
-    sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, singletons=singletons, process_group=ALONE)
+    sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, singletons=singletons, process_group=ONE_PROCESS)
     assert len({x for batch in sampler for x in batch}) == expected
 
 
 def test_one_large_class_spreads_over_all_batches() -> None:
     labels = torch.tensor([0] * 40 + [1] * 4 + [2] * 4)
-    sampler = MPerClassBatchSampler(labels, m=4, classes_per_batch=3, process_group=ALONE)
+    sampler = MPerClassBatchSampler(labels, m=4, classes_per_batch=3, process_group=ONE_PROCESS)
     classes = [len(labels[batch].unique()) for batch in sampler]
     assert len(classes) == 10
     assert max(classes) == 2
@@ -127,7 +125,7 @@ def test_one_large_class_spreads_over_all_batches() -> None:
 
 def test_values_of_all_columns_are_different() -> None:
     queries, documents = ["q0", "q0", "q1", "q2", "q3"], ["d0", "d1", "d1", "q0", "d9"]
-    sampler = NoDuplicatesBatchSampler(queries, documents, batch_size=3, process_group=ALONE)
+    sampler = NoDuplicatesBatchSampler(queries, documents, batch_size=3, process_group=ONE_PROCESS)
     for batch in sampler:
         values = [x for index in batch for x in (queries[index], documents[index])]
         assert len(set(values)) == len(values)
@@ -136,15 +134,15 @@ def test_values_of_all_columns_are_different() -> None:
 
 def test_duplicates_do_not_leave_small_batches() -> None:
     values = [0] * 10 + list(range(1, 51))
-    sizes = [len(batch) for batch in NoDuplicatesBatchSampler(values, batch_size=32, process_group=ALONE)]
+    sizes = [len(batch) for batch in NoDuplicatesBatchSampler(values, batch_size=32, process_group=ONE_PROCESS)]
     assert sizes == [6] * 10
 
 
 def test_batches_hold_neighbours() -> None:
     place = np.arange(200)  # samples on a line, the neighbours of which are next to them
     neighbours = np.stack([np.argsort(np.abs(place - x), kind="stable")[1:9] for x in place])
-    near = HardNegativeBatchSampler(neighbours, batch_size=16, group_size=4, process_group=ALONE)
-    plain = GlobalBatchSampler(200, batch_size=16, process_group=ALONE)
+    near = HardNegativeBatchSampler(neighbours, batch_size=16, group_size=4, process_group=ONE_PROCESS)
+    plain = GlobalBatchSampler(200, batch_size=16, process_group=ONE_PROCESS)
 
     def distance(batches: Any) -> float:
         return float(np.mean([np.sort(np.abs(np.subtract.outer(x, x)), 1)[:, 1].mean() for x in batches if len(x) > 1]))
@@ -160,7 +158,7 @@ def test_an_empty_batch_has_the_structure_of_the_others() -> None:
 
     pair = namedtuple("pair", "x y")
     example = {"views": [torch.ones(2), torch.ones(3)], "pair": pair(1, 2.0), "name": "a", "array": np.ones((2, 2))}
-    collate = CollateEmpty(example)
+    collate = CollateEmptyBatches(example)
     full, empty = collate([example, example]), collate([])
     assert torch.utils._pytree.tree_structure({**full, "name": 0}) == torch.utils._pytree.tree_structure(
         {**empty, "name": 0}
@@ -213,7 +211,7 @@ def test_bad_arguments(make: Callable[..., Any], says: str) -> None:
     ],
 )
 def test_bad_positions_change_nothing(state: dict[str, Any], says: str) -> None:
-    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ALONE)
+    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
     sampler.load_state_dict({"epoch": 2, "step": 1})
     with pytest.raises(ValueError, match=says):
         sampler.load_state_dict(state)
@@ -223,9 +221,9 @@ def test_bad_positions_change_nothing(state: dict[str, Any], says: str) -> None:
 
 
 def test_a_position_of_other_data_is_refused() -> None:
-    state = MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ALONE).state_dict(step=1)
+    state = MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ONE_PROCESS).state_dict(step=1)
     with pytest.raises(ValueError, match="other data"):
-        MPerClassBatchSampler(LABELS[::-1], m=2, classes_per_batch=2, process_group=ALONE).load_state_dict(state)
+        MPerClassBatchSampler(LABELS[::-1], m=2, classes_per_batch=2, process_group=ONE_PROCESS).load_state_dict(state)
 
 
 def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
@@ -246,5 +244,5 @@ def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
         assert says in text
         parts = zip(*found, strict=True)
         assert [list(chain.from_iterable(x)) for x in parts] == list(
-            MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ALONE)
+            MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ONE_PROCESS)
         )

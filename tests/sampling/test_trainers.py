@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import contrastive_zoo as cz
-from contrastive_zoo.sampling import CollateEmpty, GlobalBatchSampler
+from contrastive_zoo.data.collate import CollateEmptyBatches
+from contrastive_zoo.data.global_batches import GlobalBatchSampler
 from contrastive_zoo.testing.worlds import Worlds
 
 SIZE, BATCH, EPOCHS = 9, 4, 3
@@ -44,7 +45,7 @@ class Recorder(nn.Module):
 def loader() -> DataLoader[Any]:
     data = Numbers()
     return DataLoader(
-        data, batch_sampler=GlobalBatchSampler(SIZE, batch_size=BATCH, seed=1), collate_fn=CollateEmpty(data[0])
+        data, batch_sampler=GlobalBatchSampler(SIZE, batch_size=BATCH, seed=1), collate_fn=CollateEmptyBatches(data[0])
     )
 
 

@@ -11,7 +11,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing import examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
-from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS, Recipe, make
+from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe, make
 from contrastive_zoo.testing.invariants import INVARIANTS, Broken, finite_at_extremes, same_value_on_every_rank
 from contrastive_zoo.testing.strategies import global_batches
 from contrastive_zoo.testing.trial import Case, Trial, call_form
@@ -78,7 +78,7 @@ def test_a_failure_has_a_small_counterexample_the_diagnosis_and_the_fix(impatien
     assert "W=2, shards [" in text
     assert "ratio 0.5, cosine 1" in text
     assert "own slice" in text
-    assert "Fix: gather with contrastive_zoo.all_gather" in text
+    assert "Fix: gather with contrastive_zoo.collectives.all_gather" in text
     batch = failure.value.report.findings[0].batch
     assert batch.total <= 4
     assert eval(repr(batch)) == batch
@@ -86,7 +86,7 @@ def test_a_failure_has_a_small_counterexample_the_diagnosis_and_the_fix(impatien
 
 def test_values_are_compared_in_64_bits(worlds: Worlds) -> None:
     def slightly_off(z, labels):
-        return cz.all_gather(z).square().sum() * (1 + 1e-9 * torch.distributed.get_rank())
+        return cz.collectives.all_gather(z).square().sum() * (1 + 1e-9 * torch.distributed.get_rank())
 
     with pytest.raises(Broken):
         same_value_on_every_rank(Trial(Case(lambda: slightly_off), GlobalBatch((2, 2)), worlds))
@@ -109,7 +109,7 @@ def test_a_whole_training_step_is_under_test(sync: str, mistake: str | None, imp
                 cz.average_gradients(model)
             elif sync == "sum":
                 for parameter in model.parameters():
-                    parameter.grad = cz.all_reduce(parameter.grad)
+                    parameter.grad = cz.collectives.all_reduce(parameter.grad)
             return loss
 
         return model, step

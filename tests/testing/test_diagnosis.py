@@ -11,7 +11,13 @@ from torch import nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.diagnosis import diagnose
-from contrastive_zoo.testing.gallery import GALLERY, TRAINING_STEPS, DenseInfoNCE, Recipe, symmetric_cross_entropy
+from contrastive_zoo.testing.gallery.recipe import (
+    GALLERY,
+    TRAINING_STEPS,
+    DenseInfoNCE,
+    Recipe,
+    symmetric_cross_entropy,
+)
 from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Call, Case
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED
@@ -39,7 +45,7 @@ def mistake(make: Callable[[], Any], worlds: Worlds, call: Call = "views", **set
 
 def test_local_anchors_with_offsets_a_gather_with_gradient_and_times_w(impatient: Worlds) -> None:
     def loss(queries, documents):
-        scores = F.normalize(queries, dim=1) @ cz.all_gather(F.normalize(documents, dim=1)).T
+        scores = F.normalize(queries, dim=1) @ cz.collectives.all_gather(F.normalize(documents, dim=1)).T
         targets = torch.arange(len(queries)) + len(queries) * rank()
         return F.cross_entropy(scores / 0.5, targets) * size()
 
@@ -49,7 +55,7 @@ def test_local_anchors_with_offsets_a_gather_with_gradient_and_times_w(impatient
 def test_local_anchors_whose_labels_are_not_gathered(impatient: Worlds) -> None:
     def loss(embeddings, labels):
         z = F.normalize(embeddings, dim=1)
-        similarity = z @ cz.all_gather(z).T
+        similarity = z @ cz.collectives.all_gather(z).T
         positive = labels[:, None] == labels.repeat(size())[None, :]
         return (similarity.logsumexp(1) - (similarity * positive).sum(1) / positive.sum(1)).mean()
 
@@ -64,18 +70,18 @@ def larger_on_several_processes(view1, view2):
 
 
 def without_the_last_sample(view1, view2):
-    a, b = (cz.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
+    a, b = (cz.collectives.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
     n = len(a) - (size() > 1)
     return symmetric_cross_entropy(3.0 * a[:n] @ b[:n].T)
 
 
 def sharper_on_several_processes(view1, view2):
-    a, b = (cz.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
+    a, b = (cz.collectives.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
     return symmetric_cross_entropy((2.0 + size()) * a @ b.T)
 
 
 def one_detached_coordinate(view1, view2):
-    a, b = (cz.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
+    a, b = (cz.collectives.all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
     a = torch.cat([a[:, :1].detach(), a[:, 1:]], 1) if size() > 1 else a
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
@@ -136,7 +142,7 @@ def test_the_trainer_is_told_apart_from_the_loss(in_model, grad_reduction, train
             value = loss(*map(model["encoder"], views))
             value.backward()
             for parameter in model.parameters():
-                parameter.grad = cz.all_reduce(parameter.grad, trainer)
+                parameter.grad = cz.collectives.all_reduce(parameter.grad, trainer)
             return value
 
         return model, step

@@ -8,7 +8,7 @@ import pytest
 from contrastive_zoo.testing import examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report
-from contrastive_zoo.testing.gallery import GALLERY
+from contrastive_zoo.testing.gallery.recipe import GALLERY
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
 from tests.testing.test_pytest_plugin import run  # noqa: F401 - a fixture

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from contrastive_zoo.vectors import Summary, oracle, write_vectors
-from contrastive_zoo.vectors.cases import CASES, LEFT_OUT
-from contrastive_zoo.vectors.write import TOLERANCE, error, error_of_formula, make_loss
+from contrastive_zoo.testing.vectors import oracle
+from contrastive_zoo.testing.vectors.cases import CASES, LEFT_OUT
+from contrastive_zoo.testing.vectors.write import TOLERANCE, Summary, error, error_of_formula, make_loss, write_vectors
 
 Arrays = dict[str, Any]
 
@@ -36,7 +36,7 @@ def arrays_of(folder: Path, case: dict[str, Any]) -> Arrays:
 
 
 def test_every_loss_of_the_catalogue_has_a_case() -> None:
-    from contrastive_zoo.catalogue import CATALOGUE
+    from contrastive_zoo.testing.catalogue import CATALOGUE
 
     assert set(CATALOGUE) - set(CASES) == set(LEFT_OUT)
 
@@ -157,7 +157,7 @@ def test_the_command_writes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("typer")
-    from contrastive_zoo import cli
+    from contrastive_zoo.testing import cli
 
     monkeypatch.setattr("sys.argv", ["contrastive-zoo", "vectors", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as end:

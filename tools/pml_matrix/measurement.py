@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from contrastive_zoo.distributed import DistributedLoss
-from contrastive_zoo.mining import DistributedMiner
+from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.testing.trial import Encoder
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.distributed import DistributedLoss
 from tools.pml_matrix.cases import SPLITS, Case, Splits, all_splits
 from tools.pml_matrix.constructors import SAMPLES, WIDTH
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_zoo.distributed import DistributedLoss
 from contrastive_zoo.testing.gallery.recipe import dense_sup_con, recipe
+from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 
 class _IgnoresGradOutput(torch.autograd.Function):

@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.collectives import all_gather, all_reduce
-from contrastive_zoo.distributed import DistributedLoss
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.info_nce import InfoNCE
+from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.gallery.recipe import (
     DenseInfoNCE,
     dense_sup_con,
@@ -18,6 +17,7 @@ from contrastive_zoo.testing.gallery.recipe import (
     recipe,
     shard_sizes,
 )
+from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 
 @recipe("DistributedLoss, own loss", mistake=None)

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import all_gather, all_reduce, replicated
 from contrastive_zoo.engine.batch import reduce_anchors
+from contrastive_zoo.ranks.collectives import all_gather, all_reduce, replicated
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.gallery.gather import GatherLayer, LocalSlice, overwritten_slice
 from contrastive_zoo.testing.gallery.recipe import rank_and_size, recipe, scale_gradient, shard_sizes
-from contrastive_zoo.world import World
 
 
 class _MaxAdjoint(LocalSlice):

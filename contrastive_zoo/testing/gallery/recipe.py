@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.measurement import Call, Case, GradReduction
-from contrastive_zoo.world import World
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.collectives import all_reduce
-from contrastive_zoo.distributed import DistributedLoss
+from contrastive_zoo.ranks.collectives import all_reduce
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, rank_and_size, recipe
-from contrastive_zoo.world import World
+from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 
 def _correlations(view1: Tensor, view2: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:

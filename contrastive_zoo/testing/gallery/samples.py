@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.collectives import all_gather
+from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.testing.gallery.recipe import (
     DenseInfoNCE,
     dense_sup_con,

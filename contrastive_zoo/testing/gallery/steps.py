@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.collectives import all_gather
-from contrastive_zoo.distributed import DistributedLoss
+from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, dense_sup_con, rank_and_size, recipe, scale_gradient
+from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 MAX_WIDTH, CLASSES = 8, 64
 """Largest width of embeddings for which the sharded weights are drawn, and the number of classes."""

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastive_zoo.averaging import average_gradients
-from contrastive_zoo.collectives import all_gather, all_reduce
-from contrastive_zoo.distributed import DistributedLoss
+from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.batch import FEATURES
 from contrastive_zoo.testing.gallery.local_anchors import ShardedAnchors
 from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, rank_and_size, recipe, scale_gradient
+from contrastive_zoo.wrapper.averaging import average_gradients
+from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 WIDTH, PROXIES = 4, 64
 """Width of the embeddings, and number of proxies."""

@@ -1,0 +1,130 @@
+"""Miners on the rows of all ranks, for users who call the miner themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.loss_base.loss_modules import LossModules
+from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
+from contrastive_zoo.ranks.messages import reported
+from contrastive_zoo.ranks.randomness import one_stream
+from contrastive_zoo.ranks.row_checks import first_non_finite, tolerance
+from contrastive_zoo.ranks.session import Session, refuse
+from contrastive_zoo.ranks.world import Processes, World
+from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
+from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem
+from contrastive_zoo.wrapper.wrapped import unwrapped_miner
+
+_RECORDED = ("_record_these", "_record_these_stats")
+"""Private attributes of pytorch-metric-learning's miners that list what record-keeper writes."""
+
+
+class DistributedMiner(nn.Module):
+    """``miner`` on the rows of all ranks: the indices that one process finds, on every rank.
+
+    They count rows in the order in which :class:`contrastive_zoo.DistributedLoss` gathers them, and it takes them as
+    ``indices_tuple``. If nothing is done with them in between, ``DistributedLoss(loss, miner=miner)`` does the same and
+    gathers once. Attributes of the miner, such as the statistics that pytorch-metric-learning keeps, are read through
+    this wrapper; keys of its state begin with ``miner.``.
+
+    Args:
+        miner: called as ``miner(embeddings, labels)``, or ``miner(embeddings, labels, ref_emb, ref_labels)``; returns a
+            tuple of index tensors.
+        process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
+            the call.
+        check_finite: whether rows with NaN or infinite values are refused, if there are several ranks.
+
+    Raises:
+        ValueError: a miner that cannot be called, or is distributed already. At the call, on every rank alike: labels
+            that are not one per row, ranks that bring different widths or dtypes, no rows at all, or a miner that returns
+            anything but a tuple.
+
+    Examples:
+        >>> def hardest(z, labels):
+        ...     alike = labels[:, None] == labels
+        ...     similarity = z @ z.T
+        ...     positives = similarity.where(alike, torch.inf).argmin(1)
+        ...     negatives = similarity.where(~alike, -torch.inf).argmax(1)
+        ...     return torch.arange(len(z)), positives, negatives
+        >>> DistributedMiner(hardest)(torch.eye(3), torch.tensor([0, 0, 1]))
+        (tensor([0, 1, 2]), tensor([1, 0, 2]), tensor([2, 2, 0]))
+    """
+
+    def __init__(
+        self, miner: Callable[..., Any], *, process_group: Processes = None, check_finite: bool = True
+    ) -> None:
+        super().__init__()
+        miner = unwrapped_miner("DistributedMiner", miner) if not isinstance(miner, DistributedMiner) else miner
+        if not callable(miner) or isinstance(miner, DistributedMiner):
+            raise ValueError(f"DistributedMiner: a bare miner can be called, got {type(miner).__name__}.")
+        self.process_group = process_group
+        self.check_finite = check_finite
+        self.miner = miner
+
+    @uncompiled
+    @torch.no_grad()
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> GlobalIndices:
+        """What the miner finds among all ranks' rows.
+
+        Args:
+            embeddings: this rank's rows.
+            labels: their labels.
+            ref_emb: this rank's reference rows, among which positives and negatives are chosen; None: all rows.
+            ref_labels: labels of the reference rows.
+        """
+        name = getattr(self.miner, "__name__", type(self.miner).__name__)
+        world = World.of(self.process_group, name)
+        session = Session.of(world)
+        rows: dict[str, Any] = {"embeddings": embeddings, "labels": labels}
+        if ref_emb is not None:
+            rows |= {"ref_emb": ref_emb, "ref_labels": ref_labels}
+        device = None
+        if world.size > 1:
+            arguments = Arguments.of(rows)
+            device = arguments.device
+            rows = arguments.gathered(self._agreed(name, arguments, session), session)
+        with reported(session), one_stream(session, device):
+            found = self.miner(*rows.values())
+        if not isinstance(found, (tuple, list)):
+            refuse(
+                name,
+                f"a miner returns a tuple of indices, (anchors, positives, negatives) or (anchors, positives, anchors, "
+                f"negatives), got {type(found).__name__}.",
+                world=session,
+            )
+        return GlobalIndices(found)
+
+    def _agreed(self, name: str, arguments: Arguments, session: Session) -> Agreed:
+        """What all ranks have agreed on before they gather these."""
+        problem = arguments.problem or unequal_problem(arguments.leaves) or paired_problem(arguments.leaves)
+        if problem is None and self.check_finite:
+            problem = first_non_finite(arguments.rows)
+        if problem is not None:  # the statement is made of rows that can be sent
+            refuse(name, problem, world=session)
+        statement = Statement(
+            name,
+            {**LossModules(self.miner).settings(), **arguments.compared},
+            arguments.sizes,
+            same=arguments.same,
+            tolerance=tolerance(arguments.rows.values()),
+            replicable=True,
+            small=lambda shards: True,
+            payload=arguments.payload(session),
+        )
+        agreed = shake_hands(statement, session)
+        refuse_empty(name, agreed.shards[0])
+        return agreed
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            miner = vars(self).get("miner", vars(self).get("_modules", {}).get("miner"))
+            if (name.startswith("_") and name not in _RECORDED) or not hasattr(miner, name):
+                raise
+            return getattr(miner, name)

@@ -1,0 +1,200 @@
+"""One mining: its arguments, the checks that all ranks agree on, and the search step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.data.mining_candidates import NO_LABEL, Corpus
+from contrastive_zoo.data.mining_inputs import Guide, bar, called_on_every_rank, fetched, guided, progress_problem
+from contrastive_zoo.data.mining_selection import Selection
+from contrastive_zoo.metrics.exact import prepared, similarities
+from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
+from contrastive_zoo.metrics.search import settings_problem
+from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.session import Session, meet
+from contrastive_zoo.ranks.world import Processes, Shards, World
+
+QUERIES_OF_A_STEP = 16384
+"""Queries of a rank whose candidates are held at once."""
+
+
+class Mined(NamedTuple):
+    """The hard negatives of this rank's queries."""
+
+    negatives: Int[Tensor, "n num"]
+    """Global indices, best first; −1 where there are fewer."""
+    scores: Float[Tensor, "n num"]
+    """Their similarities to the query; −∞ where there are fewer."""
+    positive_scores: Float[Tensor, "n p"]
+    """The similarities of the positives."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The arguments of :func:`mine_hard_negatives` as tensors."""
+
+    queries: Tensor
+    corpus: Tensor
+    positives: Tensor
+    selection: Selection
+    query_labels: Tensor | None = None
+    corpus_labels: Tensor | None = None
+    corpus_ids: Tensor | None = None
+    guide: Guide | None = None
+    normalize: bool = True
+    index: ApproximateIndex | None = None
+    progress: bool = False
+    process_group: Processes = None
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """The tensors, by argument."""
+        names = ("queries", "corpus", "positives", "query_labels", "corpus_labels", "corpus_ids")
+        required = names[:3]
+        given = {name: x for name in names if (x := getattr(self, name)) is not None or name in required}
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+
+    @property
+    def positive_table(self) -> Int[Tensor, "n p"]:
+        """The positives with a second dimension, on the CPU."""
+        return (self.positives if self.positives.ndim == 2 else self.positives[:, None]).detach().cpu()
+
+    @property
+    def problem(self) -> str | None:
+        """Why this cannot be searched, in words; None if it can."""
+        if not isinstance(self.progress, bool):
+            return f"progress is True or False, got {described(self.progress)}."
+        if missing := faiss_problem() or (progress_problem() if self.progress else None):
+            return missing
+        if wrong := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
+            return wrong
+        if wrong := settings_problem(normalize=self.normalize, index=self.index):
+            return wrong
+        if not (self.guide is None or callable(self.guide)):
+            return f"guide is a function of queries and candidates, or None, got {described(self.guide)}."
+        rows = self.queries, self.corpus
+        alike = all(x.ndim == 2 and x.is_floating_point() and x.dtype == self.queries.dtype for x in rows)
+        if not alike or self.queries.shape[1] != self.corpus.shape[1]:
+            return (
+                "queries [n, d] and corpus [m, d] are floating-point rows of one width and dtype, got "
+                f"{described(self.queries)} and {described(self.corpus)}."
+            )
+        if (self.query_labels is None) != (self.corpus_labels is None):
+            return "query_labels and corpus_labels come together: a candidate's label is compared with the query's."
+        if self.positives.ndim not in (1, 2):
+            return f"positives are [n] or [n, p], got {described(self.positives)}."
+        for name, tensor in self.rows.items():
+            of = self.corpus if name.startswith("corpus") else self.queries
+            if (
+                not tensor.ndim
+                or len(tensor) != len(of)
+                or (name not in ("queries", "corpus", "positives") and tensor.ndim != 1)
+            ):
+                return f"{name} are one entry for each of {len(of)} rows, got {described(tensor)}."
+            if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
+                return f"{name} are int64, got {described(tensor)}."
+        return self.selection.problem
+
+
+@torch.no_grad()
+def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None = None) -> tuple[int, Mined]:
+    """Return the global index of this rank's first query, and the negatives of its queries.
+
+    Raises:
+        ValueError: see :func:`mine_hard_negatives`.
+    """
+    name = "mine_hard_negatives"
+    world = World.of(task.process_group, name)
+    session = Session.of(world, check_finite=False)  # the search checks rows
+    given = {
+        "selection": task.selection,
+        "normalize": task.normalize,
+        "guide": task.guide is not None,
+        **(settings or {}),
+    }
+    rows = task.rows
+    shards = dict(
+        zip(rows, meet(name, rows, world=session, problem=task.problem or problem, settings=given), strict=True)
+    )
+    positives = task.positive_table
+    total = shards["corpus"].total
+    outside = (positives < -1) | (positives >= total)
+    if total == 0:
+        problem = "the corpus is empty on every rank."
+    elif outside.any():
+        problem = (
+            f"positives are indices into the {total} rows of the corpus, or -1, got {positives[outside][0].item()}."
+        )
+    meet(name, {}, world=world, problem=problem)
+    labels = [x for x in (task.corpus_labels, task.corpus_ids) if x is not None]
+    stacked = torch.stack(labels, 1) if labels else None
+    corpus = Corpus(task.corpus, shards["corpus"], stacked, task.normalize, task.index, world)
+    start = shards["queries"].start
+    blocks = [
+        _mined(task, corpus, positives, part, start, name) for part in _steps(shards["queries"], task.progress, world)
+    ]
+    return start, Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
+
+
+def _mined(task: Task, corpus: Corpus, all_positives: Tensor, part: slice, start: int, name: str) -> Mined:
+    """Return the negatives of some of this rank's queries; all ranks call it together."""
+    selection, world = task.selection, corpus.world
+    queries, positives = task.queries[part], all_positives[part]
+    scores_of_positives = _positive_scores(queries, positives, corpus)
+    found = corpus.candidates(
+        queries, positives, _labels(task, positives, part, corpus), selection.depth(task.guide is not None)
+    )
+    lowest = scores_of_positives.amin(1) if positives.shape[1] else torch.full((len(queries),), torch.inf).double()
+    allowed = selection.allowed(found.scores, lowest)
+    allowed[:, : selection.range_min] = False
+    query = torch.arange(len(queries)) + start + part.start
+    if task.guide is not None:
+        judge = partial(guided, task.guide, query, positives, found.indices, allowed, selection.guide_margin)
+        allowed &= called_on_every_rank(name, "the guide", judge, world=world)
+    chosen = selection.chosen(allowed, found.indices, query)
+    missing, place = chosen < 0, chosen.clamp(min=0)
+    return Mined(
+        found.indices.gather(1, place).masked_fill(missing, -1),
+        found.scores.gather(1, place).masked_fill(missing, -torch.inf),
+        scores_of_positives.masked_fill(positives < 0, torch.nan),
+    )
+
+
+def _positive_scores(queries: Tensor, positives: Int[Tensor, "n p"], corpus: Corpus) -> Float[Tensor, "n p"]:
+    """Return the similarities of the positives; +∞ for none."""
+    rows = fetched(corpus.rows, corpus.shards, positives.clamp(min=0), corpus.world)
+    left, right = (prepared(x, normalize=corpus.normalize) for x in (queries, rows))
+    return similarities(left[:, None], right)[:, 0].masked_fill(positives < 0, torch.inf)
+
+
+def _labels(task: Task, positives: Int[Tensor, "n p"], part: slice, corpus: Corpus) -> Int[Tensor, "n l q"] | None:
+    """Return for each kind of label those that a query's negatives must not have."""
+    found = []
+    if task.query_labels is not None:
+        found.append(task.query_labels[part].cpu()[:, None])
+    if task.corpus_ids is not None:
+        ids = fetched(task.corpus_ids, corpus.shards, positives.clamp(min=0), corpus.world)
+        found.append(ids.masked_fill(positives < 0, NO_LABEL))
+    if not found:
+        return None
+    width = max(x.shape[1] for x in found)
+    padded = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=NO_LABEL) for x in found]
+    return torch.stack(padded, 1)
+
+
+def _steps(queries: Shards, progress: bool, world: World) -> Iterator[slice]:
+    """Yield parts of this rank's queries: equally many on every rank, the last ones possibly empty, but at least one."""
+    number = max(1, -(-max(queries.sizes) // QUERIES_OF_A_STEP))
+    with bar(queries.size, wanted=progress, shown=world.rank == 0) as advance:
+        for step in range(number):
+            part = slice(*(min(queries.size, QUERIES_OF_A_STEP * (step + x)) for x in (0, 1)))
+            yield part
+            advance(part.stop - part.start)

@@ -1,0 +1,255 @@
+"""Cut a matrix of pairs for a GPU, and prepare what every loss needs per block: operands, launches, matmuls."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import cdiv
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from contrastive_zoo.engine.implementation import DTYPES, LARGEST_WIDTH
+
+# mypy: ignore-errors
+
+
+@triton.jit
+def scaled_rows(
+    x,  # [n, d], float32
+    rows,  # [n, d]: the embeddings whose gradient is computed
+    out,  # [n, d]
+    dots,  # [n]
+    scale,
+    factor,
+    n,
+    d,
+    stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write ``out = scale * factor * x`` and ``dots = factor * (x * rows).sum(1)``, reading each element once."""
+    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    multiplier = tl.load(factor)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, d, BLOCK_D):
+        columns = first + tl.arange(0, BLOCK_D)
+        inside = (i < n)[:, None] & (columns < d)[None, :]
+        values = tl.load(x + i[:, None] * d + columns[None, :], mask=inside, other=0.0) * multiplier
+        row = tl.load(rows + i[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(values * row, 1)
+        tl.store(out + i[:, None] * d + columns[None, :], values * tl.load(scale), mask=inside)
+    tl.store(dots + i, total, mask=i < n)
+
+
+WEIGHT_BYTES = 512 * 2**20
+"""Largest size of a block of weights. A smaller block needs more passes over the float32 gradients: a block of 16,384² in
+bfloat16 adds 2 · 16,384 · d elements per 2 · 16,384² · d multiplications."""
+
+PARTIAL_BYTES = 256 * 2**20
+"""Largest size of the partial sums of a block's rows: 65,536 rows of 512 blocks of columns, 8 bytes each."""
+
+MAX_TILES = 16
+"""Largest number of tiles per program. A program ends with sums over its columns, which cross threads; over 16 tiles
+this cost is small, and 65,536² pairs still make 8,192 programs to balance."""
+
+MIN_PROGRAMS = 8 * 132
+"""Fewest programs per launch, if there are enough tiles: eight rounds on an H100, so that the last round costs little."""
+
+SINGLE_LAUNCH_PAIRS = 3000**2
+"""Up to so many pairs run in one launch with masks: a second launch would cost more than the masks."""
+
+
+NO_PARTNER = 2**30
+"""An offset of columns from rows that no pair has: no pair of a block of another rank's columns is positive."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes at a time: rows × columns pairs, ``depth`` elements of each row per step."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of a launch."""
+        return {
+            "BLOCK_M": self.rows,
+            "BLOCK_N": self.columns,
+            "BLOCK_K": self.depth,
+            "GROUP": 16,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+def tiles(dtype: torch.dtype, precision: str, capability: int) -> tuple[Tile, Tile]:
+    """Return the tiles without and with masks, as large as registers allow without spills (see the tests' table)."""
+    if dtype == torch.float32 and precision == "ieee":
+        return Tile(64, 64, 16, 8, 2), Tile(64, 64, 16, 8, 2)
+    depth = 128 // dtype.itemsize
+    if capability < 90:  # correct but not measured: these devices read tiles without asynchronous copies
+        return Tile(64, 64, depth, 8, 3), Tile(64, 64, depth, 8, 3)
+    edges = Tile(64, 128, depth, 8, 3)
+    return Tile(256 if dtype.itemsize == 2 else 128, 128, depth, 8, 4), edges
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Rows in the layout that copies of tiles need: last stride 1, other strides a multiple of 16 bytes."""
+
+    rows: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, precision: str) -> "Operand":
+        """Return a view of x if its strides allow it, or a copy.
+
+        With TF32, tensor cores truncate the lower 13 bits of a float32, which biases every product towards 0. x is
+        therefore rounded first (without rounding the error of SigLIP's loss is 700 times as large).
+        """
+        if x.dtype == torch.float32 and precision == "tf32":
+            x = ((x.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
+        step = 16 // x.element_size()
+        if x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0:
+            return cls(x)
+        padded = x.new_empty(len(x), cdiv(x.shape[1], step) * step)
+        return cls(padded[:, : x.shape[1]].copy_(x))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def width(self) -> int:
+        """The embedding size."""
+        return self.rows.shape[1]
+
+    def tiles(self, part: slice, height: int, width: int) -> TensorDescriptor:
+        """Return a descriptor to read some rows in tiles of this size."""
+        rows = self.rows[part]
+        return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [height, width])
+
+
+def blocks(n: int, m: int, side: int, *, upper: bool = False) -> Iterator[tuple[slice, slice]]:
+    """Yield the blocks of an n × m matrix row by row; with ``upper`` only those on and above the diagonal."""
+    for i in range(0, n, side):
+        for j in range(i if upper else 0, m, side):
+            yield slice(i, min(n, i + side)), slice(j, min(m, j + side))
+
+
+def rows_per_program(n: int, m: int, tile: Tile) -> int:
+    """Return the number of rows that a program processes."""
+    count = cdiv(n, tile.rows) * cdiv(m, tile.columns)
+    return tile.rows * max(1, min(MAX_TILES, count // MIN_PROGRAMS))
+
+
+def launches(n: int, m: int, plain: Tile, edges: Tile) -> list[tuple[int, Tile]]:
+    """Return ``EDGE`` and tile of a block's launches: one without masks and one with, or a single one for a small block."""
+    return [(2, edges)] if n * m <= SINGLE_LAUNCH_PAIRS or plain == edges else [(0, plain), (1, edges)]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A buffer for a block of weights, in units of 2^−bits."""
+
+    buffer: Tensor
+    side: int
+    bits: int
+
+    @classmethod
+    def of(cls, a: Operand, b: Operand) -> "Weights":
+        """Return a buffer as large as the budget allows and the pairs need, in the dtype of the rows.
+
+        A weight is at most 2, and about 1/n if all pairs are equal. float16 loses precision below 2⁻¹⁴, so it stores
+        weights in units of 2⁻¹⁴, at most 32,768 units.
+        """
+        rows, step = a.rows, 16 // a.rows.element_size()
+        side = 2 ** int(math.log2(WEIGHT_BYTES // rows.element_size()) / 2)
+        buffer = rows.new_empty(min(side, len(a)), cdiv(min(side, len(b)), step) * step)
+        return cls(buffer, side, 14 if rows.dtype == torch.float16 else 0)
+
+    @property
+    def unit(self) -> float:
+        """The value of a stored weight of 1."""
+        return 2.0**-self.bits
+
+    def block(self, i: slice, j: slice) -> Tensor:
+        """Return the part of the buffer for these rows and columns."""
+        return self.buffer[: i.stop - i.start, : j.stop - j.start]
+
+
+def add_product(out: Tensor, x: Tensor, y: Tensor, *, first: bool = False, alpha: float = 1.0) -> None:
+    """Compute ``out += alpha * x @ y`` with float32 accumulation; ``out = alpha * x @ y`` if it is the first product."""
+    beta = 0 if first else 1
+    if out.dtype == x.dtype:
+        out.addmm_(x, y, beta=beta, alpha=alpha)
+    elif out.is_cuda:
+        torch.addmm(out, x, y, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
+    else:
+        out.addmm_(x.to(out.dtype), y.to(out.dtype), beta=beta, alpha=alpha)
+
+
+def write_scaled(x: Tensor, of: Operand, scale: Tensor, factor: Tensor, out: Tensor, dots: Tensor, part: slice) -> None:
+    """Write ``out[part] = scale * factor * x`` and ``dots[part] = factor * (x * of[part]).sum(1)``."""
+    n, width = x.shape
+    scaled_rows[(cdiv(n, 4),)](
+        x, of.rows[part], out[part], dots[part], scale, factor, n, width, of.rows.stride(0),
+        BLOCK_M=4, BLOCK_D=1024, num_warps=4,
+    )  # fmt: skip
+
+
+def check_inputs(name: str, a: Tensor, b: Tensor, *, same_length: bool = False) -> None:
+    """Check that the kernels can compare a and b.
+
+    Raises:
+        ValueError: another shape, dtype or device; the message names the expectation.
+    """
+    got = f"got {_kind(a)} and {_kind(b)}"
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or not len(a) or not len(b):
+        raise ValueError(f"{name}: a and b are [n, d] and [m, d] of at least one row, {got}.")
+    if same_length and len(a) != len(b):
+        raise ValueError(f"{name}: a and b have as many rows, {got}.")
+    if a.dtype not in DTYPES or a.dtype != b.dtype or a.device != b.device:
+        raise ValueError(f"{name}: a and b are both float32, bfloat16 or float16, on one device, {got}.")
+    if not 1 <= a.shape[1] <= LARGEST_WIDTH:
+        raise ValueError(f"{name}: rows have 1 to {LARGEST_WIDTH} numbers, {got}.")
+
+
+def _kind(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)} on {x.device}"
+
+
+def as_scalar(x: float | Tensor, like: Tensor) -> Tensor:
+    """Return a number as a float32 tensor on the device of ``like``, without synchronisation."""
+    if isinstance(x, Tensor):
+        return x.reshape(()).to(like.device, torch.float32)
+    return torch.full((), x, dtype=torch.float32, device=like.device)
+
+
+def precision_of(x: Tensor) -> str:
+    """Return the precision of matmuls of x: of float32 as torch's settings say, the older one or the newer."""
+    matmuls: Any = torch.backends.cuda.matmul
+    if x.dtype != torch.float32:
+        return "tf32"
+    if hasattr(matmuls, "fp32_precision"):  # torch 2.9; reading the older setting after the newer was made is an error
+        return "tf32" if matmuls.fp32_precision == "tf32" else "ieee"
+    return "tf32" if matmuls.allow_tf32 else "ieee"
+
+
+def tiles_for(x: Tensor, precision: str) -> tuple[Tile, Tile]:
+    """Return the tiles without and with masks on the device of x."""
+    return tiles(x.dtype, precision, _capability(x.get_device()))
+
+
+@cache
+def _capability(device: int) -> int:
+    """Return 90 for compute capability 9.0; 80 without a GPU, for the interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device >= 0 else (8, 0)
+    return 10 * major + minor

@@ -1,0 +1,191 @@
+"""Statistics of the embeddings of all ranks: moments, spectra, balanced assignments, potentials."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.precision import matmul, without_autocast
+from contrastive_zoo.engine.softmax import self_log_sum_exp
+from contrastive_zoo.ranks.compiling import Function
+
+
+@without_autocast
+def centered(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """Return the local rows minus the mean of all ranks' rows.
+
+    Examples:
+        >>> from contrastive_zoo.ranks.world import Shards
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> centered(Batch({"embeddings": x}, {"embeddings": Shards((2,))}), x)
+        tensor([[-1.],
+                [ 1.]])
+    """
+    # each rank uses the mean for its local rows only, so gradients are summed over ranks
+    return x - batch.sum(x.sum(0), gradient="partial") / max(1, batch.total)
+
+
+@without_autocast
+def second_moments(batch: Batch, x: Float[Tensor, "n d"], y: Float[Tensor, "n e"]) -> Float[Tensor, "d e"]:
+    """Return ``X.T @ Y``, summed over the rows of all ranks, not divided; every rank must derive the same value from it.
+
+    Examples:
+        >>> second_moments(Batch({}, {}), torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]))
+        tensor([[11.]])
+    """
+    return batch.sum(matmul(x.T, y), gradient="complete")
+
+
+@without_autocast
+def squared_sums(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+    """Return the diagonal of ``second_moments(batch, x, x)``.
+
+    Examples:
+        >>> squared_sums(Batch({}, {}), torch.tensor([[1.0], [2.0]]))
+        tensor([5.])
+    """
+    return batch.sum(x.square().sum(0), gradient="complete")
+
+
+@without_autocast
+def divided_by_norms(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """Return rows whose features are divided by their norms over all ranks' rows; a feature of zeros stays zero.
+
+    Examples:
+        >>> divided_by_norms(Batch({}, {}), torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
+        tensor([[0.6000, 0.0000],
+                [0.8000, 0.0000]])
+    """
+    # each rank divides its local rows only, so gradients are summed over ranks
+    squares = batch.sum(x.square().sum(0), gradient="partial")
+    return x / squares.clamp(min=LEAST_SQUARE).sqrt()
+
+
+LEAST_SQUARE = 1e-24
+"""The square of the smallest norm by which ``torch.nn.functional.normalize`` divides."""
+
+
+def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    """Return the matrix with zeros on its diagonal.
+
+    Examples:
+        >>> off_diagonal(torch.ones(2, 2))
+        tensor([[0., 1.],
+                [1., 0.]])
+    """
+    return matrix - matrix.diagonal().diag()
+
+
+@without_autocast
+def inverse_cholesky(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    """Return L⁻¹ of ``matrix = L Lᵀ`` with L lower triangular; NaN if the matrix is not positive definite.
+
+    Examples:
+        >>> inverse_cholesky(torch.tensor([[4.0, 2.0], [2.0, 2.0]]))
+        tensor([[ 0.5000,  0.0000],
+                [-0.5000,  1.0000]])
+        >>> inverse_cholesky(torch.zeros(1, 1))   # not positive definite
+        tensor([[nan]])
+    """
+    inverse: Tensor = _InverseCholesky.apply(matrix)
+    return inverse
+
+
+class _InverseCholesky(Function):
+    """Compute W = L⁻¹, and dA = sym(Wᵀ Φ(−dW Wᵀ) W), where Φ takes the lower triangle with half of the diagonal.
+
+    From L = W⁻¹ follows dL = −Wᵀ dW Wᵀ, which in dA = sym(L⁻ᵀ Φ(Lᵀ dL) L⁻¹) (Murray 2016, eq. 10,
+    https://arxiv.org/abs/1602.07527) leaves only W.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        inverse = torch.linalg.solve_triangular(factor, eye, upper=False).masked_fill(failed > 0, torch.nan)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        inner = matmul(-gradient, inverse.mT).tril()
+        inner = inner - inner.diagonal().diag() / 2
+        outer = matmul(matmul(inverse.mT, inner), inverse)
+        return (outer + outer.mT) / 2
+
+
+@without_autocast
+def eigenvalues(matrix: Float[Tensor, "... d d"]) -> Float[Tensor, "... d"]:
+    """Return the eigenvalues of symmetric matrices in ascending order.
+
+    Examples:
+        >>> eigenvalues(torch.tensor([[3.0, 0.0], [0.0, 2.0]]))
+        tensor([2., 3.])
+    """
+    found: Tensor = _Eigenvalues.apply(matrix)
+    return found
+
+
+class _Eigenvalues(Function):
+    """Compute λ, and dA = V diag(dλ) Vᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        if not ctx.needs_input_grad[0]:
+            return torch.linalg.eigvalsh(matrix)
+        values, vectors = torch.linalg.eigh(matrix)
+        ctx.save_for_backward(matrix, vectors)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        matrix, vectors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # of a second derivative, in which vectors depend on the matrix
+            vectors = torch.linalg.eigh(matrix).eigenvectors
+        return matmul(vectors * gradient.unsqueeze(-2), vectors.mT)
+
+
+@torch.no_grad()
+@without_autocast
+def balanced_assignment(
+    batch: Batch, scores: Float[Tensor, "n K"], *, epsilon: float | Tensor, iterations: int
+) -> Float[Tensor, "n K"]:
+    """Run Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks; return the local rows, which each sum to 1.
+
+    The result has no gradient. The iterations run on logarithms, so that a small epsilon does not overflow. One
+    iteration gives each prototype an equal share of all N rows, by a reduction of K numbers, and then normalises rows.
+
+    Examples:
+        >>> both = torch.tensor([[1.0, 0.0], [1.0, 0.0]])   # two rows whose best prototype is the same
+        >>> balanced_assignment(Batch({}, {}), both, epsilon=0.1, iterations=3)
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
+    log_q = scores / epsilon
+    for _ in range(iterations):
+        share = batch.log_sum_exp(torch.logsumexp(log_q, 0), gradient="complete")
+        log_q = (log_q - share).log_softmax(1)
+    return log_q.softmax(1)
+
+
+def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float | Tensor) -> Float[Tensor, " v"]:
+    """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' rows.
+
+    Args:
+        batch: says how rows are split over ranks; there are two rows or more.
+        views: the local unit rows of each view.
+        scale: the factor of similarities.
+
+    Examples:
+        >>> from contrastive_zoo.ranks.world import Shards
+        >>> batch = Batch({"view 0": torch.eye(2)}, {"view 0": Shards((2,))})
+        >>> log_potentials(batch, [torch.eye(2)], 1.0)   # log(e⁰ + e⁰)
+        tensor([0.6931])
+    """
+    shards, world = batch.samples, batch.world
+    sums = [self_log_sum_exp(z, scale=scale, unit_norm=True, shards=shards, world=world)[0].logsumexp(0) for z in views]
+    return batch.log_sum_exp(torch.stack(sums), gradient="complete")

@@ -1,0 +1,326 @@
+"""A loss that compares the batch with a memory of earlier batches."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Loss, call_form
+from contrastive_zoo.loss_base.loss_modules import is_third_party, loss_name
+from contrastive_zoo.loss_base.numbers import instance_problem
+from contrastive_zoo.loss_base.row_loss import AnchorLoss
+from contrastive_zoo.loss_base.settings import Evaluated
+from contrastive_zoo.loss_base.state import state_kept_on_error
+from contrastive_zoo.losses.memory_queue import MemoryQueue
+from contrastive_zoo.ranks.collectives import all_gather
+from contrastive_zoo.ranks.differences import failing_together
+from contrastive_zoo.ranks.randomness import one_stream
+from contrastive_zoo.ranks.row_checks import described, labelled_problem, rows_problem
+
+MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
+"""The loss compares the anchors with the memory as candidates; takes each rank's shard of it as ``negatives``; takes it as
+``ref_emb`` and ``ref_labels``; or takes all of it as ``negatives``."""
+
+
+def memory_input(loss: Any) -> MemoryInput:
+    """Return how the loss takes a memory.
+
+    Raises:
+        ValueError: it is no instance, cannot be called, or takes none.
+    """
+    if problem := instance_problem(loss):
+        raise ValueError(f"CrossBatchMemory: {problem}")
+    if not callable(loss):
+        raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
+    is_own = isinstance(loss, Loss) and loss.is_plain
+    if is_own and isinstance(loss, AnchorLoss) and _is_sum_of_blocks(type(loss)):
+        return "candidates"
+    parameters = _parameters(loss)
+    required = [name for name, x in parameters.items() if x.default is x.empty and name != "negatives"]
+    if "negatives" in parameters and len(required) == 2:
+        return "sharded negatives" if is_own else "negatives"
+    if not is_own and {"indices_tuple", "ref_emb", "ref_labels"} <= parameters.keys():
+        return "references"
+    raise ValueError(
+        f"CrossBatchMemory: {loss_name(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
+        "SupSigmoid, a RowLoss, InfoNCE, a loss that takes ref_emb and ref_labels (pytorch-metric-learning's pair and "
+        "triplet losses), or a function of (queries, keys, negatives)."
+    )
+
+
+def _is_sum_of_blocks(kind: type[AnchorLoss]) -> bool:
+    """Return whether ``block_loss`` is the whole loss: no subclass of the class that defines it has another ``compute``."""
+    computing, blocks = (next(x for x in kind.__mro__ if name in vars(x)) for name in ("compute", "block_loss"))
+    return issubclass(blocks, computing)
+
+
+def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
+    if isinstance(loss, Loss) and type(loss).forward is Loss.forward:
+        return call_form(type(loss)).signature.parameters  # type: ignore[arg-type]  # mypy takes a class for its instance
+    try:
+        return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    except ValueError:  # a built-in function has no signature
+        return {}
+
+
+class CrossBatchMemory(Loss):
+    """Compute ``loss`` against a memory M of earlier batches of all ranks; embeddings in M carry no gradient.
+
+    The arguments of ``loss`` decide how M is used:
+
+    - **Labels**: SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss` that does not
+      override ``compute`` (most pair and triplet losses), and third-party losses that take ``ref_emb`` and
+      ``ref_labels``, such as pytorch-metric-learning's. Call it ``loss(embeddings, labels)``. The batch enters M; then
+      each of its embeddings is an anchor and is compared with M, except with its own copy:
+
+          L = mean_i loss_i(z_i against M without i)
+
+    - **Negatives**: :class:`contrastive_zoo.InfoNCE` and other losses that take ``negatives``; third-party functions of
+      ``(queries, keys, negatives)``, which receive all ranks' embeddings. Call it ``loss(queries, keys)``. M serves as
+      negatives; then the keys enter it. InfoNCE also compares a query with the batch's other keys; with
+      ``in_batch_negatives=False`` it is MoCo's loss, which compares a query with its own key and M alone.
+
+    Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises, on
+    any rank.
+
+    Called as ``loss(rows, partners, enqueue_mask)``:
+
+    - rows: [n, d] embeddings, or queries; n may differ between ranks.
+    - partners: [n] labels, or [n, d] keys.
+    - enqueue_mask: [n], with labels, as in pytorch-metric-learning: rows that enter and are no anchors; the others are
+      anchors and do not enter. With keys: which of them enter; all are compared. None: all rows enter, and are compared.
+
+    Args:
+        loss: as above.
+        size: number of embeddings in M.
+        embedding_size: their width d.
+        miner: for a third-party loss with labels: ``miner(embeddings, labels, ref_emb, ref_labels)`` on all ranks'
+            embeddings. Its tuples, without those of an embedding and its copy, are passed on as ``indices_tuple``. None
+            is all pairs.
+        dtype: of the embeddings in M, see :class:`MemoryQueue`.
+        check_finite: whether embeddings with NaN or infinite values are refused.
+
+    Raises:
+        ValueError: a loss that takes neither, a class in place of its instance, a miner with a loss that takes none, or a
+            size or width below 1. At the call, on every rank alike: embeddings of another width, labels or a mask that
+            are not one per row, NaN or infinite embeddings, an empty global batch, or memories that differ in size,
+            pointer or fill.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> loss = CrossBatchMemory(cz.InfoNCE(temperature=1.0), size=8, embedding_size=2)
+        >>> loss(torch.eye(2), torch.eye(2)), loss(torch.eye(2), torch.eye(2))   # log(e + 1) − 1; then log(2 (e + 1)) − 1
+        (tensor(0.3133), tensor(1.0064))
+        >>> east, west = torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.0]])
+        >>> loss = CrossBatchMemory(cz.SupCon(temperature=1.0), size=8, embedding_size=2)
+        >>> label = torch.tensor([3])
+        >>> loss(east, label), loss(east, label)   # no positive yet; then the only candidate is one
+        (tensor(0.), tensor(0.))
+        >>> loss(west, label + 1), loss(east, label)   # no positive; then log(2 e + 1/e) − 1
+        (tensor(0.), tensor(0.7586))
+
+    Source: Wang et al. 2020, alg. 1, https://arxiv.org/abs/1912.06798; negatives: He et al. 2020, alg. 1,
+    https://arxiv.org/abs/1911.05722
+    """
+
+    ring_refusal = "every rank holds the memory that it compares with, so a ring would save nothing"
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        size: int,
+        embedding_size: int,
+        *,
+        miner: Callable[..., Any] | None = None,
+        dtype: torch.dtype | None = None,
+        check_finite: bool = True,
+    ) -> None:
+        super().__init__(check_finite=check_finite)
+        self.has_kernels = isinstance(loss, Loss) and loss.has_kernels
+        self.memory_input = memory_input(loss)
+        if miner is not None and self.memory_input != "references":
+            raise ValueError(
+                f"CrossBatchMemory: {loss_name(loss)} takes no miner's indices. Leave the miner out, or pass a loss that "
+                "takes labels and indices_tuple."
+            )
+        self.loss = loss
+        self.miner = miner
+        self.memory = MemoryQueue(size, embedding_size, dtype=dtype)
+
+    def inputs(
+        self,
+        rows: Float[Tensor, "n d"],
+        partners: Int[Tensor, " n"] | Float[Tensor, "n d"],
+        enqueue_mask: Bool[Tensor, " n"] | None = None,
+    ) -> Inputs:
+        labelled = self.memory_input in ("candidates", "references")
+        names = ("embeddings", "labels") if labelled else ("queries", "keys")
+        given = {**dict(zip(names, (rows, partners), strict=True)), "enqueue_mask": enqueue_mask}
+        problem = self._problem(rows, partners, enqueue_mask, names)
+        return Inputs.of(given, problem, compared=self._inner_settings() | self.memory.compared_state())
+
+    def compute(self, batch: Batch) -> Tensor:
+        rows, partners, *_ = batch.rows.values()
+        mask = batch.rows.get("enqueue_mask")
+        if "keys" in batch.rows:
+            against = self._against_shards if self._way() == "sharded negatives" else self._against_negatives
+            value = against(batch, rows, partners)
+            self._enqueue(batch, partners, None, mask)
+            return value
+        with state_kept_on_error(self):  # the batch is part of the memory that it is compared with
+            slots = self._enqueue(batch, rows, partners, mask)
+            batch = replace(batch, rows={"embeddings": rows, "labels": partners}, own=None)
+            if mask is not None:
+                slots = slots[~batch.gathered(mask).to(slots.device)]
+                anchors = {name: x[~mask] for name, x in batch.rows.items()}
+                shards = batch.world.shards(anchors["embeddings"])
+                batch = replace(batch, rows=anchors, shards=dict.fromkeys(anchors, shards))
+            return self._against_candidates(batch, slots) if self._is_own() else self._against_references(batch, slots)
+
+    def evaluated(self) -> Evaluated:
+        """Return the values of the settings, with those of the loss as ``members[0]``, if its ``forward`` is not called."""
+        values, computed, problem = super().evaluated()
+        if isinstance(self.loss, Loss) and self._is_own():
+            inner, computed, wrong = self.loss.evaluated()
+            values.members, problem = [inner], None if wrong is None else f"{loss_name(self.loss)}: {wrong}"
+        return Evaluated(values, computed, problem)
+
+    def settings_problem(self) -> str | None:
+        """Return what is wrong with the settings of the loss, or None; until the constructor has set it, nothing is."""
+        loss = getattr(self, "loss", None)
+        problem = loss.settings_problem() if isinstance(loss, Loss) else None
+        return super().settings_problem() or (None if problem is None else f"{loss_name(loss)}: {problem}")
+
+    def replicable(self) -> bool:
+        return all(getattr(x, "reduction", None) != "none" for x in self.modules())
+
+    def graph_problem(self) -> str | None:
+        return None if isinstance(self.loss, Loss) else THIRD_PARTY
+
+    def _way(self) -> MemoryInput:
+        """Return how the loss takes the memory in this call: hooks of a loss of this library run only if it is called."""
+        has_hooks = self.memory_input == "sharded negatives" and not self.loss.is_plain  # type: ignore[attr-defined]  # a Loss
+        return "negatives" if has_hooks else self.memory_input
+
+    def _is_own(self) -> bool:
+        """Return whether the loss is computed by its formula, rather than called."""
+        return self._way() in ("candidates", "sharded negatives")
+
+    def _problem(
+        self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, names: tuple[str, str]
+    ) -> str | None:
+        """Return why this batch cannot be compared with the memory or enter it, in words; None if it can."""
+        if names[1] == "labels":
+            problem, entering, name = labelled_problem(rows, partners), rows, names[0]
+        else:
+            problem, entering, name = (
+                rows_problem(names[0], rows) or rows_problem(names[1], partners),
+                partners,
+                names[1],
+            )
+            if not problem and len(partners) != len(rows):
+                problem = f"row i of queries belongs to row i of keys, got {described(rows)} and {described(partners)}."
+        problem = problem or self.memory.problem(entering, enqueue_mask=enqueue_mask, name=name)
+        if problem is None and self._way() == "sharded negatives":  # whose share of a rank has the shape of keys
+            inner = self.loss.inputs(rows, partners, negatives=partners[:0]).problem  # type: ignore[attr-defined]  # a Loss
+            problem = None if inner is None else f"{loss_name(self.loss)}: {inner}"
+        return problem
+
+    def _inner_settings(self) -> dict[str, Any]:
+        """Return the settings of the loss that ranks compare: those that are plain values."""
+        if not isinstance(self.loss, Loss):
+            return {}
+        values = {name: getattr(self.loss, name) for name in self.loss.fields if name not in self.fields}
+        return {name: x for name, x in values.items() if not isinstance(x, (Tensor, nn.Module))}
+
+    def _enqueue(self, batch: Batch, rows: Tensor, labels: Tensor | None, mask: Tensor | None) -> Int[Tensor, " N"]:
+        """Add the rows to the memory in train mode; return the slots of all ranks' rows, −1 for rows that are not in it."""
+        if self.training:
+            return self.memory.write(rows.detach(), labels, mask, batch.samples, batch.world)
+        return torch.full((batch.total,), -1, device=self.memory.ids.device)
+
+    def _stored(self, like: Tensor, share: slice = slice(None)) -> Tensor:
+        """Return a copy of the embeddings in the memory, or a share of them, in the dtype and on the device of ``like``."""
+        return self.memory.embeddings[: len(self.memory)][share].to(like, copy=True)
+
+    def _against_negatives(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
+        """Compare all ranks' queries with their keys and the memory on every rank alike."""
+        split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
+        gathered = (all_gather(x, gradient="complete", **split) for x in (queries, keys))
+        compute = partial(self.loss, *gathered, negatives=self._stored(keys))
+        with one_stream(batch.world, queries.device):
+            return failing_together(batch.name, compute, batch.world)
+
+    def _against_shards(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
+        """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
+        loss: Any = self.loss
+        share = self.memory.shards(batch.world)
+        inputs: Inputs = loss.inputs(queries, keys, negatives=self._stored(keys, share.local))
+        shards = {name: batch.samples if index < 2 else share for index, name in enumerate(inputs.rows)}
+        value: Tensor = loss.compute(self._of_loss(replace(batch, rows=inputs.rows, shards=shards, host=inputs.host)))
+        return value
+
+    def _of_loss(self, batch: Batch) -> Batch:
+        return replace(batch, settings=batch.settings.members[0], name=loss_name(self.loss))
+
+    def _against_candidates(self, batch: Batch, slots: Tensor) -> Tensor:
+        """Compare the local anchors with the memory; each rank provides its shard of the memory as candidates."""
+        loss: Any = self.loss
+        rows, labels = batch.rows.values()
+        share = self.memory.shards(batch.world)
+        columns = self._stored(rows, share.local)
+        return reduce_rows(
+            batch,
+            loss.block_loss(self._of_loss(batch)),
+            batch.prepared(rows, normalize=loss.normalizes),
+            labels,
+            candidates=batch.prepared(columns, normalize=loss.normalizes),
+            candidate_ids=self.memory.labels.to(labels)[share.local],
+            candidate_shards=share,
+            own_candidates=slots[batch.samples.local].to(rows.device),  # candidates stand in the order of slots
+            reduction=loss.reduction,
+            may_draw=any(is_third_party(type(x)) for x in loss.modules()),  # type: ignore[arg-type]  # mypy takes a class for its instance
+        )
+
+    def _against_references(self, batch: Batch, slots: Tensor) -> Tensor:
+        """Compare all ranks' anchors with the memory on every rank alike: a third-party loss does not know of ranks."""
+        rows, labels = batch.rows.values()
+        rows = all_gather(rows, gradient="complete", shards=batch.samples, process_group=batch.world)
+        labels = all_gather(labels, shards=batch.samples, process_group=batch.world)
+        slots = slots.to(rows.device)
+        references, ref_labels = self._stored(rows), self.memory.labels.to(labels)
+
+        def compute() -> Tensor:
+            if self.miner is None:
+                indices = _all_pairs(labels, ref_labels)
+            else:
+                indices = tuple(self.miner(rows, labels, references, ref_labels))
+            value: Tensor = self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
+            return value
+
+        with one_stream(batch.world, rows.device):
+            return failing_together(batch.name, compute, batch.world)
+
+
+def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
+    """Return (anchors, positives, anchors, negatives), as pytorch-metric-learning enumerates them."""
+    same = labels[:, None] == ref_labels
+    return *same.nonzero(as_tuple=True), *(~same).nonzero(as_tuple=True)
+
+
+def _without_own_copies(indices: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:
+    """Return the pairs or triplets without those whose positive is the anchor's copy in the memory."""
+    anchors, positives, *rest = indices
+    is_other = slots[anchors] != positives
+    if len(indices) == 4:
+        return anchors[is_other], positives[is_other], *rest
+    return anchors[is_other], positives[is_other], rest[0][is_other]

@@ -1,0 +1,227 @@
+"""A ring buffer of the last embeddings of all ranks."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from contrastive_zoo.loss_base.numbers import is_number, of_size
+from contrastive_zoo.loss_base.state import loading_problem, own_tensors
+from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.devices import values_problem
+from contrastive_zoo.ranks.row_checks import array_in_one_line, described, labels_problem, rows_problem, tensor_problem
+from contrastive_zoo.ranks.session import meet, refuse
+from contrastive_zoo.ranks.transport import gather_rows
+from contrastive_zoo.ranks.world import Processes, Shards, World
+
+
+class MemoryQueue(nn.Module):
+    """Store the last ``size`` embeddings of all ranks with a label each: a ring buffer, the same bytes on every rank.
+
+    Embeddings enter in rank order, one by one, as on one process that holds all of them. The oldest is overwritten first;
+    a batch larger than the ring leaves its last ``size`` embeddings. So the content does not depend on how embeddings were
+    split into batches and shards. Embeddings, labels, the slot of the next one and their number are buffers: a
+    ``state_dict`` restores them bit by bit, also on another number of processes.
+
+    Args:
+        size: number of embeddings that fit.
+        embedding_size: width d of an embedding.
+        dtype: of the stored embeddings; None is torch's default. ``module.double()`` changes it, as of any buffer.
+
+    Raises:
+        ValueError: a size or width below 1 or above what memory holds, or a dtype that is not floating. RuntimeError, as of
+            any module: a ``state_dict`` of another shape or with impossible values (more embeddings than fit, a pointer
+            outside of the ring, NaN or infinite values); the memory then does not change.
+
+    Examples:
+        >>> memory = MemoryQueue(3, embedding_size=1)
+        >>> memory.enqueue(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))   # row 3 overwrites row 0
+        tensor([-1,  1,  2,  0])
+        >>> memory.rows.T, len(memory)
+        (tensor([[4., 2., 3.]]), 3)
+
+    Source: He et al. 2020, §3.2, https://arxiv.org/abs/1911.05722
+    """
+
+    embeddings: Float[Tensor, "size d"]
+    ids: Int[Tensor, " size"]
+    pointer: Int[Tensor, ""]
+    filled: Int[Tensor, ""]
+
+    def __init__(self, size: int, embedding_size: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        sizes_fit = is_number(size, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)
+        if not sizes_fit or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ValueError(
+                "MemoryQueue: size and embedding_size are at least 1 and dtype is a floating one, got "
+                f"size={size}, embedding_size={embedding_size}, dtype={dtype}."
+            )
+        size, width = int(size), int(embedding_size)
+        zeros = partial(torch.zeros, size, width, dtype=dtype)
+        self.register_buffer("embeddings", of_size("MemoryQueue", zeros, size=size, embedding_size=width))
+        self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load all buffers or none: embeddings with another ring's pointer would be overwritten in the wrong order."""
+        own = own_tensors(self)
+        if missing := [prefix + name for name in own if prefix + name not in state_dict]:
+            missing_keys.extend(missing)
+        elif problem := loading_problem(own, state_dict, prefix) or self._ring_problem(state_dict, prefix):
+            error_msgs.append(f"MemoryQueue: {problem} It stays as it was.")
+        else:
+            rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _ring_problem(self, state_dict: Mapping[str, Tensor], prefix: str) -> str | None:
+        """Return which saved numbers are those of no ring, in words; None if none are, or if they are on the meta device."""
+        pointer, filled = (state_dict[prefix + name] for name in ("pointer", "filled"))
+        if pointer.is_meta or filled.is_meta:
+            return None
+        if not 0 <= int(filled) <= self.size:
+            return f"filled is 0 … {self.size}, the number of rows that fit, got {int(filled)}."
+        if not 0 <= int(pointer) < self.size or (filled < self.size and pointer != filled):
+            return (
+                f"the pointer is the slot of the next row, 0 … {self.size - 1}, and that after the last row until all "
+                f"slots are filled, got {int(pointer)} with filled={int(filled)}."
+            )
+        return None
+
+    @property
+    def size(self) -> int:
+        """Return the number of embeddings that fit."""
+        return len(self.embeddings)
+
+    def __len__(self) -> int:
+        """Return the number of stored embeddings."""
+        return int(self.filled)
+
+    @property
+    def rows(self) -> Float[Tensor, "m d"]:
+        """Return the stored embeddings by slot: a copy, since slots are overwritten while a graph may still need them."""
+        return self.embeddings[: len(self)].clone()
+
+    @property
+    def labels(self) -> Int[Tensor, " m"]:
+        """Return the labels of :attr:`rows`; 0 where none were given."""
+        return self.ids[: len(self)].clone()
+
+    def shards(self, world: World) -> Shards:
+        """Return a split of :attr:`rows` over the ranks, as even as possible.
+
+        Examples:
+            >>> memory = MemoryQueue(5, embedding_size=1)
+            >>> _ = memory.enqueue(torch.ones(5, 1))
+            >>> memory.shards(World(rank=1, size=2)).local
+            slice(3, 5, None)
+        """
+        return Shards(tuple((len(self) + rank) // world.size for rank in reversed(range(world.size))), world.rank)
+
+    @uncompiled
+    def enqueue(
+        self,
+        rows: Float[Tensor, "n d"],
+        labels: Int[Tensor, " n"] | None = None,
+        *,
+        enqueue_mask: Bool[Tensor, " n"] | None = None,
+        process_group: Processes = None,
+    ) -> Int[Tensor, " n"]:
+        """Store the rows of all ranks. Every rank must call it.
+
+        Args:
+            rows: [n, d] of this rank, n may differ between ranks. They are stored without gradient.
+            labels: one integer per row.
+            enqueue_mask: which of this rank's rows to store; None is all.
+            process_group: the ranks.
+
+        Returns:
+            The slot of each of this rank's rows; −1 for a row that is not stored.
+
+        Raises:
+            ValueError: on every rank alike: rows of another width, labels or a mask that are not one per row, NaN or
+                infinite rows, or ranks that differ in dtype or arguments.
+        """
+        world = World.of(process_group, "MemoryQueue")
+        if problem := values_problem(self) or tensor_problem("rows", rows):
+            refuse("MemoryQueue", problem, world=world)
+        rows = rows.detach()
+        named = {"rows": rows} | present(labels=labels, enqueue_mask=enqueue_mask)
+        problem = self.problem(rows, labels, enqueue_mask)
+        (shards, *_) = meet("MemoryQueue", named, world=world, problem=problem, settings=self.compared_state())
+        return self.write(rows, labels, enqueue_mask, shards, world)[shards.local]
+
+    @torch.no_grad()
+    def write(
+        self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
+    ) -> Int[Tensor, " N"]:
+        """Store the rows without checks or handshake; return the slots of all ranks' rows."""
+        device = self.embeddings.device
+        rows = gather_rows(rows, shards, world).to(device)
+        labels = self.ids.new_zeros(len(rows)) if labels is None else gather_rows(labels, shards, world).to(self.ids)
+        mask = None if mask is None else gather_rows(mask, shards, world).to(device)
+        entering = torch.arange(len(rows), device=device) if mask is None else mask.nonzero().flatten()
+        order = torch.arange(len(entering), device=device)
+        stored = entering[-self.size :]
+        slots = torch.full_like(labels, -1)
+        slots[stored] = ((self.pointer + order) % self.size)[-self.size :]
+        self.embeddings[slots[stored]] = rows[stored].to(self.embeddings.dtype)
+        self.ids[slots[stored]] = labels[stored]
+        self.pointer.add_(len(entering)).remainder_(self.size)
+        self.filled.add_(len(entering)).clamp_(max=self.size)
+        return slots
+
+    def compared_state(self) -> dict[str, Any]:
+        """Return the state that must be the same on every rank before rows enter; now and then with a digest of the rows.
+
+        Equal pointers choose equal times: once each time that the ring begins again, and at about every 64th call.
+        """
+        pointer = int(self.pointer)
+        state: dict[str, Any] = {"the memory's size": self.size, "the memory's pointer": pointer, "its fill": len(self)}
+        if pointer * _MIXER % 2**32 < 2**26:
+            rows = (x.contiguous().view(torch.uint8).cpu().numpy() for x in (self.rows, self.labels))
+            state["its content"] = " and ".join(map(array_in_one_line, rows))
+        return state
+
+    def problem(
+        self, rows: Tensor, labels: Tensor | None = None, enqueue_mask: Tensor | None = None, name: str = "rows"
+    ) -> str | None:
+        """Return why these rows cannot enter, in words; None if they can."""
+        width = self.embeddings.shape[1]
+        if found := rows_problem(name, rows):
+            return found
+        if rows.shape[1] != width:
+            return (
+                f"the memory holds rows of width {width}, got "
+                f"{name} {described(rows)}. Pass embedding_size={rows.shape[1]}."
+            )
+        if enqueue_mask is not None and (found := tensor_problem("enqueue_mask", enqueue_mask)):
+            return found
+        if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != rows.shape[:1]):
+            return f"enqueue_mask is one bool per row, got {described(enqueue_mask)} for {len(rows)} rows."
+        return None if labels is None else labels_problem("labels", labels, len(rows))
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, embedding_size={self.embeddings.shape[1]}, dtype={self.embeddings.dtype}"
+
+
+_MIXER = 2654435761
+"""Knuth's multiplier, which spreads pointers that are multiples of the batch size evenly over 2³²."""
+
+
+def present(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Return the tensors that are not None."""
+    return {name: x for name, x in tensors.items() if x is not None}

@@ -1,0 +1,152 @@
+"""Similarities, and means, whose bits do not depend on how rows are split into blocks and ranks.
+
+A matmul adds products in an order that depends on the shapes and on the number of threads, so its last bits differ from
+split to split, and near-ties are ordered differently. Here each row is scaled by a power of two and cut into two slices of
+b bits each, x = 2^e (high + low), so few that every sum of d products has at most 53 bits. Such sums are exact in float64 in
+any order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1).
+"""
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from contrastive_zoo.metrics.ranking import Floats
+from contrastive_zoo.ranks.world import World
+
+_UNIT = 2**52
+_HALF = 2**26
+
+
+class ExactMean:
+    """Sums and counts of numbers from 0 to 1, by name. A number is rounded to a multiple of 2^-52, and integers are added.
+
+    Examples:
+        >>> means = ExactMean(["recall", "map"])
+        >>> means.add("recall", np.array([0.5, 1.0]))
+        >>> means.over_ranks(World())
+        {'recall': 0.75, 'map': nan}
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.sums = dict.fromkeys(names, (0, 0, 0))
+
+    def add(self, name: str, values: Floats) -> None:
+        """Add numbers under a name."""
+        units = np.rint(values * _UNIT).astype(np.int64)
+        high, low, count = self.sums[name]
+        self.sums[name] = high + int((units // _HALF).sum()), low + int((units % _HALF).sum()), count + len(units)
+
+    def over_ranks(self, world: World) -> dict[str, float]:
+        """Return the means over the numbers of all ranks; NaN where there are none."""
+        by_rank = world.exchange([x for sums in self.sums.values() for x in sums])
+        totals = [sum(x) for x in zip(*by_rank, strict=True)]
+        columns = zip(self.sums, totals[0::3], totals[1::3], totals[2::3], strict=True)
+        return {name: _mean(high * _HALF + low, count) for name, high, low, count in columns}
+
+
+def _mean(units: int, count: int) -> float:
+    return float(Fraction(units, count * _UNIT)) if count else float("nan")
+
+
+class Slices(NamedTuple):
+    """Rows as ``scale · (high + low)``: multiples of 2^−b and of 2^−2b, in float64."""
+
+    high: Tensor
+    low: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> "Slices":
+        """Cut rows [..., d] into slices."""
+        bits = (53 - max(rows.shape[-1] - 1, 1).bit_length()) // 2
+        largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
+        exponent = torch.frexp(largest.double()).exponent.clamp(-1000, 1022)
+        scaled = rows * _power_of_two(-exponent)
+        high = _rounded(scaled, bits)
+        low = _rounded(scaled.sub_(high), 2 * bits)
+        return cls(high, low, _power_of_two(exponent))
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+    """Return x, between −1 and 1, to the nearest multiple of 2^−bits.
+
+    Beside a number whose last bit is 2^−bits, nothing smaller remains of x. Twice as fast as ``torch.round`` of a scaled x.
+    """
+    ruler = 1.5 * 2.0 ** (52 - bits)
+    return (x + ruler).sub_(ruler)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return ``2.0 ** exponent`` in float64, exactly and on any device, for −1022 ≤ exponent ≤ 1023."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d"]) -> Float[Tensor, "... n m"]:
+    """Return all dot products of queries and rows in float64.
+
+    Each result is a function of its two rows alone. It differs from the true dot product by less than
+    ``2^-40 d · max|x| · max|y|`` for d up to 4,096; typically by 1e-14 of the product of the norms.
+
+    Examples:
+        >>> similarities(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.5, 0.0]]))
+        tensor([[11.0000,  0.5000]], dtype=torch.float64)
+    """
+    if rows.shape[-2] == 0 or queries.shape[-2] == 0 or rows.shape[-1] == 0:
+        return queries.new_zeros(*queries.shape[:-1], rows.shape[-2], dtype=torch.float64)
+    x, y = Slices.of(queries), Slices.of(rows)
+    coarse = x.high @ y.high.mT
+    fine = x.high @ y.low.mT
+    fine += x.low @ y.high.mT
+    return coarse.add_(fine).mul_(x.scale).mul_(y.scale.mT)
+
+
+def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
+    """Return the Euclidean norms in float64, each a function of its row alone.
+
+    Examples:
+        >>> norms(torch.tensor([[3.0, 4.0]]))
+        tensor([[5.]], dtype=torch.float64)
+    """
+    if rows.numel() == 0:
+        return rows.new_zeros(*rows.shape[:-1], 1, dtype=torch.float64)
+    x = Slices.of(rows)
+    coarse, fine = (x.high * x.high).sum(-1, keepdim=True), (x.high * x.low).sum(-1, keepdim=True)
+    return torch.sqrt(coarse.add_(fine, alpha=2.0)).mul_(x.scale)
+
+
+_ELEMENTS = 2**18
+"""Elements that are divided at once in float64, 2 MiB: they stay in the cache."""
+
+
+def prepared(
+    rows: Float[Tensor, "n d"], *, normalize: bool, lengths: Float[Tensor, "n 1"] | None = None
+) -> Float[Tensor, "n d"]:
+    """Return rows on the CPU in float64 if they have it, otherwise in float32; of unit length if ``normalize``.
+
+    A row of zeros stays as it is.
+
+    Args:
+        rows: any floating-point rows.
+        normalize: whether to divide by the norms.
+        lengths: the norms of the rows, if they are known.
+
+    Examples:
+        >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True)
+        tensor([[0.6000, 0.8000]])
+    """
+    rows = rows.detach().cpu()
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    if not normalize:
+        return rows.to(dtype).contiguous()
+    lengths = norms(rows) if lengths is None else lengths
+    divisors = lengths.masked_fill(lengths == 0, 1.0)
+    unit = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+    step = max(1, _ELEMENTS // max(1, rows.shape[-1]))
+    for out, x, length in zip(unit.split(step), rows.split(step), divisors.split(step), strict=True):
+        out.copy_(x / length)
+    return unit

@@ -1,0 +1,271 @@
+"""The exact nearest neighbours among the rows of one rank.
+
+faiss proposes candidates in float32. The scores of those that may be among the neighbours of all ranks are computed again
+in float64. A query is certain if its k-th score is higher than anything that faiss may have missed, given the rounding of
+float32. The rest is compared with every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from contrastive_zoo.metrics.exact import norms, prepared, similarities
+from contrastive_zoo.metrics.faiss_search import ApproximateIndex, flat_search, index_search
+from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.world import World
+
+_BLOCK_ELEMENTS = 2**24
+"""Elements of the rows that faiss searches at once, 64 MiB in float32; every block costs it one more heap."""
+
+_ELEMENTS = 2**21
+"""Elements of the float64 matrices that are held at once, 16 MiB each."""
+
+_PAIR_ELEMENTS = 2**19
+"""Elements of the candidates' rows that are held at once: they stay in the cache (three times as fast as 2^22)."""
+
+_UNCERTAIN = 256
+"""Queries that are compared with all rows at once."""
+
+_MARGIN = 8
+"""Candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added."""
+
+
+class Proposals(NamedTuple):
+    """Candidates of n queries in the rows of one rank, best first, before their exact scores are known."""
+
+    positions: Int[Tensor, "n c"]
+    """−1 where there is none."""
+    scores: Float[Tensor, "n c"]
+    """Scores in float32, held in float64; −∞ where there is no candidate."""
+    error: Float[Tensor, "n 1"]
+    """How much they may differ from the exact scores; ∞ for an approximate index."""
+    missed: Float[Tensor, "n 1"]
+    """What no row exceeds that is not a candidate; −∞ if there is no such row."""
+
+    def reached(self, k: int) -> Float[Tensor, "n k"]:
+        """Return k scores that different rows reach at least; −∞ where there are fewer candidates."""
+        best = (self.scores - self.error).topk(min(k, self.scores.shape[1])).values
+        return torch.nn.functional.pad(best, (0, k - best.shape[1]), value=-torch.inf)
+
+
+class Gallery:
+    """The rows of one rank in which is searched.
+
+    Args:
+        rows: [m, d]. Rows are normalised block by block, so a memory map stays on the disk.
+        normalize: whether scores are cosines.
+    """
+
+    index: Any = None
+    """faiss' approximate index of the rows; None for an exact search."""
+
+    def __init__(self, rows: Tensor, *, normalize: bool) -> None:
+        self.rows, self.normalize = rows, normalize
+        step = max(1, _ELEMENTS // max(1, rows.shape[1]))
+        self.lengths = torch.cat([torch.empty(0, 1, dtype=torch.float64), *(norms(x.cpu()) for x in rows.split(step))])
+
+    @classmethod
+    def build(
+        cls, caller: str, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None, world: World
+    ) -> Gallery:
+        """Return this rank's gallery with its approximate index, if there is one, after every rank has built its own.
+
+        Raises:
+            ValueError: on every rank alike, faiss cannot build the index of some rank's rows.
+        """
+        gallery = cls(rows, normalize=normalize)
+        if index is not None:
+            problem = None
+            try:
+                gallery.index = index.built(gallery.take(slice(None))) if len(rows) else None
+            except RuntimeError as error:  # faiss': too few rows to train it, or an unknown description
+                problem = _index_problem(index, len(rows), error)
+            meet(caller, {}, world=world, problem=problem)
+        return gallery
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, which: slice | Tensor) -> Tensor:
+        """Return these rows as they are compared."""
+        return prepared(self.rows[which], normalize=self.normalize, lengths=self.lengths[which])
+
+    def blocks(self, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Tensor]]:
+        """Yield all rows in blocks, each with the position of its first row."""
+        step = max(1, elements // max(1, self.rows.shape[1]))
+        for start in range(0, len(self), step):
+            yield start, self.take(slice(start, start + step))
+
+    def proposals(self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Proposals:
+        """Return the best k candidates of each query by faiss, and some more, as rounding may exchange neighbours in order.
+
+        Args:
+            queries: prepared rows.
+            k: number of neighbours.
+            excluded: positions that are left out; −1 for none.
+        """
+        depth = min(len(self), k + excluded.shape[1] + _MARGIN + k // 8)
+        if self.index is not None:
+            positions = index_search(queries, self.index, depth)
+            scores = torch.zeros(positions.shape, dtype=torch.float64)
+            error = missed = torch.full((len(queries), 1), torch.inf, dtype=torch.float64)
+        else:
+            scores, positions = self._found_by_faiss(queries, depth)
+            error = self._rounding(queries)
+            missed = scores[:, -1:] + error if depth < len(self) else torch.full_like(error, -torch.inf)
+            overflow = ~(scores.isfinite() & (positions >= 0)).all(1, keepdim=True)
+            scores, error, missed = (
+                x.masked_fill(overflow, value) for x, value in ((scores, 0.0), (error, torch.inf), (missed, torch.inf))
+            )
+        for column in excluded.T:
+            positions = positions.masked_fill(positions == column[:, None], -1)
+        return Proposals(positions, scores.masked_fill(positions < 0, -torch.inf), error, missed)
+
+    def top(
+        self,
+        queries: Float[Tensor, "n d"],
+        k: int,
+        excluded: Int[Tensor, "n e"],
+        proposals: Proposals,
+        floor: Float[Tensor, "n 1"],
+    ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]:
+        """Return the k best rows of each query: scores and positions, and for which of them the search is complete.
+
+        Rows are ordered by score, then by position; −∞ and −1 where there is none. Rows below the floor may be missing. If a
+        query is complete, all rows follow that have the score of the k-th; otherwise there may be more.
+
+        Args:
+            queries: prepared rows.
+            k: at most the number of rows.
+            excluded: positions that are left out; −1 for none.
+            proposals: of these queries.
+            floor: a score that k rows of all ranks reach; −∞ if none is known.
+        """
+        if k == 0:
+            nothing = torch.empty(len(queries), 0)
+            return nothing.double(), nothing.long(), torch.ones(len(queries), dtype=torch.bool)
+        needed = (proposals.positions >= 0) & (proposals.scores + proposals.error >= floor)
+        scores = self._scores(queries, proposals.positions, needed)
+        scores, positions = ordered(scores, proposals.positions, scores.shape[1])
+        complete = torch.maximum(scores[:, k - 1 : k], floor) > proposals.missed
+        complete = (complete | (proposals.missed == -torch.inf))[:, 0]
+        if self.index is None:
+            for some in (~complete).nonzero().flatten().split(_UNCERTAIN):
+                scores[some], positions[some] = self._compared_with_all(
+                    queries[some], k, scores.shape[1], excluded[some]
+                )
+        return scores, positions, complete
+
+    def _rounding(self, queries: Tensor) -> Float[Tensor, "n 1"]:
+        """Return how much the float32 scores of each query may differ from the exact ones."""
+        width = queries.shape[1]
+        longest = 1.0 + 2.0**-20 if self.normalize else self.lengths.amax().item() if len(self) else 0.0
+        lengths = norms(queries)
+        flushed = width**0.5 * (lengths + longest) + width  # float32 has no elements below 2^-126
+        return (width + 8) * 2.0**-24 * longest * lengths + flushed * 2.0**-126
+
+    def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, "n depth"], Int[Tensor, "n depth"]]:
+        """Return the float32 scores of ``depth`` candidates, best first, and their positions."""
+        best, positions = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
+        for start, rows in self.blocks():
+            scores, found = flat_search(queries, rows, min(depth, len(rows)))
+            best, positions = (
+                torch.cat([best, scores], 1),
+                torch.cat([positions, (found + start).masked_fill(found < 0, -1)], 1),
+            )
+            if best.shape[1] > depth:
+                best, order = best.topk(depth, dim=1)
+                positions = positions.gather(1, order)
+        return best.double(), positions
+
+    def _scores(
+        self, queries: Tensor, positions: Int[Tensor, "n c"], needed: Bool[Tensor, "n c"]
+    ) -> Float[Tensor, "n c"]:
+        """Return the exact scores of the needed candidates; −∞ for the others."""
+        scores = torch.full(positions.shape, -torch.inf, dtype=torch.float64)
+        step = max(1, _PAIR_ELEMENTS // max(1, positions.shape[1] * queries.shape[1]))
+        for start in range(0, len(queries), step):
+            some = slice(start, start + step)
+            # candidates are ordered by their float32 scores, so those that are needed come first
+            width = needed.shape[1] - int(needed[some].any(0).flip(0).int().argmax())
+            kept = positions[some, :width].clamp(min=0)
+            rows = self.take(kept.flatten()).view(*kept.shape, queries.shape[1])
+            scores[some, :width] = similarities(queries[some, None], rows)[:, 0]
+        return scores.masked_fill_(~needed, -torch.inf)
+
+    def pair_scores(
+        self, queries: Tensor, which: Int[Tensor, " p"], positions: Int[Tensor, " p"]
+    ) -> Float[Tensor, " p"]:
+        """Return the exact scores of pairs: query ``which[i]`` and row ``positions[i]``."""
+        scores = torch.empty(len(which), dtype=torch.float64)
+        step = max(1, _PAIR_ELEMENTS // max(1, queries.shape[1]))
+        for start in range(0, len(which), step):
+            some = slice(start, start + step)
+            scores[some] = similarities(queries[which[some], None], self.take(positions[some])[:, None])[:, 0, 0]
+        return scores
+
+    def _compared_with_all(
+        self, queries: Tensor, k: int, width: int, excluded: Tensor
+    ) -> tuple[Float[Tensor, "n width"], Int[Tensor, "n width"]]:
+        """Return scores and positions of the k best of all rows, where candidates were not certain, padded to ``width``."""
+        best = torch.empty(len(queries), 0, dtype=torch.float64)
+        positions = torch.empty(len(queries), 0, dtype=torch.int64)
+        for start, scores in self.score_blocks(queries, excluded):
+            here = torch.arange(start, start + scores.shape[1]).expand(scores.shape)
+            best, positions = first_best(torch.cat([best, scores], 1), torch.cat([positions, here], 1), k)
+        return ordered(best, positions, width)
+
+    def score_blocks(self, queries: Tensor, excluded: Tensor) -> Iterator[tuple[int, Float[Tensor, "n c"]]]:
+        """Yield the exact scores of all rows in blocks; −∞ for excluded rows."""
+        for start, rows in self.blocks(_ELEMENTS):
+            for first in range(0, len(rows), step := max(1, _ELEMENTS // max(1, len(queries)))):
+                scores = similarities(queries, rows[first : first + step])
+                begin = start + first
+                which, column = ((excluded >= begin) & (excluded < begin + scores.shape[1])).nonzero(as_tuple=True)
+                scores[which, excluded[which, column] - begin] = -torch.inf
+                yield begin, scores
+
+
+def _index_problem(index: ApproximateIndex, rows: int, error: RuntimeError) -> str:
+    """Return why faiss cannot build the index, without the place in its source."""
+    reason = str(error).splitlines()[0].rpartition("failed: ")[2].rstrip(".")
+    return (
+        f"faiss cannot build the index {index.factory!r} with parameters {index.parameters!r} of {rows} rows: {reason}. "
+        "Each rank indexes its own rows: choose an index for as few, or pass index=None."
+    )
+
+
+def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best of each row, and of equal scores the first.
+
+    Examples:
+        >>> first_best(torch.tensor([[1.0, 3.0, 3.0]]), torch.tensor([[4, 5, 6]]), 1)
+        (tensor([[3.]]), tensor([[5]]))
+    """
+    if scores.shape[1] <= k:
+        return scores, positions
+    kth = scores.topk(k, dim=1).values[:, -1:]
+    higher, equal = scores > kth, scores == kth
+    chosen = higher | (equal & (equal.cumsum(1) <= k - higher.sum(1, keepdim=True)))
+    return scores[chosen].view(-1, k), positions[chosen].view(-1, k)
+
+
+def ordered(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best of each row by score, then by position; padded with −∞ and −1.
+
+    Examples:
+        >>> ordered(torch.tensor([[2.0, 3.0, 3.0]]), torch.tensor([[0, 9, 4]]), 2)
+        (tensor([[3., 3.]]), tensor([[4, 9]]))
+    """
+    positions, order = positions.sort(dim=1)
+    scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
+    scores, positions = scores[:, :k], positions.gather(1, order[:, :k])
+    if (missing := k - scores.shape[1]) > 0:
+        scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+        positions = torch.nn.functional.pad(positions, (0, missing), value=-1)
+    return scores, positions.masked_fill(scores == -torch.inf, -1)

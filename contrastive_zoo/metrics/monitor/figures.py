@@ -1,0 +1,139 @@
+"""The figures of one measurement, computed from the sums over all ranks when they are first asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from contrastive_zoo.metrics.monitor.pairs import BINS
+from contrastive_zoo.metrics.monitor.statistics import Totals
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The sums of one call, and the figures that follow from them; see :class:`contrastive_zoo.Monitor`.
+
+    Args:
+        call: the call that was measured, counted from 0.
+        encoders: names of the encoders.
+        totals: sums over all ranks.
+        quantiles: the quantiles of similarities.
+        false_negative_quantile: of positive similarities; a negative at or above it is a likely false negative.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> loss_fn = cz.DistributedLoss(cz.NTXent())
+        >>> monitor, value = cz.Monitor(loss_fn), loss_fn(torch.eye(2), torch.eye(2))
+        >>> monitor.measurement.spectrum("embeddings")   # of ZᵀZ / N = I / 2
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
+
+    call: int
+    encoders: Sequence[str]
+    totals: Totals
+    quantiles: Sequence[float]
+    false_negative_quantile: float
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """Every figure as a plain float, NaN where it is not defined."""
+        return {**self._of_pairs(), **self._of_encoders(), **self._of_parameters()}
+
+    def counts(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of positive and of negative pairs in each of the 2,048 bins between −1 and 1."""
+        if "counts" not in self.totals:
+            return [0] * BINS, [0] * BINS
+        positive, negative = self.totals["counts"].long().view(2, BINS).tolist()
+        return positive, negative
+
+    def spectrum(self, encoder: str) -> Tensor:
+        """Return the eigenvalues of ZᵀZ / N in descending order, [d] on the CPU; NaN if some embedding is not finite."""
+        moments = (self.totals[f"{encoder} moments"] / self.totals[f"{encoder} rows"]).cpu()
+        if not bool(moments.isfinite().all()):
+            return torch.full_like(moments[0], math.nan)
+        return torch.linalg.eigvalsh(moments).clamp(min=0).flip(0)
+
+    def variance(self, encoder: str) -> Tensor:
+        """Return the variance of each dimension of the unit embeddings, [d] on the CPU."""
+        count = self.totals[f"{encoder} rows"]
+        mean = self.totals[f"{encoder} sum"] / count
+        return (self.totals[f"{encoder} moments"].diagonal() / count - mean**2).clamp(min=0).cpu()
+
+    def _of_pairs(self) -> dict[str, float]:
+        if "counts" not in self.totals:
+            return {}
+        found: dict[str, float] = {}
+        counts = self.totals["counts"].view(2, BINS).cpu()
+        sums = self.totals["sums"].tolist()
+        for kind, of_kind, total in zip(("positive", "negative"), counts, sums, strict=True):
+            found[f"{kind}_similarity"] = _ratio(total, of_kind.sum().item())
+            for q in self.quantiles:
+                found[f"{kind}_similarity_q{100 * q:g}"] = _center(_quantile_bin(of_kind, q))
+        anchors, without = self.totals["anchors"].item(), self.totals["without_positive"].item()
+        forward = _ratio(self.totals["hits"].item(), anchors - without)
+        found["top1_forward"] = found["top1_backward"] = forward
+        if len(beaten := self.totals["beaten"]):
+            found["top1_backward"] = _ratio((beaten == 0).sum().item(), anchors)
+        found["anchors_without_positive"] = _ratio(without, anchors)
+        bound = _quantile_bin(counts[0], self.false_negative_quantile)
+        above = math.nan if bound is None else counts[1][bound:].sum().item()
+        found["likely_false_negatives"] = _ratio(above, counts[1].sum().item())
+        found["alignment"] = 2 - 2 * found["positive_similarity"]
+        return found
+
+    def _of_encoders(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for encoder in self.encoders:
+            prefix = f"{encoder}/" if len(self.encoders) > 1 else ""
+            mean = _ratio(self.totals[f"{encoder} potential"].item(), self.totals[f"{encoder} ordered pairs"].item())
+            found[f"{prefix}uniformity"] = math.log(mean) if mean > 0 else math.nan
+            found[f"{prefix}effective_rank"] = effective_rank(self.spectrum(encoder))
+            variance = self.variance(encoder)
+            for name, x in (("min", variance.min()), ("mean", variance.mean()), ("max", variance.max())):
+                found[f"{prefix}variance_{name}"] = x.item()
+        return found
+
+    def _of_parameters(self) -> dict[str, float]:
+        temperature = self.totals["temperature"].item()
+        found = {} if math.isnan(temperature) else {"temperature": temperature}
+        for name, x in self.totals.items():
+            if name.endswith(" sketch") and bool((sketches := x.cpu()).any()):
+                distance = vector_norm(sketches - sketches[0], dim=1).max().item()
+                found[f"{name.removesuffix(' sketch')}_drift"] = (
+                    distance / vector_norm(sketches[0]).clamp(min=1e-300).item()
+                )
+        return found
+
+
+def effective_rank(eigenvalues: Tensor) -> float:
+    """Return exp(−Σ pᵢ log pᵢ) with p the eigenvalues divided by their sum; NaN without a positive one.
+
+    Examples:
+        >>> effective_rank(torch.tensor([0.5, 0.5, 0.0])), effective_rank(torch.zeros(3))
+        (2.0, nan)
+
+    Source: Roy & Vetterli 2007, https://doi.org/10.5281/zenodo.40511
+    """
+    total = eigenvalues.sum().item()
+    return torch.special.entr(eigenvalues / total).sum().exp().item() if total > 0 else math.nan
+
+
+def _quantile_bin(counts: Tensor, q: float) -> int | None:
+    """Return the bin of the smallest similarity that at least a share q of all does not exceed; None without any."""
+    total = counts.sum().item()
+    wanted = max(1, math.ceil(q * total - 1e-9))  # 0.05 · 20 is a little more than 1 in binary
+    return int(torch.searchsorted(counts.cumsum(0), wanted).item()) if total else None
+
+
+def _center(index: int | None) -> float:
+    return math.nan if index is None else (index + 0.5) * 2 / BINS - 1
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else math.nan

@@ -1,0 +1,211 @@
+"""Monitor watches a DistributedLoss: figures of the global batch, the same numbers on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.metrics.monitor.figures import Measurement
+from contrastive_zoo.metrics.monitor.samples import Samples, samples_problem
+from contrastive_zoo.metrics.monitor.statistics import sketch, totals
+from contrastive_zoo.ranks.row_checks import described, is_integer
+from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.wrapper.distributed import DistributedLoss
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Monitor:
+    """Measure the embeddings that a :class:`DistributedLoss` receives, at every k-th call in training mode.
+
+    The figures are those of the global batch, not of a rank: the same numbers on every rank, and for every split of the
+    samples over ranks, uneven and empty shards included. Value, gradients and random numbers of the loss do not change.
+    A measured call gathers the embeddings in rounds, compares them block by block, never N × N at once, and adds up one
+    message. Every rank monitors, with equal settings; otherwise the call raises on all of them.
+
+    With s the cosine of two embeddings. Partners are the other view of a sample, the row of the other encoder with the same
+    index, or, with labels, the other rows of the same class; all other compared pairs are negative. Views are compared with
+    each other, not within themselves.
+
+    - ``positive_similarity``, ``negative_similarity``: mean s of all positive and of all negative pairs; ``…_q5``:
+      quantiles, the smallest s that at least 5 % do not exceed. They are counted in 2,048 bins between −1 and 1, so a
+      quantile is at most 2^-11 off, and the same bits for every split.
+    - ``top1_forward``: share of anchors whose nearest candidate is positive; ties count as misses, and anchors without a
+      positive do not count. ``top1_backward``: the same from the second view or encoder to the first.
+    - ``alignment``: mean ‖x − y‖² of positive pairs. ``uniformity``: log of the mean exp(−2 ‖x − y‖²) of all pairs of
+      different rows of one view.
+    - ``effective_rank``: exp of the entropy of the eigenvalues of ZᵀZ / N, from 1 to min(N, d).
+    - ``variance_min``, ``variance_mean``, ``variance_max``: over the d dimensions of unit embeddings; the mean is at most
+      1 / d.
+    - ``anchors_without_positive``: share of anchors.
+    - ``likely_false_negatives``: share of negative pairs in or above the bin of a quantile of the positive similarities.
+    - ``temperature``: of the loss, if it has one.
+    - ``loss_drift``, ``encoder_drift``: the largest distance of a rank's parameters from rank 0's, relative to their norm;
+      0 if they are the same bits, otherwise estimated from 64 numbers of each rank.
+
+    With two encoders, names of the figures of one begin with the name of its argument, as in ``queries/effective_rank``.
+
+    Args:
+        loss_fn: the loss. The first argument of its calls is embeddings, [n, d] or [n, views, d]; integers behind it are
+            labels; arguments named ``view…`` are views; a second argument [n, d] is another encoder's. Others are ignored.
+        every: k; the first call is measured. Calls in eval mode do not count.
+        encoder: a module whose parameters are compared between ranks, besides the loss's. Sharded parameters and buffers,
+            such as running means of BatchNorm, are left out.
+        quantiles: of the similarities, each above 0 and at most 1.
+        false_negative_quantile: of the positive similarities; 0.5 counts the negative pairs that are as similar as half of
+            the positive pairs.
+
+    Raises:
+        ValueError: a loss that is no ``DistributedLoss`` or has a monitor already; ``every`` below 1; a quantile outside
+            of (0, 1]. At a measured call: a first argument that holds no embeddings.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=0.1))
+        >>> monitor = cz.Monitor(loss_fn, every=10)
+        >>> for step in range(20):
+        ...     loss = loss_fn(torch.eye(4), torch.eye(4))
+        ...     if figures := monitor.take():
+        ...         print(step, figures["positive_similarity"], figures["top1_forward"], round(figures["effective_rank"], 3))
+        0 1.0 1.0 4.0
+        10 1.0 1.0 4.0
+
+    Source: Wang & Isola 2020 (alignment, uniformity), https://arxiv.org/abs/2005.10242; Roy & Vetterli 2007 (effective
+    rank), https://doi.org/10.5281/zenodo.40511
+    """
+
+    def __init__(
+        self,
+        loss_fn: DistributedLoss,
+        *,
+        every: int = 50,
+        encoder: nn.Module | None = None,
+        quantiles: Sequence[float] = (0.05, 0.5, 0.95),
+        false_negative_quantile: float = 0.5,
+    ) -> None:
+        _refuse_bad_settings(loss_fn, every, [*quantiles, false_negative_quantile])
+        self.every, self.encoder = every, encoder
+        self.quantiles, self.false_negative_quantile = tuple(quantiles), false_negative_quantile
+        self.measurement: Measurement | None = None
+        self._taken = True
+        self._calls = 0
+        self._loss_fn = loss_fn
+        loss_fn.observe_with(self)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The figures of the last measured call by name; empty before the first."""
+        return {} if self.measurement is None else dict(self.measurement.figures)
+
+    def take(self) -> dict[str, float]:
+        """Return :attr:`latest` once after each measured call, otherwise an empty dict: ``if figures := monitor.take()``."""
+        if self._taken:
+            return {}
+        self._taken = True
+        return self.latest
+
+    def plot(self) -> Figure:
+        """Return a picture of the last measured call: similarities of pairs, eigenvalues, variance of the dimensions.
+
+        Raises:
+            ValueError: no call has been measured.
+            ImportError: matplotlib is not installed.
+        """
+        from contrastive_zoo.metrics.monitor.views import picture  # matplotlib is an optional dependency
+
+        if self.measurement is None:
+            raise ValueError("Monitor: no call has been measured yet. Call the loss in training mode first.")
+        return picture(self.measurement)
+
+    def remove(self) -> None:
+        """Stop measuring; the last figures stay. Call it on every rank."""
+        self._loss_fn.observe_with(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of calls, so that a resumed run measures the same ones."""
+        return {"calls": self._calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; load it on every rank.
+
+        Raises:
+            ValueError: no number of calls; the present one is kept.
+        """
+        calls = state.get("calls") if isinstance(state, Mapping) else None
+        if calls is None or not is_integer(calls, at_least=0):
+            raise ValueError(
+                f"Monitor: a state has the number of calls, such as {{'calls': 0}}, got {described(state)}."
+            )
+        self._calls = int(calls)
+
+    def compared(self) -> str:
+        """Return what must be equal on every rank, as text."""
+        return f"{self!r}, call {self._calls}"
+
+    def problem(self, rows: Mapping[str, Tensor]) -> str | None:
+        """Return why a call with these arguments cannot be measured, in words; None if it can, or is not due."""
+        return None if self._calls % self.every else samples_problem(rows)
+
+    def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
+        """Measure a call if it is due. Every rank calls this after the loss, with what all have agreed on.
+
+        Args:
+            loss: the wrapped loss.
+            rows: this rank's tensors, by name.
+            shards: the split of each over the ranks.
+            world: the ranks.
+
+        """
+        call, self._calls = self._calls, self._calls + 1
+        if call % self.every:
+            return
+        with torch.no_grad():
+            samples = Samples.of(rows, shards)
+            modules = {"loss": loss if isinstance(loss, nn.Module) else None, "encoder": self.encoder}
+            sketches = {name: sketch(module) for name, module in modules.items()}
+            found = totals(samples, sketches, _temperature(loss), world)
+        self.measurement = Measurement(
+            call, list(samples.encoders), found, self.quantiles, self.false_negative_quantile
+        )
+        self._taken = False
+
+    def __repr__(self) -> str:
+        with_encoder = "" if self.encoder is None else f"encoder={type(self.encoder).__name__}, "
+        return (
+            f"Monitor(every={self.every}, {with_encoder}quantiles={self.quantiles}, "
+            f"false_negative_quantile={self.false_negative_quantile})"
+        )
+
+    def __str__(self) -> str:
+        """Return the last figures as a table; needs rich."""
+        from contrastive_zoo.metrics.monitor.views import table  # rich is an optional dependency
+
+        return repr(self) if self.measurement is None else table(self.measurement)
+
+
+def _refuse_bad_settings(loss_fn: object, every: int, quantiles: Sequence[float]) -> None:
+    if not isinstance(loss_fn, DistributedLoss):
+        raise ValueError(
+            f"Monitor: a DistributedLoss is monitored, got {type(loss_fn).__name__}. Write DistributedLoss(loss), also for "
+            "one process."
+        )
+    if not is_integer(every, at_least=1):
+        raise ValueError(f"Monitor: every is a number of calls, at least 1, got {every!r}.")
+    bad = [q for q in quantiles if not (isinstance(q, (int, float)) and 0 < q <= 1)]
+    if bad:
+        raise ValueError(f"Monitor: quantiles are above 0 and at most 1, got {bad[0]!r}. For 5 % pass 0.05.")
+
+
+def _temperature(loss: Any) -> float:
+    """Return the temperature of the first module that has one; NaN if none has."""
+    for module in loss.modules() if isinstance(loss, nn.Module) else ():
+        found: Any = getattr(module, "temperature", None)
+        found = found() if isinstance(found, nn.Module) else found
+        if isinstance(found, (int, float)) or (type(found) in (Tensor, nn.Parameter) and found.numel() == 1):
+            return float(found)
+    return math.nan

@@ -1,0 +1,281 @@
+"""Pictures of embeddings, each one call that returns a matplotlib Figure; ``pip install contrastive_zoo[plot]``.
+
+No display is needed, and matplotlib's settings do not change. Save a picture with ``figure.savefig("picture.png")``.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch
+from torch import Tensor
+
+from contrastive_zoo.metrics.exact import prepared, similarities
+from contrastive_zoo.metrics.rounds import rounds
+from contrastive_zoo.metrics.search import rows_problem
+from contrastive_zoo.ranks.row_checks import labels_problem
+from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.world import Processes, World
+
+# Paul Tol's colours, distinguishable with any colour vision: https://personal.sron.nl/~pault/
+PALE, DARK = "#77AADD", "#0B2545"
+RIGHT, WRONG = "#009988", "#CC3311"
+TEN = ("#332288", "#3399CC", "#44AA99", "#117733", "#999933", "#DDAA33", "#CC6677", "#882255", "#AA4499", "#777777")
+INK = "#333333"
+STYLE: Any = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "font.size": 11,
+    "legend.frameon": False,
+    "legend.handlelength": 3,
+    "figure.dpi": 160,
+}
+
+_ROWS = 4096
+"""Rows of the gallery that are compared with a round of queries at once."""
+
+
+@torch.no_grad()
+def similarity_histogram(
+    queries: Float[Tensor, "n d"],
+    gallery: Float[Tensor, "m d"] | None = None,
+    *,
+    labels: Int[Tensor, " n"],
+    gallery_labels: Int[Tensor, " m"] | None = None,
+    bins: int = 100,
+    process_group: Processes = None,
+) -> Figure:
+    """Draw the distribution of the cosines of positive and of negative pairs of all ranks.
+
+    Every rank compares its rows with the queries of all ranks; counts are the same for every split.
+
+    Args:
+        queries: this rank's embeddings.
+        gallery: this rank's rows to compare with; None: the queries, without pairs of a row with itself.
+        labels: one integer per query; pairs with equal labels are positive.
+        gallery_labels: one integer per row of the gallery.
+        bins: number of bins between −1 and 1.
+        process_group: who holds rows.
+
+    Returns:
+        A figure with one axis, the same on every rank.
+
+    Raises:
+        ValueError: on every rank alike: rows or labels that do not belong together, or rows that are not finite.
+
+    Examples:
+        >>> figure = similarity_histogram(torch.eye(3), labels=torch.tensor([0, 0, 1]), bins=10)
+        >>> figure.axes[0].get_xlabel()
+        'cosine'
+    """
+    positive, negative = _pair_counts(queries, gallery, labels, gallery_labels, bins, World.of(process_group))
+    edges = torch.linspace(-1, 1, bins + 1).tolist()
+    with styled_figure(1, 1, figsize=(7.5, 4.2)) as (figure, axis):
+        for counts, name, colour in ((negative, "negative", WRONG), (positive, "positive", RIGHT)):
+            density = counts / max(1, int(counts.sum())) * bins / 2
+            axis.stairs(density.tolist(), edges, fill=True, alpha=0.35, color=colour)
+            axis.stairs(density.tolist(), edges, lw=1.6, color=colour, label=f"{name} pairs, {int(counts.sum()):,}")
+        axis.set(xlabel="cosine", ylabel="density", title="Similarity of pairs", xlim=(-1, 1))
+        axis.legend(loc="upper left")
+    return figure
+
+
+def retrieval_strips(
+    queries: Sequence[Any],
+    neighbors: Sequence[Sequence[Any]],
+    *,
+    relevant: Bool[Tensor, "n k"] | None = None,
+    scores: Float[Tensor, "n k"] | None = None,
+) -> Figure:
+    """Draw each query beside its nearest neighbours, one query a row.
+
+    Args:
+        queries: images, [height, width] or [height, width, 3].
+        neighbors: for each query the images of its neighbours, nearest first.
+        relevant: whether each neighbour is relevant; drawn as the colour of its frame.
+        scores: the similarity of each neighbour, written above it.
+
+    Raises:
+        ValueError: no queries, or queries with different numbers of neighbours.
+
+    Examples:
+        >>> figure = retrieval_strips([torch.zeros(4, 4)], [[torch.zeros(4, 4), torch.ones(4, 4)]])
+        >>> len(figure.axes)
+        3
+    """
+    widths = {len(of_query) for of_query in neighbors}
+    if not queries or len(queries) != len(neighbors) or len(widths) != 1:
+        raise ValueError(
+            f"retrieval_strips: each query has a strip of equally many neighbours, got {len(queries)} queries and "
+            f"{len(neighbors)} strips of {sorted(widths)} neighbours."
+        )
+    rows, columns = len(queries), 1 + widths.pop()
+    with styled_figure(rows, columns, figsize=(1.2 * columns, 1.3 * rows), squeeze=False) as (figure, axes):
+        for i, (query, of_query) in enumerate(zip(queries, neighbors, strict=True)):
+            for j, image in enumerate([query, *of_query]):
+                axis = axes[i, j]
+                axis.imshow(torch.as_tensor(image).detach().cpu().numpy(), cmap="gray")
+                axis.set(xticks=[], yticks=[])
+                colour = DARK if j == 0 or relevant is None else RIGHT if relevant[i, j - 1] else WRONG
+                axis.spines[:].set(visible=True, color=colour, linewidth=2.5)
+                if j and scores is not None:
+                    axis.set_title(f"{float(scores[i, j - 1]):.2f}", fontsize=8, loc="center", pad=3)
+        axes[0, 0].set_title("query", fontsize=8, loc="center", pad=3)
+    return figure
+
+
+def embedding_map(
+    rows: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None, *, title: str = "Embeddings"
+) -> Figure:
+    """Draw embeddings of unit length on the plane of their largest variance, one colour per label.
+
+    Args:
+        rows: embeddings of one process.
+        labels: one integer per row.
+        title: the title.
+
+    Raises:
+        ValueError: rows and labels that do not belong together.
+
+    Examples:
+        >>> embedding_map(torch.eye(3), torch.tensor([0, 0, 1])).axes[0].get_title(loc="left")
+        'Embeddings'
+    """
+    problem = rows_problem(rows, rows) or (labels_problem("labels", labels, len(rows)) if labels is not None else None)
+    if problem is not None:
+        raise ValueError(f"embedding_map: {problem}")
+    plane = principal_plane(torch.nn.functional.normalize(rows.detach().cpu().float(), dim=1))
+    labels = torch.zeros(len(rows), dtype=torch.int64) if labels is None else labels.cpu()
+    with styled_figure(1, 1, figsize=(6.0, 6.0)) as (figure, axis):
+        for number, label in enumerate(labels.unique().tolist()):
+            x, y = plane[labels == label].T.tolist()
+            axis.scatter(x, y, s=14, color=TEN[number % len(TEN)], linewidth=0, label=str(label))
+        axis.set(xticks=[], yticks=[], aspect="equal", adjustable="datalim", title=title)
+        axis.spines[:].set_visible(False)
+        if 1 < len(labels.unique()) <= len(TEN):
+            axis.legend(markerscale=2, handlelength=1)
+    return figure
+
+
+def matches(
+    left: Any,
+    right: Any,
+    left_points: Float[Tensor, "n 2"],
+    right_points: Float[Tensor, "n 2"],
+    *,
+    correct: Bool[Tensor, " n"] | None = None,
+) -> Figure:
+    """Draw two photographs side by side, and a line from each point to its match.
+
+    Args:
+        left: image, [height, width] or [height, width, 3].
+        right: image.
+        left_points: [n, 2] row and column in the left image.
+        right_points: [n, 2] row and column of each point's match in the right image.
+        correct: whether each match is right; drawn as the colour of its line.
+
+    Raises:
+        ValueError: points that are not rows of two numbers, as many on both sides, or another number of ``correct``.
+
+    Example:
+        >>> points = torch.tensor([[1.0, 2.0]])
+        >>> figure = matches(torch.zeros(4, 4), torch.zeros(4, 4), points, points)
+        >>> len(figure.axes), len(figure.artists)
+        (2, 1)
+    """
+    left_points, right_points = torch.as_tensor(left_points), torch.as_tensor(right_points)
+    sizes = [list(x.shape) for x in (left_points, right_points)]
+    number = sizes[0][0] if sizes[0] else 0
+    if sizes != [[number, 2]] * 2 or (correct is not None and list(correct.shape) != [number]):
+        extra = "" if correct is None else f" and correct {list(correct.shape)}"
+        raise ValueError(
+            f"matches: points are [n, 2], as many on both sides, and correct is [n], got {sizes[0]} and {sizes[1]}{extra}."
+        )
+    colours = [DARK] * number if correct is None else [RIGHT if x else WRONG for x in correct.tolist()]
+    with styled_figure(1, 2, figsize=(12.0, 4.2)) as (figure, axes):
+        for axis, image, points in zip(axes, (left, right), (left_points, right_points), strict=True):
+            axis.imshow(torch.as_tensor(image).detach().cpu().numpy(), cmap="gray", alpha=0.8)
+            axis.scatter(points[:, 1].tolist(), points[:, 0].tolist(), s=12, color=colours, zorder=3)
+            axis.axis("off")
+        for colour, start, end in zip(colours, left_points.tolist(), right_points.tolist(), strict=True):
+            figure.add_artist(
+                ConnectionPatch(
+                    start[::-1],
+                    end[::-1],
+                    "data",
+                    "data",
+                    axesA=axes[0],
+                    axesB=axes[1],
+                    color=colour,
+                    lw=1.0,
+                    alpha=0.8,
+                )
+            )
+    return figure
+
+
+def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
+    """Return the two coordinates of largest variance.
+
+    Examples:
+        >>> principal_plane(torch.tensor([[0.0, 3.0, 0.0], [0.0, -3.0, 0.0]])).abs()
+        tensor([[3., 0.],
+                [3., 0.]])
+    """
+    centred = rows - rows.mean(0)
+    return centred @ torch.linalg.svd(centred).Vh.T[:, :2]
+
+
+def _pair_counts(
+    queries: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, bins: int, world: World
+) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
+    """Return how many positive and negative pairs of all ranks have a cosine in each bin."""
+    rows, of_rows = (queries, labels) if gallery is None else (gallery, gallery_labels)
+    problem = rows_problem(queries, rows)
+    if of_rows is None:
+        problem = "a gallery needs gallery_labels."
+    elif problem is None:
+        problem = labels_problem("labels", labels, len(queries)) or labels_problem("gallery_labels", of_rows, len(rows))
+    if bins < 1:
+        problem = f"bins is at least 1, got {bins}."
+    given = {"queries": queries.detach(), "gallery": rows.detach(), "labels": labels}
+    settings = {"bins": bins, "among the queries": gallery is None}
+    shards, of_gallery, _ = meet("similarity_histogram", given, world=world, problem=problem, settings=settings)
+    assert of_rows is not None  # the problem has been raised
+    compared, own_labels = prepared(queries, normalize=True), labels.cpu().long()
+    own = torch.arange(shards.start, shards.start + shards.size)
+    counts = torch.zeros(2, bins, dtype=torch.int64)
+    for block in rounds(shards, world, size=256):
+        of_block, indices, here = block.gathered(own_labels), block.gathered(own), block.gathered(compared)
+        for start in range(0, len(rows), _ROWS):
+            some = slice(start, start + _ROWS)
+            cosines = similarities(here, prepared(rows[some], normalize=True))
+            bin_of = ((cosines + 1) * (bins / 2)).long().clamp(0, bins - 1)
+            same = of_block[:, None] == of_rows[some].cpu()
+            itself = indices[:, None] == torch.arange(start, start + cosines.shape[1]) + of_gallery.start
+            counted = ~itself if gallery is None else torch.ones_like(same)
+            counts[0] += torch.bincount(bin_of[counted & same], minlength=bins)
+            counts[1] += torch.bincount(bin_of[counted & ~same], minlength=bins)
+    positive, negative = torch.tensor(world.exchange(counts.flatten().tolist())).sum(0).view(2, bins)
+    return positive, negative
+
+
+@contextmanager
+def styled_figure(
+    rows: int, columns: int, figsize: tuple[float, float], **settings: Any
+) -> Iterator[tuple[Figure, Any]]:
+    """Yield a figure and its axes, in this module's style."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=figsize, layout="constrained")
+        yield figure, figure.subplots(rows, columns, **settings)

@@ -1,0 +1,199 @@
+"""Retrieval metrics that collect embeddings batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from contrastive_zoo.metrics.checks import Given, Settings
+from contrastive_zoo.metrics.faiss_search import ApproximateIndex
+from contrastive_zoo.metrics.measurement import measured
+from contrastive_zoo.metrics.names import names_problem
+from contrastive_zoo.metrics.ranking_metrics import Ties
+from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.row_checks import described, labels_problem, tensor_problem
+from contrastive_zoo.ranks.world import Processes, World
+
+_ROWS = ("queries", "gallery")
+_NUMBERS = ("labels", "gallery_labels", "ids", "gallery_ids", "judged_queries", "judged_items")
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class RetrievalMetrics(nn.Module):
+    """Collect embeddings with ``update``, and return the metrics of all ranks' embeddings with ``compute``.
+
+    The methods are those of a torchmetrics metric. ``compute`` communicates by itself, so the embeddings of all ranks are
+    never gathered; every rank must call it, also one without embeddings. For ``self.log`` of Lightning see
+    :class:`contrastive_zoo.adapters.torchmetrics.RetrievalMetric`.
+
+    Args:
+        metrics: names as in :func:`contrastive_zoo.metrics.evaluate`; ``compute`` returns a number if it is one
+            name, and numbers by name if it is a list.
+        ignore_label: rows with this label are neither queries nor in the gallery.
+        ties: what ties mean.
+        normalize: compare cosines; otherwise dot products.
+        index: search approximately, for metrics with a k.
+        process_group: who holds rows.
+
+    Raises:
+        ValueError: an unknown metric. ``compute`` raises what :func:`contrastive_zoo.metrics.evaluate` raises.
+
+    Examples:
+        >>> metric = RetrievalMetrics("map@r")
+        >>> metric.update(torch.eye(2), labels=torch.tensor([0, 1]))
+        >>> metric.update(torch.eye(2), labels=torch.tensor([0, 1]))
+        >>> metric.compute()
+        tensor(1., dtype=torch.float64)
+        >>> metric.reset()
+    """
+
+    def __init__(
+        self,
+        metrics: str | Sequence[str] = ("precision@1", "r_precision", "map@r"),
+        *,
+        ignore_label: int | None = None,
+        ties: Ties = "pessimistic",
+        normalize: bool = True,
+        index: ApproximateIndex | None = None,
+        process_group: Processes = None,
+    ) -> None:
+        super().__init__()
+        names = [metrics] if isinstance(metrics, str) else metrics
+        if (problem := names_problem(names)) is not None:
+            raise ValueError(f"RetrievalMetrics: {problem}")
+        self.names = list(names)
+        self.single = isinstance(metrics, str)
+        self.ignore_label, self.process_group = ignore_label, process_group
+        self.settings = Settings(ties, normalize, index)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all embeddings."""
+        self.batches: dict[str, list[Tensor]] = {}
+
+    def update(
+        self,
+        queries: Float[Tensor, "n d"],
+        labels: Int[Tensor, " n"] | None = None,
+        *,
+        gallery: Float[Tensor, "m d"] | None = None,
+        gallery_labels: Int[Tensor, " m"] | None = None,
+        ids: Int[Tensor, " n"] | None = None,
+        gallery_ids: Int[Tensor, " m"] | None = None,
+    ) -> None:
+        """Collect a batch of queries, of rows to search in, or of both; they are copied to the CPU.
+
+        A batch that is refused leaves nothing behind.
+
+        Args:
+            queries: embeddings; [0, d] for a batch of the gallery alone.
+            labels: one integer per query.
+            gallery: rows to search in; if no batch has any, queries search among themselves.
+            gallery_labels: one integer per row of the gallery.
+            ids: one integer per query; repeated ones count once.
+            gallery_ids: one integer per row of the gallery.
+
+        Raises:
+            ValueError: on this rank: rows that are not [n, d] or of another width than those of earlier batches, or numbers
+                that are not one integer per row.
+        """
+        given = {"queries": queries, "labels": labels, "gallery": gallery, "gallery_labels": gallery_labels}
+        given |= {"ids": ids, "gallery_ids": gallery_ids}
+        self._collect({name: x for name, x in given.items() if x is not None})
+
+    def update_judgements(self, queries: Tensor, items: Tensor, grades: Tensor) -> None:
+        """Collect judgements: ids of queries of this rank, ids of the gallery, and grades, [j] each.
+
+        Raises:
+            ValueError: on this rank: ids that are no integers, or three tensors that are not of one length.
+        """
+        self._collect({"judged_queries": queries, "judged_items": items, "grades": grades})
+
+    @uncompiled
+    def forward(self, queries: Tensor, labels: Tensor | None = None, **more: Tensor) -> None:
+        """Call :meth:`update`."""
+        self.update(queries, labels, **more)
+
+    def merge_state(self, other: RetrievalMetrics) -> None:
+        """Add what another object of this process has collected.
+
+        Raises:
+            ValueError: the other one has collected rows of another width.
+        """
+        self._refuse_other_widths({name: batches[0] for name, batches in other.batches.items()})
+        for name, batches in other.batches.items():
+            self.batches[name] = self.batches.get(name, []) + batches
+
+    def compute(self) -> Tensor | dict[str, Tensor]:
+        """Return the metrics of what all ranks have collected since the last reset, in float64 on the CPU.
+
+        Raises:
+            ValueError: on every rank alike, what :func:`contrastive_zoo.metrics.evaluate` raises.
+        """
+        world = World.of(self.process_group, "RetrievalMetrics")
+        tensors = self._collected(world)
+        judged, items, grades = (tensors.pop(name, None) for name in ("judged_queries", "judged_items", "grades"))
+        judgements = None if judged is None or items is None or grades is None else (judged, items, grades)
+        given = Given(**tensors, judgements=judgements, ignore_label=self.ignore_label)
+        found = measured("RetrievalMetrics", given, self.names, self.settings, world)
+        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+        return numbers[self.names[0]] if self.single else numbers
+
+    def _collect(self, given: Mapping[str, Tensor]) -> None:
+        """Store a batch; all of it is checked before any of it is stored."""
+        if problem := next(filter(None, (_problem(name, x, given) for name, x in given.items())), None):
+            raise ValueError(f"RetrievalMetrics: {problem}")
+        self._refuse_other_widths(given)
+        copies = {}
+        for name, x in given.items():
+            # of one dtype on every rank, also on one that has collected nothing
+            dtype = x.dtype if name in _ROWS else torch.float64 if name == "grades" else torch.int64
+            copies[name] = x.detach().to("cpu", dtype, copy=True)
+        for name, copied in copies.items():
+            self.batches.setdefault(name, []).append(copied)
+
+    def _refuse_other_widths(self, given: Mapping[str, Tensor]) -> None:
+        for name, x in given.items():
+            if name in self.batches and (before := self.batches[name][0]).shape[1:] != x.shape[1:]:
+                raise ValueError(
+                    f"RetrievalMetrics: {name} are as wide as those of earlier batches, {described(before)}, got "
+                    f"{described(x)}. Call "
+                    "reset() between evaluations."
+                )
+
+    def _collected(self, world: World) -> dict[str, Tensor]:
+        """Return the collected rows, and empty ones for what only other ranks have collected."""
+        names = [*_ROWS, *_NUMBERS, "grades"]
+        own = {name: torch.cat(self.batches[name]) for name in names if name in self.batches}
+        rows = own.get("queries", own.get("gallery"))
+        like = [rows.shape[-1], 1 + _DTYPES.index(rows.dtype)] if rows is not None and rows.dtype in _DTYPES else [0, 0]
+        by_rank = world.exchange([*like, *(name in own for name in names)])
+        width, dtype = max(x[:2] for x in by_rank)
+        empty = torch.empty(0, width, dtype=_DTYPES[max(0, dtype - 1)])
+        for name, *known in zip(names, *(x[2:] for x in by_rank), strict=True):
+            if name not in own and (any(known) or name == "queries"):
+                numbers = torch.empty(0, dtype=torch.float64 if name == "grades" else torch.int64)
+                own[name] = empty if name in _ROWS else numbers
+        return own
+
+
+_OWNERS = {
+    "labels": "queries", "ids": "queries", "gallery_labels": "gallery", "gallery_ids": "gallery",
+    "judged_items": "judged_queries", "grades": "judged_queries",
+}  # fmt: skip
+"""What there is one number for each row of."""
+
+
+def _problem(name: str, x: Tensor, given: Mapping[str, Tensor]) -> str | None:
+    """Return why this tensor of a batch cannot be collected, in words; None if it can. Owners have been checked before."""
+    if name in _ROWS:
+        return tensor_problem(name, x) or (None if x.ndim == 2 else f"{name} are rows [n, d], got {described(x)}.")
+    if name in _OWNERS and _OWNERS[name] not in given:
+        return f"{name} belong to {_OWNERS[name]}, got none in this batch. Pass both in one call."
+    rows = len(given[_OWNERS[name]]) if name in _OWNERS else None
+    if name != "grades":
+        return labels_problem(name, x, rows)
+    return tensor_problem(name, x) or (None if x.shape == (rows,) else f"grades are [{rows}], got {described(x)}.")

@@ -1,0 +1,156 @@
+"""The k nearest rows of all ranks, for the queries of all ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.metrics.exact import prepared
+from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
+from contrastive_zoo.metrics.local_search import Gallery, ordered
+from contrastive_zoo.metrics.rounds import rounds
+from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
+from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.world import Processes, World
+
+
+class Neighbors(NamedTuple):
+    """The nearest rows of each query, best first.
+
+    Examples:
+        >>> top_k(torch.eye(2), torch.tensor([[0.0, 2.0], [3.0, 0.0]]), k=1, normalize=False)
+        Neighbors(scores=tensor([[3.],
+                [2.]], dtype=torch.float64), indices=tensor([[1],
+                [0]]))
+    """
+
+    scores: Float[Tensor, "n k"]
+    """Dot products in float64; −∞ where a query has fewer than k rows that are not excluded."""
+    indices: Int[Tensor, "n k"]
+    """Indices into the gallery of all ranks, in rank order; −1 where there is none."""
+
+
+@uncompiled
+@torch.no_grad()
+def top_k(
+    queries: Float[Tensor, "n d"],
+    gallery: Float[Tensor, "m d"] | None = None,
+    *,
+    k: int,
+    excluded: Int[Tensor, "n e"] | None = None,
+    normalize: bool = True,
+    index: ApproximateIndex | None = None,
+    process_group: Processes = None,
+) -> Neighbors:
+    """Return the k nearest rows of the gallery of all ranks, for this rank's queries.
+
+    Equal to ``torch.topk(queries @ all_gather(gallery).T, k)`` in float64, where equal scores are ordered by index. Scores
+    and indices are the same bits for every split of the queries and of the gallery: faiss proposes candidates in float32,
+    their scores are computed in float64 independently of the shapes of blocks, and a query whose neighbours float32 cannot
+    tell from the next ones is compared with the whole gallery.
+
+    Each rank searches in its own rows. A rank holds its own rows, k numbers per query, and blocks of constant size.
+
+    Args:
+        queries: this rank's queries; ranks may hold different numbers of rows, including zero.
+        gallery: this rank's rows to search in, of the dtype of the queries; None for the queries themselves, of which none
+            finds itself. A memory map is read block by block.
+        k: number of neighbours.
+        excluded: indices into the gallery of all ranks that a query must not find; −1 for none. The same e on every rank.
+        normalize: compare cosines; otherwise dot products. float64 rows are normalised in float64, others in float32.
+        index: search approximately; None for an exact search.
+        process_group: who holds rows.
+
+    Raises:
+        ValueError: on every rank alike: shapes, dtypes or widths that do not belong together, rows that are not finite, or
+            k outside of 1 … number of rows to search in; faiss is not installed, or cannot build the index of some rank.
+
+    Examples:
+        >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)
+        >>> found.indices
+        tensor([[0, 1]])
+    """
+    world = World.of(process_group, "top_k")
+    rows = queries if gallery is None else gallery
+    given = {"queries": queries, "gallery": rows}
+    if excluded is not None:
+        given["excluded"] = excluded
+    problem = faiss_problem() or rows_problem(queries, rows) or _excluded_problem(excluded, queries)
+    problem = problem or settings_problem(k=k, normalize=normalize, index=index)
+    settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
+    detached = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+    shards = meet("top_k", detached, world=world, problem=problem, settings=settings)
+    candidates = max(0, shards[1].total - (gallery is None))
+    if not 1 <= k <= candidates:
+        raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
+    excluded = torch.empty(len(queries), 0, dtype=torch.int64) if excluded is None else excluded.cpu()
+    if gallery is None:
+        own = torch.arange(shards[0].start, shards[0].start + shards[0].size)
+        excluded = torch.cat([excluded, own[:, None]], 1)
+    prepared_queries = prepared(queries, normalize=normalize)
+    local = Gallery.build("top_k", rows.detach(), normalize=normalize, index=index, world=world)
+    found = Neighbors(
+        torch.empty(len(queries), k, dtype=torch.float64), torch.empty(len(queries), k, dtype=torch.int64)
+    )
+    start, depth = shards[1].start, min(k, len(local))
+    for block in rounds(shards[0], world):
+        outside = block.gathered(excluded) - start
+        outside[(outside < 0) | (outside >= len(local))] = -1
+        asked = block.gathered(prepared_queries)
+        proposals = local.proposals(asked, depth, outside)
+        floor = block.floors(proposals.reached(k))
+        scores, positions, _ = local.top(asked, depth, outside, proposals, floor)
+        scores, positions = ordered(scores, positions, k)
+        positions = positions + start * (positions >= 0)
+        answers = zip(block.answered(scores), block.answered(positions), strict=True)
+        by_rank = [torch.cat(x, 1) for x in zip(*answers, strict=True)]
+        found.scores[block.local], found.indices[block.local] = ordered(by_rank[0], by_rank[1], k)
+    return found
+
+
+def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
+    """Return why queries and gallery cannot be compared, in words; None if they can.
+
+    Examples:
+        >>> rows_problem(torch.ones(3, 2), torch.ones(3, 4))
+        'queries [n, d] and gallery [m, d] are rows of one width and dtype, got float32 [3, 2] and float32 [3, 4].'
+    """
+    for name, x in (("queries", queries), ("gallery", gallery)):
+        if problem := tensor_problem(name, x):
+            return problem
+    valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, gallery))
+    if valid and queries.shape[1] == gallery.shape[1] and queries.dtype == gallery.dtype:
+        return None
+    return (
+        f"queries [n, d] and gallery [m, d] are rows of one width and dtype, got "
+        f"{described(queries)} and {described(gallery)}."
+    )
+
+
+def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
+    """Return which setting of a search is of a wrong type, in words; None if none is.
+
+    Examples:
+        >>> settings_problem(k=1, normalize="no", index=None)
+        "normalize is True or False, got 'no'."
+    """
+    if not is_integer(k):
+        return f"k is an integer, got {described(k)}."
+    if not isinstance(normalize, bool):
+        return f"normalize is True or False, got {described(normalize)}."
+    if not (index is None or isinstance(index, ApproximateIndex)):
+        return f"index is an ApproximateIndex or None, got {described(index)}."
+    return None
+
+
+def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:
+    """Return why these indices cannot be excluded; None if they can."""
+    if excluded is not None and (problem := tensor_problem("excluded", excluded)):
+        return problem
+    if excluded is None or (excluded.ndim == 2 and excluded.dtype == torch.int64 and len(excluded) == len(queries)):
+        return None
+    return f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {described(excluded)}."

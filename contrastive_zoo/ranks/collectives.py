@@ -1,0 +1,365 @@
+"""The collectives of torch.distributed as differentiable functions, each with its adjoint beside it.
+
+The gradient. The ranks together compute one number L. A tensor that lives on several ranks is several variables, one per
+rank, and each rank's gradient is the derivative of L with respect to its own variable. A collective is a linear map, and
+its adjoint is the transposed matrix: if the forward pass copies, the backward pass sums; if it sums, it copies.
+
+| forward                  | backward (``gradient="partial"``) | backward (``gradient="complete"``) |
+|--------------------------|-----------------------------------|------------------------------------|
+| all_reduce(sum)          | all_reduce(sum)                   | the gradient itself                |
+| all_reduce(mean)         | all_reduce(sum) / W               | the gradient itself / W            |
+| all_reduce(max)          | all_reduce(sum), to the winners   | the gradient itself, to the winners|
+| all_gather               | reduce_scatter(sum)               | this rank's slice                  |
+| reduce(sum) to dst       | broadcast from dst                |                                    |
+| broadcast from src       | reduce(sum) to src                |                                    |
+| scatter from src         | gather to src                     |                                    |
+| gather to dst            | scatter from dst                  |                                    |
+| reduce_scatter(sum)      | all_gather                        |                                    |
+| replicated (no message)  | all_reduce(sum)                   |                                    |
+
+``gradient="complete"`` is for results from which every rank computes the same L: each rank then holds the complete
+derivative, and a sum of W equal copies would be W times too large.
+
+Every rank must run the backward pass through its result, in the same order, as it must run the forward pass. A message of
+either pass raises a ``CommunicationError`` if another rank failed, died or is late.
+"""
+
+from collections.abc import Sequence
+
+import torch  # noqa: F401 - the examples use it
+from torch import Tensor
+
+from contrastive_zoo.ranks.adjoints import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Gather,
+    Gradient,
+    Reduce,
+    ReduceScatter,
+    Replicated,
+    Scatter,
+)
+from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.session import Session, meet, refuse
+from contrastive_zoo.ranks.transport import OPS, Reduction, reduced_everywhere
+from contrastive_zoo.ranks.world import Processes, Shards, World
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "reduce_scatter", "replicated", "scatter"]
+
+NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
+
+
+def sent_problem(x: object) -> str | None:
+    """What is wrong with a tensor that is sent as its bytes, in words; 8-bit floats can be.
+
+    Examples:
+        >>> sent_problem([1.0])
+        'x must be a tensor, got list.'
+    """
+    is_short_float = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize == 1 and not x.is_meta
+    return None if is_short_float else tensor_problem("x", x)
+
+
+def agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
+    """Check that shape, dtype and settings are valid and the same on every rank.
+
+    Raises:
+        ValueError: on every rank alike, they are not.
+
+    Examples:
+        >>> agree("all_reduce", torch.ones(()), World(), op="sum")
+    """
+    if wrong := sent_problem(x):
+        refuse(name, wrong, world=world)
+    agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
+
+
+def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None = None, **settings: object) -> Shards:
+    """Check that trailing shape, dtype and settings are valid and the same on every rank; return the shard sizes.
+
+    Raises:
+        ValueError: on every rank alike, they are not.
+
+    Examples:
+        >>> agree_on_rows("all_gather", torch.ones(2, 3), World())
+        Shards(sizes=(2,), rank=0)
+    """
+    if wrong := sent_problem(rows):
+        refuse(name, wrong, world=world)
+    op, gradient = settings.get("op", "sum"), settings.get("gradient", "partial")
+    if not (isinstance(op, str) and op in OPS):
+        problem = f"op is one of {', '.join(OPS)}, got {described(op)}."
+    if not (isinstance(gradient, str) and gradient in ("partial", "complete")):
+        problem = f"gradient is 'partial' or 'complete', got {described(gradient)}."
+    root = settings.get("src", settings.get("dst", 0))
+    if not (isinstance(root, int) and 0 <= root < world.size):
+        problem = f"rank {described(root)} is not one of the group's ranks 0 … {world.size - 1}."
+    if rows.ndim == 0:
+        problem = NO_ROWS
+    unchecked = Session.of(world, check_finite=False)
+    return meet(name, {"x": rows}, world=unchecked, problem=problem, settings=settings)[0]
+
+
+def mean_over_ranks(x: Tensor, world: World) -> Tensor:
+    """Return the mean of all ranks' x without gradient, checks or handshake; the division has at least 32 bits.
+
+    Examples:
+        >>> mean_over_ranks(torch.tensor(2.0), World())
+        tensor(2.)
+    """
+    return x if world.size == 1 else reduced_everywhere(x, "mean", world)
+
+
+def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
+    """Return the sum of all ranks' x, as :func:`all_reduce` does, without checks or handshake.
+
+    Examples:
+        >>> sum_over_ranks(torch.tensor(2.0), gradient="complete", world=World())
+        tensor(2.)
+    """
+    return x if world.size == 1 else AllReduce.apply(x, "sum", gradient, world)
+
+
+@uncompiled
+def all_reduce(
+    x: Tensor, op: Reduction = "sum", *, gradient: Gradient = "partial", process_group: Processes = None
+) -> Tensor:
+    """Reduce x elementwise over all ranks; every rank gets the result.
+
+    Args:
+        x: the same shape and dtype on every rank. 16-bit numbers are summed in 32 bits.
+        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; equal extremes share the gradient equally.
+        gradient: ``"partial"`` if each rank computes its own part of L from the result (gradients are summed),
+            ``"complete"`` if every rank computes the same L from it (they are not).
+        process_group: the ranks; None is the default group at the time of the call.
+
+    Raises:
+        ValueError: unknown ``op`` or ``gradient``, or ranks that disagree on shape or dtype.
+
+    Examples:
+        >>> all_reduce(torch.tensor([1.0, 2.0]))   # one process: nothing to add
+        tensor([1., 2.])
+    """
+    world = World.of(process_group, "all_reduce")
+    agree("all_reduce", x, world, op=op, gradient=gradient)
+    x = _averageable(x, op)
+    return x if world.size == 1 else AllReduce.apply(x, op, gradient, world)
+
+
+@uncompiled
+def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Processes = None) -> Tensor:
+    """Reduce x elementwise over all ranks to rank ``dst``; the other ranks get zeros.
+
+    The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on ``dst``, and
+    ``result.sum()``, which is zero, on the other ranks. The gradients of those zeros are not read.
+
+    Args:
+        x: the same shape and dtype on every rank.
+        dst: rank within the group.
+        op: as for :func:`all_reduce`.
+        process_group: the ranks.
+
+    Raises:
+        ValueError: unknown ``op``, a ``dst`` outside the group, or ranks that disagree on shape or dtype.
+
+    Examples:
+        >>> reduce(torch.tensor([1.0, 2.0]), op="mean")
+        tensor([1., 2.])
+    """
+    world = World.of(process_group, "reduce")
+    agree("reduce", x, world, op=op, dst=dst)
+    x = _averageable(x, op)
+    return x if world.size == 1 else Reduce.apply(x, dst, op, world)
+
+
+def _averageable(x: Tensor, op: Reduction) -> Tensor:
+    """Return x; integers and booleans as floating-point numbers if ``op`` is the mean."""
+    return x / 1 if op == "mean" and not x.is_floating_point() else x
+
+
+@uncompiled
+def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Tensor:
+    """Return rank ``src``'s x on every rank; its gradient is the sum over ranks, the other ranks' x get zeros.
+
+    Args:
+        x: the same shape and dtype on every rank; only the values of ``src`` are read. Any dtype.
+        src: rank within the group.
+        process_group: the ranks.
+
+    Raises:
+        ValueError: a ``src`` outside the group, or ranks that disagree on shape or dtype.
+
+    Examples:
+        >>> broadcast(torch.tensor(7))
+        tensor(7)
+    """
+    world = World.of(process_group, "broadcast")
+    agree("broadcast", x, world, src=src)
+    return x if world.size == 1 else Broadcast.apply(x, src, world)
+
+
+@uncompiled
+def all_gather(
+    rows: Tensor, *, gradient: Gradient = "partial", shards: Shards | None = None, process_group: Processes = None
+) -> Tensor:
+    """Return all ranks' rows in rank order; ranks may hold different numbers of rows, including zero.
+
+    The adjoint is a reduce-scatter: the gradient of this rank's rows is the sum of their gradients over ranks.
+
+    Args:
+        rows: [n, …], same trailing shape and dtype on every rank. Any dtype.
+        gradient: ``"partial"`` if each rank computes its own part of L from the rows (gradients are summed),
+            ``"complete"`` if every rank computes the same L from them (each takes its own slice, without a message).
+        shards: the shard sizes if all ranks know them; then there is no handshake and no check.
+        process_group: the ranks.
+
+    Returns:
+        [Σ n, …].
+
+    Raises:
+        ValueError: unknown ``gradient``, or ranks that disagree on trailing shape or dtype.
+
+    Examples:
+        >>> all_gather(torch.tensor([[True], [False]])).tolist()
+        [[True], [False]]
+    """
+    world = World.of(process_group, "all_gather")
+    if shards is None:
+        shards = agree_on_rows("all_gather", rows, world, gradient=gradient)
+    return rows if world.size == 1 else AllGather.apply(rows, shards, gradient, world)
+
+
+@uncompiled
+def reduce_scatter(
+    rows: Tensor, *, shards: Shards | None = None, op: Reduction = "sum", process_group: Processes = None
+) -> Tensor:
+    """Return this rank's slice of the sum of all ranks' [N, …]. The adjoint is an all-gather.
+
+    Args:
+        rows: [N, …], the same shape and dtype on every rank.
+        shards: the slice of each rank; None splits the rows as evenly as ``torch.tensor_split``.
+        op: ``"sum"`` or ``"mean"``.
+        process_group: the ranks.
+
+    Returns:
+        [n, …], this rank's slice.
+
+    Raises:
+        ValueError: another ``op``, shards that do not add up to N, or ranks that disagree on shape or dtype.
+
+    Examples:
+        >>> reduce_scatter(torch.ones(2, 1)).tolist()
+        [[1.0], [1.0]]
+    """
+    world = World.of(process_group, "reduce_scatter")
+    if wrong := sent_problem(rows):
+        refuse("reduce_scatter", wrong, world=world)
+    total = len(rows) if rows.ndim else 0
+    if shards is None:
+        shards = Shards(_even(total, world.size), world.rank)
+    problem = None
+    if not (isinstance(op, str) and op in ("sum", "mean")):
+        problem = f"op is 'sum' or 'mean', got {op!r}."
+    elif shards.total != total:
+        problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
+    if rows.ndim == 0:
+        problem = NO_ROWS
+    agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
+    rows = _averageable(rows, op)
+    return rows if world.size == 1 else ReduceScatter.apply(rows, shards, world, world.size if op == "mean" else 1)
+
+
+@uncompiled
+def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Tensor:
+    """Return all ranks' rows in rank order on rank ``dst``, and [0, …] elsewhere. The adjoint is a scatter from ``dst``.
+
+    Every rank must run backward through its result; on the other ranks through ``result.sum()``, which is zero.
+
+    Args:
+        rows: [n, …], same trailing shape and dtype on every rank; n may differ.
+        dst: rank within the group.
+        process_group: the ranks.
+
+    Raises:
+        ValueError: a ``dst`` outside the group, or ranks that disagree on trailing shape or dtype.
+
+    Examples:
+        >>> gather(torch.tensor([1, 2]))
+        tensor([1, 2])
+    """
+    world = World.of(process_group, "gather")
+    shards = agree_on_rows("gather", rows, world, dst=dst)
+    return rows if world.size == 1 else Gather.apply(rows, dst, shards, world)
+
+
+@uncompiled
+def scatter(
+    rows: Tensor, sizes: Sequence[int] | None = None, *, src: int = 0, process_group: Processes = None
+) -> Tensor:
+    """Split rank ``src``'s rows over the ranks, the first ``sizes[0]`` to rank 0 and so on. The adjoint is a gather.
+
+    Args:
+        rows: on ``src`` [Σ sizes, …]; elsewhere any number of rows, also 0, of the same trailing shape and dtype.
+        sizes: one number per rank, read on ``src``; None splits the rows as evenly as ``torch.tensor_split``.
+        src: rank within the group.
+        process_group: the ranks.
+
+    Returns:
+        [sizes[rank], …].
+
+    Raises:
+        ValueError: a ``src`` outside the group, sizes that do not fit, or ranks that disagree on shape or dtype.
+
+    Examples:
+        >>> scatter(torch.tensor([1, 2, 3])).tolist()
+        [1, 2, 3]
+    """
+    world = World.of(process_group, "scatter")
+    if wrong := sent_problem(rows):
+        refuse("scatter", wrong, world=world)
+    total = len(rows) if rows.ndim else 0
+    if not (sizes is None or (isinstance(sizes, (list, tuple)) and all(isinstance(x, int) for x in sizes))):
+        refuse("scatter", f"sizes are {world.size} integers, one per rank, got {described(sizes)}.", world=world)
+    wanted = list(_even(total, world.size)) if sizes is None else list(sizes)
+    problem = None
+    if (
+        isinstance(src, int)
+        and world.rank == src
+        and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0)
+    ):
+        problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {wanted}."
+    agree_on_rows("scatter", rows, world, problem=problem, src=src)
+    padded = (wanted + [0] * world.size)[: world.size]
+    shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
+    return rows if world.size == 1 else Scatter.apply(rows, src, shards, world)
+
+
+@uncompiled
+def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
+    """Return x, a parameter with the same value on every rank; its gradient is the sum over ranks.
+
+    Each rank may then use the parameter for its own rows only, and still gets the complete gradient.
+
+    Args:
+        x: equal on every rank.
+        process_group: the ranks.
+
+    Raises:
+        ValueError: x is no dense tensor that holds values. Only this rank raises: no message is sent.
+
+    Examples:
+        >>> t = torch.tensor(0.1, requires_grad=True)
+        >>> replicated(t).backward(); t.grad
+        tensor(1.)
+    """
+    world = World.of(process_group, "replicated")
+    if problem := tensor_problem("x", x):
+        raise ValueError(f"replicated: {problem}")
+    return x if world.size == 1 else Replicated.apply(x, world)
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes into which ``torch.tensor_split`` splits."""
+    return tuple(total // parts + (rank < total % parts) for rank in range(parts))

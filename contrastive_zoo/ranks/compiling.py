@@ -1,0 +1,190 @@
+"""Passes that are written by hand: ``torch.compile`` leaves them as they are, and they refuse a second derivative."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.ranks.compat import graph_break
+from contrastive_zoo.ranks.messages import report
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+BETWEEN_RANKS = "it sends messages between ranks, or searches all embeddings, and runs as without compilation."
+"""Why the graph breaks at a function of this library, unless there is a better reason."""
+
+
+def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = None) -> Callable[P, R]:
+    """``function``, at which a graph that is being compiled breaks off, and after which it goes on.
+
+    If ``traced`` is given, compiled code calls that instead, and the graph breaks off only where it returns a text: the
+    reason, which the compiler repeats.
+
+    Tracing it would wait for other ranks, and fix their numbers of rows. ``torch.compiler.disable`` says the same, but
+    loads the compiler, for more than a second, also for those who never compile.
+
+    Examples:
+        >>> @uncompiled
+        ... def doubled(x):
+        ...     return 2 * x
+        >>> doubled(torch.ones(1))
+        tensor([2.])
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            result: Any = BETWEEN_RANKS if traced is None else traced(*args, **kwargs)
+            if not isinstance(result, str):
+                return result
+            graph_break(f"{function.__qualname__}: {result}")
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    run.traced = traced  # type: ignore[attr-defined]  # functions have attributes, which mypy does not know
+    return run
+
+
+def traced_as(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator by which compiled code calls ``traced`` in place of a function.
+
+    Where ``traced`` returns a text, the graph breaks off as at :func:`uncompiled`.
+
+    Examples:
+        >>> @traced_as(lambda x: x + x)
+        ... def doubled(x):
+        ...     return 2 * x
+        >>> doubled(torch.ones(1))
+        tensor([2.])
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        return uncompiled(function, traced=traced)
+
+    return decorate
+
+
+_in_forward: ContextVar[bool] = ContextVar("in_forward", default=False)
+
+
+@contextmanager
+def gradients_in_forward(are: bool) -> Iterator[None]:
+    """Within it a loss computes its gradients, and sends their messages, in the forward pass, if ``are``."""
+    token = _in_forward.set(are)
+    try:
+        yield
+    finally:
+        _in_forward.reset(token)
+
+
+def gradients_are_computed() -> str:
+    """Return when a loss computes its gradients, in words that ranks compare: their messages must come in one order.
+
+    Examples:
+        >>> gradients_are_computed()
+        'in the backward pass'
+        >>> with gradients_in_forward(True):
+        ...     gradients_are_computed()
+        'in the forward pass, by a compiled graph'
+    """
+    return "in the forward pass, by a compiled graph" if _in_forward.get() else "in the backward pass"
+
+
+class Function(torch.autograd.Function):
+    """A function with a backward pass of its own, at which a graph that is being compiled breaks off, too.
+
+    A step that calls ``backward()`` inside of what is compiled is traced through it, wherever the forward pass ran.
+
+    Examples:
+        >>> class Doubled(Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x
+        ...     @staticmethod
+        ...     def backward(ctx, dy):
+        ...         return 2 * dy
+        >>> Doubled.apply(torch.ones(1))
+        tensor([2.])
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "backward" in vars(cls):
+            cls.backward = staticmethod(uncompiled(_reporting(cls.backward)))  # type: ignore[method-assign]  # decorated
+
+
+def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, which tells waiting ranks if it raises; a context with messages holds their world."""
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        try:
+            return backward(ctx, *gradients)
+        except BaseException as error:
+            world = getattr(getattr(ctx, "sweep", ctx), "world", None)
+            if world is not None:
+                report(error, world)
+            raise
+
+    return run
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return whether an activation checkpoint, or another hook, intercepts the tensors saved for the backward pass.
+
+    True with a torch that cannot tell, such as 2.6: logits are then recomputed, never cached.
+
+    Examples:
+        >>> saved_tensors_are_hooked()
+        False
+    """
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("hooked"):  # refused if there are any
+            return False
+    except RuntimeError:
+        return True
+
+
+@contextmanager
+def inner_graph() -> Iterator[None]:
+    """Record a graph that is differentiated at once, hidden from outer hooks on saved tensors.
+
+    Without this, an activation checkpoint around a loss computes the whole loss again for the gradient of every block.
+
+    Examples:
+        >>> with torch.no_grad(), inner_graph():
+        ...     torch.is_grad_enabled()
+        True
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if saved_tensors_are_hooked():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        yield
+
+
+class _DifferentiableOnce(Function):
+    """Return a hand-written gradient unchanged; raise when that gradient is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            "second derivative of a contrastive_zoo loss: the engines write the first derivative by hand and hold no "
+            "graph of it. Compute the loss under `with contrastive_zoo.engine.plain_formulas():`, which holds the "
+            "N × N matrix and can be differentiated any number of times."
+        )
+
+
+def differentiable_once(gradient: Tensor | None, *inputs: Tensor) -> Tensor | None:
+    """Return a gradient that raises a RuntimeError, which names the fix, when it is differentiated again."""
+    recorded = gradient is not None and torch.is_grad_enabled()
+    return _DifferentiableOnce.apply(gradient, *inputs) if recorded else gradient

@@ -1,0 +1,120 @@
+"""What stands on which device, and asynchronous copies to the host, which never waits for an accelerator."""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+on_cpu: Callable[[Tensor], bool] = attrgetter("is_cpu")
+"""Whether the host can read the values of a tensor without waiting for another device."""
+
+
+def beside_rows(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a loss with labels, masks and indices on the device of its embeddings.
+
+    A data loader leaves labels on the CPU. They are moved before ranks agree on anything, so that the rows of all ranks are
+    on one device each, whatever device their labels came from.
+
+    Examples:
+        >>> rows, labels = torch.ones(2, 3), torch.arange(2)
+        >>> beside_rows((rows, labels), {})[0][1] is labels
+        True
+    """
+    given = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
+    if len({x.device for x in given}) < 2:  # the usual case, at every call
+        return tuple(args), dict(named)
+    device = next((x.device for x in given if x.is_floating_point() and x.ndim > 1), None)
+    if device is None or device.type == "meta":
+        return tuple(args), dict(named)
+
+    def moved(x: Any) -> Any:
+        numbers = isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex() and not x.is_meta
+        return x.to(device) if numbers else x
+
+    return tuple(map(moved, args)), {name: moved(x) for name, x in named.items()}
+
+
+def device_problem(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return which embeddings are not on one device, in words, or None.
+
+    Examples:
+        >>> device_problem({"queries": torch.ones(2, 3), "keys": torch.ones(2, 3, device="meta")})
+        'embeddings are on one device, got queries on cpu and keys on meta. Move them with .to(...).'
+    """
+    floating = [(name, x) for name, x in tensors.items() if x.is_floating_point()]
+    for name, x in floating[1:]:
+        if x.device != floating[0][1].device:
+            return (
+                f"embeddings are on one device, got {floating[0][0]} on {floating[0][1].device} and {name} on {x.device}. "
+                "Move them with .to(...)."
+            )
+    return None
+
+
+def state_problem(name: str, state: Tensor, rows: Tensor) -> str | None:
+    """Return why a parameter or buffer of a loss is on another device than embeddings, in words, or None.
+
+    Examples:
+        >>> state_problem("weights", torch.ones(2, 3), torch.ones(2, 3, device="meta"))
+        "weights are on cpu and embeddings on meta. Move the loss, too: loss.to('meta')."
+    """
+    if state.device == rows.device:
+        return None
+    return (
+        f"{name} are on {state.device} and embeddings on {rows.device}. Move the loss, too: loss.to('{rows.device}')."
+    )
+
+
+def values_problem(module: nn.Module) -> str | None:
+    """Return which parameter or buffer of a loss, or of a part of it, is on the meta device, in words; None if none is.
+
+    Examples:
+        >>> values_problem(nn.Linear(2, 1, device="meta"))
+        "weight is on the meta device and has no value. Call to_empty(device='cpu'), then load_state_dict(...)."
+    """
+    for part in (module, *module._modules.values()):
+        for name, x in (*part._parameters.items(), *part._buffers.items()) if part is not None else ():
+            if x is not None and x.is_meta:
+                fix = "Call to_empty(device='cpu'), then load_state_dict(...)."
+                return f"{name} is on the meta device and has no value. {fix}"
+    return None
+
+
+class ValueCheck(NamedTuple):
+    """A check of values on a device, of which the host reads a few integers or bools.
+
+    Examples:
+        >>> check = ValueCheck(torch.tensor([3, 9]), lambda numbers: f"got {numbers[1]}" if numbers[1] > 5 else None)
+        >>> check.problem(check.numbers.tolist())
+        'got 9'
+    """
+
+    numbers: Tensor
+    problem: Callable[[Sequence[float]], str | None]
+    """Returns what is wrong, given the numbers, in words; None if nothing is."""
+
+
+def read_later(x: Tensor) -> Callable[[], list[float]]:
+    """Start to copy a small tensor to the host, and return a function that returns ``x.flatten().tolist()``.
+
+    Call the function a step later, when the copy is complete. ``x.tolist()`` would wait for all kernels launched before it.
+
+    Examples:
+        >>> read_later(torch.tensor([1.0, 2.0]))()
+        [1.0, 2.0]
+    """
+    flat = x.detach().flatten()
+    if flat.device.type == "cpu":
+        return flat.tolist
+    copied = torch.Event(flat.device.type)
+    copy = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        numbers: list[float] = copy.tolist()
+        return numbers
+
+    return read

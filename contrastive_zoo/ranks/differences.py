@@ -1,0 +1,163 @@
+"""What ranks found different between them, in words; and code of the user that fails on all ranks where it fails on any."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from contrastive_zoo.ranks.world import World
+
+
+def values_difference(values: Sequence[float], tolerance: float) -> str | None:
+    """Which two ranks returned different values, in words; None if none did."""
+    for rank, value in enumerate(values):
+        both_nan = math.isnan(value) and math.isnan(values[0])
+        if not both_nan and not math.isclose(value, values[0], rel_tol=tolerance**0.5, abs_tol=tolerance):
+            return (
+                f"its last value came out differently on two ranks that computed it from the same rows: rank 0 found "
+                f"{values[0]:g}, rank {rank} found {value:g}. If the loss has parameters, build it under the same seed "
+                "on every rank or wrap it in DDP. If it draws from a generator of its own, seed that alike (torch's, "
+                "NumPy's and Python's global ones are shared already). If its operations are not deterministic, call "
+                "torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
+            )
+    return None
+
+
+def parameters_differ(norms: Sequence[float], projections: Sequence[float], tolerance: float) -> bool:
+    """Whether some rank's parameters differ from rank 0's."""
+    bound = tolerance**0.5 * abs(norms[0])
+    alike = all(abs(x - numbers[0]) <= bound for numbers in (norms, projections) for x in numbers)
+    return not alike and math.isfinite(sum(norms))
+
+
+def parameters_difference(norms: Sequence[str]) -> str:
+    """Which parameter differs, given each rank's lines of name and norm."""
+    by_rank = [dict(line.split("|", 1) for line in text.splitlines()) for text in norms]
+    pairs = [(rank, name) for name in by_rank[0] for rank in range(1, len(by_rank))]
+    differ = [(rank, name) for rank, name in pairs if by_rank[rank].get(name) != by_rank[0][name]]
+    where = "the loss's parameters or buffers differ between ranks"
+    if differ:
+        rank, name = differ[0]
+        where += f": {name} has norm {by_rank[0][name]} on rank 0 and {by_rank[rank].get(name)} on rank {rank}"
+    return (
+        f"{where}. Build the loss under the same seed on every rank, pass broadcast_parameters=True to start from rank "
+        "0's, or wrap the loss in DDP. check_equal=False turns this check off."
+    )
+
+
+SAME_TENSOR_DIFFERS = (
+    "ranks disagree on which arguments are one tensor: some rank passed the same tensor twice where another passed two. "
+    "A loss may compare a tensor with itself in another way than with a copy: pass the arguments alike on every rank."
+)
+
+GATHERED_BEFORE = (
+    "every rank brought the very same embeddings. If they were gathered before (Lightning's all_gather, "
+    "accelerator.gather, torch.distributed), pass this rank's own embeddings: DistributedLoss gathers by itself, and "
+    "would count every sample once for each rank. If every rank reads the same data, give each its own shard, such as by "
+    "a DistributedSampler. check_distinct=False accepts equal embeddings."
+)
+
+
+def combined(texts: list[str]) -> str:
+    """The problems that ranks have stated, as one text; the rank is named unless all ranks state the same."""
+    found = [(rank, text) for rank, text in enumerate(texts) if text]
+    if len({text for _, text in found}) == 1 and len(found) == len(texts):
+        return found[0][1]
+    return " ".join(f"rank {rank}: {text}" for rank, text in found)
+
+
+def statements_difference(signatures: list[str]) -> str:
+    """The first line in which some rank's statement differs from rank 0's, in words."""
+    lines = [dict(line.split("|", 1) for line in text.splitlines()) for text in signatures]
+    # in the order of the longest statement, in which a name that others lack stands where it belongs
+    names = list(dict.fromkeys(name for by_name in sorted(lines, key=len, reverse=True) for name in by_name))
+    for name in names:
+        found = [by_name.get(name) for by_name in lines]
+        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+        if other is None:
+            continue
+        first, second = found[0], found[other]
+        if first is None or second is None:
+            has, lacks = (other, 0) if first is None else (0, other)
+            return (
+                f"ranks disagree on what they bring: rank {has} brought {name}, rank {lacks} brought none. "
+                f"Pass {name} on every rank or on none."
+            )
+        if "|" not in first or "|" not in second:
+            first, second = (text.replace("|", " ").strip() for text in (first, second))
+            return (
+                f"ranks disagree on {name}: rank 0 has {first}, rank {other} has {second}. "
+                "It must be the same on every rank."
+            )
+        for what, a, b in zip(("dtype", "width", "gradient"), first.split("|"), second.split("|"), strict=True):
+            if a != b:
+                text = {
+                    "name": name,
+                    "first": _in_words(a),
+                    "second": _in_words(b),
+                    "padding": _padding_advice(name, a, b),
+                }
+                return _DIFFERENCES[what].format(other=other, **text)
+    raise AssertionError(f"digests differ, signatures do not: {signatures}")
+
+
+_DIFFERENCES = {
+    "dtype": "ranks disagree on the dtype of {name}: rank 0 brought {first}, rank {other} brought {second}. "
+    "Every rank must run under the same precision.",
+    "width": "ranks disagree on the width of {name}: rank 0 brought {first}, rank {other} brought {second}. "
+    "Rows are as wide on every rank: use the same encoder head{padding}.",
+    "gradient": "ranks disagree on whether {name} carry a gradient: rank 0 brought rows{first}, rank {other} rows"
+    "{second}. A rank without samples must still run the encoder on its empty batch, or its backward pass "
+    "would leave the others waiting.",
+}
+
+
+def _padding_advice(name: str, first: str, second: str) -> str:
+    """The option for rows of several dimensions, of which one differs; nothing for other rows."""
+    sizes = [text.strip("[]").split(", ") for text in (first, second)]
+    differ = [index + 1 for index, (a, b) in enumerate(zip(*sizes, strict=False)) if a != b]
+    if len(sizes[0]) != len(sizes[1]) or len(differ) != 1 or differ[0] == len(sizes[0]):  # the last is the width
+        return ""
+    return f", or DistributedLoss(loss, pad_dims={{{name!r}: {differ[0]}}}) for a third-party loss that ignores padding"
+
+
+def _in_words(text: str) -> str:
+    """``[128]`` as ``d=128``; other text unchanged; no text as a missing gradient."""
+    if text.startswith("[") and text.count(",") == 0:
+        return f"d={text.strip('[]')}" if text != "[]" else "one number a row"
+    return text or " without gradient"
+
+
+R = TypeVar("R")
+
+
+def failing_together(caller: str, function: Callable[[], R], world: World) -> R:
+    """Return the function's result on this rank, after every rank has computed its own; one number is exchanged.
+
+    A state may move afterwards: it moves on all ranks or on none. The function sends no messages.
+
+    Args:
+        caller: the first word of the error.
+        function: runs on every rank.
+        world: the ranks.
+
+    Raises:
+        ValueError: on every rank alike, the function raised on some ranks only; there its error is ``__cause__``. What
+            it raises on every rank is raised as it is.
+
+    Examples:
+        >>> failing_together("Loss", lambda: 3, World())
+        3
+    """
+    if world.size == 1:
+        return function()
+    try:
+        result, error = function(), None
+    except Exception as raised:
+        error = raised
+    failed = [bool(x) for (x,) in world.exchange([error is not None])]
+    if not any(failed):
+        return result
+    if error is not None and all(failed):
+        raise error
+    words = "" if error is None else f"{type(error).__name__}: {str(error).rstrip('.')}."
+    raise ValueError(f"{caller}: {combined(world.exchange_text(words))}") from error

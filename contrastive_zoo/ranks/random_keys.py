@@ -1,0 +1,103 @@
+"""Random numbers as a function of a key, on the host and on a device, the same for every split over ranks."""
+
+import math
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+GAMMA, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""The constants of SplitMix64."""
+
+_STEP, _MIX1, _MIX2 = (np.uint64(x) for x in (GAMMA, *MULTIPLIERS))
+
+
+def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
+    """Return a 64-bit random number for each element of the broadcast coordinates, which are integers.
+
+    A generator's numbers depend on how many were drawn before; these depend on the seed and the coordinates alone, so a
+    rank computes those of its own samples without drawing the others'. Sorting samples by their keys shuffles them. Each
+    coordinate is mixed in by the finalizer of SplitMix64.
+
+    Raises:
+        ValueError: a negative seed.
+
+    Examples:
+        >>> keys = random_keys(0, 3, np.arange(5))
+        >>> bool((keys[2:] == random_keys(0, 3, np.arange(2, 5))).all())
+        True
+        >>> np.argsort(keys)
+        array([3, 0, 2, 4, 1])
+
+    Source: Steele, Lea & Flood 2014, Fast splittable pseudorandom number generators, https://doi.org/10.1145/2714064.2660195;
+    Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3, https://doi.org/10.1145/2063384.2063405
+    """
+    if seed < 0:
+        raise ValueError(f"random_keys: a seed is at least 0, got {seed}.")
+    state = np.asarray(int(seed) % 2**64, np.uint64)
+    with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
+        for x in coordinates:
+            state = _mixed(state) + _mixed(np.asarray(x).astype(np.uint64) + _STEP)
+        return _mixed(state)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + _STEP
+    x = (x ^ (x >> np.uint64(30))) * _MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
+    return x ^ (x >> np.uint64(31))
+
+
+def device_keys(seed: Int[Tensor, ""], count: int) -> Int[Tensor, " count"]:
+    """Return ``random_keys(seed, np.arange(count))`` of :mod:`contrastive_zoo.ranks.random_keys`: its bits, as int64.
+
+    Examples:
+        >>> import numpy as np
+        >>> from contrastive_zoo.ranks.random_keys import random_keys
+        >>> device_keys(torch.tensor(3), 2).tolist() == random_keys(3, np.arange(2)).view(np.int64).tolist()
+        True
+    """
+    index = torch.arange(count, device=seed.device)
+    return _mixed_on_device(_mixed_on_device(seed) + _mixed_on_device(index + _signed(GAMMA)))
+
+
+def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:
+    """Return standard normal numbers in float32 that are a function of the seed, on its device.
+
+    A generator of the device would need its seed on the host, and draws other numbers on another model of GPU. These are
+    √2 erf⁻¹(u) for u uniform in 2²³ steps, so at most 5.3 in size.
+
+    Args:
+        seed: an integer on the device.
+        shape: of the result.
+
+    Examples:
+        >>> normal_numbers(torch.tensor(0), 2, 2)
+        tensor([[...]])
+    """
+    steps = device_keys(seed, math.prod(shape)).bitwise_right_shift(64 - _BITS).bitwise_and(2**_BITS - 1)
+    uniform = (2 * steps + 1 - 2**_BITS).to(torch.float32) / 2**_BITS  # exact, and never 1 or −1
+    return (math.sqrt(2) * uniform.erfinv()).view(shape)
+
+
+_BITS = 23
+"""Of the uniform numbers: 2 k + 1 of k in 23 bits fills the 24 bits of a float32."""
+
+
+def _mixed_on_device(x: Tensor) -> Tensor:
+    """Return the finalizer of SplitMix64, in int64 that wraps around."""
+    x = x + _signed(GAMMA)
+    for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
+        x = (x ^ _shifted(x, shift)) * _signed(multiplier)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """Return x shifted to the right with zeros; torch repeats the sign."""
+    return x.bitwise_right_shift(count).bitwise_and(2 ** (64 - count) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x

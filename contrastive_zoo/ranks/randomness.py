@@ -1,0 +1,117 @@
+"""Random numbers of a loss that every rank computes alike: all ranks draw those of rank 0."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from contrastive_zoo.ranks.transport import broadcast_in_place
+from contrastive_zoo.ranks.world import World
+
+
+@contextmanager
+def one_stream(world: World, device: torch.device | None = None) -> Iterator[None]:
+    """Run the body with rank 0's generators on every rank: torch's (CPU and ``device``), NumPy's and Python's.
+
+    Afterwards rank 0's generators have advanced, as on one process. The other ranks' generators are restored, so that
+    dropout and augmentation stay different between ranks.
+
+    Args:
+        world: the ranks.
+        device: the accelerator whose generator the body uses, if any.
+
+    Examples:
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> with one_stream(ONE_PROCESS):
+        ...     x = torch.rand(3)
+    """
+    if world.size == 1:
+        yield
+        return
+    own = _states(device)
+    _restore(broadcast_states(own, world), device)
+    try:
+        yield
+    finally:
+        if world.rank != 0:
+            _restore(own, device)
+
+
+class StateWatch:
+    """Detects whether a loss draws random numbers or changes its buffers, and undoes that.
+
+    Args:
+        loss: the module with the buffers.
+        device: the accelerator with the generator, if any.
+
+    Attributes:
+        found_on_any_rank: whether ranks have told each other of a change.
+
+    Examples:
+        >>> watch = StateWatch(torch.nn.Identity())
+        >>> _ = torch.rand(1)
+        >>> watch.has_changed(), watch.undo(), watch.has_changed()
+        (True, None, False)
+    """
+
+    def __init__(self, loss: torch.nn.Module, device: torch.device | None = None) -> None:
+        self.found_on_any_rank = False
+        self.device, self.states = device, _states(device)
+        self.buffers = [(x, x.clone()) for x in loss.buffers()]
+
+    def has_changed(self) -> bool:
+        """Return whether a generator or a buffer has changed since construction."""
+        states = zip(_states(self.device), self.states, strict=True)
+        return any(not torch.equal(present, before) for present, before in [*states, *self.buffers])
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Restore the generators and buffers."""
+        _restore(self.states, self.device)
+        for buffer, before in self.buffers:
+            buffer.copy_(before)
+
+
+def broadcast_states(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:
+    """Return rank 0's generator states, by one message; each has the same length on every rank.
+
+    Examples:
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> broadcast_states([torch.tensor([3]), torch.tensor([0.5])], ONE_PROCESS)
+        [tensor([3]), tensor([0.5000])]
+    """
+    packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)
+    if world.size > 1:
+        broadcast_in_place(packed, 0, world)
+    parts = packed.cpu().split([state.nbytes for state in states])
+    return [part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)]
+
+
+def _states(device: torch.device | None) -> list[torch.Tensor]:
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, next_gauss = random.getstate()
+    states = [
+        torch.get_rng_state(),
+        torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        torch.tensor([position, has_gauss], dtype=torch.int64),
+        torch.tensor([gauss], dtype=torch.float64),
+        torch.tensor([version, next_gauss is not None, *words], dtype=torch.int64),
+        torch.tensor([next_gauss or 0.0], dtype=torch.float64),
+    ]
+    return [*states, torch.get_device_module(device).get_rng_state(device)] if _accelerated(device) else states
+
+
+def _restore(states: list[torch.Tensor], device: torch.device | None) -> None:
+    cpu, keys, position, gauss, words, next_gauss, *accelerator = states
+    torch.set_rng_state(cpu)
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *position.tolist(), gauss.item()))
+    version, has_next, *rest = words.tolist()
+    random.setstate((version, tuple(rest), next_gauss.item() if has_next else None))
+    if accelerator:
+        torch.get_device_module(device).set_rng_state(accelerator[0], device)
+
+
+def _accelerated(device: torch.device | None) -> bool:
+    return device is not None and device.type != "cpu"

@@ -1,0 +1,320 @@
+"""What is wrong with rows, labels and their values, in words; values on an accelerator are checked in the next call."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.devices import ValueCheck
+
+
+def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False) -> str:
+    """The dtype, the shape of a row and whether it carries a gradient, as text.
+
+    Args:
+        tensor: dimension 0 counts rows.
+        ragged: dimensions whose size is not part of it.
+        device: whether the accelerator is, if the tensor is on one.
+
+    Examples:
+        >>> row_kind(torch.ones(2, 3)), row_kind(torch.ones(2, 3, 4), ragged=[1])
+        ('float32|[3]|', 'float32|[*, 4]|')
+    """
+    shape = (
+        tensor.shape[1:] if not ragged else tuple("*" if i in ragged else x for i, x in enumerate(tensor.shape) if i)
+    )
+    kind = _kind(tensor.dtype, shape, tensor.requires_grad and torch.is_grad_enabled())
+    return kind if not device or tensor.is_cpu else f"{kind} on {tensor.device.type}"
+
+
+def described(x: object) -> str:
+    """What came in place of something else, in words.
+
+    Examples:
+        >>> described(torch.ones(2, 3)), described([1]), described(len)
+        ('float32 [2, 3]', '[1]', 'a builtin_function_or_method')
+    """
+    if isinstance(x, Tensor):
+        layout = "" if x.layout is torch.strided else f"{str(x.layout).removeprefix('torch.')} "
+        device = " on the meta device" if x.is_meta else ""
+        return f"{layout}{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{device}"
+    if isinstance(x, (type(None), bool, int, float, complex, str, bytes, list, tuple, dict)) and len(repr(x)) < 60:
+        return repr(x)
+    return f"a {type(x).__name__}"
+
+
+def is_integer(x: object, *, at_least: float = -math.inf, at_most: float = math.inf) -> bool:
+    """Return whether x is an integer, Python's or NumPy's, and within bounds.
+
+    Examples:
+        >>> is_integer(2, at_least=1), is_integer(True), is_integer(2.0), is_integer(2, at_most=1)
+        (True, False, False, False)
+    """
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(at_least <= x <= at_most)
+
+
+def tensor_problem(name: str, x: object) -> str | None:
+    """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is.
+
+    Examples:
+        >>> tensor_problem("labels", [0, 1])
+        'labels must be a tensor, got list.'
+        >>> tensor_problem("keys", torch.eye(2).to_sparse())
+        'keys must be a dense tensor, got sparse_coo float32 [2, 2]. Pass keys.to_dense().'
+    """
+    if not isinstance(x, Tensor):
+        return f"{name} must be a tensor, got {type(x).__name__}."
+    if x.dtype in _PLAIN_DTYPES and x.layout is torch.strided and not x.is_meta:  # the usual case, at every call
+        return None
+    if x.layout is not torch.strided:
+        return f"{name} must be a dense tensor, got {described(x)}. Pass {name}.to_dense()."
+    if x.is_quantized:
+        return f"{name} must hold plain numbers, got quantized {described(x)}. Pass {name}.dequantize()."
+    if x.is_meta:
+        return f"{name} must hold values, got {described(x)}, which has none."
+    if x.is_floating_point() and x.dtype.itemsize == 1:
+        return f"{name} must have 16 bits or more, got {described(x)}. Pass {name}.bfloat16()."
+    return None
+
+
+_PLAIN_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+)
+"""Dtypes of dense tensors in which :func:`tensor_problem` finds nothing wrong; it looks at those of others."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(dtype: torch.dtype, shape: tuple[int | str, ...], has_gradient: bool) -> str:
+    sizes = ", ".join(map(str, shape))
+    return f"{str(dtype).removeprefix('torch.')}|[{sizes}]|{' with gradient' if has_gradient else ''}"
+
+
+def in_one_line(value: object) -> str:
+    """A setting as one line of text, without the separator ``|``.
+
+    Examples:
+        >>> in_one_line((1, "a|b"))
+        "(1, 'a/b')"
+    """
+    return str(value).replace("|", "/").replace("\n", " ")
+
+
+def array_in_one_line(array: NDArray[np.generic]) -> str:
+    """Return the dtype, the shape and a digest of an array that ranks compare without sending it.
+
+    Examples:
+        >>> array_in_one_line(np.zeros((2, 3)))
+        'float64 [2, 3], digest 01c88af0015f7556'
+    """
+    digest = blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
+    return f"{array.dtype} {list(array.shape)}, digest {digest}"
+
+
+def tolerance(rows: Iterable[Tensor]) -> float:
+    """The largest epsilon of the rows' floating-point dtypes; that of float32 if there are none.
+
+    Examples:
+        >>> tolerance([torch.ones(1), torch.ones(1, dtype=torch.float64)]) == torch.finfo(torch.float32).eps
+        True
+    """
+    largest = 0.0
+    for x in rows:
+        if x.is_floating_point():
+            largest = max(largest, torch.finfo(x.dtype).eps)
+    return largest or torch.finfo(torch.float32).eps
+
+
+def first_non_finite(rows: Mapping[str, Tensor]) -> str | None:
+    """Which rows hold NaN or infinite values, in words; None if no row does.
+
+    Examples:
+        >>> first_non_finite({"embeddings": torch.ones(2, 3)})
+    """
+    for name, tensor in rows.items():
+        if tensor.is_floating_point() and not _all_finite(tensor.detach()):
+            bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
+            some = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
+            return (
+                f"{name} hold NaN or infinite values in {len(bad)} of {len(tensor)} rows (row {some}). "
+                "Look for a diverged encoder, a division by a zero norm or an overflow in half precision; "
+                "check_finite=False lets them through."
+            )
+    return None
+
+
+def _all_finite(x: Tensor) -> bool:
+    """Whether all values are finite. A finite sum proves it; an infinite one may have overflowed, so values are checked."""
+    total = x.sum(dtype=torch.float32 if x.dtype.itemsize == 2 else None).item()
+    return math.isfinite(total) or bool(x.isfinite().all())
+
+
+def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | None:
+    """The problem of these labels, in words; None if there is none.
+
+    Examples:
+        >>> labels_problem("labels", torch.tensor([0.5]))
+        'labels are one integer per row, got float32 [1]. Use labels.long().'
+    """
+    if problem := tensor_problem(name, labels):
+        return problem
+    if labels.is_floating_point() or labels.is_complex() or labels.ndim != 1:
+        fix = "Use labels.argmax(1) if they are one-hot." if labels.ndim > 1 else "Use labels.long()."
+        return f"{name} are one integer per row, got {described(labels)}. {fix}"
+    if rows is not None and len(labels) != rows:
+        fix = "Pass this rank's own labels with its own rows."
+        return f"{name} are one per row, got {len(labels)} for {rows} rows. {fix}"
+    return None
+
+
+def rows_problem(name: str, rows: Tensor) -> str | None:
+    """Return what is wrong with embeddings, or None.
+
+    Examples:
+        >>> rows_problem("queries", torch.ones(3))
+        'queries are floating-point rows [n, d], got float32 [3].'
+    """
+    return tensor_problem(name, rows) or _shape_problem(name, rows)
+
+
+def _shape_problem(name: str, rows: Tensor) -> str | None:
+    if rows.ndim != 2 or not rows.is_floating_point():
+        return f"{name} are floating-point rows [n, d], got {described(rows)}."
+    return None
+
+
+def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
+    """Return what is wrong with tensors whose rows form pairs, or None.
+
+    Examples:
+        >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
+        'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
+    """
+    for name, x in towers.items():
+        if problem := tensor_problem(name, x):
+            return problem
+    (first, one), *others = towers.items()
+    for name, other in others:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{rule}, got {first} {described(one)} and {name} {described(other)}. {fix}".rstrip()
+    return _shape_problem(first, one)
+
+
+def views_problem(views: Sequence[Tensor]) -> str | None:
+    """Return what is wrong with views of the same samples, or None.
+
+    Examples:
+        >>> views_problem([torch.ones(2, 3)])
+        'two or more views are compared, got 1. Call loss(view1, view2).'
+    """
+    if len(views) < 2:
+        return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
+    for index, view in enumerate(views):
+        if problem := tensor_problem(f"view {index}", view):
+            return problem
+        if view.shape != views[0].shape or view.dtype != views[0].dtype:
+            return (
+                f"views must pair row by row, got view 0 {described(views[0])} and view {index} {described(view)}. "
+                "Pass the same samples, in the same order, in every view."
+            )
+    return _shape_problem("views", views[0])
+
+
+def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
+    """Return what is wrong with labelled embeddings, or None.
+
+    Examples:
+        >>> labelled_problem(torch.ones(2, 3))
+        'labels are missing: call loss(embeddings, labels) with one integer per row.'
+    """
+    if embeddings is None or more:
+        return "one tensor of embeddings and one of labels are compared: call loss(embeddings, labels)."
+    if labels is None:
+        return "labels are missing: call loss(embeddings, labels) with one integer per row."
+    return rows_problem("embeddings", embeddings) or labels_problem("labels", labels, len(embeddings))
+
+
+class ValueRule(NamedTuple):
+    """What the values of labels, weights or the like must be, stated without reading them.
+
+    Args:
+        x: the tensor. Nothing is wrong with an empty one.
+        numbers: returns a few integers or bools from x, on its device.
+        problem: returns what is wrong, given these numbers; None if nothing is. It holds no tensor until the next call.
+
+    Examples:
+        >>> negative = lambda numbers: f"{numbers[0]} are negative." if numbers[0] else None
+        >>> values_problem([ValueRule(torch.tensor([0.5, -1.0]), lambda x: (x < 0).sum(), negative)], None)
+        '1 are negative.'
+    """
+
+    x: Tensor
+    numbers: Callable[[Tensor], Tensor]
+    problem: Callable[[Sequence[float]], str | None]
+
+
+def values_problem(rules: Iterable[ValueRule], later: list[ValueCheck] | None, *, waits: bool = True) -> str | None:
+    """Return what is wrong with values, in words; None if nothing is, or if it turns out in the next call.
+
+    Values on a CPU are read at once. Compute with values that are not in a way that is safe for any.
+
+    Args:
+        rules: for the values of a call.
+        later: takes the checks of values on an accelerator, which are copied without waiting; None where these are not
+            checked.
+        waits: whether values on an accelerator are read at once, too.
+    """
+    for rule in rules:
+        if not rule.x.numel():
+            continue
+        if waits or devices.on_cpu(rule.x):
+            if (problem := rule.problem(rule.numbers(rule.x.detach()).flatten().tolist())) is not None:
+                return problem
+        elif later is not None:
+            later.append(ValueCheck(rule.numbers(rule.x.detach()).flatten(), rule.problem))
+    return None
+
+
+def range_rule(x: Tensor, low: int, high: int, problem: Callable[[int, int], str]) -> ValueRule:
+    """Return the rule that integers are in low … high.
+
+    Args:
+        x: integers.
+        low: the smallest that is allowed.
+        high: the largest.
+        problem: returns what is wrong, given the smallest and the largest of x.
+
+    Examples:
+        >>> rule = range_rule(torch.tensor([1, 7]), 0, 1, lambda least, most: f"got {least} … {most}.")
+        >>> values_problem([rule], None)
+        'got 1 … 7.'
+    """
+
+    def of_numbers(numbers: Sequence[float]) -> str | None:
+        least, most = map(int, numbers)
+        return None if low <= least and most <= high else problem(least, most)
+
+    return ValueRule(x, _extremes, of_numbers)
+
+
+def safe_index(index: Tensor, stop: int) -> Tensor:
+    """Return indices into ``stop`` rows; on an accelerator, where they may be checked later, those outside are moved inside.
+
+    CUDA ends the process at an index out of range. On a CPU they have been checked.
+
+    Examples:
+        >>> safe_index(torch.tensor([0, 7]), 5)
+        tensor([0, 7])
+    """
+    return index if devices.on_cpu(index) else index.clamp(0, stop - 1)
+
+
+def _extremes(x: Tensor) -> Tensor:
+    integers = x.long()
+    return torch.stack([integers.amin(), integers.amax()])

@@ -1,0 +1,222 @@
+"""Messages between ranks, without gradient: the building blocks of the differentiable collectives."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastive_zoo.ranks.compat import reduce_scatter_single
+from contrastive_zoo.ranks.gather_cache import unchanged
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.world import Shards, World
+
+Reduction = Literal["sum", "mean", "max", "min"]
+
+OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_ACROSS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+def flat_bytes(rows: Tensor) -> Tensor:
+    """The bytes of a tensor of any dtype, [bytes]: what every backend can send."""
+    flat = rows.reshape(-1)
+    if flat.stride() != (
+        1,
+    ):  # reshape() keeps the stride of a column, and 0 of a single expanded number; view() refuses it
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """[n, …] of any dtype as [n, bytes of a row]."""
+    return flat_bytes(rows).view(len(rows), _row_bytes(rows))
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1:].numel() * rows.dtype.itemsize
+
+
+def from_bytes(data: Tensor, like: Tensor) -> Tensor:
+    """Return what :func:`as_bytes` packed, in the dtype and trailing shape of ``like``."""
+    return data.reshape(-1).view(like.dtype).view(len(data), *like.shape[1:])
+
+
+def sendable(x: Tensor, world: World) -> Tensor:
+    """Return x where the backend sends it from: labels and temperatures may have been left on the CPU, which NCCL does not.
+
+    Examples:
+        >>> x = torch.ones(2)
+        >>> sendable(x, World()) is x
+        True
+    """
+    return x.to(world.device) if world.on_accelerators and x.is_cpu else x
+
+
+def gather_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    """Return the rows of all ranks in rank order; do not write to them, as the session's cache may hold them."""
+    return start_gather(rows, shards, world)()
+
+
+def start_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
+    """Start to gather the rows of all ranks; the returned function waits for them."""
+    if world.size == 1:
+        return lambda: rows
+    cache = world.cache if isinstance(world, Session) else None
+    if cache is None:
+        return _start_uncached_gather(rows, shards, world)
+    return lambda: cache.gather(rows, shards, lambda x, of: _start_uncached_gather(x, of, world)())
+
+
+def _start_uncached_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
+    local = as_bytes(sendable(rows, world))
+    largest = max(shards.sizes)
+    if len(local) < largest:
+        local = torch.cat([local, local.new_zeros(largest - len(local), local.shape[1])])
+    wait = world.start_gather(local)
+
+    def finish() -> Tensor:
+        parts = wait()
+        if min(shards.sizes) == largest:
+            return from_bytes(parts.flatten(0, 1), rows).to(rows.device)
+        joined = torch.cat([x[:size] for x, size in zip(parts, shards.sizes, strict=True)])
+        return from_bytes(joined, rows).to(rows.device)
+
+    return finish
+
+
+def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Tensor:
+    """Return ``function(*rows)``, and record that in a session which may send ``rows`` in place of the result.
+
+    A cache that has gathered ``rows``, and a ring that sends ``rows`` of 16 bits, apply the function to the other ranks'
+    rows. All of ``rows`` have the same length, and the result is as long as all of them together.
+
+    Examples:
+        >>> derived(lambda x: x[:, :1], torch.tensor([[1, 2], [3, 4]]), world=World()).tolist()
+        [[1], [3]]
+    """
+    if isinstance(world, Session) and (world.cache is not None or world.options.ring):
+        return world.derivations.derive(function, *rows)
+    return function(*rows)
+
+
+def narrowest(rows: Tensor, world: World) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return rows of 16 bits from which ``rows`` were :func:`derived`, and the function, or ``rows`` if there are none.
+
+    Examples:
+        >>> narrowest(torch.ones(1), World())[0]
+        tensor([1.])
+    """
+    return world.derivations.narrowest(rows) if isinstance(world, Session) else (rows, unchanged)
+
+
+def scatters_sums(shards: Shards, world: World) -> bool:
+    """Return whether :func:`reduce_scatter_rows` uses the backend's own reduce-scatter."""
+    return world.on_accelerators and len(set(shards.sizes)) == 1
+
+
+def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int = 1) -> Tensor:
+    """Return this rank's slice of the sum of all ranks' [N, …] divided by ``over``.
+
+    Sum and division have at least 32 bits: a mean may fit into 16 bits although the sum overflows.
+
+    If shards are even and the backend has its own reduce-scatter (NCCL), that is used: it needs no buffer for all ranks'
+    parts. Otherwise an all-to-all and a local sum in rank order send the same number of bytes, also for uneven shards.
+    gloo's reduce-scatter would send twice as many, as it is an all-reduce internally.
+    """
+    if world.size == 1:
+        return rows
+    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    if scatters_sums(shards, world):
+        wide_rows = sendable(rows, world).to(wide).contiguous()
+        total = wide_rows.new_empty(shards.size, *rows.shape[1:])
+        world.start("a reduce-scatter", lambda: reduce_scatter_single(total, wide_rows, group=world.group), total)()
+        return (total if over == 1 else total / over).to(rows)
+    parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
+    parts = parts.view(world.size, shards.size, *rows.shape[1:])
+    total = parts.sum(0, dtype=wide)
+    return (total if over == 1 else total / over).to(rows.dtype)
+
+
+def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Tensor:
+    """Return the elementwise extreme over all ranks, without gradient."""
+    return x if world.size == 1 else reduced_everywhere(x, op, world)
+
+
+def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
+    """Send ``send[r]`` of these rows to rank r, and return ``receive[r]`` rows from each rank r, in rank order."""
+    local = as_bytes(sendable(rows, world))
+    received = local.new_empty(sum(receive), local.shape[1])
+    sizes, background = (list(receive), list(send)), local.device.type == "cpu"
+    world.start(
+        "an exchange of rows",
+        lambda: dist.all_to_all_single(received, local, *sizes, group=world.group, async_op=background),
+        local,
+    )()
+    return from_bytes(received, rows).to(rows.device)
+
+
+def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
+    """Overwrite x by rank ``src``'s."""
+    sent = sendable(x, world)
+    background = sent.device.type == "cpu"
+    begin = functools.partial(dist.broadcast, sent, group=world.group, group_src=src, async_op=background)
+    world.start("a broadcast", begin, sent)()
+    if sent is not x:
+        x.copy_(sent)
+
+
+def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]) -> Tensor:
+    """Return a copy of x that ``run`` has reduced in place; 16-bit numbers are reduced in 32 bits. A mean has floats."""
+    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    wide = sendable(x.detach(), world).to(dtype, copy=True).contiguous()
+    run(wide)
+    if op == "mean":
+        wide = wide / world.size
+    return wide.to(x.device, x.dtype)
+
+
+def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
+    """Return the all-reduced x; a small x is gathered and reduced in rank order, so every rank has the same bits."""
+
+    def run(y: Tensor) -> None:
+        if world.sends_directly(y):
+            y.copy_(_ACROSS[op](world.start_gather(y, "an all-reduce")(), 0))
+        else:
+            background = y.device.type == "cpu"
+            world.start("an all-reduce", lambda: dist.all_reduce(y, OPS[op], world.group, async_op=background), y)()
+
+    return reduced(x, op, world, run)
+
+
+def packed(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors as the bytes of a handshake's payload.
+
+    Examples:
+        >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)])
+        [tensor([1, 2], dtype=torch.uint8)]
+    """
+    return [flat_bytes(x.detach()) for x in rows]
+
+
+def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
+    """The rows of all ranks from their payloads, [W, bytes], which :func:`packed` made of ``rows`` on every rank."""
+    found: list[Tensor] = []
+    # NumPy cuts them in a fraction of torch's time: of a small step, that counts
+    parts = payload.numpy()
+    offsets = [0] * len(parts)
+    for x, of in zip(rows, shards, strict=True):
+        width = _row_bytes(x)
+        ends = [start + size * width for start, size in zip(offsets, of.sizes, strict=True)]
+        # joined, since a wider dtype needs bytes that begin at a multiple of its size
+        joined = np.concatenate([of_rank[i:j] for of_rank, i, j in zip(parts, offsets, ends, strict=True)])
+        found.append(torch.from_numpy(joined).view(x.dtype).view(of.total, *x.shape[1:]))
+        offsets = ends
+    return found

@@ -1,0 +1,313 @@
+"""The processes of one global batch: rank, size and group, and the small messages in which ranks exchange sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastive_zoo.ranks.compat import all_gather_single
+from contrastive_zoo.ranks.messages import started
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Processes: TypeAlias = Union["World", "dist.ProcessGroup", "DeviceMesh", None]
+"""A set of processes: a World, a process group or a 1-d device mesh; None is the default group."""
+
+Machines: TypeAlias = tuple[tuple[int, ...], ...]
+"""The ranks of each machine, equally many each."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The split of a global batch over the ranks: ``sizes[r]`` rows on rank r, in rank order.
+
+    Examples:
+        >>> shards = Shards((2, 0, 3), rank=2)
+        >>> shards.start, shards.size, shards.total
+        (2, 3, 5)
+    """
+
+    sizes: tuple[int, ...]
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of this rank's rows."""
+        return self.sizes[self.rank]
+
+    @property
+    def start(self) -> int:
+        """The index of this rank's first row in the global batch."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def total(self) -> int:
+        """The number of rows on all ranks."""
+        return sum(self.sizes)
+
+    @property
+    def local(self) -> slice:
+        """This rank's rows as a slice of the global batch."""
+        return slice(self.start, self.start + self.size)
+
+    def times(self, factor: int) -> Shards:
+        """The split of ``factor`` rows per sample."""
+        return Shards(tuple(factor * size for size in self.sizes), self.rank)
+
+    def plus(self, others: Shards) -> Shards:
+        """The split of these rows and, after those of each rank, of others.
+
+        Examples:
+            >>> Shards((2, 0)).plus(Shards((1, 3)))
+            Shards(sizes=(3, 3), rank=0)
+        """
+        return Shards(tuple(n + m for n, m in zip(self.sizes, others.sizes, strict=True)), self.rank)
+
+    def selected(self, which: Tensor) -> Shards:
+        """The split of some of the rows, given which rows of all ranks these are.
+
+        Examples:
+            >>> Shards((2, 1)).selected(torch.tensor([True, False, True]))
+            Shards(sizes=(1, 1), rank=0)
+        """
+        return Shards(tuple(int(part.sum()) for part in which.split(list(self.sizes))), self.rank)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that share one global batch, as one of them sees them.
+
+    Without a process group, or in a group of one, it is a world of one process, ``World()``, for which the same code runs.
+    Ranks are counted within the group.
+
+    Args:
+        rank: this process within the group, 0 … size − 1.
+        size: number of processes W.
+        group: what torch.distributed calls take as ``group``; None is the default group.
+        caller: the loss and the call that send messages, as the errors of messages name them.
+
+    Examples:
+        >>> World.of()
+        World(rank=0, size=1, group=None)
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    caller: str = field(default="", repr=False, compare=False, kw_only=True)
+
+    @classmethod
+    def of(cls, process_group: Processes = None, caller: str = "") -> World:
+        """The world of ``process_group`` at the time of the call; a World is returned unchanged.
+
+        Args:
+            process_group: a process group, a 1-d DeviceMesh, or None for the default group if there is one.
+            caller: the function that sends messages, for their errors.
+
+        Raises:
+            ValueError: this process is not in the group, the mesh has more than one dimension, or it is something else.
+        """
+        if isinstance(process_group, World):
+            return process_group
+        if process_group is not None and (problem := _group_problem(process_group)) is not None:
+            raise ValueError(f"process_group: {problem}")
+        default = dist.group.WORLD if dist.is_available() else None
+        if default is None:
+            return World()
+        group = process_group
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            group = group.get_group()
+        members = default if group is None else group
+        return World(members.rank(), members.size(), group, caller=caller)
+
+    @cached_property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group itself, also where ``group`` is None."""
+        return dist.distributed_c10d._get_default_group() if self.group is None else self.group
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of tensors that the group's backend sends."""
+        return torch.device((self.on_accelerators and torch.accelerator.current_accelerator()) or "cpu")
+
+    @cached_property
+    def on_accelerators(self) -> bool:
+        """Whether the backend sends tensors on accelerators only, as NCCL does."""
+        own = self.process_group if self.size > 1 else None
+        if own is not None and own not in _accelerated:
+            _accelerated[own] = str(dist.get_backend(own)) in ("nccl", "xccl", "hccl")
+        return own is not None and _accelerated[own]
+
+    @property
+    def host_device(self) -> torch.device:
+        """The device of messages of host data: the CPU, if some backend sends from there."""
+        return torch.device("cpu") if self._host_group is not None else self.device
+
+    @property
+    def _host_group(self) -> dist.ProcessGroup | None:
+        """A group of the same ranks that sends tensors on the CPU, created once; None if there is no such backend."""
+        own = self.process_group
+        if not self.on_accelerators:
+            return own
+        if own not in _host_groups:
+            ranks = dist.get_process_group_ranks(own)
+            made = dist.is_gloo_available() and dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            _host_groups[own] = made or None
+        return _host_groups[own]
+
+    def start_host_gather(self, x: Tensor, message: str = "an exchange of numbers") -> Callable[[], Tensor]:
+        """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for.
+
+        Examples:
+            >>> ONE_PROCESS.start_host_gather(torch.tensor([3, 4]))()
+            tensor([[3, 4]])
+        """
+        group = self._host_group if self.size > 1 and self.on_accelerators else None
+        return self.start_gather(x, message, group or self.group)
+
+    def sends_directly(self, x: Tensor) -> bool:
+        """Whether each rank sends x to each other rank directly: a small tensor arrives sooner than through gloo's ring.
+
+        Examples:
+            >>> ONE_PROCESS.sends_directly(torch.zeros(1))
+            False
+        """
+        small = x.nbytes * self.size <= _SMALL
+        return small and self.size > 1 and x.device.type == "cpu" and not self.on_accelerators
+
+    def start_gather(
+        self, x: Tensor, message: str = "a gather of rows", group: dist.ProcessGroup | None = None
+    ) -> Callable[[], Tensor]:
+        """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x].
+
+        Args:
+            x: this rank's.
+            message: its name in an error.
+            group: another group of the same ranks.
+
+        Examples:
+            >>> ONE_PROCESS.start_gather(torch.tensor([3, 4]))()
+            tensor([[3, 4]])
+        """
+        if self.size == 1:
+            return lambda: x[None]
+        gathered, group = x.new_empty(self.size, *x.shape), group or self.group
+        if x.is_cpu and x.nbytes * self.size <= _SMALL:
+            copies = torch.stack([x] * self.size)
+            wait = self.start(message, lambda: dist.all_to_all_single(gathered, copies, group=group, async_op=True), x)
+        else:
+            flat = x.reshape(-1)
+            wait = self.start(
+                message, lambda: all_gather_single(gathered.view(-1), flat, group=group, async_op=True), x
+            )
+
+        def arrived() -> Tensor:
+            wait()
+            return gathered
+
+        return arrived
+
+    def start(self, message: str, begin: Callable[[], Any], x: Tensor) -> Callable[[], None]:
+        """Start a message of all ranks; the returned function waits for it.
+
+        Args:
+            message: its name in an error.
+            begin: starts it, and returns the work to wait for; None if there is none.
+            x: the tensor that is sent.
+
+        Raises:
+            CommunicationError: another rank failed, died or is late; the returned function raises it, too.
+        """
+
+        def works() -> Sequence[Any]:
+            work = begin()
+            return () if work is None else (work,)
+
+        return started(message, works, self, polled=x.is_cpu)
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The ``numbers`` of all ranks, by rank; every rank passes equally many.
+
+        Examples:
+            >>> ONE_PROCESS.exchange([3, 4])
+            [[3, 4]]
+        """
+        if self.size == 1:
+            return [list(numbers)]
+        local = torch.tensor(numbers, dtype=torch.int64, device=self.host_device)
+        return self.start_host_gather(local)().tolist()
+
+    def exchange_text(self, text: str) -> list[str]:
+        """The ``text`` of all ranks, by rank, sent as UTF-8: nothing is pickled.
+
+        Examples:
+            >>> ONE_PROCESS.exchange_text("ρ")
+            ['ρ']
+        """
+        local = text.encode()
+        lengths = [length for (length,) in self.exchange([len(local)])]
+        if max(lengths) == 0:
+            return [""] * self.size
+        rows = self.exchange([*local, *bytes(max(lengths) - len(local))])
+        return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def shards(self, rows: int | Tensor) -> Shards:
+        """The split over all ranks, given this rank's number of rows.
+
+        Examples:
+            >>> ONE_PROCESS.shards(5)
+            Shards(sizes=(5,), rank=0)
+        """
+        count = rows if isinstance(rows, int) else len(rows)
+        return Shards(tuple(sizes[0] for sizes in self.exchange([count])), self.rank)
+
+
+_SMALL = 2**18
+"""Bytes that a rank sends directly to all other ranks together; beyond it gloo's ring is as fast (2 and 4 ranks)."""
+
+ONE_PROCESS = World()
+"""The world of one process."""
+
+_accelerated: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+"""Whether the backend of a group sends tensors on accelerators only; a group keeps its backend."""
+
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+
+
+def _group_problem(process_group: object) -> str | None:
+    """Why this names no set of processes, in words; None if it does."""
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+        return None
+    if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return f"process {rank} is not in the group it was given. Call the loss only on the group's own processes."
+    dimensions = getattr(process_group, "ndim", None)
+    if not hasattr(process_group, "get_group") or dimensions is None:
+        return (
+            f"a process group, a 1-d DeviceMesh, a World or None names the processes, got "
+            f"{type(process_group).__name__} {process_group!r}. Pass what torch.distributed.new_group returned."
+        )
+    if dimensions != 1:
+        return (
+            f"a device mesh of {dimensions} dimensions does not name one set of processes. "
+            "Pass a 1-d mesh, such as mesh['dp'], or flatten the data-parallel dimensions first."
+        )
+    return None
+
+
+def alone() -> bool:
+    """Return whether this process is the only one.
+
+    Examples:
+        >>> alone()
+        True
+    """
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1

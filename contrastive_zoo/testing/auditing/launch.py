@@ -1,0 +1,202 @@
+"""Start the processes of an audited script, wait for them, and return the report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from contrastive_zoo.testing.auditing.assemble import assemble
+from contrastive_zoo.testing.auditing.rank import Rank, named_loss, read, run_script
+from contrastive_zoo.testing.auditing.report import AuditReport, WorldReport, without_weights
+
+LOG_LINES = 12
+"""Lines of a rank's output that are shown if there is no report."""
+
+
+def audit_script(
+    command: Sequence[str],
+    *,
+    world_sizes: Sequence[int] = (2,),
+    steps: int = 3,
+    losses: Sequence[str] = (),
+    timeout: float = 300.0,
+) -> AuditReport:
+    """Run a script on several local processes and compare its first steps with one process.
+
+    Args:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        world_sizes: numbers of processes.
+        steps: number of steps of the optimizer.
+        losses: further losses, ``"module:Class"`` each.
+        timeout: seconds for each number of processes.
+
+    Raises:
+        ValueError: no processes, no steps, or a script that does not exist.
+    """
+    _require_valid(command, world_sizes, steps)
+    for loss in losses:
+        named_loss(loss)
+    name = " ".join(command)
+    report = AuditReport(name, [_audit(command, size, steps, losses, timeout) for size in world_sizes])
+    without_weights(report.worlds)
+    return report
+
+
+def _require_valid(command: Sequence[str], world_sizes: Sequence[int], steps: int) -> None:
+    if not world_sizes or min(world_sizes) < 1:
+        raise ValueError(f"world_sizes are numbers of processes, at least 1 each, got {list(world_sizes)}.")
+    if steps < 1:
+        raise ValueError(f"steps is the number of steps to compare, at least 1, got {steps}.")
+    if not command or (command[0] != "-m" and not Path(command[0]).is_file()):
+        raise ValueError(f"the script {' '.join(command[:1]) or '(none)'} does not exist.")
+
+
+def _audit(command: Sequence[str], world_size: int, steps: int, losses: Sequence[str], timeout: float) -> WorldReport:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="contrastive-zoo-audit-") as name:
+        folder = Path(name)
+        store = local_store()
+        arguments = [str(folder), str(steps), ",".join(losses), *command]
+        processes = []
+        for rank in range(world_size):
+            with (folder / f"rank{rank}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "contrastive_zoo.testing.auditing.rank", *arguments],
+                        env=os.environ | environment(rank, world_size, store.port),
+                        stdout=log,
+                        stderr=log,
+                        stdin=subprocess.DEVNULL,
+                    )
+                )
+        try:
+            _wait(processes, folder, start + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        report = collected(folder, world_size)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def local_store() -> dist.TCPStore:
+    """Return a store that listens on this machine only: by itself it would on all addresses.
+
+    Examples:
+        >>> store = local_store()
+        >>> store.set("key", "value")
+        >>> store.get("key")
+        b'value'
+    """
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it where it has distributed
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def own_folder(path: Path) -> Path:
+    """Create a folder that only this user can read, or take the one that another rank has created.
+
+    Its files are unpickled, so a folder of somebody else is refused.
+
+    Raises:
+        PermissionError: the folder belongs to another user, or others can write to it.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"{path} exists and others can write to it. Remove it, and start the audit again.")
+    return path
+
+
+def is_under_torchrun() -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def audit_under_torchrun(
+    command: Sequence[str], show: Callable[[AuditReport], int], *, steps: int = 3, losses: Sequence[str] = ()
+) -> NoReturn:
+    """Audit the script on the processes of one machine that torchrun has started; this process is one of them.
+
+    Args:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        show: called with the report on rank 0; returns its exit status.
+        steps: number of steps of the optimizer.
+        losses: further losses, ``"module:Class"`` each.
+    """
+    _require_valid(command, [1], steps)
+    run = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}"  # the parent of all ranks of a machine
+    folder = own_folder(Path(tempfile.gettempdir()) / f"contrastive-zoo-audit-{run}")
+
+    def finish(report: WorldReport) -> int:
+        shutil.rmtree(folder, ignore_errors=True)
+        return show(AuditReport(" ".join(command), [report]))
+
+    found = [named_loss(x) for x in losses]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run_script(command, Rank(folder, rank, world_size, steps, found, finish))
+
+
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets, for one rank of this machine.
+
+    The store listens already, so that no port is chosen before it is used.
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "contrastive-zoo-audit",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+    }
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, end: float) -> None:
+    """Wait until rank 0 has ended, or another rank died without a record."""
+    while time.monotonic() < end and processes[0].poll() is None:
+        died = [
+            i for i, x in enumerate(processes) if x.poll() is not None and not (folder / f"rank{i}.record").exists()
+        ]
+        if died:
+            time.sleep(1.0)  # rank 0 may just be about to fail as well
+            return
+        time.sleep(0.02)
+
+
+def collected(folder: Path, world_size: int) -> WorldReport:
+    """Return the report of rank 0; without it, one of what the ranks recorded."""
+    if (folder / "report").exists():
+        report: WorldReport = read(folder / "report")
+        return report
+    paths = [folder / f"rank{rank}.record" for rank in range(world_size)]
+    records = [read(x) for x in paths if x.exists()]
+    report = assemble(records, None) if len(records) == world_size else WorldReport(world_size)
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+    missing = [rank for rank, path in enumerate(paths) if not path.exists()]
+    tails = [path.read_text(errors="replace").splitlines()[-LOG_LINES:] for path in logs if path.exists()]
+    shown = "\n".join(tails[missing[0] if missing and len(tails) > missing[0] else 0]) if tails else ""
+    waiting = f"ranks {missing} did not end; " if missing else ""
+    report.problem = f"{waiting}no report. {report.problem} Last output:\n{shown}"
+    return report

@@ -1,0 +1,343 @@
+"""Record the steps of a training through torch's global hooks; the user's objects are not changed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from contrastive_zoo.testing.auditing.loaders import LoaderWatch
+from contrastive_zoo.testing.auditing.modules import Kinds, contains_encoder, core_name, reduction_option
+from contrastive_zoo.testing.auditing.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
+from contrastive_zoo.testing.auditing.terms import TermWatch
+from contrastive_zoo.testing.loss_recorder import remove_hook
+
+FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+"""The functions of ``torch.nn.utils`` that are watched; trainers call these, too."""
+
+
+class ClipWatch:
+    """Call ``on_clip(function, parameters, arguments)`` before gradients are clipped.
+
+    Examples:
+        >>> watch = ClipWatch(lambda name, parameters, rest: print(name, len(parameters), rest))
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> parameter.grad = torch.ones(1)
+        >>> watch.start()
+        >>> torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+        clip_grad_norm_ 1 ((0.5,), {})
+        tensor(1.)
+        >>> watch.stop()
+    """
+
+    def __init__(self, on_clip: Callable[[str, list[Tensor], Any], None]) -> None:
+        self.on_clip = on_clip
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def start(self) -> None:
+        """Wrap the functions."""
+        for name in FUNCTIONS:
+            for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+                original = getattr(home, name)
+                self._originals.append((home, name, original))
+                setattr(home, name, self._wrapped(name, original))
+
+    def stop(self) -> None:
+        """Restore the functions."""
+        while self._originals:
+            setattr(*self._originals.pop())
+
+    def _wrapped(self, name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self.on_clip(name, listed, (args, kwargs))
+            return original(listed, *args, **kwargs)
+
+        return clip
+
+
+LARGEST_WEIGHT = 64.0
+"""A loss whose backward pass starts with a larger gradient is looked up in the GradScalers of the process."""
+
+
+class Recorder:
+    """Record the first steps of a training on this rank, from the time when torch.distributed is initialised.
+
+    Args:
+        kinds: which modules are losses and encoders.
+        steps: number of steps to record.
+        on_step: called with every finished step and its index.
+        on_finish: called when all steps are recorded.
+        needs_group: whether to record only while torch.distributed is initialised.
+    """
+
+    def __init__(
+        self,
+        kinds: Kinds,
+        steps: int,
+        *,
+        on_step: Callable[[int, Step], None] = lambda index, step: None,
+        on_finish: Callable[[], None] = lambda: None,
+        needs_group: bool = True,
+    ) -> None:
+        self.kinds, self.steps = kinds, steps
+        self.on_step, self.on_finish, self.needs_group = on_step, on_finish, needs_group
+        self.record = Record()
+        self.encoders: list[nn.Module] = []
+        self.losses: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.loaders = LoaderWatch(self._has_group)
+        self.step = Step()
+        self.finished = False
+        self._active: tuple[nn.Module, Arguments, Tensor] | None = None
+        self._clips = ClipWatch(self._on_clip)
+        self._terms = TermWatch(lambda: self._nodes, self._on_terms)
+        self._nodes: set[Any] = set()
+        self._stepped = False
+
+    def start(self) -> None:
+        """Register the hooks."""
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._clips.start()
+        self._terms.start()
+        self.loaders.start()
+
+    def stop(self) -> Record:
+        """Remove the hooks, close the last step and return the record."""
+        for handle in self._handles:
+            remove_hook(handle)
+        self._clips.stop()
+        self._terms.stop()
+        self.loaders.stop()
+        if self._stepped and not self.finished:
+            self._close_step()
+        elif self.step.micro_batches and not self.finished:  # the script raised within a step
+            self.record.steps.append(self.step)
+            self.record.parameters = self._groups()
+        return self.record
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._active is not None or self.finished or not torch.is_grad_enabled() or _in_backward():
+            return
+        if not self._has_group():
+            return
+        if (kind := self.kinds(module)) is None:
+            return
+        if self._stepped:
+            self._close_step()
+            if self.finished:
+                return
+        if kind == "encoder" and self._is_skipped():
+            self.step = Step()
+        self._remember(module, kind)
+        self._active = (module, Arguments.of(args, {}), torch.get_rng_state())
+
+    def _has_group(self) -> bool:
+        """Return whether the script has initialised torch.distributed, or need not."""
+        if dist.is_available() and dist.is_initialized():
+            self.record.initialized = True
+        return self.record.initialized or not self.needs_group
+
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        if self._active is None or self._active[0] is not module:
+            return None
+        _, arguments, random_state = self._active
+        self._active = None
+        *kwargs, output = rest
+        raised = not kwargs  # torch passes keyword arguments only if the module has returned
+        if not raised:
+            arguments = arguments.with_keywords(kwargs[0])
+        drew = not torch.equal(torch.get_rng_state(), random_state)
+        if self.kinds(module) == "encoder":
+            call = Call(self.encoders.index(module), arguments, snapshot(output), random_state, drew, _autocast())
+            if not raised:
+                self._micro_batch(new=True).encoders.append(call)
+            return None
+        value = next(
+            (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad), None
+        )
+        if value is None and not raised:
+            return None
+        call = Call(self.losses.index(module), arguments, snapshot(value), random_state, drew, _autocast())
+        self._micro_batch(new=False).losses.append(call)
+        if value is None:
+            return None
+        if value is output:
+            # a copy, whose hook runs before those of the loss: a loss with cached embeddings runs its encoder in one
+            output = value = value.clone()
+        self._nodes.add(value.grad_fn)
+        value.register_hook(lambda gradient: self._on_backward(call, gradient))
+        return output
+
+    def _micro_batch(self, new: bool) -> MicroBatch:
+        """Return the current micro-batch; an encoder begins a new one after a loss, any call after a backward pass."""
+        batches = self.step.micro_batches
+        is_over = bool(batches) and any(x.factor is not None for x in batches[-1].losses)
+        if not batches or is_over or (new and batches[-1].losses):
+            batches.append(MicroBatch())
+        return batches[-1]
+
+    def _remember(self, module: nn.Module, kind: str) -> None:
+        """Number a module at its first call, and copy its state at its first call of a step."""
+        known = self.encoders if kind == "encoder" else self.losses
+        if not any(module is x for x in known):
+            known.append(module)
+            if kind == "loss":
+                self.record.loss_names.append(core_name(module))
+                self.record.options.append(reduction_option(module))
+        prefix = f"{kind}{known.index(module)}"
+        if not any(name.startswith(f"{prefix}.") for name in self.step.state):
+            named = [*module.named_parameters(), *module.named_buffers()]
+            self.step.state |= {f"{prefix}.{name}": snapshot(x) for name, x in named if not is_sharded(x)}
+            self.step.sharded |= {f"{prefix}.{name}" for name, x in named if is_sharded(x)}
+            self.step.epoch = self.loaders.epochs
+            self.step.batch_norms += [
+                f"{prefix}.{name}" for name, x in module.named_modules() if isinstance(x, _BatchNorm) and x.training
+            ]
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all parameters of the encoders, then those of the losses, each once."""
+        seen: set[int] = set()
+        for kind, modules in (("encoder", self.encoders), ("loss", self.losses)):
+            for index, module in enumerate(modules):
+                for name, parameter in module.named_parameters():
+                    if id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        yield f"{kind}{index}.{name}", parameter
+
+    def _groups(self) -> dict[str, str]:
+        """Return for every trained parameter whether it is an encoder's; a loss may contain its encoder."""
+        inside = {id(x) for loss in self.losses for y in loss.modules() if contains_encoder(y) for x in y.parameters()}
+        return {
+            name: "encoder" if name.startswith("encoder") or id(x) in inside else "loss"
+            for name, x in self.parameters()
+            if x.requires_grad
+        }
+
+    # --- backward and optimizer ---------------------------------------------------------------------------------------
+
+    def _on_backward(self, call: Call, gradient: Tensor) -> None:
+        if self.finished:
+            return
+        call.factor = float(gradient)
+        if abs(call.factor) > LARGEST_WEIGHT:
+            self.step.scale = _grad_scale()
+        if sum(x.factor is not None for x in self.step.losses) == 1:
+            gradients = [(name, x.grad) for name, x in self._with_gradient() if x.grad is not None]
+            self.step.stale = {name: snapshot(x) for name, x in gradients if bool(x.any())}
+
+    def _on_terms(self, parameters: list[Tensor]) -> None:
+        names = {id(x): name for name, x in self.parameters()}
+        self.step.other_terms |= {names[id(x)] for x in parameters if id(x) in names}
+
+    def _with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from ((name, x) for name, x in self.parameters() if x.grad is not None and not is_sharded(x))
+
+    def _is_skipped(self) -> bool:
+        """Return whether gradients were cleared without a step, as a GradScaler does after an overflow."""
+        begun = any(x.factor is not None for x in self.step.losses)
+        return begun and next(self._with_gradient(), None) is None
+
+    def _on_clip(self, function: str, parameters: list[Tensor], arguments: Any) -> None:
+        if math.inf in [*arguments[0][:1], arguments[1].get("max_norm")]:
+            return  # Hugging Face's Trainer measures the norm in this way
+        names = {id(x): name for name, x in self.parameters()}
+        clipped = {names[id(x)]: x.grad for x in parameters if id(x) in names and x.grad is not None}
+        self.step.gradients = {name: snapshot(x) for name, x in clipped.items()} | self.step.gradients
+        self.step.clips.append(Clip(function, list(clipped), arguments))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Look at the gradients now; those of a closure, in which Lightning runs forward and backward, after it."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return self._look_at_gradients(optimizer)
+
+        def watched() -> Any:
+            value = closure()
+            self._look_at_gradients(optimizer)
+            return value
+
+        if len(args) > 1:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, kwargs | {"closure": watched}
+
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Copy what the optimizer receives, and its state before the step."""
+        if self.finished or not any(x.factor is not None for x in self.step.losses):
+            return
+        if not any(optimizer is x for x in self.optimizers):
+            self.optimizers.append(optimizer)
+        index = next(i for i, x in enumerate(self.optimizers) if x is optimizer)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                self.step.optimizer_states[index] = snapshot(optimizer.state_dict())
+            except RuntimeError as error:  # ZeroRedundancyOptimizer, whose state is split over ranks
+                self.step.optimizer_problem = f"the state of {type(optimizer).__name__} cannot be read: {error}"
+        names = {id(x): name for name, x in self.parameters()}
+        held = [x for group in optimizer.param_groups for x in group["params"]]
+        self.step.optimized |= {names[id(x)] for x in held if id(x) in names}
+        self.step.sharded |= {name for name, x in self.parameters() if is_sharded(x)}
+        self.step.uncovered += [tuple(x.shape) for x in held if id(x) not in names and x.grad is not None]
+        for name, x in self._with_gradient():
+            self.step.gradients.setdefault(name, snapshot(x.grad))
+        self._stepped = True
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepped and not self.finished:
+            self.step.after |= {name: snapshot(x) for name, x in self.parameters() if not is_sharded(x)}
+
+    def _close_step(self) -> None:
+        self._stepped = False
+        self._nodes.clear()
+        self.record.steps.append(self.step)
+        self.record.parameters = self._groups()
+        self.on_step(self.record.finished, self.step)
+        self.record.finished += 1
+        self.step = Step()
+        if self.record.finished == self.steps:
+            self.finished = True
+            self.on_finish()
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, of which this rank holds a part."""
+    return hasattr(x, "device_mesh")
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs: a checkpoint, or a cache of gradients, calls modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _grad_scale() -> float:
+    """Return the scale of the process's GradScaler; 1 if there is none."""
+    scales = [x.get_scale() for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
+    return scales[0] if scales else 1.0
+
+
+def _autocast() -> tuple[str, bool, torch.dtype]:
+    current = torch.accelerator.current_accelerator()
+    device = "cpu" if current is None or not torch.is_autocast_enabled(current.type) else current.type
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

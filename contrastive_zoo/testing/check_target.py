@@ -1,0 +1,115 @@
+"""The target of ``contrastive-zoo check``: a loss of the catalogue, or a function of any module that returns a loss."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from contrastive_zoo.loss_base.settings import Settings
+from contrastive_zoo.testing.catalogue import CATALOGUE
+from contrastive_zoo.wrapper.distributed import DistributedLoss
+
+
+class TargetError(ValueError):
+    """A target that cannot be checked; the message is one sentence for the user."""
+
+
+def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable[[], Any], str, str | None]:
+    """Return a function that constructs the loss, its name, and its call form; None outside the catalogue.
+
+    Args:
+        target: a name of the catalogue, ``"module:function"`` or ``"module:LossClass"``.
+        settings: arguments of the function or class.
+        wrap: whether to wrap the loss in :class:`DistributedLoss`.
+
+    Raises:
+        TargetError: the target does not name a function that returns a loss.
+
+    Examples:
+        >>> make, name, call = find_target("torch.nn:SoftMarginLoss", {"reduction": "sum"}, wrap=True)
+        >>> name, type(make()).__name__
+        ("DistributedLoss(SoftMarginLoss(reduction='sum'))", 'DistributedLoss')
+        >>> find_target("nt-xnt", {}, wrap=False)
+        Traceback (most recent call last):
+        contrastive_zoo.testing.check_target.TargetError: 'nt-xnt' is neither ... Did you mean nt-xent? ...
+    """
+    if target in CATALOGUE:
+        entry = CATALOGUE[target]
+        if entry.call == "other":
+            raise TargetError(
+                f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of two "
+                "views, that calls it, and check that function."
+            )
+        return lambda: DistributedLoss(entry.make()), target, entry.call
+    factory = _factory(target)
+    _require_factory(target, factory, settings)
+
+    def make() -> Any:
+        loss = factory(**settings)
+        return DistributedLoss(loss) if wrap else loss
+
+    name = attribute = target.partition(":")[2]
+    if settings:
+        name = f"{attribute}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
+    return make, f"DistributedLoss({name})" if wrap else name, None
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question with the closest name, or nothing.
+
+    Examples:
+        >>> did_you_mean("same_valu", ["same_value", "same_state"])
+        ' Did you mean same_value?'
+    """
+    closest = get_close_matches(name, list(names), n=1)
+    return f" Did you mean {closest[0]}?" if closest else ""
+
+
+def _factory(target: str) -> Any:
+    """Return the object that ``"module:name"`` denotes."""
+    module_name, separator, attribute = target.partition(":")
+    if not separator:
+        names = ", ".join(CATALOGUE)
+        raise TargetError(
+            f"{target!r} is neither module:function nor a loss of the catalogue.{did_you_mean(target, CATALOGUE)} "
+            f"The losses are: {names}."
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except SyntaxError as error:
+        raise TargetError(f"{target}: {error.filename}, line {error.lineno}: {error.msg}.") from None
+    except BaseException as error:  # a module may raise anything, and may call sys.exit
+        raise TargetError(f"{target}: importing {module_name} raised {type(error).__name__}: {error}") from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            where = getattr(found, "__name__", found)
+            raise TargetError(f"{target}: {where} has no {part!r}.{did_you_mean(part, dir(found))}")
+        found = getattr(found, part)
+    return found
+
+
+def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> None:
+    """Raise if an object is not a function that returns a loss when it is called with these settings."""
+    if isinstance(factory, nn.Module):
+        raise TargetError(
+            f"{target} is a loss, not a function that returns one; "
+            f"write def make_loss(): return {target.partition(':')[2]}, and pass make_loss."
+        )
+    if not callable(factory):
+        raise TargetError(
+            f"{target} is a {type(factory).__name__}; pass a function that returns a loss, or a loss class."
+        )
+    try:
+        if isinstance(factory, type) and issubclass(factory, Settings):
+            factory(**settings)
+        else:
+            inspect.signature(factory).bind(**settings)
+    except TypeError as error:
+        hint = "If it is a loss, pass a function that returns it."
+        hint = "Give them with --set name=value." if isinstance(factory, type) else hint
+        raise TargetError(f"{target}: {str(error).removesuffix('.')}. {hint}") from None
+    except ValueError:  # a built-in without a signature, or a value that the loss refuses where it is checked
+        return

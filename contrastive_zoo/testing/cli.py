@@ -1,0 +1,261 @@
+"""The command line: ``contrastive-zoo check``, ``audit``, ``list``, ``vectors`` and ``demo``."""
+
+import json
+import os
+import sys
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+except ImportError as error:
+    raise ImportError(
+        "the command contrastive-zoo needs typer and rich: pip install 'contrastive_zoo[cli,testing]'"
+    ) from error
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+
+def _show_version(shown: bool) -> None:
+    if shown:
+        from contrastive_zoo import __version__
+
+        typer.echo(f"contrastive_zoo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Check and list contrastive losses that are the same function on W processes as on one."""
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the pictures.", file_okay=False)] = Path("demo-output"),
+) -> None:
+    """Train three losses on one process and on two, and show that both trainings agree. Takes less than a minute."""
+    _require("demo", "cloudpickle", "faiss", "matplotlib", "pytorch_metric_learning", "rich", "sklearn")
+    from contrastive_zoo.testing.demo import demo
+
+    raise typer.Exit(0 if demo(output) else 1)
+
+
+class Trainer(str, Enum):
+    """How the trainer reduces gradients over ranks."""
+
+    mean = "mean"
+    sum = "sum"
+
+
+class Level(str, Enum):
+    """What is under test: a loss, or a whole training step."""
+
+    loss = "loss"
+    training_step = "training-step"
+
+
+@app.command()
+def check(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="module:function that returns a loss, module:LossClass, or a name that `list` shows."),
+    ] = None,
+    world_size: Annotated[
+        list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes to test: --world-size 1 2 4.")
+    ] = None,
+    examples: Annotated[int, typer.Option(help="Number of global batches to test.", min=1)] = 30,
+    trainer: Annotated[Trainer, typer.Option(help="How the trainer reduces gradients over ranks.")] = Trainer.mean,
+    call: Annotated[str, typer.Option(help="Call form of the loss: labels, views, or auto.")] = "auto",
+    level: Annotated[
+        Level, typer.Option(help="What the function returns: a loss, or (model, step), a whole training step.")
+    ] = Level.loss,
+    width: Annotated[int | None, typer.Option(help="Width of the embeddings, where the loss fixes it.", min=1)] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
+    ] = None,
+    wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)] = None,
+    explain: Annotated[str | None, typer.Option(help="Explain an invariant and what breaks without it.")] = None,
+) -> None:
+    """Check in seconds whether a loss is the same function on W processes as on one, and diagnose it if it is not.
+
+    Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
+    """
+    _require("testing", "cloudpickle", "hypothesis", "rich")
+    from contrastive_zoo.testing import console
+    from contrastive_zoo.testing.check import examine
+    from contrastive_zoo.testing.check_target import TargetError, find_target
+    from contrastive_zoo.testing.invariants import INVARIANTS
+
+    if explain is not None:
+        _explain(explain, {invariant.name: invariant for invariant in INVARIANTS})
+    if target is None:
+        raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
+    _require_writable(json_file)
+    sys.path.insert(0, os.getcwd())
+    try:
+        make, name, call_form = find_target(target, dict(map(_setting, setting or [])), wrap)
+    except TargetError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        with console.progress(f"checking {name}", examples) as advance:
+            report = examine(
+                make,
+                world_sizes=world_size or (1, 2, 3, 4),
+                call=call_form if call == "auto" and call_form else call,  # type: ignore[arg-type]  # checked there
+                grad_reduction=trainer.value,
+                max_examples=examples,
+                level="training_step" if level is Level.training_step else "loss",
+                width=width,
+                name=name,
+                on_example=advance,
+            )
+    except Exception as error:  # exit status 1 is for a verdict
+        typer.echo(f"{name}: could not be checked. {str(error).partition(chr(10))[0]}", err=True)
+        raise typer.Exit(2) from None
+    console.show(report)
+    if json_file is not None:
+        _write(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def audit(
+    script: Annotated[
+        list[str] | None, typer.Argument(help="The script and its arguments.", metavar="SCRIPT ...")
+    ] = None,
+    module: Annotated[str | None, typer.Option("-m", help="A module to run instead, as python -m does.")] = None,
+    world_size: Annotated[
+        list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes: --world-size 2 4.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Number of steps of the optimizer to compare.", min=1)] = 3,
+    loss: Annotated[
+        list[str] | None, typer.Option(help="module:Class of a loss that is not found by itself; repeat the option.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each number of processes.", min=1)] = 300.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)] = None,
+) -> None:
+    """Run the first steps of a training script on several processes and compare them with one process.
+
+    The script is not changed. It ends after the steps, before it evaluates or saves. Options after -- are the script's.
+    Under torchrun (torchrun --nproc-per-node 2 -m contrastive_zoo audit train.py) its processes are audited.
+
+    Exit status: 0 if the training is the same, 1 if it is not, 2 if that is not known.
+    """
+    _require("cli", "rich")
+    from contrastive_zoo.testing.auditing import console
+    from contrastive_zoo.testing.auditing.launch import audit_script, audit_under_torchrun, is_under_torchrun
+
+    _require_writable(json_file)
+    command = [*(["-m", module] if module else []), *(script or [])]
+
+    def show(report: Any) -> int:
+        console.show(report)
+        if json_file is not None:
+            _write(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
+        return int(report.status)
+
+    try:
+        if is_under_torchrun():
+            audit_under_torchrun(command, show, steps=steps, losses=loss or [])
+        report = audit_script(command, world_sizes=world_size or (2,), steps=steps, losses=loss or [], timeout=timeout)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(show(report))
+
+
+@app.command("list")
+def list_losses() -> None:
+    """Show the losses of the zoo."""
+    _require("cli", "rich")
+    from contrastive_zoo.testing import console
+    from contrastive_zoo.testing.catalogue import CATALOGUE
+
+    console.show_catalogue(CATALOGUE.values())
+
+
+@app.command()
+def vectors(
+    out: Annotated[Path, typer.Option(help="Folder for the vectors.", file_okay=False)] = Path("vectors"),
+) -> None:
+    """Write conformance vectors: inputs, splits, values and gradients for implementations in any framework."""
+    from contrastive_zoo.testing.vectors import write_vectors
+
+    summary = write_vectors(out)
+    typer.echo(
+        f"{summary.cases} cases in {out}. NumPy formulas repeat {summary.repeated} of them; "
+        f"largest error {summary.largest_error:.0e}."
+    )
+
+
+def _require_writable(file: Path | None) -> None:
+    """Exit, before the check, if a file cannot be written."""
+    if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise typer.BadParameter(f"--json: {file} cannot be written; does its folder exist?")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        typer.echo(f"--json: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Parse ``name=value``; the value is JSON, or else a string."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise typer.BadParameter(f"--set takes name=value, got {text!r}.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _explain(name: str, invariants: dict[str, Any]) -> None:
+    """Print the meaning of an invariant and exit."""
+    from contrastive_zoo.testing.check_target import did_you_mean
+
+    if name not in invariants:
+        raise typer.BadParameter(
+            f"no invariant {name!r}.{did_you_mean(name, invariants)} The invariants are: {', '.join(invariants)}."
+        )
+    typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
+    raise typer.Exit(0)
+
+
+def _require(extra: str, *packages: str) -> None:
+    """Exit with the name of the extra to install if a package is missing."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        typer.echo(f"This needs {', '.join(missing)}: pip install 'contrastive_zoo[{extra}]'", err=True)
+        raise typer.Exit(2)
+
+
+def main() -> None:
+    """Run the console script."""
+    app(_repeat_option(sys.argv[1:]))
+
+
+def _repeat_option(arguments: list[str]) -> list[str]:
+    """Turn ``--world-size 1 2 4`` into ``--world-size 1 --world-size 2 --world-size 4``, which typer accepts.
+
+    Examples:
+        >>> _repeat_option(["check", "--world-size", "1", "2", "--json", "a"])
+        ['check', '--world-size', '1', '--world-size', '2', '--json', 'a']
+    """
+    repeated: list[str] = []
+    for argument in arguments:
+        follows_number = len(repeated) > 1 and repeated[-2] in ("--world-size", "-W") and argument.isdigit()
+        repeated += [repeated[-2], argument] if follows_number else [argument]
+    return repeated
+
+
+if __name__ == "__main__":
+    main()

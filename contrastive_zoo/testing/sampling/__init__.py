@@ -1,1 +1,0 @@
-"""Invariants of batch samplers, the mistakes that they catch, and random cases to test them on."""

@@ -1,0 +1,205 @@
+"""The arguments of one call: which of them are rows, how they are compared between ranks, and how they are gathered."""
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import cached_property
+from itertools import starmap
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+
+from contrastive_zoo.ranks.adjoints import gather_together
+from contrastive_zoo.ranks.handshake import Agreed
+from contrastive_zoo.ranks.row_checks import in_one_line, row_kind, tensor_problem
+from contrastive_zoo.ranks.transport import packed
+from contrastive_zoo.ranks.world import Shards, World
+
+
+class GlobalIndices(tuple[Tensor, ...]):
+    """What a miner found among all ranks' rows, the same on every rank: made by ``DistributedMiner``.
+
+    Examples:
+        >>> anchors, positives, negatives = GlobalIndices([torch.tensor([0]), torch.tensor([1]), torch.tensor([2])])
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The leaves of a call's arguments by their path. A tensor with a dimension holds rows, one a sample.
+
+    Examples:
+        >>> arguments = Arguments.of({"views": (torch.ones(2, 3), torch.ones(2, 3)), "margin": 0.5})
+        >>> list(arguments.rows), arguments.sizes
+        (['views[0]', 'views[1]'], [2, 2])
+    """
+
+    leaves: dict[str, Any]
+    tree: TreeSpec | None = None
+    """How the leaves are nested; None if no argument is a tuple, list or dict."""
+    ragged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Dimensions, by path, whose size may differ between ranks."""
+    padded: bool = False
+    """Whether gathered rows are padded to the largest size of these dimensions over the ranks."""
+
+    @classmethod
+    def of(
+        cls, arguments: Mapping[str, Any], ragged: Mapping[str, tuple[int, ...]] | None = None, *, padded: bool = False
+    ) -> "Arguments":
+        """The leaves of ``arguments``: tuples, lists and dicts are looked into."""
+        if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in arguments.values()):
+            return cls(dict(arguments), None, ragged or {}, padded)
+        found, tree = tree_flatten_with_path(dict(arguments))
+        return cls({_path(path): leaf for path, leaf in found}, tree, ragged or {}, padded)
+
+    @cached_property
+    def rows(self) -> dict[str, Tensor]:
+        """Tensors whose dimension 0 counts samples."""
+        return {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Samples of each of :attr:`rows`."""
+        return [x.shape[0] for x in self.rows.values()]
+
+    @property
+    def padded_sizes(self) -> list[int]:
+        """The size of each dimension that is padded; 0 where there are no rows, since none is needed there."""
+        return [self.rows[path].shape[dim] if len(self.rows[path]) else 0 for path, dim in self._padded_dims]
+
+    @property
+    def _padded_dims(self) -> list[tuple[str, int]]:
+        if not self.padded:
+            return []
+        given = [(path, dim) for path, dims in self.ragged.items() for dim in dims if path in self.rows]
+        return [(path, dim) for path, dim in given if dim < self.rows[path].ndim]  # others are a problem
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """What must be the same on every rank: kinds of rows, values of plain arguments, and which are present."""
+        settings = {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, (int, float, str, type(None)))}
+        indices = {path for path, leaf in self.leaves.items() if isinstance(leaf, GlobalIndices)}
+        return {
+            **{path: row_kind(x, self.ragged.get(path, ())) for path, x in self.rows.items()},
+            **{path: in_one_line(value) for path, value in settings.items()},
+            **dict.fromkeys(indices, "global indices"),
+            # a loss that declares a default for an argument would hide that the argument is missing on one rank
+            "the passed arguments": ", ".join(self.rows),
+        }
+
+    @property
+    def problem(self) -> str | None:
+        """Why these cannot be gathered, in words; None if they can."""
+        if wrong := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
+            return wrong
+        for path, leaf in self.leaves.items():
+            if isinstance(leaf, np.ndarray) or is_dataclass(leaf):
+                return (
+                    f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
+                    f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
+                )
+        return self._padding_problem() if self.padded else None
+
+    def _padding_problem(self) -> str | None:
+        for path, dims in self.ragged.items():
+            if path not in self.leaves:
+                return f"pad_dims names {path}, which this call has not. Its arguments are {', '.join(self.leaves)}."
+            x = self.leaves[path]
+            if x is not None and not (path in self.rows and max(dims) < self.rows[path].ndim):
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                return f"pad_dims[{path!r}] is {dims if len(dims) > 1 else dims[0]}, a dimension that {got} has not."
+        return None
+
+    def payload(self, world: World) -> list[Tensor] | None:
+        """The rows as bytes that may follow a handshake's header; None if two backends send them, or if widths differ."""
+        if self.ragged or self.on_accelerator or world.on_accelerators:  # widths of other ranks are not known yet
+            return None
+        return packed(list(self.rows.values()))
+
+    @cached_property
+    def on_accelerator(self) -> bool:
+        """Whether any rows lie elsewhere than on the CPU."""
+        return not all(x.is_cpu for x in self.rows.values())
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the first embeddings are, or the first rows; None if there are none."""
+        rows = sorted(self.rows.values(), key=lambda x: not x.is_floating_point())
+        return next((x.device for x in rows), None)
+
+    @property
+    def same(self) -> int:
+        """Which pairs of rows are one tensor, as bits, and one more; 0 where there are no rows, so that nobody can tell."""
+        if not any(self.sizes):
+            return 0
+        pairs = itertools.combinations(list(self.rows.values())[:_COMPARED], 2)
+        return 1 + sum((x is y) << index for index, (x, y) in enumerate(pairs))
+
+    def gathered(self, agreed: Agreed, world: World) -> dict[str, Any]:
+        """The arguments with the rows of all ranks as :meth:`gathered_rows` returns them."""
+        leaves = self.leaves | self.gathered_rows(agreed, world)
+        return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
+
+    def gathered_rows(self, agreed: Agreed, world: World) -> dict[str, Tensor]:
+        """:attr:`rows` of all ranks in rank order, whose gradients come out W times as large.
+
+        A tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about.
+        """
+        count = len(self.rows)
+        here, moves = self._as_wide_as(agreed.shards[count:]), self.on_accelerator or world.on_accelerators
+        if moves:  # tensors of one message are on one device
+            here = [x.to(world.device if world.on_accelerators else self.device) for x in here]
+        found = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
+        if moves:
+            found = [x.to(own.device) for x, own in zip(found, self.rows.values(), strict=True)]
+        for index, (i, j) in enumerate(itertools.combinations(range(min(len(found), _COMPARED)), 2)):
+            if max(agreed.same - 1, 0) >> index & 1:
+                found[j] = found[i]
+        return dict(zip(self.rows, found, strict=True))
+
+    def _as_wide_as(self, sizes: Sequence[Shards]) -> list[Tensor]:
+        """The rows, padded with zeros to the largest of each dimension's sizes; the padding gets no gradient."""
+        rows = dict(self.rows)
+        for (path, dim), of in zip(self._padded_dims, sizes, strict=True):
+            rows[path] = _resized(rows[path], dim, max(of.sizes))
+        return list(rows.values())
+
+
+_COMPARED = 11
+"""Arguments that may be one tensor: their pairs are as many bits as an int64 has for them."""
+
+
+def fingerprint(rows: Mapping[str, Tensor]) -> int:
+    """A digest of the floating-point rows, other than 0; 0 if they cannot be told from a coincidence.
+
+    One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks.
+
+    Examples:
+        >>> fingerprint({"embeddings": torch.ones(3, 2)})
+        0
+    """
+    floating = [x.detach() for x in rows.values() if x.is_floating_point()]
+    if not any(len(x) > 1 and x.numel() and not torch.equal(x[:1].expand_as(x), x) for x in floating):
+        return 0
+    digest = hashlib.blake2b(digest_size=7)
+    for x in floating:
+        digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return 1 + int.from_bytes(digest.digest(), "big")
+
+
+def _resized(rows: Tensor, dim: int, size: int) -> Tensor:
+    """The rows with zeros behind ``dim``; rows of a rank that holds none may be cut."""
+    behind = [0, 0] * (rows.ndim - 1 - dim) + [0, size - rows.shape[dim]]
+    return F.pad(rows, behind)
+
+
+def _path(path: Any) -> str:
+    """``['embeddings']`` as ``embeddings``, ``['views'][0]`` as ``views[0]``."""
+    return keystr(path)[2:].replace("']", "", 1)

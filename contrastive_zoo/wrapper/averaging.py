@@ -1,0 +1,91 @@
+"""Average gradients over ranks in a training loop without DDP."""
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.ranks.collectives import mean_over_ranks, sum_over_ranks
+from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.session import meet, refuse
+from contrastive_zoo.ranks.world import Processes, World
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are sent together in messages of about this size, DDP's default."""
+
+
+@uncompiled
+def average_gradients(module: nn.Module, process_group: Processes = None) -> None:
+    """Replace every gradient of ``module`` by its mean over all ranks: what DDP does during the backward pass.
+
+    Equal to ``p.grad = all_reduce(p.grad) / W`` for every parameter p. A parameter without a gradient on some
+    ranks counts as zero there; a parameter without a gradient on all ranks keeps none.
+
+    Call it after ``backward()`` and before ``optimizer.step()``, on every rank. It averages, so ``DistributedLoss`` keeps
+    its default, ``grad_reduction="mean"``.
+
+    Args:
+        module: a module with equal parameters on every rank.
+        process_group: the ranks; None is the default group at the time of the call.
+
+    Raises:
+        ValueError: on every rank alike: ranks whose modules differ in the names, shapes or dtypes of their parameters,
+            an argument that is no module, such as ``model.parameters()``, or parameters that are DTensors, which FSDP
+            reduces itself.
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> average_gradients(model)             # one process: nothing to average
+        >>> model.weight.grad
+        tensor([[1., 1.]])
+    """
+    world = World.of(process_group, "average_gradients")
+    if (problem := _module_problem(module)) is not None:
+        refuse("average_gradients", problem, world=world)
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    parameters = list(named.values())
+    kinds = {name: described(parameter) for name, parameter in named.items()}
+    meet("average_gradients", {}, world=world, settings=kinds)
+    if world.size == 1 or not parameters:
+        return
+    with torch.no_grad():
+        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        anywhere = sum_over_ranks(has.to(world.device), gradient="complete", world=world).tolist()
+        touched = [parameter for parameter, ranks in zip(parameters, anywhere, strict=True) if ranks]
+        for bucket in _buckets(touched):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            parts = mean_over_ranks(flat, world).split([p.numel() for p in bucket])
+            for parameter, mean in zip(bucket, parts, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(mean.view_as(parameter))
+
+
+def _module_problem(module: object) -> str | None:
+    """Why the gradients of this object cannot be averaged, in words; None if they can."""
+    if not isinstance(module, nn.Module):
+        return f"a module is averaged, got {type(module).__name__}. Pass the model itself, average_gradients(model)."
+    names = [name for name, x in module.named_parameters() if x.requires_grad and hasattr(x, "device_mesh")]
+    if names:
+        return (
+            f"{len(names)} parameters are DTensors ({names[0]}), of which this rank holds a part. FSDP reduces their "
+            "gradients itself during backward(): leave average_gradients out. For parameters that are parallel "
+            "otherwise, average x.grad.to_local() over the ranks that hold the same part."
+        )
+    return None
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[Tensor]]:
+    """Parameters in order, split where dtype or device changes or a message would exceed :data:`BUCKET_BYTES`."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for parameter in parameters:
+        last = buckets[-1][-1] if buckets else None
+        same = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        size = size + parameter.nbytes if same else parameter.nbytes
+        if not same or size > BUCKET_BYTES:
+            buckets.append([])
+            size = parameter.nbytes
+        buckets[-1].append(parameter)
+    return buckets

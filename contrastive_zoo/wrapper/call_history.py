@@ -1,0 +1,126 @@
+"""What a DistributedLoss remembers from one call to the next, and what it tells the next handshake."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from contrastive_zoo.engine.precision import sum_dtype
+from contrastive_zoo.loss_base.loss_modules import LossModules, StateSums
+from contrastive_zoo.ranks.devices import ValueCheck, read_later
+from contrastive_zoo.ranks.session import Session
+
+FIRST_VALUES, EVERY_NTH_CALL = 8, 64
+"""Returned values are compared between ranks after the first 8 calls, parameters at the first call, both at every 64th."""
+
+_Check = tuple[int, Callable[[Sequence[float]], str | None]]
+"""How many numbers a check reads, and what it concludes from them."""
+
+
+class CallHistory:
+    """One wrapper's calls. No decision that changes messages rests on it: its contents enter the handshake's header.
+
+    Attributes:
+        calls: how many have been completed between several ranks.
+        draws: whether the loss has drawn random numbers or changed its buffers while it was computed.
+        keeps_state: whether the last call changed the loss's buffers.
+        sizes: the numbers of samples of the last call, by argument; None before the first.
+        has_broadcast: whether parameters and buffers have been broadcast from rank 0.
+
+    Examples:
+        >>> history = CallHistory()
+        >>> history.last_value() is None, history.calls
+        (True, 0)
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.draws = False
+        self.keeps_state = False
+        self.has_broadcast = False
+        self.sizes: list[int] | None = None
+        self._value: Callable[[], list[float]] | None = None
+        self._sums: Callable[[], StateSums] | None = None
+        self._checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without numbers that are still to be read from a device for the next handshake of this very object."""
+        return {**vars(self), "_value": None, "_sums": None, "_checks": []}
+
+    def remember_value(self, value: Any) -> None:
+        """Keep the returned value for the next handshake, at calls whose values are compared."""
+        if self.calls < FIRST_VALUES or self.calls % EVERY_NTH_CALL == 0:
+            # tensors only: other results, such as a time, may differ between ranks
+            tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+            self._value = None
+            if tensors:
+                sums = torch.stack([x.detach().sum().to(sum_dtype(x)) for x in tensors])
+                self._value = sums.tolist if sums.is_cpu else read_later(sums)
+
+    def last_value(self) -> float | None:
+        """The sum of what the previous call returned, once; None if it is not compared."""
+        value, self._value = self._value, None
+        return None if value is None else sum(value())
+
+    def state_sums(self, modules: LossModules) -> StateSums | None:
+        """The sums of parameters and buffers at every 64th call; one call later for those on an accelerator."""
+        due, self._sums = self._sums, None
+        if self.calls % EVERY_NTH_CALL == 0:
+            self._sums = StateSums.of(modules)
+            if due is None and all(x.device.type == "cpu" for _, x in modules.shared_state()):
+                due, self._sums = self._sums, None
+        return None if due is None else due()
+
+    def look_later(self, checks: Sequence[ValueCheck]) -> None:
+        """Start to copy the numbers of this call's checks, all in one copy from a device, for the next call."""
+        for device in dict.fromkeys(x.numbers.device for x in checks):  # usually there is one
+            here = [x for x in checks if x.numbers.device == device]
+            numbers = read_later(torch.cat([x.numbers.long() for x in here]))
+            self._checks.append(([(len(x.numbers), x.problem) for x in here], numbers))
+
+    def values_problem(self) -> str | None:
+        """What was wrong with the values that the previous call looked at on an accelerator, once; None if nothing was."""
+        checks, self._checks = self._checks, []
+        for of_device, read in checks:
+            numbers = iter(read())
+            found = [problem([*itertools.islice(numbers, count)]) for count, problem in of_device]
+            if wrong := next(filter(None, found), None):
+                return f"at the previous call (on accelerators values are looked at without waiting): {wrong}"
+        return None
+
+    def shapes_problem(self, sizes: list[int], names: Iterable[str]) -> str | None:
+        """Why ``static_shapes=True`` does not hold: the sizes differ from the previous call's; None if they are equal."""
+        if self.sizes is None or sizes == self.sizes:
+            return None
+        return (
+            f"static_shapes=True, but this rank brought {sizes} rows of {', '.join(names)} after "
+            f"{self.sizes}. Drop the last incomplete batch, or leave static_shapes out."
+        )
+
+
+def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
+    """The session of a step whose rows are on an accelerator: NaN and infinite values are refused in the next call."""
+    floating = {name: x.detach() for name, x in rows.items() if x.is_floating_point()}
+    if (later := session.findings.later) is not None:
+        for device in dict.fromkeys(x.device for x in floating.values()):
+            here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}
+            finite = torch.stack(list(here.values()))
+            later.append(ValueCheck(finite, functools.partial(_finite_problem, list(here))))
+    return replace(session, options=replace(session.options, check_finite=False))
+
+
+def _finite_problem(names: Sequence[str], finite: Sequence[float]) -> str | None:
+    bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+    if not bad:
+        return None
+    return (
+        f"{', '.join(bad)} held NaN or infinite values. Look for a diverged encoder, a division by a zero norm or an "
+        "overflow in half precision; check_finite=False lets them through."
+    )

@@ -1,0 +1,264 @@
+"""An encoder and its chunks: run once without a graph, and once more with one when gradients arrive."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
+
+from contrastive_zoo.ranks.compiling import Function
+from contrastive_zoo.ranks.world import World
+
+
+def random_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    """Return the states of torch's generators: the CPU's, then each device's."""
+    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+
+
+def set_random_states(states: Sequence[Tensor], devices: Iterable[torch.device]) -> None:
+    """Restore what :func:`random_states` returned."""
+    cpu, *others = states
+    torch.set_rng_state(cpu)
+    for state, device in zip(others, devices, strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+class AutocastState:
+    """The autocast settings at construction, for the CPU and the types of these devices."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._settings = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", *{device.type for device in devices})
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the body under these settings, without autocast's cache.
+
+        The cache would pass on weights that were cast without a graph.
+        """
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self._settings:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield
+
+
+class ChangedBuffers:
+    """The buffers that the first pass changes, such as BatchNorm's statistics and a spectral norm's vectors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before: dict[str, Tensor] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the values that buffers have before the body, of those that it changes."""
+        before: dict[str, Tensor] = {}
+
+        def record(*_: Any) -> None:  # a hook, since DDP copies rank 0's buffers when its forward begins
+            if not before:
+                before.update((name, x.clone()) for name, x in self._module.named_buffers())
+
+        handle = self._module.register_forward_pre_hook(record)
+        try:
+            yield
+        finally:
+            handle.remove()
+        after = dict(self._module.named_buffers())
+        self._before = {k: x for k, x in before.items() if k in after and not torch.equal(x, after[k])}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the body with the recorded values; afterwards buffers have their present values."""
+        present = dict(self._module.named_buffers())
+        after = {name: present[name].clone() for name in self._before}
+        self._copy(self._before, present)
+        try:
+            yield
+        finally:
+            self._copy(after, present)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(values: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        for name, x in values.items():
+            buffers[name].copy_(x)
+
+
+class Chunk(NamedTuple):
+    """The arguments of one call of the encoder."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, arguments: Any) -> "Chunk":
+        """Return a tensor, a tuple of arguments or a mapping of keywords as a chunk."""
+        if isinstance(arguments, Mapping):
+            return cls((), dict(arguments))
+        return cls(tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,), {})
+
+
+def has_samples(x: Any) -> bool:
+    """Return whether x is a tensor whose dimension 0 counts samples."""
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+class _Outputs(NamedTuple):
+    """The structure of an encoder's output, and each output tensor's number of rows in each chunk."""
+
+    tree: TreeSpec
+    sizes: list[list[int]]
+
+
+class ChunkedEncoder:
+    """An encoder, its chunks, and the state that the second pass restores."""
+
+    outputs: _Outputs
+
+    def __init__(self, model: nn.Module, chunks: list[Chunk]) -> None:
+        self.model, self.chunks = model, chunks
+        self.devices = sorted({x.device for x in model.parameters() if x.device.type != "cpu"}, key=str)
+        self.autocast = AutocastState(self.devices)
+        self.buffers = ChangedBuffers(model.module if isinstance(model, DistributedDataParallel) else model)
+        self.random_states: list[list[Tensor]] = []
+        """Before each chunk of the first pass."""
+
+    def encode(self) -> tuple[list[Tensor], TreeSpec]:
+        """Run the first pass: return the outputs of all chunks, without a graph, and their structure."""
+        found = []
+        with torch.no_grad(), self.autocast.restored(), self.buffers.recorded():
+            for chunk in self.chunks:
+                self.random_states.append(random_states(self.devices))
+                leaves, tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
+                found.append(leaves)
+        self.outputs = _Outputs(tree, [[len(x) for x in leaves] for leaves in found])
+        return [torch.cat(parts) for parts in zip(*found, strict=True)], tree
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return whether any parameter needs a gradient, so that a second pass is needed."""
+        return any(x.requires_grad for x in self.model.parameters())
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters whose gradients the node returns: none if hooks of DDP or FSDP collect them."""
+        hooked = any(hasattr(x, "no_sync") or hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
+        return [] if hooked else [x for x in self.model.parameters() if x.requires_grad]
+
+    def encode_again(self, output_gradients: list[Tensor], totals: dict[Tensor, Tensor], *, sync: bool) -> None:
+        """Run the second pass: each chunk with a graph, and its outputs' gradients through that graph.
+
+        Args:
+            output_gradients: one for each output, of all chunks.
+            totals: where gradients of :attr:`parameters` are added up.
+            sync: whether DDP reduces gradients during the last chunk; it skips the others.
+        """
+        sizes = zip(*self.outputs.sizes, strict=True)
+        by_output = (x.split(list(of)) for x, of in zip(output_gradients, sizes, strict=True))
+        by_chunk = list(zip(*by_output, strict=True))
+        with self._restored():
+            for index, (chunk, states, gradients) in enumerate(
+                zip(self.chunks, self.random_states, by_chunk, strict=True)
+            ):
+                skip_reduction = not (sync and index == len(self.chunks) - 1)
+                with getattr(self.model, "no_sync", nullcontext)() if skip_reduction else nullcontext():
+                    with torch.enable_grad(), self.autocast.restored():
+                        set_random_states(states, self.devices)
+                        outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
+                    self._backward(outputs, gradients, totals)
+
+    def _backward(self, outputs: list[Tensor], gradients: Sequence[Tensor], totals: dict[Tensor, Tensor]) -> None:
+        pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
+        if not pairs:
+            return
+        parameters = self.parameters
+        ends, of_ends = [x for x, _ in pairs], [gradient for _, gradient in pairs]
+        if not parameters:
+            torch.autograd.backward(ends, of_ends)
+            return
+        found = torch.autograd.grad(ends, parameters, of_ends, allow_unused=True)
+        for x, gradient in zip(parameters, found, strict=True):
+            if gradient is not None:
+                totals[x] = totals[x] + gradient if x in totals else gradient
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Run the body with the buffers of the first pass; afterwards buffers and generators are as they are now."""
+        states = random_states(self.devices)
+        with self.buffers.restored():
+            try:
+                yield
+            finally:
+                set_random_states(states, self.devices)
+
+    def add_empty_chunk(self, caller: str, world: World) -> None:
+        """Add an empty chunk, shaped as another rank's, if this rank has no chunk. Every rank calls it.
+
+        Raises:
+            ValueError: the other ranks' chunks do not consist of tensors alone.
+        """
+        layouts = [text for text in world.exchange_text(_layout(self.chunks[0]) if self.chunks else "-") if text != "-"]
+        if not layouts[0]:
+            raise ValueError(
+                f"{caller}: a rank has no chunk, and the chunks of other ranks do not consist of tensors alone, so that "
+                "no empty one can be shaped as they are. Pass an empty chunk there, such as x[:0]."
+            )
+        if not self.chunks:
+            tree, tensors = json.loads(layouts[0])
+            device = next((x.device for x in self.model.parameters()), None)
+            empty = [torch.empty(0, *shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in tensors]
+            self.chunks.append(Chunk(*tree_unflatten(empty, treespec_loads(tree))))
+
+
+def _layout(chunk: Chunk) -> str:
+    """Return a chunk's structure, dtypes and shapes as text; nothing if it holds anything but tensors."""
+    leaves, tree = tree_flatten(tuple(chunk))
+    if not all(has_samples(x) for x in leaves):
+        return ""
+    return json.dumps([treespec_dumps(tree), [(str(x.dtype)[6:], x.shape[1:]) for x in leaves]])
+
+
+def encode_all(encoders: Sequence[ChunkedEncoder]) -> list[Any]:
+    """Return each encoder's output for all its chunks; the outputs' backward pass runs the encoders again."""
+    if not torch.is_grad_enabled() or not any(x.is_trainable for x in encoders):
+        return [tree_unflatten(*x.encode()) for x in encoders]
+    parameters = dict.fromkeys(x for encoder in encoders for x in encoder.parameters)  # towers may share some
+    outputs = iter(_Encode.apply(encoders, torch.zeros((), requires_grad=True), *parameters))
+    return [
+        tree_unflatten(list(itertools.islice(outputs, x.outputs.tree.num_leaves)), x.outputs.tree) for x in encoders
+    ]
+
+
+class _Encode(Function):
+    """Both passes of all encoders.
+
+    ``anchor`` makes the outputs need a gradient also where hooks collect those of all parameters.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, encoders: Sequence[ChunkedEncoder], anchor: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.encoders, ctx.parameters = encoders, parameters
+        outputs = [x for encoder in encoders for x in encoder.encode()[0]]
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        arriving = iter(gradients)
+        totals: dict[Tensor, Tensor] = {}
+        for index, encoder in enumerate(ctx.encoders):
+            is_last_use = all(encoder.model is not other.model for other in ctx.encoders[index + 1 :])
+            of_outputs = list(itertools.islice(arriving, encoder.outputs.tree.num_leaves))
+            encoder.encode_again(of_outputs, totals, sync=is_last_use)
+        return None, None, *(totals.get(x) for x in ctx.parameters)

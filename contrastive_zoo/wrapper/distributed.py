@@ -1,0 +1,368 @@
+"""DistributedLoss makes any loss a function of the global batch."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from typing_extensions import TypeVar
+
+from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
+from contrastive_zoo.loss_base.loss import Loss, Stated
+from contrastive_zoo.loss_base.loss_modules import LossModules, loss_name, without_ddp
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.adjoints import scale_gradient
+from contrastive_zoo.ranks.collectives import broadcast
+from contrastive_zoo.ranks.compiling import traced_as
+from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.session import Findings, Options, Session, meet, refuse
+from contrastive_zoo.ranks.world import Processes, Shards, World
+from contrastive_zoo.wrapper.arguments import Arguments
+from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
+from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
+from contrastive_zoo.wrapper.options import (
+    GradReduction,
+    Mode,
+    machines_of,
+    padded_dims,
+    refuse_bad_combination,
+    refuse_bad_loss,
+    refuse_bad_options,
+    ring_in_group,
+    shown,
+)
+from contrastive_zoo.wrapper.step import Observer, OwnStep, ThirdPartyStep, WrapperOptions, watch_joins
+from contrastive_zoo.wrapper.wrapped import unwrapped_loss, unwrapped_miner
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def broadcast_from_rank_0(modules: LossModules, world: World) -> None:
+    """Set parameters and buffers of a loss to rank 0's, as DDP does for a model at construction.
+
+    Raises:
+        ValueError: on every rank alike, ranks hold parameters of other names, dtypes or shapes.
+
+    Examples:
+        >>> from torch import nn
+        >>> broadcast_from_rank_0(LossModules(nn.Linear(2, 1)), World())
+    """
+    state = dict(modules.shared_state())
+    kinds = {name: described(x) for name, x in state.items()}
+    meet(loss_name(modules.loss), {}, world=world, settings={"broadcast_parameters": "now", **kinds})
+    for x in state.values():
+        x.data.copy_(broadcast(x.detach(), process_group=world))
+
+
+R = TypeVar("R", default=Any)
+"""What the loss returns."""
+
+
+class LossAttributes(GraphModule):
+    """A wrapper of ``loss``, whose public attributes are read and set through it where it has none of that name."""
+
+    def extra_repr(self) -> str:
+        """Every option that is not its default; modules stand below."""
+        parts = []
+        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
+            value = None if name == "self" else getattr(self, name)
+            if value is not parameter.default and value != parameter.default and name not in {"self", *self._modules}:
+                parts.append(f"{name}={shown(value)}")
+        return ", ".join(parts)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (bare := self._has(name)) is None:
+                raise
+            return getattr(bare, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # a schedule that sets loss_fn.temperature means the loss's; without this it would change nothing
+        own = name in vars(self) or name in vars(self).get("_modules", ()) or hasattr(type(self), name)
+        bare = None if own else self._has(name)
+        if bare is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(bare, name, value)
+
+    def _has(self, name: str) -> Any:
+        """The bare loss if this is one of its public attributes."""
+        bare = without_ddp(vars(self).get("loss", vars(self).get("_modules", {}).get("loss")))
+        return None if name.startswith("_") or not hasattr(bare, name) else bare
+
+
+class DistributedLoss(LossAttributes, Generic[R]):
+    """``loss`` on the rows of all ranks: its value, its encoder gradient and the gradient of its own parameters.
+
+    Let z₁ … z_N be the rows of all ranks in rank order, and L the loss that one process computes from them. On every rank,
+    and for every split of the rows (uneven and empty shards included):
+
+    - the returned value is L;
+    - the encoder's gradient, after the gradient all-reduce of the trainer, is ∂L/∂θ;
+    - the gradient of the loss's own parameters is ∂L/∂φ on every rank, before any all-reduce.
+
+    With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
+    the gathered rows; it may return a tensor, or a tuple, list or dict of tensors. On one process the wrapper is
+    transparent: a third-party loss receives its arguments unchanged, and errors are its own.
+
+    Public attributes and methods of the loss are read and set through the wrapper (``loss_fn.temperature``), except those
+    that the wrapper has itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
+
+    Args:
+        loss: a loss of this library, or any module or function of tensors whose dimension 0 counts rows:
+            ``loss(embeddings, labels)``, ``loss(view1, view2)``, or pytorch-metric-learning's
+            ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``.
+        miner: called as ``miner(embeddings, labels)``, or with the reference rows too, on the gathered rows; its result
+            is passed to the loss as ``indices_tuple``.
+        mode: how a third-party loss is computed: ``"replicated"``, by every rank on all rows, or ``"sharded"``, by each
+            rank for its own anchors, which pytorch-metric-learning's pair and triplet losses allow.
+        prefer_native: whether a loss of this library replaces a third-party loss (and its miner) that is the same
+            function; ``loss`` is used if there is none. The call form stays that of the third-party loss. A call with
+            ``indices_tuple`` or reference rows is computed by the third-party loss, with the weights learnt here.
+        process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
+        grad_reduction: how the trainer reduces gradients over ranks. ``"mean"``: DDP, FSDP, Lightning, Accelerate, the
+            Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
+            that sums, a divide factor of 1.
+        check_finite: whether rows with NaN or infinite values are refused. On an accelerator they are looked for without
+            waiting, and refused at the next call, and so are other wrong values, such as labels that are no classes.
+            False leaves out all checks of values on an accelerator.
+        check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
+            value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
+        check_distinct: whether the first call refuses embeddings that are equal on every rank, as they are after a gather.
+        broadcast_parameters: whether the first call sets the loss's parameters and buffers to rank 0's, as DDP does for a
+            model at construction.
+        static_shapes: whether each rank passes equally many rows at every call; other numbers are refused on every rank.
+        ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not
+            grow with the number of ranks, and most losses send candidates twice or more. A 2-d DeviceMesh, whose rows are
+            the ranks of one machine each, is a ring of two levels: a shard is sent to each machine once, and then passed
+            on inside it.
+        pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number of
+            tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over the
+            ranks. Gradients are those of the rows without padding. One process pads nothing, so the loss must not depend
+            on the padding, which its mask tells it.
+
+    Raises:
+        ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
+            already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is
+            a DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
+            that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh; ``pad_dims`` that are no
+            dimensions, or for a loss that not every rank computes. At the call, between several ranks, on every rank alike:
+            ranks that differ in the loss's class, its settings, this wrapper's options, arguments, widths, dtypes or
+            parameters; a mesh of other ranks than the process group's; arguments that the loss does not take; labels that
+            are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices mined on one
+            rank's rows, or passed although there is a miner; a previous value that differs between ranks; ``pad_dims`` of
+            arguments that the call has not; a call inside of DDP's ``join()``.
+        CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
+
+    Examples:
+        >>> import torch, contrastive_zoo as cz
+        >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=1.0))
+        >>> loss_fn(torch.eye(2), torch.eye(2))
+        tensor(0.5514)
+        >>> loss_fn = cz.DistributedLoss(lambda z, labels: z[labels == 0].square().sum())
+        >>> loss_fn(torch.eye(2), torch.tensor([0, 1]))
+        tensor(1.)
+    """
+
+    __call__: Callable[..., R]
+
+    def __init__(
+        self,
+        loss: Callable[..., R],
+        *,
+        miner: Callable[..., Any] | None = None,
+        mode: Mode = "replicated",
+        prefer_native: bool = False,
+        process_group: Processes = None,
+        grad_reduction: GradReduction = "mean",
+        check_finite: bool = True,
+        check_equal: bool = True,
+        check_distinct: bool = True,
+        broadcast_parameters: bool = False,
+        static_shapes: bool = False,
+        ring: "bool | DeviceMesh" = False,
+        pad_dims: Mapping[str, int | Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__()
+        watch_joins()
+        flags = {"prefer_native": prefer_native, "check_finite": check_finite, "check_equal": check_equal}
+        flags |= {"check_distinct": check_distinct, "broadcast_parameters": broadcast_parameters}
+        refuse_bad_options(grad_reduction, mode, **flags, static_shapes=static_shapes)
+        loss = unwrapped_loss("DistributedLoss", loss)
+        miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
+        refuse_bad_loss(loss)
+        if isinstance(without_ddp(loss), DistributedLoss):
+            raise ValueError("DistributedLoss: this loss is distributed already; wrap the bare one, once.")
+        self._replaced: Any = None  # the third-party loss and its miner that this library's loss replaces
+        if prefer_native:
+            loss, miner, self._replaced = native_and_replaced(loss, miner)
+        refuse_bad_combination(loss, miner, mode, machines_of(ring))
+        self.miner = miner
+        self.mode = mode
+        self.prefer_native = prefer_native
+        self.process_group = process_group
+        self.grad_reduction = grad_reduction
+        self.check_finite = check_finite
+        self.check_equal = check_equal
+        self.check_distinct = check_distinct
+        self.broadcast_parameters = broadcast_parameters
+        self.static_shapes = static_shapes
+        self.ring = machines_of(ring)
+        self.pad_dims = padded_dims(loss, mode, pad_dims) or None
+        self._history = CallHistory()
+        self._observer: Observer | None = None
+        self.loss = loss
+        for module in self.modules():
+            if isinstance(module, Loss):
+                module._is_wrapped = True
+
+    def graph_problem(self) -> str | None:
+        if self._replaced is not None or not isinstance(self.loss, Loss):
+            return THIRD_PARTY
+        if not all(x.is_plain for x in self.loss.modules() if isinstance(x, Loss)):
+            return f"{type(self.loss).__name__}.forward may return anything."
+        return None if self.miner is None else "a miner searches values."
+
+    @traced_as(GraphModule.traced_forward)
+    def forward(self, *rows: Any, **named_rows: Any) -> Any:
+        """The loss of all ranks' rows, from this rank's.
+
+        Args:
+            rows: as the loss takes them.
+            named_rows: as the loss takes them.
+        """
+        loss: Any = self._modules.get("loss")
+        bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
+        session, problem = self._session(bare)
+        if problem is not None:
+            refuse(loss_name(bare), problem, world=session)
+        try:
+            call, compared = self._call(bare, rows, named_rows)
+        except Exception as error:
+            alone, is_own = session.size == 1, isinstance(bare, Loss) and self._replaced is None
+            if alone and (is_own or not isinstance(error, TypeError)):
+                raise
+            if alone:  # the error of the third-party loss itself
+                return (self.loss if self._replaced is None else self._replaced.loss)(*rows, **named_rows)
+            # only this rank may lack an argument, or fail to read a setting; the others wait in the handshake
+            text = f"{error}." if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+            refuse(loss_name(bare), text.removeprefix(f"{loss_name(bare)}: "), world=session)
+        if session.size == 1:
+            return self._alone(bare, call, session)
+        modules = LossModules(bare)
+        if self.broadcast_parameters and not self._history.has_broadcast:
+            broadcast_from_rank_0(modules, session)
+            self._history.has_broadcast = True
+        step, observer = (modules, self._options(), self._history), self._observer if self.training else None
+        if isinstance(call, Stated):
+            session = _looking_later(call.inputs.rows, session)
+            compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
+            value = OwnStep(call.name, compared, *step, session, observer, bare, call, compute).compute()
+        else:
+            arguments = Arguments.of(call.bound.arguments, self.pad_dims, padded=self.pad_dims is not None)
+            if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
+                refuse(loss_name(bare), problem, world=session)
+            session = _looking_later(arguments.rows, session)
+            value = ThirdPartyStep(loss_name(bare), compared, *step, session, observer, call, arguments).compute()
+        if self.grad_reduction == "sum":
+            value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
+        return value
+
+    def _call(
+        self, bare: Any, rows: tuple[Any, ...], named_rows: dict[str, Any]
+    ) -> tuple[Stated | LossCall, dict[str, str]]:
+        """What this rank states of a call of this library's loss, or a call of a third-party loss.
+
+        What ranks compare of it comes second: of a loss and the one that it replaces, all take the same.
+        """
+        compared: dict[str, str] = {}
+        if self._replaced is not None:
+            given = signature(self._replaced.loss).bind(*rows, **named_rows)
+            native = self._replaced.native_arguments(given.arguments)
+            compared["arguments"] = ", ".join(name for name, x in given.arguments.items() if x is not None)
+            empty = any(isinstance(x, Tensor) and x.ndim and not len(x) for x in native or ())
+            if native is None or (empty and World.of(self.process_group).size == 1):
+                return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, given), compared
+            rows, named_rows = native, {}
+        if isinstance(bare, Loss):
+            if bare.is_plain:
+                return bare.stated(rows, named_rows), compared
+            rows, named_rows = devices.beside_rows(rows, named_rows)
+        # a miner's indices come later, also where the loss requires them
+        takes = signature(bare)
+        bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
+        return LossCall(self.loss, self.miner, bound), compared
+
+    def _session(self, bare: Any) -> tuple[Session, str | None]:
+        """Return the step's session, and what is wrong with the ring of this rank."""
+        watch_joins()  # a wrapper may have come by pickle
+        world = World.of(self.process_group)
+        # no trainer adds up the gradients of parameters that are split over the ranks
+        factor = world.size if self.grad_reduction == "sum" else 1
+        check_finite = self.check_finite and getattr(bare, "check_finite", True)
+        ring, problem = self.ring, None
+        if not isinstance(ring, bool):
+            ring, problem = ring_in_group(machines_of(ring), world)
+        findings = Findings([] if check_finite else None)
+        name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
+        caller = f"{name}, call {self._history.calls + 1}"
+        options = Options(check_finite, ring, factor)
+        return Session(world.rank, world.size, world.group, options, findings=findings, caller=caller), problem
+
+    def _options(self) -> WrapperOptions:
+        return WrapperOptions(
+            self.grad_reduction,
+            self.mode if self._replaced is None else "replicated",
+            self.ring if isinstance(self.ring, bool) else machines_of(self.ring),
+            self.static_shapes,
+            self.training,
+            self.check_finite,
+            self.check_equal,
+            self.check_distinct,
+            self.pad_dims or {},
+        )
+
+    def observe_with(self, observer: Observer | None) -> None:
+        """Tell an observer, such as :class:`Monitor`, of every call in training mode; None: no longer. Do so on every rank.
+
+        Raises:
+            ValueError: there is another observer.
+        """
+        if observer is not None and self._observer is not None:
+            raise ValueError("DistributedLoss: this loss has a monitor already. Use it, or call its remove() first.")
+        self._observer = observer
+
+    def _alone(self, bare: Any, call: Stated | LossCall, session: Session) -> Any:
+        """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
+        observer = self._observer if self.training else None
+        problem = None if isinstance(call, Stated) else call.indices_problem(session)
+        problem = problem or self._history.values_problem()
+        rows: Mapping[str, Tensor] = {}
+        if observer is not None:
+            rows = call.inputs.rows if isinstance(call, Stated) else Arguments.of(call.bound.arguments).rows
+            problem = problem or observer.problem(rows)
+        if problem is not None:
+            refuse(loss_name(bare), problem, world=session)
+        if isinstance(call, Stated):
+            batch = bare.agreed(call, _looking_later(call.inputs.rows, session), waits=False)
+            loss: Any = self.loss
+            value = bare.compute(batch) if loss is bare else loss(batch)
+        else:
+            value = call.mine_and_compute()
+        if session.findings.later:
+            self._history.look_later(session.findings.later)
+        if observer is not None:
+            observer.observe(bare, rows, [Shards((len(x),)) for x in rows.values()], session)
+        return value
+
+
+def _looking_later(rows: Mapping[str, Tensor], session: Session) -> Session:
+    """The session in which rows on an accelerator are looked at in the next call."""
+    for x in rows.values():
+        if not (x.is_cpu or x.is_meta) and session.options.check_finite:
+            return looking_later(session, rows)
+    return session

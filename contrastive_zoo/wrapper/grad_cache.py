@@ -1,0 +1,220 @@
+"""Large batches in small memory: the encoder holds the activations of one chunk and recomputes them for the gradient.
+
+A contrastive loss needs all embeddings at once, but the encoder does not: given ∂L/∂z, the gradient of its parameters is
+a sum over samples. So the encoder runs twice, one chunk at a time:
+
+    first pass      z_c = f(x_c)  for every chunk c, without a graph
+    the loss        L(z; φ), and its backward pass as far as  g = ∂L/∂z
+    second pass     z_c = f(x_c)  again, with a graph;  ∂L/∂θ += ⟨g_c, ∂z_c/∂θ⟩
+
+Both passes are one node of the autograd graph: the first is its forward, the second its backward. Everything else
+(factors on the loss, a GradScaler, parameters of the loss) is ordinary autograd.
+
+Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from contrastive_zoo.ranks.handshake import refuse_empty
+from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
+from contrastive_zoo.ranks.session import meet, refuse
+from contrastive_zoo.ranks.world import Processes, World
+from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
+
+
+class Scaler(Protocol):
+    """A scaler of losses: ``torch.amp.GradScaler``."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Return the loss times the present scale."""
+
+
+def cached_step(
+    model: nn.Module | Sequence[nn.Module],
+    chunks: Iterable[Any],
+    loss_fn: Callable[..., Tensor],
+    *targets: Any,
+    scaler: Scaler | None = None,
+    process_group: Processes = None,
+) -> Float[Tensor, ""]:
+    """Run forward and backward of ``loss_fn(model(all chunks), *targets)``, with the activations of one chunk at a time.
+
+    The gradients are those of ``loss_fn(torch.cat([model(x) for x in chunks]), *targets).backward()``: both passes draw
+    the same dropout masks under the same autocast, and buffers are updated once. DDP reduces gradients once, during the
+    last chunk; without DDP, call :func:`contrastive_zoo.average_gradients` afterwards. Ranks may hold different numbers
+    of chunks. A rank without any runs the model on an empty chunk, shaped as another rank's, so that DDP does not wait for
+    it. FSDP gathers parameters in each forward pass: with it every rank needs the same number of chunks.
+
+    Args:
+        model: an encoder, or a sequence of encoders, one for each tower. A module may return several tensors.
+        chunks: the encoder's arguments, chunk by chunk: a tensor, a tuple of arguments or a mapping of keywords. With
+            several encoders, one such sequence for each. Inputs receive no gradient.
+        loss_fn: takes the embeddings of all chunks, one tensor for each tower (or output), then ``targets``. With
+            several ranks it is a ``DistributedLoss``.
+        targets: labels and other arguments of the loss, of all chunks.
+        scaler: scales the loss before the backward pass; then step with ``scaler.step(optimizer)`` as usual.
+        process_group: the ranks; None is the group of a DDP model, or the default group at the time of the call.
+
+    Returns:
+        The loss, detached and unscaled.
+
+    Raises:
+        ValueError: on every rank alike: no chunk on any rank; no chunk on one rank and chunks that do not consist of
+            tensors on the others; chunks that need a gradient; models that are not modules, or not as many as
+            sequences of chunks. On its rank: ``loss_fn`` returns several numbers.
+        TypeError: ``loss_fn`` returns no tensor.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> model, x = nn.Linear(2, 2, bias=False), torch.eye(2)
+        >>> _ = nn.init.eye_(model.weight)
+        >>> cached_step(model, x.split(1), lambda z: z.square().sum())
+        tensor(2.)
+        >>> model.weight.grad
+        tensor([[2., 0.],
+                [0., 2.]])
+
+    Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
+    """
+    several = isinstance(model, (tuple, list))
+    chunks = list(chunks) if several and _is_sequence(chunks) else chunks
+    if (wrong := _arguments_problem(chunks, loss_fn, several)) is not None:
+        refuse("cached_step", wrong, world=World.of(process_group))
+    models: Sequence[Any] = model if isinstance(model, (tuple, list)) else (model,)
+    sequences = [list(x) for x in chunks] if several else [list(chunks)]
+    problem, encoders = _models_problem(models, sequences), []
+    if problem is None:
+        encoders = [ChunkedEncoder(x, list(map(Chunk.of, its))) for x, its in zip(models, sequences, strict=True)]
+    outputs = _encoded("cached_step", encoders, problem, process_group)
+    loss = loss_fn(*itertools.chain.from_iterable(tree_leaves(output) for output in outputs), *targets)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"cached_step: loss_fn returns one number as a tensor, got {described(loss)}.")
+    if loss.numel() != 1:
+        raise ValueError(f"cached_step: loss_fn returns one number as a tensor, got {described(loss)}. Reduce it.")
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    return loss.detach()
+
+
+def _is_sequence(x: object) -> TypeGuard[Iterable[Any]]:
+    """Return whether x holds inputs; arrays of no dimension have an iterator that fails."""
+    return isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0
+
+
+def _arguments_problem(chunks: object, loss_fn: object, several: bool) -> str | None:
+    """Return what cannot be chunks, or no function of embeddings, in words; None if nothing is wrong."""
+    if not _is_sequence(chunks):
+        return f"chunks are a sequence of inputs, got {described(chunks)}."
+    if several and isinstance(chunks, list) and not all(map(_is_sequence, chunks)):
+        return f"chunks are a sequence of inputs for each model, got {described(chunks)}."
+    return None if callable(loss_fn) else f"loss_fn is a function of embeddings, got {described(loss_fn)}."
+
+
+def _models_problem(models: Sequence[Any], sequences: Sequence[Any]) -> str | None:
+    """Return what is wrong with the models, in words; None if nothing is."""
+    if not models:
+        return "there is at least one model, got none."
+    if found := [type(x).__name__ for x in models if not isinstance(x, nn.Module)]:
+        return f"a model is a torch.nn.Module, got {found[0]}. Wrap a method in a module that calls it."
+    if len(sequences) != len(models):
+        return f"each model has its sequence of chunks, got {len(models)} models and {len(sequences)} sequences."
+    return None
+
+
+class GradCache(nn.Module):
+    """An encoder that holds the activations of ``chunk_size`` samples at a time; it is called like the encoder itself.
+
+    Its output is the encoder's. In the backward pass the encoder runs again chunk by chunk, as :func:`cached_step`
+    describes. Use it where a trainer calls ``backward``:
+
+        encode = GradCache(DistributedDataParallel(encoder), chunk_size=64)
+        loss = loss_fn(encode(images), labels)
+        loss.backward()
+
+    DDP may also wrap it, as in trainers that wrap the whole model.
+
+    Encode two views by one call, ``encode(torch.cat([view1, view2])).chunk(2)``: then gradients are reduced once. Under
+    ``torch.no_grad()`` it is the encoder, chunk by chunk, and ranks do not wait for each other.
+
+    Args:
+        model: the encoder, with or without DDP around it.
+        chunk_size: samples in a chunk.
+        process_group: the ranks that agree on the input; None is the group of a DDP model, or the default group at the
+            time of the call.
+
+    Raises:
+        ValueError: a chunk size below 1. At the call, on every rank alike: tensors that differ in their numbers of rows,
+            no tensor at all, or inputs that need a gradient.
+
+    Examples:
+        >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
+        >>> z = encode(torch.ones(10, 2))        # 4 + 4 + 2 samples
+        >>> z.square().sum().backward()          # and again, with a graph
+        >>> z.shape, encode.model.weight.grad is not None
+        (torch.Size([10, 3]), True)
+
+    Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
+    """
+
+    def __init__(self, model: nn.Module, chunk_size: int, *, process_group: Processes = None) -> None:
+        super().__init__()
+        if not is_integer(chunk_size, at_least=1) or not isinstance(model, nn.Module):
+            raise ValueError(
+                f"GradCache: a torch.nn.Module and at least one row a chunk, got {type(model).__name__} and "
+                f"chunk_size={described(chunk_size)}."
+            )
+        self.model = model
+        self.chunk_size = chunk_size
+        self.process_group = process_group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the encoder's output for all samples.
+
+        Args:
+            args: the encoder's arguments; tensors are split along dimension 0, anything else goes to every chunk.
+            kwargs: likewise.
+        """
+        leaves, tree = tree_flatten((args, kwargs))
+        counts = {len(x) for x in leaves if has_samples(x)}
+        problem = None
+        if len(counts) != 1:
+            problem = f"tensors have one number of rows, got {sorted(counts) or 'no tensor'}."
+        sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout is not torch.strided]
+        if sparse:  # before they are split
+            refuse("GradCache", tensor_problem("each input", sparse[0]) or "", world=World.of(self.process_group))
+        chunks = []
+        for start in range(0, max(counts, default=0) or 1, self.chunk_size):
+            part = slice(start, start + self.chunk_size)
+            chunks.append(Chunk(*tree_unflatten([x[part] if has_samples(x) else x for x in leaves], tree)))
+        (output,) = _encoded("GradCache", [ChunkedEncoder(self.model, chunks)], problem, self.process_group)
+        return output
+
+    def extra_repr(self) -> str:
+        return f"chunk_size={self.chunk_size}"
+
+
+def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, process_group: Processes) -> list[Any]:
+    """Return the encoders' outputs, after all ranks have agreed that each of them can run."""
+    inputs = (x for encoder in encoders for x in tree_leaves(list(encoder.chunks)))
+    if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        problem = problem or (
+            "chunks carry a gradient, which stops here. Put trainable preprocessing into the model, or detach the inputs."
+        )
+    if process_group is None:
+        models = [encoder.model for encoder in encoders if isinstance(encoder.model, DistributedDataParallel)]
+        process_group = models[0].process_group if models else None
+    # without a backward pass ranks send no messages, and one rank may encode alone
+    world = World.of(process_group if torch.is_grad_enabled() else World(), caller)
+    counts = {f"chunks of tower {i}": torch.zeros(len(encoder.chunks)) for i, encoder in enumerate(encoders)}
+    for encoder, shards in zip(encoders, meet(caller, counts, world=world, problem=problem), strict=True):
+        refuse_empty(caller, shards)
+        if min(shards.sizes) == 0:
+            encoder.add_empty_chunk(caller, world)
+    return encode_all(encoders)

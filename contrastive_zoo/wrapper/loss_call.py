@@ -1,0 +1,159 @@
+"""One call of a third-party loss: how its arguments bind, what is wrong with them, and this library's loss in its place."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss_modules import without_ddp
+from contrastive_zoo.ranks.row_checks import described, labels_problem
+from contrastive_zoo.ranks.world import World
+from contrastive_zoo.wrapper.arguments import GlobalIndices
+
+_OPTIONAL = ("indices_tuple", "ref_emb", "ref_labels")
+"""Arguments of pytorch-metric-learning's losses that follow embeddings and labels."""
+
+
+class LossCall(NamedTuple):
+    """One call of a third-party loss: the loss, its miner, and its arguments by name.
+
+    Examples:
+        >>> call = LossCall(nn.MSELoss(), None, signature(nn.MSELoss()).bind(1, 2))
+        >>> list(call.bound.arguments)
+        ['input', 'target']
+    """
+
+    loss: Any
+    miner: Any
+    bound: inspect.BoundArguments
+
+    def mine_and_compute(self) -> Any:
+        """What the loss returns, given the miner's indices if there is a miner."""
+        if self.miner is not None:
+            self.bound.arguments["indices_tuple"] = self.miner(*miner_arguments(self.bound.arguments))
+        return self.loss(*self.bound.args, **self.bound.kwargs)
+
+    def problem(self, world: World) -> str | None:
+        """Why the arguments cannot be used, in words; None if they can."""
+        given = self.bound.arguments
+        return self.indices_problem(world) or unequal_problem(given) or paired_problem(given)
+
+    def indices_problem(self, world: World) -> str | None:
+        """Why the call's ``indices_tuple`` cannot be used, in words; None if it can."""
+        indices = self.bound.arguments.get("indices_tuple")
+        if indices is not None and self.miner is not None:
+            return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
+        if world.size > 1 and isinstance(indices, (tuple, list)) and not isinstance(indices, GlobalIndices):
+            return (
+                "indices_tuple was mined on this rank's rows, but the loss sees all ranks' rows, where these indices mean "
+                "other samples. Pass the miner instead: DistributedLoss(loss, miner=miner); or mine by "
+                "DistributedMiner(miner), and pass on what it returns as it is."
+            )
+        return None
+
+
+def miner_arguments(arguments: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a miner: embeddings, labels, and the reference embeddings and labels if there are any.
+
+    Examples:
+        >>> miner_arguments({"z": 1, "y": 2, "indices_tuple": None, "ref_emb": 3, "ref_labels": 4})
+        [1, 2, 3, 4]
+    """
+    references = [arguments[name] for name in ("ref_emb", "ref_labels") if arguments.get(name) is not None]
+    others = [x for name, x in arguments.items() if name not in _OPTIONAL]
+    return others[:2] + references
+
+
+def signature(loss: Any) -> inspect.Signature:
+    """The signature of a loss; that of a function of any arguments where Python knows none, as for built-in functions.
+
+    Examples:
+        >>> signature(lambda z, labels: z.sum())
+        <Signature (z, labels)>
+    """
+    try:
+        found = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:
+        return inspect.signature(lambda *rows, **named_rows: None)
+    if not isinstance(loss, Loss):
+        return found
+    return found.replace(parameters=[x for x in found.parameters.values() if x.name != "world"])
+
+
+def accepts(takes: inspect.Signature, name: str) -> bool:
+    """Whether a function of this signature accepts an argument of this name.
+
+    Examples:
+        >>> accepts(signature(lambda z, **more: z), "indices_tuple")
+        True
+    """
+    return name in takes.parameters or any(x.kind is x.VAR_KEYWORD for x in takes.parameters.values())
+
+
+def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
+    """Why the number of labels of a third-party loss or miner is wrong, in words; None if it is right.
+
+    Examples:
+        >>> import torch
+        >>> unequal_problem({"embeddings": torch.eye(2), "labels": torch.tensor([0])})
+        "labels are one per row, got 1 for 2 rows. Pass this rank's own labels with its own rows."
+    """
+    rows, labels = arguments.get("embeddings"), arguments.get("labels")
+    if not isinstance(rows, Tensor) or not isinstance(labels, Tensor) or labels.ndim != 1:
+        return None
+    if rows.ndim == 0:
+        return f"embeddings are rows, one a label, got {described(rows)} with {len(labels)} labels."
+    return labels_problem("labels", labels.long(), len(rows)) if len(labels) != len(rows) else None
+
+
+def paired_problem(arguments: Mapping[str, Any]) -> str | None:
+    """Which of this rank's arguments do not pair row by row, in words; None if all do.
+
+    The totals over all ranks may agree where one rank's counts do not: each later row would then be paired with a wrong one.
+
+    Examples:
+        >>> import torch
+        >>> paired_problem({"ref_emb": torch.eye(3), "ref_labels": torch.tensor([0, 1])})
+        "ref_labels are one per row of ref_emb, got 2 for 3 rows. Pass this rank's own ref_labels with its own ref_emb."
+        >>> paired_problem({"queries": torch.eye(3), "keys": torch.eye(2)})   # two towers may differ
+    """
+    counts = {name: len(x) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
+    given = {name for name, x in arguments.items() if x is not None}
+    pairs = [("ref_labels", "ref_emb", "are one per row of ref_emb")]
+    if not given & {"labels", "indices_tuple", "ref_labels"}:
+        pairs.append(("ref_emb", "embeddings", "holds another view of each row of embeddings"))
+    first_view = next((name for name in arguments if name.startswith("view")), "")
+    pairs += [
+        (name, first_view, f"is another view of each row of {first_view}") for name in given if name[:4] == "view"
+    ]
+    pairs += [(name, "embeddings", "is one per row of embeddings") for name in given if name.endswith("mask")]
+    for name, other, rule in sorted(pairs):
+        if name in counts and other in counts and counts[name] != counts[other]:
+            return (
+                f"{name} {rule}, got {counts[name]} for {counts[other]} rows. Pass this rank's own {name} with its own "
+                f"{other}."
+            )
+    return None
+
+
+def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
+    """Return this library's loss, no miner, and the third-party loss that it replaces if it is the same function.
+
+    Otherwise the loss and the miner as they are, and None.
+
+    Examples:
+        >>> native_and_replaced("any loss", "any miner")
+        ('any loss', 'any miner', None)
+    """
+    if isinstance(without_ddp(loss), Loss):
+        return loss, miner, None
+    # imported here: pytorch-metric-learning is an optional dependency
+    from contrastive_zoo.wrapper.pml.native.original import native_and_original
+
+    try:
+        native, replaced = native_and_original(loss, miner)
+    except ValueError:  # no loss of this library is the same function
+        return loss, miner, None
+    return native, None, replaced

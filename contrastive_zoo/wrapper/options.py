@@ -1,0 +1,180 @@
+"""The options of DistributedLoss: which are refused at construction, and how they are printed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
+from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.world import Machines, World
+from contrastive_zoo.wrapper.loss_call import accepts, signature
+
+GradReduction = Literal["mean", "sum"]
+Mode = Literal["replicated", "sharded"]
+
+
+def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
+    """Refuse options that name nothing, and flags that are neither True nor False.
+
+    Raises:
+        ValueError: an unknown ``grad_reduction`` or ``mode``, or a flag of another type.
+
+    Examples:
+        >>> refuse_bad_options("mean", "replicated")
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"DistributedLoss: {name} is True or False, got {described(flag)}.")
+    if not (isinstance(grad_reduction, str) and grad_reduction in ("mean", "sum")):
+        raise ValueError(
+            f"DistributedLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
+            f"{grad_reduction!r}. DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
+        )
+    if not (isinstance(mode, str) and mode in ("replicated", "sharded")):
+        raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
+
+
+def padded_dims(loss: Any, mode: str, pad_dims: Mapping[str, int | Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+    """Return the option ``pad_dims`` with the dimensions of each argument as a tuple.
+
+    Raises:
+        ValueError: something else than a mapping to dimensions from 1 on; a loss that needs no padding, or shards.
+
+    Examples:
+        >>> padded_dims(nn.MSELoss(), "replicated", {"input": 1})
+        {'input': (1,)}
+    """
+    given = {} if pad_dims is None else pad_dims
+    is_mapping = isinstance(given, Mapping)
+    dims = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in given.items()} if is_mapping else {}
+    if not is_mapping or any(not x or not all(isinstance(i, int) and i >= 1 for i in x) for x in dims.values()):
+        raise ValueError(
+            "DistributedLoss: pad_dims are the padded dimensions, 1 or more, by the name of the argument, such as "
+            f"{{'tokens': 1, 'mask': 1}}, got {pad_dims!r}. Dimension 0 counts samples and needs no padding."
+        )
+    bare = without_ddp(loss)
+    if dims and (isinstance(bare, Loss) or mode == "sharded"):
+        reason = (
+            "takes sizes that differ between ranks where it can" if isinstance(bare, Loss) else "is split over ranks"
+        )
+        raise ValueError(
+            f"DistributedLoss: pad_dims is for a third-party loss that every rank computes; {loss_name(bare)} {reason}. "
+            "Leave pad_dims out."
+        )
+    return dims
+
+
+def machines_of(ring: Any) -> bool | Machines:
+    """Return the option ``ring`` with a device mesh as the ranks of each of its rows.
+
+    Raises:
+        ValueError: something else, or a mesh that has not two dimensions.
+
+    Examples:
+        >>> machines_of(True)
+        True
+    """
+    if isinstance(ring, bool):
+        return ring
+    ranks = getattr(ring, "mesh", ring)
+    if tensor_problem("ring", ranks) is None and ranks.ndim == 2:
+        return tuple(map(tuple, ranks.tolist()))
+    if isinstance(ring, tuple) and all(isinstance(x, tuple) for x in ring):
+        return ring
+    got = described(ranks)
+    if isinstance(ranks, torch.Tensor) and ranks.ndim != 2:
+        got = f"a mesh of {ranks.ndim} dimensions"
+    raise ValueError(
+        "DistributedLoss: ring is True, False, or a 2-d DeviceMesh whose rows are the ranks of one machine each, got "
+        f"{got}. Make one with init_device_mesh(device, (machines, ranks_of_a_machine))."
+    )
+
+
+def ring_in_group(ring: bool | Machines, world: World) -> tuple[bool | Machines, str | None]:
+    """Return the option with ranks of the process group, and what is wrong with it, or None.
+
+    Examples:
+        >>> ring_in_group(True, World())
+        (True, None)
+    """
+    if isinstance(ring, bool) or world.size == 1:
+        return bool(ring), None
+    members = torch.distributed.get_process_group_ranks(world.process_group)
+    named = [rank for ranks in ring for rank in ranks]
+    if sorted(named) != sorted(members):
+        return True, (
+            f"ring: a mesh of the ranks {sorted(named)} does not hold each rank of the process group once, which are "
+            f"{sorted(members)}. Pass a 2-d mesh of the same ranks."
+        )
+    return tuple(tuple(members.index(rank) for rank in ranks) for ranks in ring), None
+
+
+def refuse_bad_loss(loss: Any) -> None:
+    """Refuse a loss that cannot be wrapped.
+
+    Raises:
+        ValueError: a loss that cannot be called, or that holds its encoder.
+
+    Examples:
+        >>> refuse_bad_loss(nn.MSELoss())
+    """
+    if not callable(loss):
+        raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
+    bare = without_ddp(loss)
+    kinds = [kind for x in (bare.modules() if isinstance(bare, nn.Module) else ()) for kind in type(x).__mro__]
+    if any(kind.__module__.startswith("sentence_transformers.") and kind.__name__ == "BaseModel" for kind in kinds):
+        raise ValueError(
+            f"DistributedLoss: {loss_name(bare)} holds the encoder and takes its tokens. Ranks must exchange embeddings, "
+            "not tokens. Use contrastive_zoo.adapters.sentence_transformers.DistributedSentenceLoss(loss)."
+        )
+
+
+def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: str, ring: Any) -> None:
+    """Refuse a miner, a mode or a ring that the loss does not support.
+
+    Raises:
+        ValueError: a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at
+            once; ``mode="sharded"`` for a loss that cannot be computed in shards.
+
+    Examples:
+        >>> refuse_bad_combination(nn.MSELoss(), None, "replicated", ring=False)
+    """
+    bare = without_ddp(loss)
+    name, is_own = loss_name(bare), isinstance(bare, Loss)
+    if miner is not None and is_own:
+        raise ValueError(
+            f"DistributedLoss: {name} weighs all pairs itself and takes no miner's indices. "
+            "Leave the miner out, or pass a loss that takes indices_tuple."
+        )
+    if miner is not None and not accepts(signature(bare), "indices_tuple"):
+        raise ValueError(
+            f"DistributedLoss: {name}{signature(bare)} takes no indices_tuple, which is how a miner's indices reach a "
+            "loss. Leave the miner out."
+        )
+    if ring and not (is_own and bare.can_ring()):
+        reason = bare.ring_problem() if is_own else "it is computed by every rank on the rows of all ranks"
+        raise ValueError(
+            f"DistributedLoss: with a ring, candidates pass from rank to rank. {name} cannot be computed so: {reason}. "
+            "Leave ring out."
+        )
+    if mode == "sharded" and not is_own:
+        # imported here: pytorch-metric-learning is an optional dependency
+        from contrastive_zoo.wrapper.pml.sharded.refusals import refusal
+
+        if (reason := refusal(loss, miner)) is not None:
+            raise ValueError(f"DistributedLoss: {name} cannot be computed in shards: {reason}")
+
+
+def shown(option: Any) -> str:
+    """An option as ``repr`` prints it: a function by its name, a process group by its ranks.
+
+    Examples:
+        >>> shown(abs), shown("mean")
+        ('abs', "'mean'")
+    """
+    if isinstance(option, torch.distributed.ProcessGroup):
+        return f"<ranks {torch.distributed.get_process_group_ranks(option)}>"
+    return loss_name(option) if callable(option) else repr(option)

@@ -1,0 +1,173 @@
+"""Losses that are written anew for local anchors: the library's code needs anchors and candidates to be one tensor.
+
+Those with a formula of this library call its row functions. The others follow the library's code.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo.engine.anchor_block import class_numbers
+from contrastive_zoo.engine.masked import masked_log_sum_exp
+from contrastive_zoo.engine.row_statistics import complete
+from contrastive_zoo.losses.fast_ap import FastAP
+from contrastive_zoo.losses.ranked_list import RankedList
+from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
+from contrastive_zoo.ranks.transport import gather_rows
+from contrastive_zoo.wrapper.pml.native.neighbor_losses import EPSILON
+from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
+from contrastive_zoo.wrapper.pml.sharded.mining import miner_weights
+from contrastive_zoo.wrapper.pml.sharded.reducers import already_averaged
+
+
+def _of_anchors(values: Tensor, anchors: Tensor) -> dict[str, Info]:
+    """Return the losses of these anchors as the only sub-loss."""
+    return {"loss": {"losses": values, "indices": anchors, "reduction_type": "element"}}
+
+
+# ------------------------------------------------------------------------------------ with this library's row functions
+
+
+def lifted_structure(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Compare each positive pair with the negatives of both its samples; those of the positive come by a message."""
+    (a, p), (a2, n) = batch.pairs(indices)
+    if 0 in (totals := batch.totals(len(a), len(a2))) or max(totals) < 2:
+        return {}
+    distance = loss.distance(batch.anchors, batch.candidates)
+    times = torch.zeros_like(distance).index_put(
+        (a2, n), distance.new_ones(()), accumulate=True
+    )  # triplets repeat pairs
+    margins = loss.distance.margin(loss.neg_margin, distance) + times.clamp(min=1).log()
+    negatives = masked_log_sum_exp(margins, times > 0)
+    all_negatives = all_gather(negatives, shards=batch.shards, process_group=batch.world)
+    both = torch.stack([negatives[a], all_negatives[p]], 1)
+    of_pair = masked_log_sum_exp(both, both.isfinite(), empty=0.0)
+    values = (of_pair + loss.distance.margin(distance[a, p], loss.pos_margin)).relu().square() / 2
+    return {"loss": {"losses": values, "indices": (a, p), "reduction_type": "pos_pair"}}
+
+
+def nca(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Compare an anchor's positives with all its candidates; anchors whose probability is 0 in this dtype are left out."""
+    weights = miner_weights(batch, indices, anchors_only=batch.has_references)
+    if batch.shards.total < 2:
+        return {}
+    distance = loss.distance(batch.anchors, batch.candidates)
+    logits = loss.softmax_scale * (distance if loss.distance.is_inverted else -distance)
+    positive, negative = batch.masks()
+    losses = masked_log_sum_exp(logits, positive | negative) - masked_log_sum_exp(logits, positive)
+    (counted,) = torch.where((-losses.detach()).exp() > 0)
+    return _of_anchors(losses[counted] * weights[counted], counted)
+
+
+def fast_ap(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Return 1 − the average precision of each anchor with a positive."""
+    weights = miner_weights(batch, indices, anchors_only=False)
+    squared = loss.distance(batch.anchors, batch.candidates) * (4 / 2**loss.distance.power)  # the histogram ends at 4
+    losses, valid = complete(FastAP(num_bins=loss.num_bins).rows(squared, *batch.masks()))
+    (counted,) = torch.where(valid)
+    return _of_anchors((losses * weights)[counted], counted)
+
+
+def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Compare each anchor with the positives and negatives that violate a margin."""
+    distance, (positive, negative) = loss.distance(batch.anchors, batch.candidates), batch.masks()
+    native = RankedList(
+        margin=loss.margin, alpha=loss.alpha, t_p=loss.Tp, t_n=loss.Tn, imbalance=loss.imbalance, epsilon=EPSILON
+    )
+    distinct = distance > 0  # the library takes no pair of equal embeddings for a violation
+    losses, _ = complete(native.rows(distance, positive & distinct, negative & distinct))
+    return _of_anchors(losses, batch.anchor_indices())
+
+
+# ------------------------------------------------------------------------------------------- after the library's own code
+
+
+def intra_pair_variance(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Compare each pair with the mean of all pairs."""
+    pairs = batch.pairs(indices)
+    totals = batch.totals(*(len(a) for a, _ in pairs))
+    if max(totals) < 2:
+        return {}
+    distance = loss.distance(batch.anchors, batch.candidates)
+    local = [distance[pair] for pair in pairs]
+    sums = sum_over_ranks(torch.stack([x.sum() for x in local]), gradient="partial", world=batch.world)
+    sub_losses = {}
+    for index, (sign, eps) in enumerate({"pos": loss.pos_eps, "neg": loss.neg_eps}.items()):
+        inverted = loss.distance.is_inverted == (sign == "pos")
+        variance = loss.variance_with_eps(local[index], sums[index] / max(1, totals[index]), eps, inverted)
+        sub_losses[f"{sign}_loss"] = {
+            "losses": variance.relu().square(), "indices": pairs[index], "reduction_type": f"{sign}_pair"
+        }  # fmt: skip
+    return sub_losses
+
+
+def instance(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Return the cross-entropy over the candidates, of which the library takes the k-th for the k-th class."""
+    numbers, _ = class_numbers(batch.candidate_labels)
+    logits = loss.distance(batch.anchors, batch.candidates) * loss.gamma
+    losses = F.cross_entropy(logits, numbers[batch.shards.local], reduction="none")
+    return _of_anchors(losses, batch.anchor_indices())
+
+
+def n_pairs(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Take the first pair of each class in rank order; its anchor must find its positive among all those positives."""
+    a, p = batch.pairs(indices)[0]
+    start, stop = batch.shards.start, batch.shards.start + batch.shards.size
+    local = _first_of_each_label(torch.stack([batch.labels[a], a + start, p], 1))
+    pairs = _first_of_each_label(gather_rows(local, batch.world.shards(len(local)), batch.world))
+    loss.num_pairs = len(pairs)
+    own = torch.where((pairs[:, 1] >= start) & (pairs[:, 1] < stop))[0]
+    anchors = pairs[own, 1] - start
+    if len(pairs) == 0:
+        return {}
+    similarity = loss.distance(batch.anchors[anchors], batch.candidates[pairs[:, 2]])
+    logits = similarity if loss.distance.is_inverted else -similarity
+    return _of_anchors(F.cross_entropy(logits, own, reduction="none"), anchors)
+
+
+def _first_of_each_label(pairs: Tensor) -> Tensor:
+    """Return the first row of each label from rows of [label, anchor, positive]."""
+    _, first = np.unique(pairs[:, 0].cpu().numpy(), return_index=True)
+    return pairs[torch.from_numpy(first).to(pairs.device)]
+
+
+def threshold_consistent(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Return the mean violation of the positive and of the negative margin."""
+    sub_losses = {}
+    for name, (a, other), sign in zip(("plus", "minus"), batch.pairs(indices), (-1, 1), strict=True):
+        cosine = F.cosine_similarity(batch.anchors[a], batch.candidates[other])
+        violation = sign * (cosine - getattr(loss, f"margin_{name}"))
+        violation = violation[violation >= 0]
+        sub_losses[name] = already_averaged(getattr(loss, f"lambda_{name}") * violation, len(violation))
+    return sub_losses
+
+
+def pnp(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Penalise the number of negatives before each positive, and before the anchor itself, in the anchor's ranking."""
+    similarity, (positive, negative) = loss.distance(batch.anchors, batch.candidates), batch.masks()
+    ranked = ~negative & positive.any(1, keepdim=True)
+    a, p = torch.where(ranked)
+    before = loss.sigmoid(similarity[a] - similarity[a, p][:, None], temp=loss.anneal).where(negative[a], 0).sum(1)
+    penalty = {
+        "Ds": lambda x: (1 + x).log(),
+        "Dq": lambda x: 1 - (1 + x) ** -loss.alpha,
+        "Iu": lambda x: (1 + x) * (1 + x).log(),
+        "Ib": lambda x: (loss.b * x - (1 + loss.b * x).log()) / loss.b**2,
+        "O": lambda x: x,
+    }[loss.variant](before)
+    values = similarity.new_zeros(len(similarity)).index_add(0, a, penalty) / ranked.sum(1).clamp(min=1)
+    return {"loss": already_averaged(values, int(positive.any(1).sum()))}
+
+
+def p2s_grad(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Return the mean over classes of (cos − [own class])²; the loss's weights are unit columns already."""
+
+    def squared_errors() -> Tensor:
+        cosines = (batch.anchors @ loss.weight / batch.anchors.square().sum(1).sqrt()[:, None]).clamp(-1, 1)
+        own_class = torch.zeros_like(cosines).scatter_(1, batch.labels[:, None], 1)
+        return (cosines - own_class).square().mean(1)
+
+    return {"loss": already_averaged(batch.run_on_all_ranks(loss, squared_errors), len(batch.anchors))}

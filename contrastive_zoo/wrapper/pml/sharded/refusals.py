@@ -1,0 +1,110 @@
+"""Why a loss, a reducer or an argument cannot be sharded."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pytorch_metric_learning import losses, reducers
+from torch import Tensor, nn
+
+from contrastive_zoo.wrapper.pml.members import members
+from contrastive_zoo.wrapper.pml.sharded.anchor_batch import Indices
+from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
+from contrastive_zoo.wrapper.pml.sharded.library_code import PAIR_LOSSES, TRIPLET_LOSSES
+from contrastive_zoo.wrapper.pml.sharded.mining import PAIRWISE_DISTANCES
+from contrastive_zoo.wrapper.pml.sharded.reducers import REDUCERS
+
+REFUSED: dict[type[nn.Module], str] = {
+    losses.CrossBatchMemory: "its queue holds rows without gradient, whose owners it does not know.",
+    losses.DynamicSoftMarginLoss: "its histogram of all pairs is kept from call to call.",
+    losses.HistogramLoss: "its histograms are of all pairs.",
+    losses.ManifoldLoss: "its random walk goes over all rows.",
+    losses.ProxyAnchorLoss: "its anchors are proxies, and a proxy's sums are over all rows.",
+    losses.SmoothAPLoss: "it takes blocks of equal classes.",
+    losses.VICRegLoss: "its variances and covariances are of all rows.",
+}
+"""Losses that are not sums over anchors as the library has written them, and the reason."""
+
+_TAKE_NO_INDICES = (losses.InstanceLoss, losses.P2SGradLoss, losses.PNPLoss, losses.RankedListLoss)
+_TAKE_REFERENCES = (*PAIR_LOSSES, *TRIPLET_LOSSES, losses.NCALoss, losses.IntraPairVarianceLoss)
+
+
+def refusal(loss: nn.Module, miner: Callable[..., Indices] | None = None) -> str | None:
+    """Return why a loss cannot be evaluated in shards, in words; None if it can.
+
+    Args:
+        loss: a loss of pytorch-metric-learning.
+        miner: the miner of that loss.
+
+    Examples:
+        >>> refusal(losses.ContrastiveLoss())
+        >>> refusal(losses.VICRegLoss())
+        'its variances and covariances are of all rows.'
+    """
+    return _refusal(loss, miner)
+
+
+def _refusal(loss: Any, miner: Any) -> str | None:
+    kind = type(loss)
+    if kind is losses.MultipleLosses:
+        if miner is not None and loss.miners:
+            return "it has miners of its own."
+        found = ((x, refusal(x, own or miner)) for x, own, _ in members(loss))
+        return next((f"{type(x).__name__}: {reason}" for x, reason in found if reason), None)
+    if kind is losses.SelfSupervisedLoss:
+        return refusal(loss.loss, miner)
+    if isinstance(loss, nn.parallel.DistributedDataParallel):
+        return "its parameters' gradient is complete on every rank already. Pass loss.module."
+    if kind not in EVALUATED:
+        return REFUSED.get(kind, "it is none of the losses that are known to be sums over anchors.")
+    if kind in TRIPLET_LOSSES and miner is None and loss.triplets_per_anchor != "all":
+        return f"it draws {loss.triplets_per_anchor} triplets an anchor. Pass triplets_per_anchor='all', or a miner."
+    if getattr(loss, "swap", False):
+        return "swap compares positives with negatives, which are other ranks' anchors."
+    if type(loss.distance) not in PAIRWISE_DISTANCES:
+        return f"{type(loss.distance).__name__} is not known to depend on two embeddings alone."
+    return _reducer_refusal(loss.reducer, kind)
+
+
+def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
+    if type(reducer) is reducers.MultipleReducers:
+        parts = [*reducer.reducers.values(), reducer.default_reducer]
+        return next((reason for x in parts if (reason := _reducer_refusal(x, kind))), None)
+    if type(reducer) is reducers.DoNothingReducer:
+        return "DoNothingReducer returns every pair's loss, and a rank has those of its own anchors only."
+    if type(reducer) not in REDUCERS:
+        return f"{type(reducer).__name__} is not known to be a sum over a count."
+    if type(reducer) is reducers.DivisorReducer and kind is not losses.MarginLoss:
+        return "DivisorReducer asks for a divisor, and this loss gives none."
+    if type(reducer) is reducers.PerAnchorReducer:
+        return _per_anchor_refusal(reducer, kind)
+    return None
+
+
+def _per_anchor_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
+    if kind in TRIPLET_LOSSES:
+        return "PerAnchorReducer takes no triplets."
+    if reducer.aggregation_func is not reducers.per_anchor_reducer.aggregation_func:
+        return "PerAnchorReducer has an aggregation_func of its own, which may depend on several anchors at once."
+    if type(reducer.reducer) is reducers.DivisorReducer:
+        return "DivisorReducer asks for a divisor, and anchors have none."
+    return _reducer_refusal(reducer.reducer, kind)
+
+
+def arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a call's arguments, in words; None if nothing is. It is the same on every rank."""
+    has_indices = arguments.get("indices_tuple") is not None
+    if type(loss) is losses.MultipleLosses and loss.miners and has_indices:
+        return "it has miners of its own, and takes no indices_tuple. Leave one of them out."
+    for name, shape, dimensions in (("embeddings", "[n, d]", 2), ("ref_emb", "[n, d]", 2), ("labels", "[n]", 1)):
+        x = arguments.get(name)
+        if isinstance(x, Tensor) and x.ndim != dimensions:
+            return f"{name} are {shape}, got {x.ndim} dimensions."
+    if type(loss) in (losses.MultipleLosses, losses.SelfSupervisedLoss):
+        return None
+    if arguments.get("labels") is None:
+        return f"labels are missing: call loss(embeddings, labels){', also with indices_tuple' if has_indices else ''}."
+    if arguments.get("ref_emb") is not None and type(loss) not in _TAKE_REFERENCES:
+        return "it takes no ref_emb."
+    if type(loss) in _TAKE_NO_INDICES and (miner is not None or has_indices):
+        return "it takes no indices_tuple."
+    return None

@@ -1,0 +1,106 @@
+"""The value and the gradients of a sharded loss."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pytorch_metric_learning import losses
+from torch import Tensor, nn
+
+from contrastive_zoo.ranks.collectives import replicated
+from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.wrapper.pml.members import members
+from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
+from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
+from contrastive_zoo.wrapper.pml.sharded.mining import local_indices, mined
+from contrastive_zoo.wrapper.pml.sharded.reducers import reduced
+from contrastive_zoo.wrapper.pml.sharded.refusals import arguments_problem, refusal
+
+
+def sharded(
+    loss: nn.Module,
+    miner: Callable[..., Indices] | None,
+    arguments: Mapping[str, Any],
+    shards: Mapping[str, Shards],
+    world: World,
+) -> Tensor:
+    """Return the loss of all ranks' samples; each rank evaluates its own anchors only.
+
+    Equal to ``loss(Z, labels, miner(Z, labels))`` with the samples of all ranks: the value on every rank, ∂L/∂z of the
+    local embeddings (other ranks' anchors included), and ∂L/∂φ of the loss's parameters. If no anchor counts, the value
+    is 0.
+
+    Args:
+        loss: one for which :func:`refusal` returns None.
+        miner: called on the local anchors and all candidates if it treats each anchor separately (TripletMarginMiner,
+            BatchHardMiner, MultiSimilarityMiner, PairMarginMiner, AngularMiner); otherwise on all samples, on every rank.
+        arguments: the local ``embeddings`` and ``labels``, optionally ``ref_emb`` and ``ref_labels``, as agreed by the
+            handshake; an ``indices_tuple`` refers to all samples and is equal on all ranks.
+        shards: the shard sizes of each argument.
+        world: the ranks of the process group.
+
+    Raises:
+        ValueError: on every rank alike: what :func:`refusal` says, missing labels, reference embeddings or indices for a
+            loss that takes none.
+
+    Examples:
+        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
+        >>> z, labels, shard = torch.eye(2).repeat(2, 1), torch.tensor([0, 1, 0, 1]), Shards((4,))
+        >>> rows = {"embeddings": z, "labels": labels}
+        >>> sharded(losses.ContrastiveLoss(), None, rows, {"embeddings": shard, "labels": shard}, ONE_PROCESS)
+        tensor(0.)
+    """
+    if problem := refusal(loss, miner) or arguments_problem(loss, miner, arguments):
+        raise ValueError(f"{type(loss).__name__} cannot be evaluated in shards: {problem} Leave mode='sharded' out.")
+    return _value(loss, miner, arguments, shards, world)
+
+
+def _value(loss: Any, miner: Any, arguments: Mapping[str, Any], shards: Mapping[str, Shards], world: World) -> Tensor:
+    if type(loss) is losses.MultipleLosses:
+        values = [weight * sharded(x, own or miner, arguments, shards, world) for x, own, weight in members(loss)]
+        return torch.stack(values).sum()
+    if type(loss) is losses.SelfSupervisedLoss:
+        arguments, shards = _labelled_views(arguments, shards, symmetric=loss.symmetric)
+        return sharded(loss.loss, miner, arguments, shards, world)
+    batch = AnchorBatch.of(arguments, shards, world)
+    if hasattr(loss, "cast_types"):  # before functional_call replaces the weights: it replaces their data
+        loss.cast_types(batch.anchors.dtype, batch.anchors.device)
+    elif (
+        type(loss) is losses.P2SGradLoss
+    ):  # norms, then the cast, as in the library: the other order rounds differently
+        loss.weight.data = loss.weight.data.renorm(2, 1, 1e-5).mul(1e5).to(batch.anchors)
+    loss.reset_stats()
+    indices = local_indices(arguments.get("indices_tuple"), batch) if miner is None else mined(miner, batch)
+    shared = {f"loss.{name}": replicated(x, process_group=world) for name, x in loss.named_parameters()}
+    sub_losses: dict[str, Info] = torch.func.functional_call(_Evaluation(loss), shared, (batch, indices))
+    return reduced(loss.reducer, sub_losses, batch, connected=[batch.anchors, batch.candidates, *shared.values()])
+
+
+class _Evaluation(nn.Module):
+    """The evaluation of a loss as a ``forward``: functional_call replaces the parameters of modules only."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+        loss: Any = self.loss
+        sub_losses = EVALUATED[type(loss)](loss, batch, indices)
+        if loss.embedding_regularizer is not None:
+            loss.add_embedding_regularization_to_loss_dict(sub_losses, batch.all_anchors()[0])
+        return sub_losses
+
+
+def _labelled_views(
+    arguments: Mapping[str, Any], shards: Mapping[str, Shards], *, symmetric: bool
+) -> tuple[dict[str, Any], dict[str, Shards]]:
+    """Return two views of the same samples as embeddings whose labels are the samples' numbers."""
+    view1, view2, shard = arguments["embeddings"], arguments["ref_emb"], shards["embeddings"]
+    if symmetric:
+        labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device).repeat(2)
+        return {"embeddings": torch.cat([view1, view2]), "labels": labels}, dict.fromkeys(
+            ("embeddings", "labels"), shard.times(2)
+        )
+    labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device)
+    found = {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
+    return found, dict.fromkeys(found, shard)

@@ -1,0 +1,436 @@
+"""One call of DistributedLoss between several ranks: state, shake hands, choose, compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.loss_base.loss import Loss, Stated
+from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
+from contrastive_zoo.loss_base.state import state_kept_on_error
+from contrastive_zoo.ranks.adjoints import gather_together, scale_gradient
+from contrastive_zoo.ranks.compiling import gradients_are_computed
+from contrastive_zoo.ranks.devices import on_cpu
+from contrastive_zoo.ranks.differences import failing_together
+from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
+from contrastive_zoo.ranks.messages import report
+from contrastive_zoo.ranks.randomness import one_stream
+from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
+from contrastive_zoo.ranks.session import UNCHECKED, Session, refuse
+from contrastive_zoo.ranks.transport import packed
+from contrastive_zoo.ranks.world import Machines, Shards, World
+from contrastive_zoo.wrapper.arguments import Arguments, fingerprint
+from contrastive_zoo.wrapper.call_history import CallHistory
+from contrastive_zoo.wrapper.loss_call import LossCall
+
+_PROBLEM = (
+    "DDP's join() is active. A rank that has run out of batches answers DDP's messages there, but not the loss's, and the "
+    "others would wait for it. Leave join() out (with Accelerate: join_uneven_inputs), and give all ranks equally many "
+    "batches, the last ones empty: GlobalBatchSampler does."
+)
+
+JOINED: list[Any] = []
+"""The contexts that this process is in."""
+
+
+def join_problem() -> str | None:
+    """Return why a loss of several ranks cannot be computed now, in words; None outside of torch's join context.
+
+    Examples:
+        >>> join_problem()
+    """
+    return _PROBLEM if any(context._enable for context in JOINED) else None
+
+
+@functools.cache
+def watch_joins() -> None:
+    """Let torch's join context tell of its entry, from the first wrapper of this process on.
+
+    torch tells the DDP modules only, which a loss does not know.
+    """
+    if not dist.is_available():
+        return
+    from torch.distributed.algorithms.join import Join  # imported here: torch may be built without distributed
+
+    enter, leave = Join.__enter__, Join.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        JOINED.append(self)
+        return enter(self)
+
+    @functools.wraps(leave)
+    def left(self: Any, *error: Any) -> Any:
+        with suppress(ValueError):  # the first wrapper was made inside of the context
+            JOINED.remove(self)
+        return leave(self, *error)
+
+    Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]  # torch has no hook for it
+
+
+class Observer(Protocol):
+    """What is told of every call of a wrapper in training mode, after the loss; :class:`contrastive_zoo.Monitor` is one."""
+
+    def compared(self) -> str:
+        """Return what must be equal on every rank, so that all send the same messages in ``observe``."""
+
+    def problem(self, rows: Mapping[str, Tensor]) -> str | None:
+        """Return why these tensors of a call cannot be observed, in words; None if they can."""
+
+    def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
+        """Look at the bare loss and this rank's tensors by name, given the split of each over the ranks."""
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """The options that decide how a call is computed and checked, as the documentation of ``DistributedLoss`` has them.
+
+    Examples:
+        >>> WrapperOptions(ring=True).compared()
+        {'grad_reduction': 'mean', 'mode': 'replicated', 'ring': 'True', 'static_shapes': 'False', 'training': 'True'}
+    """
+
+    grad_reduction: str = "mean"
+    mode: str = "replicated"
+    ring: bool | Machines = False
+    static_shapes: bool = False
+    training: bool = True
+    check_finite: bool = True
+    check_equal: bool = True
+    check_distinct: bool = True
+    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def compared(self) -> dict[str, str]:
+        """The options that must be equal on every rank."""
+        compared = {
+            "grad_reduction": self.grad_reduction,
+            "mode": self.mode,
+            "ring": str(self.ring),
+            "static_shapes": str(self.static_shapes),
+            "training": str(self.training),
+        }
+        return {**compared, "pad_dims": str(self.pad_dims)} if self.pad_dims else compared
+
+
+@dataclass
+class DistributedStep:
+    """One call of a wrapper between several ranks.
+
+    Each rank states its arguments in a handshake. All that follows, which messages are sent and whether each rank computes
+    its anchors' part or all of the loss, is a function of what every rank has received in it.
+
+    Args:
+        name: of the loss, the first word of errors.
+        compared: what must be equal on every rank, besides the arguments, the loss's settings and the options.
+        modules: of the wrapper's loss, which may be another than the call's.
+        options: of the wrapper.
+        history: the wrapper's calls before this one.
+        session: the ranks.
+        observer: is told of the call after the loss; None for no observer.
+    """
+
+    name: str
+    compared: Mapping[str, str]
+    modules: LossModules
+    options: WrapperOptions
+    history: CallHistory
+    session: Session
+    observer: Observer | None
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """The tensors of the call, whose dimension 0 counts samples."""
+        raise NotImplementedError
+
+    def statement(self) -> Statement:
+        """What this rank states of the arguments in the handshake."""
+        raise NotImplementedError
+
+    def value(self, agreed: Agreed) -> Any:
+        """The loss, computed as all ranks have agreed."""
+        raise NotImplementedError
+
+    def compute(self) -> Any:
+        """What the loss returns.
+
+        Raises:
+            ValueError: on every rank alike, as ``DistributedLoss`` documents.
+            CommunicationError: another rank failed, died or is late.
+        """
+        history, session = self.history, self.session
+        try:
+            statement = self._completed(self.statement())
+        except Exception as error:  # a setting that cannot be read, for one; the other ranks wait in the handshake
+            refuse(self.name, f"{type(error).__name__}: {error}", world=session)
+        before = self.modules.buffer_versions()
+        try:
+            agreed = shake_hands(statement, session)
+            if agreed.shards:
+                refuse_empty(self.name, agreed.shards[0])
+            value = self.value(agreed)
+        except BaseException as error:
+            report(error, session)
+            raise
+        if session.findings.later:
+            history.look_later(session.findings.later)
+        if agreed.replicate and self.options.check_equal:
+            history.remember_value(value)
+        history.draws |= session.findings.draws
+        history.keeps_state = self.modules.buffers_changed(before)
+        history.calls += 1
+        history.sizes = [*statement.sizes[: len(self.rows)]]
+        if self.observer is not None:
+            self.observer.observe(self.modules.loss, self.rows, agreed.shards, session)
+        return value
+
+    def _completed(self, statement: Statement) -> Statement:
+        """The statement with settings, options, and what earlier calls have left to compare."""
+        history, options = self.history, self.options
+        compared = {**self.modules.settings(third_party=options.check_equal), **options.compared(), **self.compared}
+        compared["plain_formulas()"] = str(is_dense())
+        compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
+        compared["gradients are computed"] = gradients_are_computed()
+        if self.observer is not None:
+            compared["the monitor"] = self.observer.compared()
+        # errors name the first difference: another loss, then other arguments, then other options
+        statement.compared = {"the loss": compared["the loss"], **statement.compared, **compared}
+        statement.problem = self._problem(statement)
+        statement.last_value = history.last_value()
+        if options.check_equal and (sums := history.state_sums(self.modules)) is not None:
+            statement.norm, statement.projection, statement.parameters = sums.norm, sums.projection, sums.by_name
+        if options.check_distinct and history.calls == 0:
+            # sharded class weights differ between ranks in any case
+            samples = {name: x for name, x in self.rows.items() if not name.startswith("class weights")}
+            statement.fingerprint = fingerprint(samples)
+        return statement
+
+    def _problem(self, statement: Statement) -> str | None:
+        """What this rank knows to be wrong."""
+        history, problem = self.history, self.history.values_problem()
+        # stated in the handshake, since a wrapper that was made again on one rank does not know it
+        if history.keeps_state and _in_backward():
+            problem = problem or _COMPUTED_AGAIN
+        problem = problem or statement.problem
+        if problem is None and self.session.options.check_finite:
+            problem = first_non_finite(self.rows)
+        if self.options.static_shapes:
+            problem = problem or history.shapes_problem([*statement.sizes[: len(self.rows)]], self.rows)
+        if self.observer is not None:
+            problem = problem or self.observer.problem(self.rows)
+        return problem or (join_problem() if JOINED else None)
+
+    def all_or_none(self, compute: Callable[[], Any]) -> Any:
+        """The value of a loss with a user's code, which draws rank 0's random numbers on every rank.
+
+        If it keeps a state, it fails on all ranks where it fails on any.
+        """
+        device = next((x.device for x in self.rows.values() if x.is_floating_point()), None)
+        with one_stream(self.session, device):
+            if not self.modules.buffer_versions():
+                return compute()
+            with state_kept_on_error(self.modules.loss):
+                return failing_together(self.name, compute, self.session)
+
+
+@dataclass
+class OwnStep(DistributedStep):
+    """A call of a loss of this library.
+
+    Args:
+        loss: the bare loss.
+        stated: what this rank states of the call.
+        compute_batch: the loss of a batch.
+    """
+
+    loss: Loss
+    stated: Stated
+    compute_batch: Callable[[Batch], Any]
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        return self.stated.inputs.rows
+
+    def statement(self) -> Statement:
+        stated, inputs, rows = self.stated, self.stated.inputs, self.stated.inputs.rows
+        compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
+        compared["the passed arguments"] = ", ".join(rows)
+        compared["implementation"] = str(stated.kernels)
+        for name, x in stated.compared.items():
+            compared[name] = in_one_line(x)
+        problem, can_compute_all = stated.problem, self.loss.replicable() and not inputs.local
+        if inputs.values and problem is None:
+            problem = values_problem(inputs.values, self.session.findings.later, waits=False)
+        if inputs.whole and not can_compute_all:
+            problem = problem or _NOT_WHOLE
+        can_compute_all = can_compute_all and not is_dense()
+        return Statement(
+            self.name,
+            compared,
+            [*map(len, rows.values())],
+            problem,
+            tolerance=tolerance(rows.values()),
+            replicable=can_compute_all,
+            draws=self.history.draws or inputs.whole,
+            small=functools.partial(_is_small, [*rows.values()]),
+            payload=payload_of(rows, self.session) if can_compute_all else None,
+        )
+
+    def value(self, agreed: Agreed) -> Any:
+        session, rows = self.session, self.rows
+        if not agreed.replicate:
+            scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
+            return self.compute_batch(self.stated.batch(scaled, agreed.shards, session))
+        gathered = gathered_rows(rows, agreed, session)
+        alone = Session(options=UNCHECKED, findings=session.findings)
+        shards = [Shards((len(x),)) for x in gathered.values()]
+        batch = self.stated.batch(gathered, shards, alone, agreed.shards[0].local)
+        if not self.modules.runs_third_party_code:
+            return self.compute_batch(batch)
+        return self.all_or_none(functools.partial(self.compute_batch, batch))
+
+
+@dataclass
+class ThirdPartyStep(DistributedStep):
+    """A call of any other loss: computed by every rank alike from the rows of all ranks, or of its own anchors.
+
+    Args:
+        call: the loss, its miner and its arguments.
+        arguments: those of the call.
+    """
+
+    call: LossCall
+    arguments: Arguments
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        return self.arguments.rows
+
+    def statement(self) -> Statement:
+        call, arguments, replicated = self.call, self.arguments, self.options.mode == "replicated"
+        of_miner = {}
+        if call.miner is not None:
+            settings = LossModules(call.miner).settings(third_party=self.options.check_equal)
+            of_miner = {"the miner" if name == "the loss" else f"miner.{name}": x for name, x in settings.items()}
+        return Statement(
+            self.name,
+            of_miner | arguments.compared,
+            [*arguments.sizes, *arguments.padded_sizes],
+            call.problem(self.session),
+            same=arguments.same,
+            tolerance=tolerance(arguments.rows.values()),
+            replicable=replicated,
+            draws=True,
+            payload=arguments.payload(self.session) if replicated else None,
+        )
+
+    def value(self, agreed: Agreed) -> Any:
+        call, session = self.call, self.session
+        if not agreed.replicate:
+            # imported here: pytorch-metric-learning is an optional dependency
+            from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
+
+            shards = dict(zip(self.arguments.rows, agreed.shards, strict=True))
+            return sharded(call.loss, call.miner, _scaled(call.bound.arguments, session), shards, session)
+        call.bound.arguments = self.arguments.gathered(agreed, session)
+        if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
+            return self.all_or_none(call.mine_and_compute)
+        with one_stream(session, self.arguments.device):
+            return call.mine_and_compute()
+
+
+def gathered_rows(rows: Mapping[str, Tensor], agreed: Agreed, world: World) -> dict[str, Tensor]:
+    """Return the tensors of all ranks in rank order, whose gradients come out W times as large."""
+    if world.on_accelerators or not all(map(on_cpu, rows.values())):
+        return Arguments(dict(rows)).gathered_rows(agreed, world)
+    found = gather_together([*rows.values()], agreed.shards, world, agreed.payload, factor=world.size)
+    return dict(zip(rows, found, strict=True))
+
+
+def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:
+    """Return the rows as bytes that may follow a handshake's header; None if two backends send them."""
+    if world.on_accelerators or not all(map(on_cpu, rows.values())):
+        return None
+    return packed([*rows.values()])
+
+
+_COMPUTED_AGAIN = (
+    "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "
+    "centre, a running statistic). Put the encoder under the checkpoint and leave the loss out."
+)
+
+_NOT_WHOLE = (
+    "a loss in it has a forward of its own, or hooks, and every rank has to compute it from the rows of all ranks, which "
+    "reduction='none', sharded weights or indices of local rows do not allow. Override compute(batch) instead."
+)
+
+
+def _is_small(rows: Sequence[Tensor], shards: Sequence[Shards]) -> bool:
+    """Whether every rank computes all of an own loss sooner than its part.
+
+    A function beside the class: a bound method in the statement would be a reference cycle, in which the embeddings stay
+    in memory until Python's garbage collector runs.
+    """
+    total = width = 0
+    for x, of in zip(rows, shards, strict=True):
+        if x.is_floating_point():
+            total, width = total + of.total, max(width, x.shape[1:].numel())
+    return is_small(total, width)
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread, within which a checkpoint computes its forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Rows whose gradients come out W times as large; a single number is a parameter, whose gradient is complete."""
+    found: dict[str, Any] = tree_map(
+        lambda x: scale_gradient(x, world.size) if isinstance(x, Tensor) and x.ndim else x, dict(arguments)
+    )
+    return found
+
+
+SMALL_BATCH = 2**28
+"""Multiplications of the largest small batch; measured on gloo, where they take as long as the messages that they save."""
+
+PER_SIMILARITY = 64
+"""Multiplications that take as long as one similarity's exponential, sums and weights."""
+
+
+def is_small(rows: int, width: int) -> bool:
+    """Whether every rank computes all of the loss, given the number of rows on all ranks and their width.
+
+    Examples:
+        >>> is_small(1_000, 128), is_small(10_000, 128)
+        (True, False)
+    """
+    return rows**2 * (width + PER_SIMILARITY) <= SMALL_BATCH
+
+
+@contextmanager
+def splitting(always: bool) -> Iterator[None]:
+    """Within it ranks split the loss of every batch if ``always``, otherwise that of large batches; for tests.
+
+    It must be entered on every rank alike.
+
+    Examples:
+        >>> with splitting(always=True):
+        ...     is_small(1, 1)
+        False
+    """
+    global SMALL_BATCH
+    before, SMALL_BATCH = SMALL_BATCH, -1 if always else 2**28
+    try:
+        yield
+    finally:
+        SMALL_BATCH = before
