@@ -58,11 +58,11 @@ class Run:
 
     Args:
         outcomes: by rank.
-        guilty: the rank with the fault.
+        failing_rank: the rank with the fault.
     """
 
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    guilty: int = 1
+    failing_rank: int = 1
 
 
 def rank_main(
@@ -83,7 +83,7 @@ def rank_main(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
     dist.barrier()
-    training = FAULTS[name](rank, guilty=rank == world_size - 1)
+    training = FAULTS[name](rank, failing_rank=rank == world_size - 1)
     try:
         training.run()
     except BaseException as error:
@@ -107,7 +107,7 @@ def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> R
     context.set_forkserver_preload(
         ["torch", "contrastive_zoo.wrapper.distributed", "contrastive_zoo.losses.nt_xent", __name__]
     )
-    run = Run(guilty=world_size - 1)
+    run = Run(failing_rank=world_size - 1)
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []
         for rank in range(world_size):
@@ -121,7 +121,7 @@ def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> R
             processes.append(process)
         started, others = time.time(), set(range(world_size))
         raised: dict[int, tuple[float, str, str]] = {}
-        while others - {run.guilty} and time.time() < started + 4 * timeout:
+        while others - {run.failing_rank} and time.time() < started + 4 * timeout:
             for ready in wait([pipes[rank] for rank in others], timeout=0.1):
                 rank = pipes.index(ready)
                 try:
@@ -148,7 +148,7 @@ def rows(name: str, world_size: int) -> Iterator[tuple[str, str, str, str]]:
         seconds = "" if x.seconds is None else f"{x.seconds:.1f}"
         last = x.text.strip().splitlines()[-1] if x.text.startswith("Caught") else x.text  # of a worker
         text = " ".join(f"{x.kind}: {last}".removeprefix(": ").split())
-        yield name, f"{rank} (guilty)" if rank == run.guilty else str(rank), seconds, text
+        yield name, f"{rank} (failing_rank)" if rank == run.failing_rank else str(rank), seconds, text
 
 
 def shortened(text: str) -> str:
@@ -162,8 +162,8 @@ def shortened(text: str) -> str:
 def page_table(found: Sequence[tuple[str, str, str, str]]) -> str:
     """Return the page's table of two ranks: a line for each fault."""
     lines = ["| fault on rank 1 | rank 0 ends after | rank 0 says | rank 1 says |", "|---|---:|---|---|"]
-    for (name, _, seconds, text), (_, _, _, guilty) in zip(found[::2], found[1::2], strict=True):
-        lines.append(f"| {name} | {seconds} s | {shortened(text)} | {shortened(guilty)} |")
+    for (name, _, seconds, text), (_, _, _, failing_rank) in zip(found[::2], found[1::2], strict=True):
+        lines.append(f"| {name} | {seconds} s | {shortened(text)} | {shortened(failing_rank)} |")
     return "\n".join(lines)
 
 

@@ -28,22 +28,22 @@ class Training:
 
     Args:
         rank: this rank.
-        guilty: whether the fault is this rank's.
+        failing_rank: whether the fault is this rank's.
     """
 
     timeout = TIMEOUT
     two_hosts = False  # whether half of the ranks are on another host
 
-    def __init__(self, rank: int, guilty: bool) -> None:
+    def __init__(self, rank: int, failing_rank: bool) -> None:
         torch.manual_seed(0)
-        self.rank, self.guilty, self.step = rank, guilty, 0
+        self.rank, self.failing_rank, self.step = rank, failing_rank, 0
         self.encoder = nn.Linear(8, 4)
         self.loss_fn = cz.DistributedLoss(self.loss())
 
     @property
     def now(self) -> bool:
         """Whether the fault happens in this step of this rank."""
-        return self.guilty and self.step == FAULTY_STEP
+        return self.failing_rank and self.step == FAULTY_STEP
 
     def loss(self) -> Any:
         """The loss; a third-party one can fail inside."""
@@ -72,7 +72,7 @@ class Training:
 
 
 def act_before(action: Callable[[], object]) -> type[Training]:
-    """The training whose guilty rank acts before the loss."""
+    """The training whose failing_rank rank acts before the loss."""
 
     class Before(Training):
         def before(self) -> None:
@@ -83,7 +83,7 @@ def act_before(action: Callable[[], object]) -> type[Training]:
 
 
 def act_inside(action: Callable[[], object]) -> type[Training]:
-    """The training whose guilty rank acts inside of a third-party loss of this rank."""
+    """The training whose failing_rank rank acts inside of a third-party loss of this rank."""
 
     class Inside(Training):
         def loss(self) -> Any:
@@ -98,7 +98,7 @@ def act_inside(action: Callable[[], object]) -> type[Training]:
 
 
 def act_between_messages(action: Callable[[], object]) -> type[Training]:
-    """The training whose guilty rank acts inside of a loss of this library, whose other ranks wait for its rows."""
+    """The training whose failing_rank rank acts inside of a loss of this library, whose other ranks wait for its rows."""
 
     class Rows(cz.RowLoss):
         training_of_rank: Any = None
@@ -134,8 +134,8 @@ class ExtraCall(Training):
 class ExtraCallUnderDDP(ExtraCall):
     """The same; gradients are reduced by DDP, in the same process group."""
 
-    def __init__(self, rank: int, guilty: bool) -> None:
-        super().__init__(rank, guilty)
+    def __init__(self, rank: int, failing_rank: bool) -> None:
+        super().__init__(rank, failing_rank)
         self.encoder = nn.parallel.DistributedDataParallel(self.encoder)  # type: ignore[assignment]  # of another class
 
     def run(self) -> None:
@@ -151,16 +151,16 @@ class ShorterEpoch(Training):
     """One rank has fewer batches, and waits for the others at the end, as trainers do."""
 
     def steps(self) -> int:
-        return FAULTY_STEP - 1 if self.guilty else STEPS
+        return FAULTY_STEP - 1 if self.failing_rank else STEPS
 
     def run(self) -> None:
         super().run()
-        if self.guilty:
+        if self.failing_rank:
             time.sleep(2 * self.timeout)
 
 
 class LinkCut(Training):
-    """The ranks are on two hosts, and the guilty one is cut off."""
+    """The ranks are on two hosts, and the failing_rank one is cut off."""
 
     two_hosts = True
 

@@ -40,7 +40,7 @@ def spoilt(value: float, rows: tuple[int, ...] = (2,)) -> Tensor:
     return x.requires_grad_()
 
 
-def foreign(embeddings: Tensor, labels: Tensor) -> Tensor:
+def third_party(embeddings: Tensor, labels: Tensor) -> Tensor:
     """A loss from elsewhere."""
     return embeddings[labels == 0].square().sum()
 
@@ -57,10 +57,10 @@ class MyRows(cz.RowLoss):
 
 @dataclass(frozen=True)
 class Mistake:
-    """A call that is bad where ``guilty``, which is the last rank alone (or every rank).
+    """A call that is bad where ``is_bad``, which is the last rank alone (or every rank).
 
     Args:
-        call: ``call(guilty, wrap)``, with ``wrap`` DistributedLoss, or nothing on one process.
+        call: ``call(is_bad, wrap)``, with ``wrap`` DistributedLoss, or nothing on one process.
         words: what the sentence must say: what came, what was expected, the fix.
         alone: whether one process makes it too.
         on_all_ranks: whether every rank makes the mistake.
@@ -87,7 +87,7 @@ MISTAKES: dict[str, Mistake] = {
     # ---- rows
     **own(
         "views of different length",
-        lambda guilty, wrap: wrap(cz.NTXent())(z(4), z(4 - guilty)),
+        lambda is_bad, wrap: wrap(cz.NTXent())(z(4), z(4 - is_bad)),
         "NTXent: ",
         "views must pair row by row",
         "view 0 float32 [4, 3]",
@@ -96,164 +96,171 @@ MISTAKES: dict[str, Mistake] = {
     ),
     **own(
         "views of different dtype",
-        lambda guilty, wrap: wrap(MyRows())(z(), z(dtype=torch.bfloat16 if guilty else torch.float32)),
+        lambda is_bad, wrap: wrap(MyRows())(z(), z(dtype=torch.bfloat16 if is_bad else torch.float32)),
         "MyRows: ",
         "view 1 bfloat16 [4, 3]",
     ),
     **own(
         "a single view",
-        lambda guilty, wrap: wrap(cz.NTXent())(*[z()] * (2 - guilty)),
+        lambda is_bad, wrap: wrap(cz.NTXent())(*[z()] * (2 - is_bad)),
         "two or more views",
         "got 1",
         "loss(view1, view2)",
     ),
     **own(
         "keys without a query",
-        lambda guilty, wrap: wrap(cz.InfoNCE())(z(4), z(4 + guilty)),
+        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(4), z(4 + is_bad)),
         "InfoNCE: ",
         "row i of queries belongs to row i of keys",
         "keys float32 [5, 3]",
         "negatives",
     ),
-    "keys forgotten": between(lambda guilty, wrap: wrap(cz.InfoNCE())(*[z()] * (2 - guilty)), "InfoNCE: ", "'keys'"),
+    "keys forgotten": between(lambda is_bad, wrap: wrap(cz.InfoNCE())(*[z()] * (2 - is_bad)), "InfoNCE: ", "'keys'"),
     "a misspelt argument": between(
-        lambda guilty, wrap: wrap(cz.SupCon())(z(), **{"lables" if guilty else "labels": y()}), "SupCon: ", "'lables'"
+        lambda is_bad, wrap: wrap(cz.SupCon())(z(), **{"lables" if is_bad else "labels": y()}),
+        "SupCon: ",
+        "'lables'",
     ),
     **own(
         "flat embeddings",
-        lambda guilty, wrap: wrap(cz.SupCon())(z().flatten() if guilty else z(), y(12 if guilty else 4)),
+        lambda is_bad, wrap: wrap(cz.SupCon())(z().flatten() if is_bad else z(), y(12 if is_bad else 4)),
         "floating-point rows [n, d], got float32 [12]",
     ),
     **own(
         "whole embeddings",
-        lambda guilty, wrap: wrap(MyRows())(z().long() if guilty else z(), y()),
+        lambda is_bad, wrap: wrap(MyRows())(z().long() if is_bad else z(), y()),
         "floating-point rows [n, d], got int64 [4, 3]",
     ),
     **own(
         "negatives of another width",
-        lambda guilty, wrap: wrap(cz.InfoNCE())(z(), z(), z(5, 3 + guilty)),
+        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(), z(), z(5, 3 + is_bad)),
         "negatives are shared [m, d] or per query [n, m, d]",
         "got float32 [5, 4]",
         "queries float32 [4, 3]",
     ),
     **own(
         "negatives of another number",
-        lambda guilty, wrap: wrap(cz.InfoNCE())(z(), z(), z(4 + guilty, 6).view(-1, 2, 3)),
+        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(), z(), z(4 + is_bad, 6).view(-1, 2, 3)),
         "per query [n, m, d]",
         "got float32 [5, 2, 3]",
     ),
     **own(
         "None for a view",
-        lambda guilty, wrap: wrap(cz.NTXent())(z(), None if guilty else z()),
+        lambda is_bad, wrap: wrap(cz.NTXent())(z(), None if is_bad else z()),
         "NTXent: ",
         "view 1",
         "NoneType",
     ),
     **own(
         "an array for keys",
-        lambda guilty, wrap: wrap(cz.InfoNCE())(z(), z().detach().numpy() if guilty else z()),
+        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(), z().detach().numpy() if is_bad else z()),
         "InfoNCE: ",
         "keys",
         "ndarray",
     ),
     **own(
         "a list of labels",
-        lambda guilty, wrap: wrap(cz.SupCon())(z(), y().tolist() if guilty else y()),
+        lambda is_bad, wrap: wrap(cz.SupCon())(z(), y().tolist() if is_bad else y()),
         "SupCon: ",
         "labels",
         "list",
     ),
     "widths": between(
-        lambda guilty, wrap: wrap(cz.NTXent())(z(4, 3 + 2 * guilty), z(4, 3 + 2 * guilty)),
+        lambda is_bad, wrap: wrap(cz.NTXent())(z(4, 3 + 2 * is_bad), z(4, 3 + 2 * is_bad)),
         "NTXent: ranks disagree on the width of view 0",
         "rank 0 brought d=3",
         "brought d=5",
         "same encoder head",
     ),
     "widths of a third-party loss": between(
-        lambda guilty, wrap: wrap(foreign)(z(4, 3 + 2 * guilty), y()),
-        "foreign: ranks disagree on the width of embeddings",
+        lambda is_bad, wrap: wrap(third_party)(z(4, 3 + 2 * is_bad), y()),
+        "third_party: ranks disagree on the width of embeddings",
         "d=3",
         "d=5",
     ),
     "dtypes": between(
-        lambda guilty, wrap: wrap(cz.SupCon())(z(dtype=torch.bfloat16 if guilty else torch.float32), y()),
+        lambda is_bad, wrap: wrap(cz.SupCon())(z(dtype=torch.bfloat16 if is_bad else torch.float32), y()),
         "SupCon: ranks disagree on the dtype of embeddings",
         "float32",
         "bfloat16",
         "same precision",
     ),
     "dtypes of a third-party loss": between(
-        lambda guilty, wrap: wrap(foreign)(z(dtype=torch.float64 if guilty else torch.float32), y()),
-        "foreign: ranks disagree on the dtype of embeddings",
+        lambda is_bad, wrap: wrap(third_party)(z(dtype=torch.float64 if is_bad else torch.float32), y()),
+        "third_party: ranks disagree on the dtype of embeddings",
     ),
     "numbers of views": between(
-        lambda guilty, wrap: wrap(cz.NTXent())(*[z()] * (2 + guilty)),
+        lambda is_bad, wrap: wrap(cz.NTXent())(*[z()] * (2 + is_bad)),
         "ranks disagree on what they bring",
         "view 2",
         "on every rank or on none",
     ),
     "negatives on one rank": between(
-        lambda guilty, wrap: wrap(cz.InfoNCE())(z(), z(), *[z()] * guilty),
+        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(), z(), *[z()] * is_bad),
         "ranks disagree on what they bring",
         "brought negatives, rank 0 brought none",
     ),
     "rows without a gradient": between(
-        lambda guilty, wrap: wrap(cz.NTXent())(z(learnt=not guilty), z(learnt=not guilty)),
+        lambda is_bad, wrap: wrap(cz.NTXent())(z(learnt=not is_bad), z(learnt=not is_bad)),
         "disagree on whether view 0 carry a gradient",
         "rank 0 brought rows with gradient",
         "without gradient",
         "empty batch",
     ),
     "rows without a gradient for a third-party loss": between(
-        lambda guilty, wrap: wrap(foreign)(z(learnt=not guilty), y()),
+        lambda is_bad, wrap: wrap(third_party)(z(learnt=not is_bad), y()),
         "disagree on whether embeddings carry a gradient",
         "without gradient",
     ),
     # ---- labels
     **own(
         "no labels",
-        lambda guilty, wrap: wrap(cz.SupCon())(z(), *[y()] * (not guilty)),
+        lambda is_bad, wrap: wrap(cz.SupCon())(z(), *[y()] * (not is_bad)),
         "labels are missing",
         "call loss",
     ),
-    **own("no labels for rows", lambda guilty, wrap: wrap(MyRows())(z(), *[y()] * (not guilty)), "labels are missing"),
+    **own(
+        "no labels for rows",
+        lambda is_bad, wrap: wrap(MyRows())(z(), *[y()] * (not is_bad)),
+        "labels are missing",
+    ),
     "no labels for a third-party loss": between(
-        lambda guilty, wrap: wrap(foreign)(z(), *[y()] * (not guilty)),
-        "foreign: ",
+        lambda is_bad, wrap: wrap(third_party)(z(), *[y()] * (not is_bad)),
+        "third_party: ",
         "missing a required argument",
         "labels",
     ),
     "labels that a third-party loss can do without": between(
-        lambda guilty, wrap: wrap(lenient)(z(), *[y()] * (not guilty)),
+        lambda is_bad, wrap: wrap(lenient)(z(), *[y()] * (not is_bad)),
         "ranks disagree on what they bring",
         "rank 0 brought labels",
         "on every rank or on none",
     ),
     "None for labels": between(
-        lambda guilty, wrap: wrap(lenient)(z(), None if guilty else y()), "disagree on", "labels"
+        lambda is_bad, wrap: wrap(lenient)(z(), None if is_bad else y()), "disagree on", "labels"
     ),
     "labels for None": between(
-        lambda guilty, wrap: wrap(lenient)(z(), y() if guilty else None), "disagree on", "labels"
+        lambda is_bad, wrap: wrap(lenient)(z(), y() if is_bad else None), "disagree on", "labels"
     ),
     **own(
         "labels of another length",
-        lambda guilty, wrap: wrap(cz.SupCon())(z(), y(4 + guilty)),
+        lambda is_bad, wrap: wrap(cz.SupCon())(z(), y(4 + is_bad)),
         "one per row, got 5 for 4 rows",
         "own labels",
     ),
     "labels of another length for a third-party loss": between(
-        lambda guilty, wrap: wrap(foreign)(z(), y(4 + guilty)), "labels are one per row, got 5 for 4 rows"
+        lambda is_bad, wrap: wrap(third_party)(z(), y(4 + is_bad)),
+        "labels are one per row, got 5 for 4 rows",
     ),
     **own(
         "float labels",
-        lambda guilty, wrap: wrap(cz.SupCon())(z(), y().float() if guilty else y()),
+        lambda is_bad, wrap: wrap(cz.SupCon())(z(), y().float() if is_bad else y()),
         "labels are one integer per row, got float32 [4]",
         "labels.long()",
     ),
     **own(
         "one-hot labels",
-        lambda guilty, wrap: wrap(MyRows())(z(), torch.eye(4).long() if guilty else y()),
+        lambda is_bad, wrap: wrap(MyRows())(z(), torch.eye(4).long() if is_bad else y()),
         "labels are one integer per row, got int64 [4, 4]",
         "labels.argmax(1)",
     ),
@@ -263,7 +270,7 @@ MISTAKES: dict[str, Mistake] = {
         for t in (0.0, -0.1, float("nan"), float("inf"))
         for name, mistake in own(
             f"temperature {t}",
-            lambda guilty, wrap, t=t: wrap(later(cz.NTXent(), temperature=t if guilty else 0.1))(z(), z()),
+            lambda is_bad, wrap, t=t: wrap(later(cz.NTXent(), temperature=t if is_bad else 0.1))(z(), z()),
             "temperature must be positive and finite",
             f"got {t}",
             "temperature=1/s",
@@ -271,36 +278,36 @@ MISTAKES: dict[str, Mistake] = {
     },
     **own(
         "a negative learnt temperature",
-        lambda guilty, wrap: wrap(later(cz.SupCon(), temperature=torch.tensor(-1.0 if guilty else 1.0)))(z(), y()),
+        lambda is_bad, wrap: wrap(later(cz.SupCon(), temperature=torch.tensor(-1.0 if is_bad else 1.0)))(z(), y()),
         "temperature must be positive and finite, got -1.0",
     ),
     **own(
         "an unknown reduction",
-        lambda guilty, wrap: wrap(later(cz.InfoNCE(), reduction="average" if guilty else "mean"))(z(), z()),
+        lambda is_bad, wrap: wrap(later(cz.InfoNCE(), reduction="average" if is_bad else "mean"))(z(), z()),
         "reduction is one of 'mean', 'sum', 'none', got 'average'",
     ),
     "temperatures": between(
-        lambda guilty, wrap: wrap(cz.NTXent(temperature=0.2 if guilty else 0.1))(z(), z()),
+        lambda is_bad, wrap: wrap(cz.NTXent(temperature=0.2 if is_bad else 0.1))(z(), z()),
         "ranks disagree on temperature",
         "rank 0 has 0.1",
         "has 0.2",
         "same on every rank",
     ),
     "reductions": between(
-        lambda guilty, wrap: wrap(cz.SupCon(reduction="sum" if guilty else "mean"))(z(), y()),
+        lambda is_bad, wrap: wrap(cz.SupCon(reduction="sum" if is_bad else "mean"))(z(), y()),
         "ranks disagree on reduction",
         "rank 0 has mean",
         "has sum",
     ),
     "directions": between(
-        lambda guilty, wrap: wrap(cz.InfoNCE(symmetric=guilty))(z(), z()),
+        lambda is_bad, wrap: wrap(cz.InfoNCE(symmetric=is_bad))(z(), z()),
         "ranks disagree on symmetric",
         "False",
         "True",
     ),
     **{
         f"normalize of {type(loss(True)).__name__}": between(
-            lambda guilty, wrap, loss=loss, rows=rows: wrap(loss(guilty))(*rows()),
+            lambda is_bad, wrap, loss=loss, rows=rows: wrap(loss(is_bad))(*rows()),
             "ranks disagree on normalize",
             "False",
             "True",
@@ -313,7 +320,7 @@ MISTAKES: dict[str, Mistake] = {
         )
     },
     "numbers for a third-party loss": between(
-        lambda guilty, wrap: wrap(lambda embeddings, margin: embeddings.sum() * margin)(z(), 0.5 + guilty),
+        lambda is_bad, wrap: wrap(lambda embeddings, margin: embeddings.sum() * margin)(z(), 0.5 + is_bad),
         "ranks disagree on margin",
         "0.5",
         "1.5",
@@ -324,40 +331,48 @@ MISTAKES: dict[str, Mistake] = {
         for value in (float("nan"), float("inf"), -float("inf"))
         for name, mistake in own(
             f"{value} in a view",
-            lambda guilty, wrap, value=value: wrap(cz.NTXent())(z(), spoilt(value) if guilty else z()),
+            lambda is_bad, wrap, value=value: wrap(cz.NTXent())(z(), spoilt(value) if is_bad else z()),
             "view 1 hold NaN or infinite values in 1 of 4 rows (row 2)",
             "check_finite=False",
         ).items()
     },
     **own(
         "NaN in embeddings",
-        lambda guilty, wrap: wrap(cz.SupCon())(spoilt(torch.nan, (0, 3)) if guilty else z(), y()),
+        lambda is_bad, wrap: wrap(cz.SupCon())(spoilt(torch.nan, (0, 3)) if is_bad else z(), y()),
         "embeddings hold NaN or infinite values in 2 of 4 rows (row 0, 3)",
     ),
     "NaN for a third-party loss": between(
-        lambda guilty, wrap: wrap(foreign)(spoilt(torch.nan) if guilty else z(), y()),
-        "foreign: ",
+        lambda is_bad, wrap: wrap(third_party)(spoilt(torch.nan) if is_bad else z(), y()),
+        "third_party: ",
         "embeddings hold NaN or infinite values in 1 of 4 rows (row 2)",
     ),
     # ---- no rows at all
     **own(
-        "no rows", lambda guilty, wrap: wrap(cz.NTXent())(z(0), z(0)), "the global batch is empty", on_all_ranks=True
-    ),
-    **own(
-        "no queries",
-        lambda guilty, wrap: wrap(cz.InfoNCE())(z(0), z(0)),
+        "no rows",
+        lambda is_bad, wrap: wrap(cz.NTXent())(z(0), z(0)),
         "the global batch is empty",
         on_all_ranks=True,
     ),
-    **own("no labelled rows", lambda guilty, wrap: wrap(cz.SupCon())(z(0), y(0)), "batch is empty", on_all_ranks=True),
+    **own(
+        "no queries",
+        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(0), z(0)),
+        "the global batch is empty",
+        on_all_ranks=True,
+    ),
+    **own(
+        "no labelled rows",
+        lambda is_bad, wrap: wrap(cz.SupCon())(z(0), y(0)),
+        "batch is empty",
+        on_all_ranks=True,
+    ),
     "no rows for a third-party loss": Mistake(
-        lambda guilty, wrap: wrap(foreign)(z(0), y(0)),
-        ("foreign: the global batch is empty", "skip the step"),
+        lambda is_bad, wrap: wrap(third_party)(z(0), y(0)),
+        ("third_party: the global batch is empty", "skip the step"),
         alone=False,
     ),
     # ---- mining
     "indices mined locally": between(
-        lambda guilty, wrap: wrap(lenient)(z(), y(), indices_tuple=(torch.tensor([0]),) * 3 if guilty else None),
+        lambda is_bad, wrap: wrap(lenient)(z(), y(), indices_tuple=(torch.tensor([0]),) * 3 if is_bad else None),
         "indices_tuple was mined on this rank's rows",
         "DistributedLoss(loss, miner=miner)",
     ),
@@ -397,7 +412,7 @@ def test_one_process_says_it_too(name: str) -> None:
         assert "rank 0: " not in str(raised.value)
 
 
-def test_all_the_guilty_are_named(worlds: Worlds) -> None:
+def test_all_failing_ranks_are_named(worlds: Worlds) -> None:
     def bad() -> None:
         cz.DistributedLoss(cz.SupCon())(z(), y(4 + dist.get_rank()))
 
@@ -449,10 +464,10 @@ def test_some_things_are_refused_when_built(name: str) -> None:
     [
         lambda: cz.DistributedLoss(cz.SupCon(check_finite=False)),
         lambda: cz.DistributedLoss(cz.SupCon(), check_finite=False),
-        lambda: cz.DistributedLoss(foreign, check_finite=False),
+        lambda: cz.DistributedLoss(third_party, check_finite=False),
         lambda: cz.SupCon(check_finite=False),
     ],
-    ids=["loss", "wrapper", "foreign", "bare"],
+    ids=["loss", "wrapper", "third_party", "bare"],
 )
 def test_check_finite_can_be_turned_off(make: Callable[[], Any], worlds: Worlds) -> None:
     assert all(np.isnan(worlds.run(2, lambda: make()(spoilt(torch.nan, (0, 1, 2, 3)), y()).item())))

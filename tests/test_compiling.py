@@ -64,7 +64,7 @@ def around():
     return cz.DistributedLoss(cz.Clip(), ring=True)
 
 
-def foreign():
+def third_party():
     return cz.DistributedLoss(losses.TripletMarginLoss(), miner=miners.MultiSimilarityMiner())
 
 
@@ -83,10 +83,10 @@ class ByHand(nn.Module):
         return z[labels == 0].square().sum() + cz.collectives.all_reduce(z.sum(0)).square().sum()
 
 
-LABELLED = (foreign, sharded, ByHand)
+LABELLED = (third_party, sharded, ByHand)
 
 
-@pytest.mark.parametrize("make", [nt_xent, around, foreign, sharded, ByFunction, ByHand])
+@pytest.mark.parametrize("make", [nt_xent, around, third_party, sharded, ByFunction, ByHand])
 def test_a_compiled_step_on_two_ranks(make, worlds: Worlds) -> None:
     for expected, found in worlds.run(2, plain_and_compiled, make):
         assert expected == found

@@ -18,7 +18,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
 from contrastive_zoo.ranks import world as worlds_module
-from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.arguments import GlobalIndices
@@ -44,14 +44,14 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def foreign(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
+def third_party(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
     """Every row's square, more for later rows; or those of the indices."""
     chosen = torch.arange(len(embeddings)) if indices_tuple is None else indices_tuple[0]
     return (embeddings[chosen].square().sum(1) * (1 + chosen) * (1 + labels[chosen])).mean()
 
 
 def good() -> float:
-    return cz.DistributedLoss(foreign)(z(), y()).item()
+    return cz.DistributedLoss(third_party)(z(), y()).item()
 
 
 class Overriding(cz.Clip):
@@ -64,7 +64,7 @@ class Overriding(cz.Clip):
 def test_what_is_no_operator_of_a_compiled_graph() -> None:
     assert cz.DistributedLoss(cz.Clip()).graph_problem() is None
     for loss, words in (
-        (foreign, THIRD_PARTY),
+        (third_party, THIRD_PARTY),
         (losses.SupConLoss(), THIRD_PARTY),
         (Overriding(), "Overriding.forward may return anything."),
     ):
@@ -76,7 +76,7 @@ def test_what_is_no_operator_of_a_compiled_graph() -> None:
 
 class Parts(NamedTuple):
     total: Tensor
-    pull: Tensor
+    attraction: Tensor
     note: str
 
 
@@ -89,16 +89,19 @@ class Scaled(nn.Module):
         self.returns = returns
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Any:
-        pull = self.scale * (embeddings @ embeddings.T)[labels[:, None] == labels].mean()
-        return self.returns(pull + embeddings.exp().mean(), pull)
+        attraction = self.scale * (embeddings @ embeddings.T)[labels[:, None] == labels].mean()
+        return self.returns(attraction + embeddings.exp().mean(), attraction)
 
 
 RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "tensor": lambda total, pull: total,
-    "tuple": lambda total, pull: (total, pull.detach()),
-    "list": lambda total, pull: [total, {"pull": pull.item(), "count": 3, "what": "parts", "none": None}],
-    "dict": lambda total, pull: {"loss": total, "pull": pull},
-    "named tuple": lambda total, pull: Parts(total, pull, "of the batch"),
+    "tensor": lambda total, attraction: total,
+    "tuple": lambda total, attraction: (total, attraction.detach()),
+    "list": lambda total, attraction: [
+        total,
+        {"attraction": attraction.item(), "count": 3, "what": "parts", "none": None},
+    ],
+    "dict": lambda total, attraction: {"loss": total, "attraction": attraction},
+    "named tuple": lambda total, attraction: Parts(total, attraction, "of the batch"),
 }
 
 
@@ -185,14 +188,14 @@ def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worl
         rows, labels = local_shard(x, shards).requires_grad_(), local_shard(LABELS, shards)
         indices = DistributedMiner(last_of_all)(rows, labels)
         references = DistributedMiner(last_of_all)(rows, labels, rows, labels)
-        outside = cz.DistributedLoss(foreign)(rows, labels, indices)
-        inside = cz.DistributedLoss(foreign, miner=last_of_all)(rows, labels)
+        outside = cz.DistributedLoss(third_party)(rows, labels, indices)
+        inside = cz.DistributedLoss(third_party, miner=last_of_all)(rows, labels)
         assert not any(x.requires_grad for x in indices)
         return tuple(indices), tuple(references), outside, inside, torch.rand(1)
 
     torch.manual_seed(0)
     expected = [last_of_all(x, LABELS), last_of_all(x, LABELS, x, LABELS)]
-    value = foreign(x, LABELS, expected[0])
+    value = third_party(x, LABELS, expected[0])
     last_of_all(x, LABELS)
     found = worlds.run(len(shards), job)
     for by_rank in found:
@@ -214,19 +217,19 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
     indices = (torch.tensor([0]),) * 3
     return {
         "mined by hand": (
-            lambda: cz.DistributedLoss(foreign)(z(), y(), indices if last else None),
+            lambda: cz.DistributedLoss(third_party)(z(), y(), indices if last else None),
             ("indices_tuple was mined on this rank's rows", "miner=miner", "DistributedMiner(miner)"),
         ),
         "global ones that were taken apart": (
-            lambda: cz.DistributedLoss(foreign)(z(), y(), DistributedMiner(last_of_all)(z(), y())[:2]),
+            lambda: cz.DistributedLoss(third_party)(z(), y(), DistributedMiner(last_of_all)(z(), y())[:2]),
             ("indices_tuple was mined on this rank's rows", "as it is"),
         ),
         "global on one rank only": (
-            lambda: cz.DistributedLoss(foreign)(z(), y(), GlobalIndices(indices) if last else None),
+            lambda: cz.DistributedLoss(third_party)(z(), y(), GlobalIndices(indices) if last else None),
             ("ranks disagree on indices_tuple",),
         ),
         "two miners": (
-            lambda: cz.DistributedLoss(foreign, miner=last_of_all)(z(), y(), GlobalIndices(indices)),
+            lambda: cz.DistributedLoss(third_party, miner=last_of_all)(z(), y(), GlobalIndices(indices)),
             ("indices_tuple came along", "has a miner"),
         ),
         "a miner of no tuple": (
@@ -242,7 +245,7 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
             ("last_of_all: ", "embeddings hold NaN or infinite values"),
         ),
         "an array": (
-            lambda: cz.DistributedLoss(foreign)(z(), y().numpy()),
+            lambda: cz.DistributedLoss(third_party)(z(), y().numpy()),
             ("labels must be a tensor, or a tuple", "got a ndarray", "torch.as_tensor(labels)"),
         ),
         "rows in a dataclass": (
@@ -277,8 +280,8 @@ def test_some_are_refused_on_one_process_too() -> None:
     ("build", "words"),
     [
         (lambda: cz.DistributedLoss(lambda a, b: a, miner=last_of_all), ("<lambda>(a, b) takes no indices_tuple",)),
-        (lambda: cz.DistributedLoss(cz.DistributedLoss(foreign)), ("distributed already",)),
-        (lambda: cz.DistributedLoss(foreign, mode="split"), ("'replicated' or 'sharded'", "got 'split'")),
+        (lambda: cz.DistributedLoss(cz.DistributedLoss(third_party)), ("distributed already",)),
+        (lambda: cz.DistributedLoss(third_party, mode="split"), ("'replicated' or 'sharded'", "got 'split'")),
         (lambda: DistributedMiner(DistributedMiner(last_of_all)), ("a bare miner", "got DistributedMiner")),
         (lambda: DistributedMiner(3), ("can be called", "got int")),
     ],
@@ -381,7 +384,7 @@ def test_it_takes_no_message_of_its_own(worlds: Worlds) -> None:
     def job() -> list[int]:
         counts = []
         for check_equal in (True, False):
-            loss = cz.DistributedLoss(foreign, check_equal=check_equal)
+            loss = cz.DistributedLoss(third_party, check_equal=check_equal)
             loss(z(), y())  # reserves bytes for the rows
             counts.append(messages(lambda loss=loss: [loss(z(), y()) for _ in range(4)]))
         return counts
@@ -390,7 +393,7 @@ def test_it_takes_no_message_of_its_own(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[8, 8]] * 2
 
 
-@pytest.mark.parametrize("loss", [losses.ContrastiveLoss(), cz.SupCon()], ids=["foreign", "own"])
+@pytest.mark.parametrize("loss", [losses.ContrastiveLoss(), cz.SupCon()], ids=["third_party", "own"])
 @pytest.mark.parametrize("setting", ["grad_reduction", "mode"])
 def test_ranks_that_were_told_different_things(loss: Any, setting: str, worlds: Worlds) -> None:
     def bad() -> None:
@@ -472,7 +475,7 @@ def test_few_rows_take_few_messages(worlds: Worlds) -> None:
                 loss(z(), z()).backward()
 
             for _ in range(20):
-                meet("idle", {}, world=World.of())  # the group forgets how many bytes it reserved
+                agree_on_shards("idle", {}, world=World.of())  # the group forgets how many bytes it reserved
             found += [messages(step), messages(step), messages(step)]
         return found
 
@@ -577,7 +580,7 @@ def test_other_shapes_than_before(worlds: Worlds) -> None:
     assert all(found.startswith(text) for found in worlds.run(2, job, 3))
 
 
-@pytest.mark.parametrize("loss", [cz.Clip(), lambda a, b: (a @ b.T).exp().mean()], ids=["own", "foreign"])
+@pytest.mark.parametrize("loss", [cz.Clip(), lambda a, b: (a @ b.T).exp().mean()], ids=["own", "third_party"])
 def test_a_rank_may_give_one_tensor_twice_where_others_give_two(loss: Any, worlds: Worlds) -> None:
     """A rank without rows does, if it makes them but once."""
 

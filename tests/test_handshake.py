@@ -51,9 +51,9 @@ def test_no_rows_follow_if_one_rank_cannot_send_them(worlds: Worlds) -> None:
 
     def job() -> list[bool]:
         found = []
-        for guilty in (None, 1, 1):
+        for failing_rank in (None, 1, 1):
             stated = statement(3)
-            if dist.get_rank() == guilty:
+            if dist.get_rank() == failing_rank:
                 stated.payload = None
             found.append(shake_hands(stated, World.of()).payload is None)
         return found[1:]

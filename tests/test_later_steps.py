@@ -487,12 +487,12 @@ def test_a_memory_is_not_filled_twice_by_a_checkpoint(reentrant: bool, worlds: W
 )
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 0), (0, 1), (2, 1)])
 def test_a_last_batch_of_one_row(dtype: torch.dtype, d: int, labels: torch.dtype, sizes: Any, worlds: Worlds) -> None:
-    def foreign(embeddings: Tensor, classes: Tensor) -> Tensor:
+    def third_party(embeddings: Tensor, classes: Tensor) -> Tensor:
         return (embeddings.float().sum(1) * (1 + classes.float())).sum()
 
     def job() -> list[Tensor]:
         found = []
-        for loss in (cz.DistributedLoss(foreign), cz.DistributedLoss(cz.SupCon())):
+        for loss in (cz.DistributedLoss(third_party), cz.DistributedLoss(cz.SupCon())):
             for n in (sizes, (3, 2), sizes):
                 rows = numbers(sum(n), d, seed=1, dtype=torch.float32).to(dtype)
                 classes = (torch.arange(sum(n)) % 2).to(labels)

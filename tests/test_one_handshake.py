@@ -13,7 +13,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.ranks.messages import completed_handshake
-from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.testing.vectors.cases import VIEWS
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
@@ -46,14 +46,14 @@ def test_every_step_has_one(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [table] * 2
 
 
-class MeetsTwice(TwoViewLoss):
+class ShakesHandsTwice(TwoViewLoss):
     """A formula with a handshake of its own."""
 
     def compute(self, batch: Batch) -> Tensor:
-        meet("MeetsTwice", batch.rows, world=batch.world)
+        agree_on_shards("ShakesHandsTwice", batch.rows, world=batch.world)
         return batch.first.sum()
 
 
 def test_a_second_one_is_counted(worlds: Worlds) -> None:
-    found = worlds.run(2, lambda: in_a_step(OwnLoss(MeetsTwice, VIEWS), in_parts=True))
+    found = worlds.run(2, lambda: in_a_step(OwnLoss(ShakesHandsTwice, VIEWS), in_parts=True))
     assert Counter(found) == {2: 2}

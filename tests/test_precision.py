@@ -595,7 +595,7 @@ def test_a_second_derivative_is_refused_on_every_rank(name, shards, worlds: Worl
     assert all("contrastive_zoo.engine.plain_formulas()" in text for text in worlds.run(len(shards), job))
 
 
-def test_a_foreign_loss_is_differentiated_twice_across_ranks(worlds: Worlds) -> None:
+def test_a_third_party_loss_is_differentiated_twice_across_ranks(worlds: Worlds) -> None:
     def second(rows: torch.Tensor, direction: torch.Tensor, loss) -> torch.Tensor:
         rows = rows.clone().requires_grad_()
         (first,) = torch.autograd.grad(loss(rows), rows, create_graph=True)

@@ -20,7 +20,7 @@ from contrastive_zoo.ranks.collectives import all_gather, broadcast
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
-from contrastive_zoo.ranks.session import Session, meet
+from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.options import GradReduction
 
@@ -116,7 +116,7 @@ class DistributedSentenceLoss(nn.Module):
         named = {"labels": labels} if isinstance(labels, Tensor) else {}
         problem = _problem_compiled(self.loss, encoder)
         settings = {"grad_reduction": self.grad_reduction, "number of columns": len(columns)}
-        found = meet(name, named, world=world, problem=problem, settings=settings)
+        found = agree_on_shards(name, named, world=world, problem=problem, settings=settings)
         rows = found[0] if found else None
         if isinstance(labels, Tensor) and rows is not None:
             refuse_empty(name, rows)
@@ -218,7 +218,7 @@ def _gathered(name: str, z: Tensor, rows: Shards | None, world: World) -> tuple[
             f"a column has {len(z)} rows where the labels or the first column have {rows.size}. Pass one sentence of "
             "every column, and one label, for each row."
         )
-    (shards,) = meet(name, {"sentence_embedding": z}, world=world, problem=problem)
+    (shards,) = agree_on_shards(name, {"sentence_embedding": z}, world=world, problem=problem)
     refuse_empty(name, shards)
     z = scale_gradient(z, world.size)
     return all_gather(z, gradient="complete", shards=shards, process_group=world), shards

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.ranks.row_checks import described
-from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.transport import exchange_rows
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -90,7 +90,7 @@ def called_on_every_rank(caller: str, name: str, function: Callable[[], R], *, w
     except Exception as error:
         cause, problem = error, f"{name} raised {type(error).__name__}: {str(error).rstrip('.')}."
     try:
-        meet(caller, {}, world=world, problem=problem)
+        agree_on_shards(caller, {}, world=world, problem=problem)
     except ValueError as error:
         raise error from cause
     return result

@@ -19,7 +19,7 @@ from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.search import settings_problem
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
-from contrastive_zoo.ranks.session import Session, meet
+from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 QUERIES_OF_A_STEP = 16384
@@ -122,7 +122,11 @@ def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None
     }
     rows = task.rows
     shards = dict(
-        zip(rows, meet(name, rows, world=session, problem=task.problem or problem, settings=given), strict=True)
+        zip(
+            rows,
+            agree_on_shards(name, rows, world=session, problem=task.problem or problem, settings=given),
+            strict=True,
+        )
     )
     positives = task.positive_table
     total = shards["corpus"].total
@@ -133,7 +137,7 @@ def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None
         problem = (
             f"positives are indices into the {total} rows of the corpus, or -1, got {positives[outside][0].item()}."
         )
-    meet(name, {}, world=world, problem=problem)
+    agree_on_shards(name, {}, world=world, problem=problem)
     labels = [x for x in (task.corpus_labels, task.corpus_ids) if x is not None]
     stacked = torch.stack(labels, 1) if labels else None
     corpus = Corpus(task.corpus, shards["corpus"], stacked, task.normalize, task.index, world)

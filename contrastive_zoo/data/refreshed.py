@@ -16,7 +16,7 @@ from contrastive_zoo.data.mining_task import Task, mine
 from contrastive_zoo.loss_base.state import loading_problem
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, is_integer, tensor_problem
-from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, World
 
@@ -110,7 +110,7 @@ class RefreshedNegatives:
             return False
         world = World.of(self.process_group, "RefreshedNegatives")
         agreed = {"step": step, "positives": array_in_one_line(self.positives.cpu().numpy())}
-        meet("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
+        agree_on_shards("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
         queries, corpus = (
             called_on_every_rank("RefreshedNegatives", name, partial(self._encoded, encode, size, world), world=world)

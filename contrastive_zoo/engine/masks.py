@@ -8,7 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem
-from contrastive_zoo.ranks.session import meet, refuse
+from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, World
 
 
@@ -51,7 +51,7 @@ def global_sample_ids(n: int, views: int = 1, *, process_group: Processes = None
     if n < 0 or views < 1 or n * views > _MOST_SAMPLES:
         rule = f"n >= 0 and views >= 1, and n · views <= {_MOST_SAMPLES}"
         refuse("global_sample_ids", f"{rule}, got n={n}, views={views}.", world=world)
-    (shards,) = meet(
+    (shards,) = agree_on_shards(
         "global_sample_ids", {"samples": torch.empty(n, dtype=torch.int8)}, world=world, settings={"views": views}
     )
     return torch.arange(shards.start, shards.start + n).repeat(views)
@@ -84,7 +84,7 @@ def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> Pa
                 [1, 0, 0]], dtype=torch.int32)
     """
     world = World.of(process_group, "pair_masks")
-    (shards,) = meet("pair_masks", {"ids": ids}, world=world, problem=labels_problem("ids", ids))
+    (shards,) = agree_on_shards("pair_masks", {"ids": ids}, world=world, problem=labels_problem("ids", ids))
     return block_masks(ids, all_gather(ids, shards=shards, process_group=world), start=shards.start)
 
 

@@ -209,7 +209,7 @@ class Loss(Settings, GraphModule):
             unlike = (Tensor, list, World)  # a world says which of the ranks this is
             plain = {key: x for key, x in vars(stated.settings).items() if not isinstance(x, unlike)}
             compared = {**plain, **stated.compared, "implementation": stated.kernels}
-            shards = session.meet(name, rows, problem, compared)
+            shards = session.agree_on_shards(name, rows, problem, compared)
         refuse_empty(name, shards[0])
         return stated.batch(rows, shards, session)
 

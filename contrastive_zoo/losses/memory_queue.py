@@ -13,7 +13,7 @@ from contrastive_zoo.loss_base.state import loading_problem, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, labels_problem, rows_problem, tensor_problem
-from contrastive_zoo.ranks.session import meet, refuse
+from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
@@ -161,7 +161,9 @@ class MemoryQueue(nn.Module):
         rows = rows.detach()
         named = {"rows": rows} | present(labels=labels, enqueue_mask=enqueue_mask)
         problem = self.problem(rows, labels, enqueue_mask)
-        (shards, *_) = meet("MemoryQueue", named, world=world, problem=problem, settings=self.compared_state())
+        (shards, *_) = agree_on_shards(
+            "MemoryQueue", named, world=world, problem=problem, settings=self.compared_state()
+        )
         return self.write(rows, labels, enqueue_mask, shards, world)[shards.local]
 
     @torch.no_grad()

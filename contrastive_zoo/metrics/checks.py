@@ -14,7 +14,7 @@ from contrastive_zoo.metrics.names import KNN, Metric, names_problem
 from contrastive_zoo.metrics.ranking_metrics import Ties
 from contrastive_zoo.metrics.search import rows_problem, settings_problem
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem
-from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Shards, World
 
 
@@ -133,7 +133,7 @@ def agreed(caller: str, given: Given, names: Sequence[str], settings: Settings, 
             problem = "knn_accuracy needs labels, got judgements."
     compared = {"metrics": names, **vars(settings), "ignore_label": given.ignore_label}
     compared["leave one out"] = given.gallery is None
-    queries, gallery, *_ = meet(caller, given.tensors(), world=world, problem=problem, settings=compared)
+    queries, gallery, *_ = agree_on_shards(caller, given.tensors(), world=world, problem=problem, settings=compared)
     if given.partners and queries.total != gallery.total:
         raise ValueError(
             f"{caller}: without labels row i of the gallery is query i's partner, got {queries.total} queries and "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contrastive_zoo.metrics.exact import norms, prepared, similarities
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex, flat_search, index_search
-from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
 
 _BLOCK_ELEMENTS = 2**24
@@ -85,7 +85,7 @@ class Gallery:
                 gallery.index = index.built(gallery.take(slice(None))) if len(rows) else None
             except RuntimeError as error:  # faiss': too few rows to train it, or an unknown description
                 problem = _index_problem(index, len(rows), error)
-            meet(caller, {}, world=world, problem=problem)
+            agree_on_shards(caller, {}, world=world, problem=problem)
         return gallery
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.metrics.search import rows_problem
 from contrastive_zoo.ranks.row_checks import labels_problem
-from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, World
 
 # Paul Tol's colours, distinguishable with any colour vision: https://personal.sron.nl/~pault/
@@ -251,7 +251,9 @@ def _pair_counts(
         problem = f"bins is at least 1, got {bins}."
     given = {"queries": queries.detach(), "gallery": rows.detach(), "labels": labels}
     settings = {"bins": bins, "among the queries": gallery is None}
-    shards, of_gallery, _ = meet("similarity_histogram", given, world=world, problem=problem, settings=settings)
+    shards, of_gallery, _ = agree_on_shards(
+        "similarity_histogram", given, world=world, problem=problem, settings=settings
+    )
     assert of_rows is not None  # the problem has been raised
     compared, own_labels = prepared(queries, normalize=True), labels.cpu().long()
     own = torch.arange(shards.start, shards.start + shards.size)

@@ -14,7 +14,7 @@ from contrastive_zoo.metrics.local_search import Gallery, ordered
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
-from contrastive_zoo.ranks.session import meet
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, World
 
 
@@ -83,7 +83,7 @@ def top_k(
     problem = problem or settings_problem(k=k, normalize=normalize, index=index)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
     detached = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
-    shards = meet("top_k", detached, world=world, problem=problem, settings=settings)
+    shards = agree_on_shards("top_k", detached, world=world, problem=problem, settings=settings)
     candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
         raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")

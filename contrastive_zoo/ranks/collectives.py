@@ -42,7 +42,7 @@ from contrastive_zoo.ranks.adjoints import (
 )
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
-from contrastive_zoo.ranks.session import Session, meet, refuse
+from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
 from contrastive_zoo.ranks.transport import OPS, Reduction, reduced_everywhere
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
@@ -99,7 +99,7 @@ def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None 
     if rows.ndim == 0:
         problem = NO_ROWS
     unchecked = Session.of(world, check_finite=False)
-    return meet(name, {"x": rows}, world=unchecked, problem=problem, settings=settings)[0]
+    return agree_on_shards(name, {"x": rows}, world=unchecked, problem=problem, settings=settings)[0]
 
 
 def mean_over_ranks(x: Tensor, world: World) -> Tensor:

@@ -78,13 +78,13 @@ class Session(World):
             return self
         return replace(self, cache=GatherCache(self.derivations))
 
-    def meet(
+    def agree_on_shards(
         self, caller: str, rows: Mapping[str, Tensor], problem: str | None, settings: Mapping[str, object]
     ) -> list[Shards]:
-        """:func:`meet` within this session.
+        """:func:`agree_on_shards` within this session.
 
         Raises:
-            ValueError: what :func:`meet` raises.
+            ValueError: what :func:`agree_on_shards` raises.
         """
         if problem is not None:  # what is no tensor has no size
             rows = {name: x for name, x in rows.items() if tensor_problem(name, x) is None}
@@ -97,7 +97,7 @@ class Session(World):
         return shake_hands(Statement(caller, compared, sizes, problem, tolerance=tolerance(rows.values())), self).shards
 
 
-def meet(
+def agree_on_shards(
     caller: str,
     rows: Mapping[str, Tensor],
     *,
@@ -123,14 +123,14 @@ def meet(
 
     Examples:
         >>> import torch
-        >>> meet("Loss", {"embeddings": torch.ones(3, 2)}, world=World())
+        >>> agree_on_shards("Loss", {"embeddings": torch.ones(3, 2)}, world=World())
         [Shards(sizes=(3,), rank=0)]
     """
-    return Session.of(world).meet(caller, rows, problem, settings or {})
+    return Session.of(world).agree_on_shards(caller, rows, problem, settings or {})
 
 
 def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
-    """Take part in the other ranks' :func:`meet` with a problem, so that every rank raises it.
+    """Take part in the other ranks' :func:`agree_on_shards` with a problem, so that every rank raises it.
 
     Raises:
         ValueError: always, on every rank.
@@ -141,5 +141,5 @@ def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
         ...
         ValueError: Loss: labels are missing.
     """
-    meet(caller, {}, world=world, problem=problem)
+    agree_on_shards(caller, {}, world=world, problem=problem)
     raise AssertionError("a problem was met without an error")

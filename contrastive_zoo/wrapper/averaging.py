@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from contrastive_zoo.ranks.collectives import mean_over_ranks, sum_over_ranks
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described
-from contrastive_zoo.ranks.session import meet, refuse
+from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, World
 
 BUCKET_BYTES = 25 * 2**20
@@ -45,7 +45,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = list(named.values())
     kinds = {name: described(parameter) for name, parameter in named.items()}
-    meet("average_gradients", {}, world=world, settings=kinds)
+    agree_on_shards("average_gradients", {}, world=world, settings=kinds)
     if world.size == 1 or not parameters:
         return
     with torch.no_grad():

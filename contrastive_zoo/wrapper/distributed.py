@@ -16,7 +16,7 @@ from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.collectives import broadcast
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.row_checks import described
-from contrastive_zoo.ranks.session import Findings, Options, Session, meet, refuse
+from contrastive_zoo.ranks.session import Findings, Options, Session, agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.arguments import Arguments
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
@@ -51,7 +51,7 @@ def broadcast_from_rank_0(modules: LossModules, world: World) -> None:
     """
     state = dict(modules.shared_state())
     kinds = {name: described(x) for name, x in state.items()}
-    meet(loss_name(modules.loss), {}, world=world, settings={"broadcast_parameters": "now", **kinds})
+    agree_on_shards(loss_name(modules.loss), {}, world=world, settings={"broadcast_parameters": "now", **kinds})
     for x in state.values():
         x.data.copy_(broadcast(x.detach(), process_group=world))
 

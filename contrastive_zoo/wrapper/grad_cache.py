@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
-from contrastive_zoo.ranks.session import meet, refuse
+from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, World
 from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
 
@@ -213,7 +213,7 @@ def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, p
     # without a backward pass ranks send no messages, and one rank may encode alone
     world = World.of(process_group if torch.is_grad_enabled() else World(), caller)
     counts = {f"chunks of tower {i}": torch.zeros(len(encoder.chunks)) for i, encoder in enumerate(encoders)}
-    for encoder, shards in zip(encoders, meet(caller, counts, world=world, problem=problem), strict=True):
+    for encoder, shards in zip(encoders, agree_on_shards(caller, counts, world=world, problem=problem), strict=True):
         refuse_empty(caller, shards)
         if min(shards.sizes) == 0:
             encoder.add_empty_chunk(caller, world)

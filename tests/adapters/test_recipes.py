@@ -25,7 +25,7 @@ SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]
 # ------------------------------------------------------------------------------------- losses, as one process sees them
 
 
-def pull(z: Tensor, y: Tensor) -> Tensor:
+def attraction(z: Tensor, y: Tensor) -> Tensor:
     """Rows of a class towards each other, all rows away from each other."""
     squared = (z[:, None] - z).square().sum(2)
     return squared[y[:, None] == y].mean() + torch.exp(-squared).mean()
@@ -33,8 +33,8 @@ def pull(z: Tensor, y: Tensor) -> Tensor:
 
 def with_parts(z: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     squared = (z[:, None] - z).square().sum(2)
-    parts = {"pull": squared[y[:, None] == y].mean(), "push": torch.exp(-squared).mean()}
-    return parts["pull"] + parts["push"], parts
+    parts = {"attraction": squared[y[:, None] == y].mean(), "repulsion": torch.exp(-squared).mean()}
+    return parts["attraction"] + parts["repulsion"], parts
 
 
 def as_dict(z: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class Recipe:
 
 
 RECIPES = [
-    Recipe("a plain function", lambda: pull, lambda: cz.DistributedLoss(pull)),
+    Recipe("a plain function", lambda: attraction, lambda: cz.DistributedLoss(attraction)),
     Recipe("a tuple of total and parts", lambda: with_parts, lambda: cz.DistributedLoss(with_parts)),
     Recipe("a dict of parts", lambda: as_dict, lambda: cz.DistributedLoss(as_dict)),
     Recipe("a moving centre", Centred, lambda: cz.DistributedLoss(Centred())),
@@ -224,8 +224,8 @@ def test_parts_are_those_of_the_global_batch(shards: tuple[int, ...], worlds: Wo
             assert parts.keys() == expected.keys()
             for name, x in expected.items():
                 close(parts[name], x)
-    logged = torch.stack([x["pull"] for x in worlds.run(2, lambda: parts_of(as_dict, (1, 4)))]).mean()
-    assert distance(logged, expected["pull"]) > 0.1  # what a logger that averages over ranks would have shown
+    logged = torch.stack([x["attraction"] for x in worlds.run(2, lambda: parts_of(as_dict, (1, 4)))]).mean()
+    assert distance(logged, expected["attraction"]) > 0.1  # what a logger that averages over ranks would have shown
 
 
 def states(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], Any], splits: list[tuple[int, ...]]) -> list[Any]:

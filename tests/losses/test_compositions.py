@@ -81,7 +81,7 @@ def test_the_entries_of_the_table_hold(entry: Entry, worlds: Worlds) -> None:
     close(entry.make(temperature=0.3)(*views), entry.dense(*views, temperature=0.3))
 
 
-def meeting_twice() -> dict[str, tuple[nn.Module, int]]:
+def with_two_handshakes() -> dict[str, tuple[nn.Module, int]]:
     """Sums whose terms hold a handshake of their own inside, and the number of their arguments."""
     terms = [cz.CrossBatchMemory(cz.InfoNCE(), 7, 3), cz.InfoNCE(symmetric=True), cz.VICReg()]
     return {
@@ -91,11 +91,11 @@ def meeting_twice() -> dict[str, tuple[nn.Module, int]]:
     }
 
 
-@pytest.mark.parametrize("name", meeting_twice())
+@pytest.mark.parametrize("name", with_two_handshakes())
 def test_a_loss_inside_of_a_term_does_not_take_what_another_term_has_declared(name: str, worlds: Worlds) -> None:
     def job(splits: list[tuple[int, ...]]) -> list[Tensor]:
         torch.manual_seed(0)
-        loss, count = meeting_twice()[name]
+        loss, count = with_two_handshakes()[name]
         wrapped, found = cz.DistributedLoss(loss.double()), []
         for step, shards in enumerate(splits):
             own = slice(sum(shards[: dist.get_rank()]), sum(shards[: dist.get_rank() + 1]))

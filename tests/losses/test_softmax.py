@@ -159,7 +159,7 @@ def test_towers_are_torchs_functions() -> None:
     close(2 * taught[1], taught[0] + taught[2])  # open_clip's sum of both
 
 
-def test_families_meet() -> None:
+def test_families_are_added() -> None:
     """One loss at a setting is another one."""
     a, b = pairs(5, 3)
     for t in (1.0, 0.1):
