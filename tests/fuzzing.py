@@ -395,10 +395,13 @@ def _names() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {}
     hand = by_hand()
     left_out = {"ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors",
-                "RefreshedNegatives", "RowLoss", "implementation",
-                "__version__", "dense", "index_recall", "memory_budget"}  # fmt: skip
-    for name in cz.__all__:
-        x = getattr(cz, name)
+                "RefreshedNegatives", "RowLoss", "use_implementation",
+                "__version__", "plain_formulas", "index_recall", "memory_budget"}  # fmt: skip
+    rooms = (cz, cz.collectives, cz.data, cz.engine, cz.metrics)
+    public = {name: getattr(room, name) for room in rooms for name in room.__all__}
+    for name, x in public.items():
+        if inspect.ismodule(x):
+            continue
         if name in hand:
             found[name] = functools.partial(hand.__getitem__, name)
         elif name in left_out:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import contrastive_zoo
-from contrastive_zoo.testing import cli, examination
-from contrastive_zoo.testing import cli as console
+from contrastive_zoo.testing import cli, console, examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.diagnosis import DIAGNOSES

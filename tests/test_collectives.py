@@ -695,7 +695,10 @@ def test_nothing_warns(worlds: Worlds) -> None:
 x = torch.ones(2, 3)
 SAME_MISTAKE: dict[str, tuple[Callable[[], Any], str]] = {
     **{
-        f"{name} of a list": (lambda name=name: getattr(cz, name)([1.0]), f"{name}: x must be a tensor, got list.")
+        f"{name} of a list": (
+            lambda name=name: getattr(cz.collectives, name)([1.0]),
+            f"{name}: x must be a tensor, got list.",
+        )
         for name in ("all_reduce", "all_gather", "reduce", "broadcast", "gather", "scatter", "reduce_scatter")
     },
     "scatter of a sparse tensor": (

@@ -35,7 +35,7 @@ def test_nonsense_is_answered_in_words(name: str, data: st.DataObject) -> None:
 
 def test_an_internal_error_is_noticed() -> None:
     target = fuzzing.Target(lambda x: cz.World.of(cz.World()).shards(x), {"x": 1}, {})
-    assert (fuzzing.internal_error(target, {"x": object()}) or "").startswith("TypeError at world.py")
+    assert (fuzzing.internal_error(target, {"x": object()}) or "").startswith("TypeError at ranks/world.py")
 
 
 def test_a_silent_broadcast_is_noticed() -> None:

@@ -167,7 +167,7 @@ class Kernels(NamedTuple):
             (True, False)
         """
         if self.always and (problem := unsupported or self.problem) is not None:
-            raise ValueError(f"{caller}: implementation 'triton' {problem}. Use use_implementation('auto').")
+            raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")
         if unsupported is not None:
             return False
         if self.missing:
