@@ -23,7 +23,7 @@ $(BIN)/python:
 	touch .venv/.demo-installed $@
 
 demo: .venv/.demo-installed
-	$(BIN)/contrastive-zoo demo
+	$(BIN)/python -m examples.demo
 
 test: .venv/.installed lint types
 	$(BIN)/python -m pytest -n 3 --dist worksteal

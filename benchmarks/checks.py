@@ -26,8 +26,8 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.session import UNCHECKED, Session
 from contrastive_zoo.ranks.world import Shards, World
-from contrastive_zoo.testing.demo.training import Digits
 from contrastive_zoo.testing.worlds import Worlds
+from examples.demo.training import Digits
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "when-a-rank-fails.md"
 MARK = "<!-- measured by benchmarks/checks.py -->\n"

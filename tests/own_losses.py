@@ -14,8 +14,8 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.catalogue import CATALOGUE
-from contrastive_zoo.testing.vectors.cases import CASES, LABELLED, SPLITS, TOWERS, VIEWS, WIDTH, Case, of_entry
 from tests.zoo import BatchHard
+from tools.vectors.cases import CASES, LABELLED, SPLITS, TOWERS, VIEWS, WIDTH, Case, of_entry
 
 SIZE = 20
 """Number of embeddings in a memory."""

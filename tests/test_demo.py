@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-import contrastive_zoo.testing.demo
-from contrastive_zoo.testing.cli import app
-from contrastive_zoo.testing.demo import TOLERANCE, _verdict, compare, demo
-from contrastive_zoo.testing.demo.recipes import RIGHT, WRONG
+import examples.demo
+from examples.demo import TOLERANCE, _verdict, compare, demo
+from examples.demo.recipes import RIGHT, WRONG
 
 PNG = b"\x89PNG"
 
@@ -20,7 +18,7 @@ PNG = b"\x89PNG"
 def short():
     """Return the digits and the comparisons of all jobs after four steps."""
     console = Console(file=io.StringIO(), width=80)
-    digits = contrastive_zoo.testing.demo.training.Digits.load()
+    digits = examples.demo.training.Digits.load()
     return digits, *compare(digits, console, steps=4)
 
 
@@ -51,7 +49,7 @@ def test_the_wrong_recipes_differ(short):
 
 def test_it_prints_draws_and_succeeds(short, tmp_path, monkeypatch):
     _, right, wrong = short
-    monkeypatch.setattr(contrastive_zoo.testing.demo, "compare", lambda *_: (right, wrong))
+    monkeypatch.setattr(examples.demo, "compare", lambda *_: (right, wrong))
     printed = io.StringIO()
     assert demo(tmp_path / "new" / "folder", Console(file=printed, width=80))
     for name in ("training_curves.png", "embeddings.png"):
@@ -73,16 +71,3 @@ def test_a_difference_is_a_failure(short, by):
     printed = io.StringIO()
     assert not _verdict((right[0], failed), Console(file=printed, width=200))
     assert "FAILED SupCon: W=2 (40% + 60% of every batch) differs" in printed.getvalue()
-
-
-@pytest.mark.parametrize(("agree", "status"), [(True, 0), (False, 1)])
-def test_the_exit_status_is_the_verdict(monkeypatch, tmp_path, agree, status):
-    monkeypatch.setattr(contrastive_zoo.testing.demo, "demo", lambda output: agree and output == tmp_path)
-    assert CliRunner().invoke(app, ["demo", "--output", str(tmp_path)]).exit_code == status
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("contrastive_zoo.testing.cli.find_spec", lambda name: None if name == "faiss" else object())
-    result = CliRunner().invoke(app, ["demo"])
-    assert result.exit_code == 2
-    assert "needs faiss: pip install 'contrastive_zoo[demo]'" in result.output

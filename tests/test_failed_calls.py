@@ -19,11 +19,11 @@ from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.testing.invariant import Broken, invariant
-from contrastive_zoo.testing.vectors.cases import LABELLED, VIEWS, WIDTH
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message
 from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
+from tools.vectors.cases import LABELLED, VIEWS, WIDTH
 
 STATEFUL = {
     name: OWN_LOSSES[name] for name in ("dino", "tico", "sigreg", "lejepa", "dynamic-soft-margin", "nnclr", "ressl")

@@ -14,11 +14,11 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.ranks.messages import completed_handshake
 from contrastive_zoo.ranks.session import agree_on_shards
-from contrastive_zoo.testing.vectors.cases import VIEWS
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import drawn
 from tests.own_losses import OWN_LOSSES, OwnLoss
+from tools.vectors.cases import VIEWS
 
 WHOLE = drawn(OWN_LOSSES, (False,), one_in=6)
 

@@ -31,10 +31,8 @@ OF_LOSSES = (
     "testing.check_target",
     "testing.cli",
     "testing.console",
-    "testing.demo",
-    "testing.vectors",
 )
-"""Modules of testing that show, list, find and train losses."""
+"""Modules of testing that show, list and find losses."""
 
 
 @functools.cache

@@ -31,7 +31,7 @@ class Entry:
         engine: the engine that computes it; GEMM counts are forward + backward, in units of one N × d × N matmul.
         settings: constructor arguments for a check.
         arguments: names and kinds of the arguments, if they are not those that ``call`` implies; a kind is a key of
-            :data:`contrastive_zoo.testing.vectors.cases.KINDS`.
+            :data:`tools.vectors.cases.KINDS`.
         inputs: the arguments in words, where their names do not say enough.
         draws: what the loss draws, if it does: there are no conformance vectors of it.
         peers: names of the same formula in other libraries.

@@ -1,4 +1,4 @@
-"""The command line: ``contrastive-zoo check``, ``audit``, ``list``, ``vectors`` and ``demo``."""
+"""The command line: ``contrastive-zoo check``, ``audit`` and ``list``."""
 
 import json
 import os
@@ -33,17 +33,6 @@ def commands(
     ] = False,
 ) -> None:
     """Check and list contrastive losses that are the same function on W processes as on one."""
-
-
-@app.command()
-def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the pictures.", file_okay=False)] = Path("demo-output"),
-) -> None:
-    """Train three losses on one process and on two, and show that both trainings agree. Takes less than a minute."""
-    _require("demo", "cloudpickle", "faiss", "matplotlib", "pytorch_metric_learning", "rich", "sklearn")
-    from contrastive_zoo.testing.demo import demo
-
-    raise typer.Exit(0 if demo(output) else 1)
 
 
 class Trainer(str, Enum):
@@ -178,20 +167,6 @@ def list_losses() -> None:
     from contrastive_zoo.testing.catalogue import CATALOGUE
 
     console.show_catalogue(CATALOGUE.values())
-
-
-@app.command()
-def vectors(
-    out: Annotated[Path, typer.Option(help="Folder for the vectors.", file_okay=False)] = Path("vectors"),
-) -> None:
-    """Write conformance vectors: inputs, splits, values and gradients for implementations in any framework."""
-    from contrastive_zoo.testing.vectors import write_vectors
-
-    summary = write_vectors(out)
-    typer.echo(
-        f"{summary.cases} cases in {out}. NumPy formulas repeat {summary.repeated} of them; "
-        f"largest error {summary.largest_error:.0e}."
-    )
 
 
 def _require_writable(file: Path | None) -> None:

@@ -17,9 +17,9 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import is_number, number_problem
 from contrastive_zoo.loss_base.settings import Bounds, _checks
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
-from contrastive_zoo.testing.vectors import cases
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, common_error, numbers
+from tools.vectors import cases
 
 N, D = 8, 4
 LABELS = torch.arange(N) % 3

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from contrastive_zoo.testing.vectors.oracle.arithmetic import (
+from tools.vectors.oracle.arithmetic import (
     Array,
     Settings,
     distances,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import contrastive_zoo
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.catalogue import CATALOGUE
-from contrastive_zoo.testing.vectors import oracle
-from contrastive_zoo.testing.vectors.cases import CASES, LEFT_OUT, SAMPLES, SPLITS, Array, Case
+from tools.vectors import oracle
+from tools.vectors.cases import CASES, LEFT_OUT, SAMPLES, SPLITS, Array, Case
 
 FORMAT = 1
 """Number of the format; it changes when a reader must change."""
@@ -92,7 +92,7 @@ def write_vectors(folder: Path) -> Summary:
     shutil.copyfile(HERE / "schema.json", folder / "schema.json")
     (folder / "oracle").mkdir(exist_ok=True)
     for path in (HERE / "oracle").glob("*.py"):  # written out it is a package by itself
-        text = path.read_text(encoding="utf-8").replace("contrastive_zoo.testing.vectors.oracle", "oracle")
+        text = path.read_text(encoding="utf-8").replace("tools.vectors.oracle", "oracle")
         (folder / "oracle" / path.name).write_text(text, encoding="utf-8")
     return Summary(len(index), len(errors), max(errors.values()))
 

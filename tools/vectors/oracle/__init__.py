@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from contrastive_zoo.testing.vectors.oracle import labels_and_statistics, pairs
-from contrastive_zoo.testing.vectors.oracle.arithmetic import Array, Formula, Settings
+from tools.vectors.oracle import labels_and_statistics, pairs
+from tools.vectors.oracle.arithmetic import Array, Formula, Settings
 
 STEP = 1e-30
 

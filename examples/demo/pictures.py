@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from contrastive_zoo.metrics.plots import DARK, PALE, STYLE, TEN, principal_plane
-from contrastive_zoo.testing.demo.training import HELD_OUT, Comparison, Digits
+from examples.demo.training import HELD_OUT, Comparison, Digits
 
 WRONG = (("#CC3311", "-"), ("#009988", (0, (6, 1, 1, 1))))
 

@@ -1,5 +1,5 @@
 """Write conformance vectors: inputs, splits, values and gradients that any implementation of a loss must reproduce."""
 
-from contrastive_zoo.testing.vectors.write import Summary, write_vectors
+from tools.vectors.write import Summary, write_vectors
 
 __all__ = ["Summary", "write_vectors"]

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from contrastive_zoo.testing.demo import pictures
-from contrastive_zoo.testing.demo.recipes import CROSS_VIEW, RIGHT, SUP_CON, WRONG, Job, Rows
-from contrastive_zoo.testing.demo.training import SHARES, Comparison, Digits, Trained, run
 from contrastive_zoo.testing.worlds import Worlds
+from examples.demo import pictures
+from examples.demo.recipes import CROSS_VIEW, RIGHT, SUP_CON, WRONG, Job, Rows
+from examples.demo.training import SHARES, Comparison, Digits, Trained, run
 
 TOLERANCE = 1e-9
 """Largest difference between parameters that counts as rounding, in float64."""

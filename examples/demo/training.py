@@ -13,8 +13,8 @@ from torch.nn.utils import parameters_to_vector
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics.recall import recall_at_k
-from contrastive_zoo.testing.demo.recipes import Job, Rows, WrongInfoNCE
 from contrastive_zoo.testing.worlds import Worlds, report
+from examples.demo.recipes import Job, Rows, WrongInfoNCE
 
 HELD_OUT = 360
 EVERY = 4
