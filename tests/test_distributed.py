@@ -484,7 +484,7 @@ def test_few_rows_take_few_messages(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("make", [cz.Clip, lambda: lambda a, b: ((a @ b.T).exp() * torch.arange(len(b))).mean()])
-def test_rows_that_travel_with_their_sizes_are_as_many_as_they_are(make: Callable[[], Any], worlds: Worlds) -> None:
+def test_embeddings_beside_their_sizes_are_as_many_as_they_are(make: Callable[[], Any], worlds: Worlds) -> None:
     """More than the room there was, fewer, none on a rank, and other rows on each."""
     steps = [(4, 4), (4, 4), (4, 4), (6, 3), (2, 4), (0, 5), (5, 0), (1, 1)]
     given = [numbers(2, sum(sizes), D, seed=index) for index, sizes in enumerate(steps)]

@@ -399,7 +399,7 @@ def hessian_times(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[T
 
 
 @by_entry
-def test_a_second_derivative_of_the_engines_is_refused_with_the_mend(entry: Entry) -> None:
+def test_a_second_derivative_of_the_engines_is_refused_with_the_fix(entry: Entry) -> None:
     rows = rows_of(entry, 6, 3)
     with pytest.raises(RuntimeError, match=r"contrastive_zoo\.engine\.plain_formulas\(\)"):
         hessian_times(entry.make(temperature=0.5).double(), rows)

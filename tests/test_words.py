@@ -1,6 +1,8 @@
 """The standard terms are used: no private vocabulary in the package, the pages and the README."""
 
+import io
 import re
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +35,31 @@ ALLOWED = {
 """Text that may contain such a word, and why."""
 
 _WORD = re.compile(rf"\b(?:{'|'.join(PRIVATE)})\b", re.IGNORECASE)
+
+
+PRIVATE_PARTS = {
+    "guilty": "failing_rank, is_bad",
+    "foreign": "third_party",
+    "meet": "shake_hands, agree_on",
+    "meets": "shake_hands, agree_on",
+    "meeting": "handshake",
+    "pull": "gradient with respect to the candidates, attraction",
+    "luggage": "payload",
+    "mend": "fix",
+    "travel": "send, gather",
+    "stranger": "padding",
+    "law": "invariant",
+    "species": "entry",
+}
+"""Parts of identifiers, between underscores or capitals, that say nothing to who reads them first; and what does."""
+
+_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def private_names(source: str) -> set[str]:
+    """Return the identifiers of Python code that have such a part."""
+    words = {x.string for x in tokenize.generate_tokens(io.StringIO(source).readline) if x.type == tokenize.NAME}
+    return {word for word in words if {x.lower() for x in _PART.findall(word)} & PRIVATE_PARTS.keys()}
 
 
 def files() -> list[Path]:
@@ -81,6 +108,17 @@ def test_the_files_are_found() -> None:
 def test_standard_terms_are_used() -> None:
     found = {str(path.relative_to(ROOT)): private_words(path.read_text(encoding="utf-8")) for path in files()}
     assert {path: words for path, words in found.items() if words} == {}
+
+
+def test_names_are_standard_terms() -> None:
+    python = [path for path in files() if path.suffix == ".py"]
+    found = {str(path.relative_to(ROOT)): private_names(path.read_text(encoding="utf-8")) for path in python}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_private_name_is_found() -> None:
+    code = "def meet(guilty, embedding_bag): foreignLoss = 'pull'; impulley, DrawsLaws, Law = 1, 2, 3"
+    assert private_names(code) == {"meet", "guilty", "foreignLoss", "Law"}
 
 
 def test_a_private_word_is_found() -> None:

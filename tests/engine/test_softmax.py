@@ -218,7 +218,7 @@ def layouts(size: int) -> list[tuple[tuple[int, ...], ...]]:
     ]
 
 
-def test_each_pair_of_ranks_meets_once_and_the_load_is_even() -> None:
+def test_each_pair_of_ranks_is_computed_once_and_the_load_is_even() -> None:
     for layout in itertools.chain.from_iterable(map(layouts, range(1, 9))):
         size = sum(map(len, layout))
         sizes = tuple(8 + rank % 2 for rank in range(size))

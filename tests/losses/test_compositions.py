@@ -158,7 +158,7 @@ GATHERS: dict[str, tuple[Callable[[], Any], str, int, int]] = {
 @pytest.mark.parametrize("shards", [(3, 3), (1, 4), (0, 3, 2)], ids=str)
 @pytest.mark.parametrize("name", GATHERS)
 @pytest.mark.parametrize("learns", [True, False], ids=["training", "validation"])
-def test_rows_travel_once(name: str, learns: bool, shards: tuple[int, ...], worlds: Worlds) -> None:
+def test_embeddings_are_sent_once(name: str, learns: bool, shards: tuple[int, ...], worlds: Worlds) -> None:
     make, call, whole, _ = GATHERS[name]
     n = sum(shards)
     rows = [numbers(n, 5, seed=0), numbers(n, 5, seed=1) if call == "views" else torch.arange(n) % 2]

@@ -406,6 +406,6 @@ BAD: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "said"), BAD, ids=[said for _, said in BAD])
-def test_bad_input_is_refused_with_the_mend(call: Callable[[], Any], said: str) -> None:
+def test_bad_input_is_refused_with_the_fix(call: Callable[[], Any], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
         call()
