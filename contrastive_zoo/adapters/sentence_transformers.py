@@ -116,8 +116,8 @@ class DistributedSentenceLoss(nn.Module):
         named = {"labels": labels} if isinstance(labels, Tensor) else {}
         problem = _problem_compiled(self.loss, encoder)
         settings = {"grad_reduction": self.grad_reduction, "number of columns": len(columns)}
-        found = agree_on_shards(name, named, world=world, problem=problem, settings=settings)
-        rows = found[0] if found else None
+        result = agree_on_shards(name, named, world=world, problem=problem, settings=settings)
+        rows = result[0] if result else None
         if isinstance(labels, Tensor) and rows is not None:
             refuse_empty(name, rows)
             labels = all_gather(labels, gradient="complete", shards=rows, process_group=world)
@@ -161,13 +161,13 @@ class DistributedSentenceLoss(nn.Module):
 
 def _encoders(loss: nn.Module) -> dict[str, nn.Module]:
     """Return the sentence encoders of a loss and of the losses inside it, by attribute name."""
-    found: dict[str, nn.Module] = {}
+    result: dict[str, nn.Module] = {}
     for name, child in loss.named_children():
         if isinstance(child, SentenceTransformer):
-            found[name] = child
+            result[name] = child
         else:
-            found = {**_encoders(child), **found}
-    return found
+            result = {**_encoders(child), **result}
+    return result
 
 
 def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:

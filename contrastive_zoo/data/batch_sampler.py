@@ -51,11 +51,11 @@ def codes(columns: Sequence[Column]) -> tuple[list[NDArray[np.int64]], list[Hash
         ([array([0, 1, 0]), array([2, 1, 1])], ['a', 'b', 'c'])
     """
     known: dict[Hashable, int] = {}
-    found = []
+    result = []
     for column in columns:
         values = column.tolist() if isinstance(column, (Tensor, np.ndarray)) else column
-        found.append(np.fromiter((known.setdefault(value, len(known)) for value in values), np.int64, len(values)))
-    return found, list(known)
+        result.append(np.fromiter((known.setdefault(value, len(known)) for value in values), np.int64, len(values)))
+    return result, list(known)
 
 
 @lru_cache(maxsize=1024)  # most batches of an epoch have one size

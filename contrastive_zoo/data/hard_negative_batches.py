@@ -103,8 +103,8 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             [[0, 2], [1, 3]]
         """
         world = World.of(process_group, cls.__name__)
-        found = top_k(embeddings, k=num_neighbours, excluded=positives, normalize=normalize, process_group=world)
-        table = gather_rows(found.indices, world.shards(len(embeddings)), world)
+        result = top_k(embeddings, k=num_neighbours, excluded=positives, normalize=normalize, process_group=world)
+        table = gather_rows(result.indices, world.shards(len(embeddings)), world)
         return cls(table, process_group=process_group, **settings)
 
     def global_batches(self, epoch: int) -> Batches:

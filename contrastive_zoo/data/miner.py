@@ -89,15 +89,15 @@ class DistributedMiner(nn.Module):
             device = arguments.device
             rows = arguments.gathered(self._agreed(name, arguments, session), session)
         with reported(session), one_stream(session, device):
-            found = self.miner(*rows.values())
-        if not isinstance(found, (tuple, list)):
+            result = self.miner(*rows.values())
+        if not isinstance(result, (tuple, list)):
             refuse(
                 name,
                 f"a miner returns a tuple of indices, (anchors, positives, negatives) or (anchors, positives, anchors, "
-                f"negatives), got {type(found).__name__}.",
+                f"negatives), got {type(result).__name__}.",
                 world=session,
             )
-        return GlobalIndices(found)
+        return GlobalIndices(result)
 
     def _agreed(self, name: str, arguments: Arguments, session: Session) -> Agreed:
         """What all ranks have agreed on before they gather these."""

@@ -50,23 +50,25 @@ class Corpus:
         """
         everything = self.shards.total
         k = min(k, everything)
-        found = self._searched(queries, excluded, k)
+        results = self._searched(queries, excluded, k)
         if labels is None:
-            return found
-        result = Neighbors(found.scores.clone(), found.indices.clone())
+            return results
+        result = Neighbors(results.scores.clone(), results.indices.clone())
         open_queries, depth = torch.arange(len(queries)), k
         while True:
-            differs = self._differs(found.indices, labels[open_queries])
-            found = Neighbors(found.scores.masked_fill(~differs, -torch.inf), found.indices.masked_fill(~differs, -1))
+            differs = self._differs(results.indices, labels[open_queries])
+            results = Neighbors(
+                results.scores.masked_fill(~differs, -torch.inf), results.indices.masked_fill(~differs, -1)
+            )
             order = (~differs).int().argsort(dim=1, stable=True)[:, :k]
-            result.scores[open_queries] = found.scores.gather(1, order)
-            result.indices[open_queries] = found.indices.gather(1, order)
+            result.scores[open_queries] = results.scores.gather(1, order)
+            result.indices[open_queries] = results.indices.gather(1, order)
             open_queries = open_queries[differs.sum(1) < k]
             # a search of the whole corpus has found all there is
             if depth == everything or not any(number for (number,) in self.world.exchange([len(open_queries)])):
                 return result
             depth = min(2 * depth, everything)
-            found = self._searched(queries[open_queries], excluded[open_queries], depth)
+            results = self._searched(queries[open_queries], excluded[open_queries], depth)
 
     def _searched(self, queries: Tensor, excluded: Tensor, k: int) -> Neighbors:
         return top_k(

@@ -23,10 +23,10 @@ def guided(
 
     def scores(which: Tensor, corpus: Tensor, otherwise: float) -> Tensor:
         pairs = which.nonzero(as_tuple=True)
-        found = torch.as_tensor(guide(query[pairs[0]], corpus[pairs])).double().cpu()
-        if found.shape != pairs[0].shape or found.isnan().any():
-            raise ValueError(f"it returns one number per pair, {len(pairs[0])}, got {described(found)}.")
-        return torch.full(which.shape, otherwise, dtype=torch.float64).index_put(pairs, found)
+        result = torch.as_tensor(guide(query[pairs[0]], corpus[pairs])).double().cpu()
+        if result.shape != pairs[0].shape or result.isnan().any():
+            raise ValueError(f"it returns one number per pair, {len(pairs[0])}, got {described(result)}.")
+        return torch.full(which.shape, otherwise, dtype=torch.float64).index_put(pairs, result)
 
     if not len(query):
         return allowed

@@ -62,8 +62,8 @@ class Selection:
                 f"num_negatives={self.num_negatives}. Raise range_max."
             )
         margins = (self.max_score, self.min_score, self.absolute_margin, self.relative_margin)
-        given = [self.guide_margin, *(x for x in margins if x is not None)]
-        if not all(map(_is_score, given)):
+        arguments = [self.guide_margin, *(x for x in margins if x is not None)]
+        if not all(map(_is_score, arguments)):
             return f"scores and margins are numbers, got {(*margins, self.guide_margin)}."
         return None
 

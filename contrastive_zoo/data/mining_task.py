@@ -59,8 +59,8 @@ class Task:
         """The tensors, by argument."""
         names = ("queries", "corpus", "positives", "query_labels", "corpus_labels", "corpus_ids")
         required = names[:3]
-        given = {name: x for name in names if (x := getattr(self, name)) is not None or name in required}
-        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+        arguments = {name: x for name in names if (x := getattr(self, name)) is not None or name in required}
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
     @property
     def positive_table(self) -> Int[Tensor, "n p"]:
@@ -114,7 +114,7 @@ def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None
     name = "mine_hard_negatives"
     world = World.of(task.process_group, name)
     session = Session.of(world, check_finite=False)  # the search checks rows
-    given = {
+    arguments = {
         "selection": task.selection,
         "normalize": task.normalize,
         "guide": task.guide is not None,
@@ -124,7 +124,7 @@ def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None
     shards = dict(
         zip(
             rows,
-            agree_on_shards(name, rows, world=session, problem=task.problem or problem, settings=given),
+            agree_on_shards(name, rows, world=session, problem=task.problem or problem, settings=arguments),
             strict=True,
         )
     )
@@ -153,21 +153,21 @@ def _mined(task: Task, corpus: Corpus, all_positives: Tensor, part: slice, start
     selection, world = task.selection, corpus.world
     queries, positives = task.queries[part], all_positives[part]
     scores_of_positives = _positive_scores(queries, positives, corpus)
-    found = corpus.candidates(
+    result = corpus.candidates(
         queries, positives, _labels(task, positives, part, corpus), selection.depth(task.guide is not None)
     )
     lowest = scores_of_positives.amin(1) if positives.shape[1] else torch.full((len(queries),), torch.inf).double()
-    allowed = selection.allowed(found.scores, lowest)
+    allowed = selection.allowed(result.scores, lowest)
     allowed[:, : selection.range_min] = False
     query = torch.arange(len(queries)) + start + part.start
     if task.guide is not None:
-        judge = partial(guided, task.guide, query, positives, found.indices, allowed, selection.guide_margin)
+        judge = partial(guided, task.guide, query, positives, result.indices, allowed, selection.guide_margin)
         allowed &= called_on_every_rank(name, "the guide", judge, world=world)
-    chosen = selection.chosen(allowed, found.indices, query)
+    chosen = selection.chosen(allowed, result.indices, query)
     missing, place = chosen < 0, chosen.clamp(min=0)
     return Mined(
-        found.indices.gather(1, place).masked_fill(missing, -1),
-        found.scores.gather(1, place).masked_fill(missing, -torch.inf),
+        result.indices.gather(1, place).masked_fill(missing, -1),
+        result.scores.gather(1, place).masked_fill(missing, -torch.inf),
         scores_of_positives.masked_fill(positives < 0, torch.nan),
     )
 
@@ -181,16 +181,16 @@ def _positive_scores(queries: Tensor, positives: Int[Tensor, "n p"], corpus: Cor
 
 def _labels(task: Task, positives: Int[Tensor, "n p"], part: slice, corpus: Corpus) -> Int[Tensor, "n l q"] | None:
     """Return for each kind of label those that a query's negatives must not have."""
-    found = []
+    result = []
     if task.query_labels is not None:
-        found.append(task.query_labels[part].cpu()[:, None])
+        result.append(task.query_labels[part].cpu()[:, None])
     if task.corpus_ids is not None:
         ids = fetched(task.corpus_ids, corpus.shards, positives.clamp(min=0), corpus.world)
-        found.append(ids.masked_fill(positives < 0, NO_LABEL))
-    if not found:
+        result.append(ids.masked_fill(positives < 0, NO_LABEL))
+    if not result:
         return None
-    width = max(x.shape[1] for x in found)
-    padded = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=NO_LABEL) for x in found]
+    width = max(x.shape[1] for x in result)
+    padded = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=NO_LABEL) for x in result]
     return torch.stack(padded, 1)
 
 

@@ -50,16 +50,16 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
         process_group: Processes = None,
     ) -> None:
         shape_problem = columns_problem(columns)
-        found, values = codes(columns if shape_problem is None else [])
-        lengths = [len(column) for column in found]
+        result, values = codes(columns if shape_problem is None else [])
+        lengths = [len(column) for column in result]
         problem = size_problem("batch_size", batch_size)
         if not lengths or len(set(lengths)) > 1 or not lengths[0]:
             problem = f"columns have one value per sample, and equal lengths of at least 1, got lengths {lengths}."
         problem = shape_problem or problem
         self.batch_size = batch_size
-        settings = {"columns": np.concatenate([*found, lengths]), "batch_size": batch_size}
+        settings = {"columns": np.concatenate([*result, lengths]), "batch_size": batch_size}
         super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
-        self._values = np.stack(found, 1)
+        self._values = np.stack(result, 1)
         self._frequency = _frequency(self._values, len(values))
 
     def global_batches(self, epoch: int) -> Batches:

@@ -70,12 +70,12 @@ class CompiledSweep(RowwiseSweep):
         except Exception as error:  # a compiler's errors have no common class
             function, _compiled[kind] = _compiled[kind], None
             try:
-                found = compute()
+                result = compute()
             except BaseException:
                 _compiled[kind] = function  # the loss itself raises
                 raise
             warnings.warn(f"{_FAILED.format(name=_name(kind))} {_reason(error)}", stacklevel=2)
-            return found
+            return result
 
 
 _FAILED = (

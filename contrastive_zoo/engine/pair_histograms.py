@@ -76,8 +76,8 @@ def pair_histograms(
         block = layout.block(rows, z[rows], candidates)
         lower, share = nearest_nodes(matmul(block.anchors, candidates.T), num_bins)
         nodes, weights = torch.stack([lower, lower + 1]), torch.stack([1 - share, share])
-        found = [_sums_by_node(nodes, weights, mask, num_bins) for mask in (block.positive, block.negative)]
-        total = total + torch.stack(found)
+        result = [_sums_by_node(nodes, weights, mask, num_bins) for mask in (block.positive, block.negative)]
+        total = total + torch.stack(result)
     total = batch.sum(total, gradient="complete")
     pairs = total.detach().sum(1, keepdim=True)
     positives, negatives = total / pairs.where(pairs > 0, 1)

@@ -101,10 +101,10 @@ class RingSweep:
     def _step(self, block: AnchorBlock, values: Sequence[Any]) -> tuple[Sequence[Statistic] | None, Any]:
         """Return the statistics that follow the values of earlier stages, or losses and counts."""
         rows: Any = self.on_block(block)
-        found, result = run(rows, None)
+        results, result = run(rows, None)
         for x in values:
-            found, result = run(rows, x)
-        return found, result
+            results, result = run(rows, x)
+        return results, result
 
     def _without_candidates(self, values: Sequence[Any], anchors: Tensor) -> tuple[Sequence[Statistic] | None, Any]:
         nothing = slice(0, 0)
@@ -125,14 +125,14 @@ class RingSweep:
         while True:
             with inner_graph():
                 leaves = [tuple(stage.leaves(slice(None))) for stage in stages]
-                found, _ = self._without_candidates(leaves, self.anchors.clone().requires_grad_())
-                if found is None:
+                results, _ = self._without_candidates(leaves, self.anchors.clone().requires_grad_())
+                if results is None:
                     self.stages = stages
                     return stages
-                parts = [x.partial() for x in found]
-            states = [tuple(s.clone() for s in x.state(part)) for x, part in zip(found, parts, strict=True)]
+                parts = [x.partial() for x in results]
+            states = [tuple(s.clone() for s in x.state(part)) for x, part in zip(results, parts, strict=True)]
             learns = [x.requires_grad for x in parts]
-            stage = Stage([_forgotten(x) for x in found], states, learns, [None] * len(states))
+            stage = Stage([_forgotten(x) for x in results], states, learns, [None] * len(states))
             self._merge(stage, [x.values for x in stages])
             stages.append(stage)
 
@@ -141,9 +141,9 @@ class RingSweep:
         for layout, candidates in self._visits(self._exchange(self.sent)):
             for rows in anchor_slices(self.anchors, len(candidates)):
                 earlier = [tuple(x[rows] for x in of_stage) for of_stage in values]
-                found, _ = self._step(layout.block(rows, self.anchors[rows], candidates), earlier)
-                assert found is not None, "the number of yields depends on data"
-                for kind, state, x in zip(stage.kinds, stage.states, found, strict=True):
+                results, _ = self._step(layout.block(rows, self.anchors[rows], candidates), earlier)
+                assert results is not None, "the number of yields depends on data"
+                for kind, state, x in zip(stage.kinds, stage.states, results, strict=True):
                     merged = kind.merge(tuple(s[rows] for s in state), x.state(x.partial()))
                     for total, part in zip(state, merged, strict=True):
                         total[rows] = part
@@ -215,11 +215,11 @@ class RingSweep:
         with inner_graph():
             anchors = self.anchors[rows].requires_grad_()
             leaves = [stage.leaves(rows) for stage in earlier]
-            found, _ = self._step(layout.block(rows, anchors, candidates), [tuple(x) for x in leaves])
-            assert found is not None
-            parts = [x.partial() for x in found]
+            results, _ = self._step(layout.block(rows, anchors, candidates), [tuple(x) for x in leaves])
+            assert results is not None
+            parts = [x.partial() for x in results]
         weights: list[Tensor | None] = []
-        for x, part, state, gradient in zip(found, parts, last.states, last.gradients, strict=True):
+        for x, part, state, gradient in zip(results, parts, last.states, last.gradients, strict=True):
             if part.requires_grad:
                 assert gradient is not None
                 derivative = x.derivative(x.state(part), tuple(s[rows] for s in state))
@@ -246,10 +246,10 @@ def _derivatives(outputs: Sequence[Tensor], weights: Sequence[Tensor | None], in
     pairs = [(x, torch.ones_like(x) if w is None else w.to(x.dtype)) for x, w in zip(outputs, weights, strict=True)]
     pairs = [(x, w) for x, w in pairs if x.requires_grad]
     learning = [x for x in inputs if x.requires_grad]
-    found: Sequence[Tensor | None] = [None] * len(learning)
+    results: Sequence[Tensor | None] = [None] * len(learning)
     if pairs and learning:
-        found = torch.autograd.grad([x for x, _ in pairs], learning, [w for _, w in pairs], allow_unused=True)
-    by_input = iter(found)
+        results = torch.autograd.grad([x for x, _ in pairs], learning, [w for _, w in pairs], allow_unused=True)
+    by_input = iter(results)
     gradients = [next(by_input) if x.requires_grad else None for x in inputs]
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
 

@@ -200,10 +200,10 @@ def complete(result: tuple[Tensor, Tensor] | Rows) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(result, Generator):
         return result
-    found, values = run(result, None)
+    results, values = run(result, None)
     while values is None:
-        assert found is not None
-        found, values = run(result, tuple([x.value() for x in found]))
+        assert results is not None
+        results, values = run(result, tuple([x.value() for x in results]))
     return values
 
 

@@ -126,8 +126,8 @@ def eigenvalues(matrix: Float[Tensor, "... d d"]) -> Float[Tensor, "... d"]:
         >>> eigenvalues(torch.tensor([[3.0, 0.0], [0.0, 2.0]]))
         tensor([2., 3.])
     """
-    found: Tensor = _Eigenvalues.apply(matrix)
-    return found
+    result: Tensor = _Eigenvalues.apply(matrix)
+    return result
 
 
 class _Eigenvalues(Function):

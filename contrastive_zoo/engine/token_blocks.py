@@ -22,8 +22,8 @@ def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None])
         >>> read_lengths(rows, {"queries": torch.tensor([[1, 0], [1, 1]])})
         {'queries': [1, 2], 'documents': [3]}
     """
-    given = {name: mask for name, mask in masks.items() if mask is not None}
-    counts = dict(zip(given, _counts([*given.values()]), strict=True))
+    arguments = {name: mask for name, mask in masks.items() if mask is not None}
+    counts = dict(zip(arguments, _counts([*arguments.values()]), strict=True))
     return {name: counts.get(name, [x.shape[1]] * len(x)) for name, x in rows.items()}
 
 

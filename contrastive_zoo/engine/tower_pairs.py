@@ -182,8 +182,8 @@ class TowerPairs:
     @cached_property
     def rows(self) -> list[Tensor]:
         """The towers, and further negatives, prepared for matmuls."""
-        given = [x for x in self.batch.rows.values() if is_embedding(x)]
-        return [self.batch.rounded(self.batch.prepared(x, normalize=self.normalize), x) for x in given]
+        arguments = [x for x in self.batch.rows.values() if is_embedding(x)]
+        return [self.batch.rounded(self.batch.prepared(x, normalize=self.normalize), x) for x in arguments]
 
     @cached_property
     def negative_shards(self) -> list[Shards]:

@@ -52,12 +52,12 @@ class Composition(Loss):
                 f"{name}: losses are this library's, got {third_party[0]}. Give a loss from elsewhere its own "
                 "DistributedLoss and add the values."
             )
-        given = [1.0] * count if weights is None else weights
-        listed = isinstance(given, (list, tuple)) and all(isinstance(x, (int, float)) for x in given)
-        if not listed or not len(losses) or len(given) != count:
+        arguments = [1.0] * count if weights is None else weights
+        listed = isinstance(arguments, (list, tuple)) and all(isinstance(x, (int, float)) for x in arguments)
+        if not listed or not len(losses) or len(arguments) != count:
             raise ValueError(f"{name}: one weight for each of {count} terms, got {described(weights)}.")
         super().__init__(check_finite=all(loss.check_finite for loss in losses))
-        self.weights = tuple(map(float, given))
+        self.weights = tuple(map(float, arguments))
         if problem := self.settings_problem():
             raise ValueError(f"{name}: {problem}")
 
@@ -119,11 +119,11 @@ class Composition(Loss):
 
 def _distinct(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the arguments with a view in place of a tensor that occurs again: every rank then merges the same ones."""
-    given = [*args, *named.values()]
-    for index, x in enumerate(given):
-        if isinstance(x, Tensor) and any(x is y for y in given[:index]):
-            given[index] = x.view_as(x)
-    return given[: len(args)], dict(zip(named, given[len(args) :], strict=True))
+    arguments = [*args, *named.values()]
+    for index, x in enumerate(arguments):
+        if isinstance(x, Tensor) and any(x is y for y in arguments[:index]):
+            arguments[index] = x.view_as(x)
+    return arguments[: len(args)], dict(zip(named, arguments[len(args) :], strict=True))
 
 
 def merged(name: str, members: Sequence[Stated]) -> Stated:
@@ -167,10 +167,10 @@ def _member_stated(
     """Return a member's statement; one whose ``forward`` is its own, or that has hooks, states its arguments as they are."""
     if loss.is_plain:
         return loss.stated(args, named, known)
-    given = {f"argument {index}": x for index, x in enumerate(args)} | dict(named)
-    rows = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    others = {name: x for name, x in given.items() if name not in rows}
-    host = {"arguments": [*given][: len(args)], "named": [*named], "others": others}
+    arguments = {f"argument {index}": x for index, x in enumerate(args)} | dict(named)
+    rows = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    others = {name: x for name, x in arguments.items() if name not in rows}
+    host = {"arguments": [*arguments][: len(args)], "named": [*named], "others": others}
     return Stated(type(loss).__name__, Inputs(rows, whole=True, host=host), SimpleNamespace(), {}, None, NO_KERNELS)
 
 
@@ -178,7 +178,8 @@ def member_value(loss: Loss, batch: Batch) -> Tensor:
     """Return the value of a member of a sum, given its view of the batch."""
     if loss.is_plain:
         return loss.compute(batch)
-    given = {**batch.host["others"], **batch.rows}
+    arguments = {**batch.host["others"], **batch.rows}
     return loss(
-        *(given[name] for name in batch.host["arguments"]), **{name: given[name] for name in batch.host["named"]}
+        *(arguments[name] for name in batch.host["arguments"]),
+        **{name: arguments[name] for name in batch.host["named"]},
     )

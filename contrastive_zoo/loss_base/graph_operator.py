@@ -162,11 +162,11 @@ def _computed(
     tensors: Sequence[Tensor], call: str, learns: Sequence[bool], grad_output: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the value of a loss and the gradients of some tensors, none of which shares memory."""
-    loss, given, names, parameters = _parsed(call)
+    loss, arguments, names, parameters = _parsed(call)
     with _autograd(), eager_autograd(), torch.set_grad_enabled(any(learns)), gradients_in_forward(any(learns)):
         tensors = [x.detach().requires_grad_(learning) for x, learning in zip(tensors, learns, strict=True)]
         remaining = iter(tensors)
-        args = tuple(next(remaining) if is_given else None for is_given in given)
+        args = tuple(next(remaining) if is_given else None for is_given in arguments)
         named = {name: next(remaining) for name in names}
         with _holding(MODULES[loss], dict(zip(parameters, remaining, strict=True))):
             value = MODULES[loss](*args, **named)

@@ -91,13 +91,13 @@ class LateInteractionLoss(Loss):
         }  # fmt: skip
         if problem := tokens_problem(rows):
             return Inputs({}, problem)
-        given = {name: x for name in MASKS if (x := rows[name]) is not None}
-        read = read_lengths(given, {name: rows[MASKS[name]] for name in given})
+        arguments = {name: x for name in MASKS if (x := rows[name]) is not None}
+        read = read_lengths(arguments, {name: rows[MASKS[name]] for name in arguments})
         if problem := lengths_problem(read):
             return Inputs({}, problem)
-        packed = {name: packed_tokens(x, rows[MASKS[name]], sum(read[name])) for name, x in given.items()}
-        lengths = {name: found for name, (_, found) in packed.items()}
-        tokens = {f"tokens of {name}": found for name, (found, _) in packed.items()}
+        packed = {name: packed_tokens(x, rows[MASKS[name]], sum(read[name])) for name, x in arguments.items()}
+        lengths = {name: result for name, (_, result) in packed.items()}
+        tokens = {f"tokens of {name}": result for name, (result, _) in packed.items()}
         passed = {"the passed arguments": ", ".join(name for name, x in rows.items() if x is not None)}
         return Inputs({**lengths, **tokens}, compared=passed, host=read)
 
@@ -121,8 +121,8 @@ def tokens_problem(rows: Mapping[str, Tensor | None]) -> str | None:
     queries, documents, negatives = (rows.get(name) for name in MASKS)
     assert queries is not None  # losses require both
     assert documents is not None
-    given = {"queries": queries, "documents": documents} | ({} if negatives is None else {"negatives": negatives})
-    for name, x in given.items():
+    arguments = {"queries": queries, "documents": documents} | ({} if negatives is None else {"negatives": negatives})
+    for name, x in arguments.items():
         if x.ndim != 3 or not x.is_floating_point():
             return f"{name} are floating-point tokens [n, L, d], got {described(x)}."
         if x.shape[2] != queries.shape[2] or x.dtype != queries.dtype:
@@ -134,7 +134,7 @@ def tokens_problem(rows: Mapping[str, Tensor | None]) -> str | None:
             "documents as negatives."
         )
     for name, of in MASKS.items():
-        if (problem := _mask_problem(name, given.get(name), of, rows.get(of))) is not None:
+        if (problem := _mask_problem(name, arguments.get(name), of, rows.get(of))) is not None:
             return problem
     return None
 

@@ -294,11 +294,13 @@ class CallForm(NamedTuple):
 @functools.cache
 def call_form(kind: Any) -> CallForm:
     """Return the arguments that losses of a class take."""
-    found = [x for x in inspect.signature(kind.inputs).parameters.values() if x.name != "self"]
-    names = tuple(x.name for x in found if x.kind is x.POSITIONAL_OR_KEYWORD)
-    required = sum(x.default is x.empty for x in found if x.kind is x.POSITIONAL_OR_KEYWORD)
-    optional = frozenset(x.name for x in found if x.default is None)
-    return CallForm(inspect.Signature(found), names, required, optional, any(x.kind is x.VAR_POSITIONAL for x in found))
+    result = [x for x in inspect.signature(kind.inputs).parameters.values() if x.name != "self"]
+    names = tuple(x.name for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
+    required = sum(x.default is x.empty for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
+    optional = frozenset(x.name for x in result if x.default is None)
+    return CallForm(
+        inspect.Signature(result), names, required, optional, any(x.kind is x.VAR_POSITIONAL for x in result)
+    )
 
 
 def _tensors_problem(kind: type[Loss], args: Sequence[Any], named: Mapping[str, Any]) -> str | None:

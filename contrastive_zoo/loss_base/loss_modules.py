@@ -88,11 +88,11 @@ class LossModules:
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""
-        found: list[tuple[Tensor, int]] = []
+        result: list[tuple[Tensor, int]] = []
         for module in self.by_path.values():
             if module._buffers:
-                found += [(x, x._version) for x in module._buffers.values() if x is not None]
-        return found
+                result += [(x, x._version) for x in module._buffers.values() if x is not None]
+        return result
 
     def buffers_changed(self, before: list[tuple[Tensor, int]]) -> bool:
         """Whether a buffer was changed or replaced since ``before``, which :meth:`buffer_versions` returned."""

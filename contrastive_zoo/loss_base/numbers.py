@@ -245,6 +245,6 @@ def of_size(caller: str, make: Callable[[], T], **sizes: int) -> T:
     try:
         return make()
     except (RuntimeError, MemoryError, ValueError) as error:
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        arguments = ", ".join(f"{name}={size}" for name, size in sizes.items())
         reason = f"{error}".partition("\n")[0][:120] or type(error).__name__
-        raise ValueError(f"{caller}: nothing can be made of {given} ({reason}). Pass smaller sizes.") from error
+        raise ValueError(f"{caller}: nothing can be made of {arguments} ({reason}). Pass smaller sizes.") from error

@@ -147,11 +147,11 @@ class RowLoss(AnchorLoss):
         """State labelled embeddings, or views."""
         if len(args) > 1 and not named and all(x.is_floating_point() and x.ndim == 2 for x in args):
             return Inputs({f"view {index}": x for index, x in enumerate(args)}, views_problem(args))
-        given = dict(zip(("embeddings", "labels"), args, strict=False)) | named
-        if len(args) > 2 or given.keys() - {"embeddings", "labels"} or len(given) < len(args) + len(named):
-            others = ", ".join(sorted(given.keys() - {"embeddings", "labels"})) or "more tensors"
+        arguments = dict(zip(("embeddings", "labels"), args, strict=False)) | named
+        if len(args) > 2 or arguments.keys() - {"embeddings", "labels"} or len(arguments) < len(args) + len(named):
+            others = ", ".join(sorted(arguments.keys() - {"embeddings", "labels"})) or "more tensors"
             return Inputs({}, f"compares embeddings with labels, or views; got {others} as well. Leave them out.")
-        return super().inputs(given.get("embeddings"), given.get("labels"))  # type: ignore[arg-type]  # checked there
+        return super().inputs(arguments.get("embeddings"), arguments.get("labels"))  # type: ignore[arg-type]  # checked there
 
     def compute(self, batch: Batch) -> Tensor:
         views = [batch.prepared(x, normalize=self.normalize) for name, x in batch.rows.items() if name != "labels"]

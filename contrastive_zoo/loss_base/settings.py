@@ -282,8 +282,8 @@ def _checks(kind: Any) -> dict[str, Check]:
         hints = typing.get_type_hints(kind, include_extras=True)
     except NameError:  # a user's annotation, as text, names what only its own function knows
         return {}
-    found = {name: _check_of(hints[name]) for name in kind.fields if name in hints}
-    return {name: x for name, x in found.items() if x is not None}
+    result = {name: _check_of(hints[name]) for name in kind.fields if name in hints}
+    return {name: x for name, x in result.items() if x is not None}
 
 
 def _check_of(hint: Any) -> Check | None:

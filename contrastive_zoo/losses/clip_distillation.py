@@ -76,8 +76,8 @@ class ClipDistillation(Loss):
 
     def compute(self, batch: Batch) -> Tensor:
         images, texts, *teachers = batch.rows.values()
-        given = (images, texts, *(x.detach() for x in teachers))
-        x, y, u, v = (batch.prepared(rows, normalize=self.normalize) for rows in given)
+        arguments = (images, texts, *(x.detach() for x in teachers))
+        x, y, u, v = (batch.prepared(rows, normalize=self.normalize) for rows in arguments)
         settings = {name: getattr(batch.settings, name) for name in ("temperature", "teacher_temperature", "weight")}
         pairs, loss = batch.indices(), BlockLoss(_distilled, **settings)
 
@@ -110,5 +110,5 @@ def _problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_text
         return problem
     if len(teacher_images) != len(images):
         return f"{rule}, got teacher_images {described(teacher_images)} and images {described(images)}."
-    found = towers_problem(rule, images=images, texts=texts)
-    return found or towers_problem(rule, teacher_images=teacher_images, teacher_texts=teacher_texts)
+    result = towers_problem(rule, images=images, texts=texts)
+    return result or towers_problem(rule, teacher_images=teacher_images, teacher_texts=teacher_texts)

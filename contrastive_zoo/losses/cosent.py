@@ -105,7 +105,7 @@ def _pair_similarities(q: Tensor, k: Tensor, similarity: PairSimilarity) -> Tens
 
 
 def _problem(queries: Tensor, keys: Tensor, scores: Tensor) -> str | None:
-    found = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
-    if found is None and (scores.shape != queries.shape[:1] or scores.is_complex()):
+    result = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
+    if result is None and (scores.shape != queries.shape[:1] or scores.is_complex()):
         return f"scores are one number per pair, got {described(scores)} for queries {described(queries)}."
-    return found
+    return result

@@ -164,9 +164,9 @@ class CrossBatchMemory(Loss):
     ) -> Inputs:
         labelled = self.memory_input in ("candidates", "references")
         names = ("embeddings", "labels") if labelled else ("queries", "keys")
-        given = {**dict(zip(names, (rows, partners), strict=True)), "enqueue_mask": enqueue_mask}
+        arguments = {**dict(zip(names, (rows, partners), strict=True)), "enqueue_mask": enqueue_mask}
         problem = self._problem(rows, partners, enqueue_mask, names)
-        return Inputs.of(given, problem, compared=self._inner_settings() | self.memory.compared_state())
+        return Inputs.of(arguments, problem, compared=self._inner_settings() | self.memory.compared_state())
 
     def compute(self, batch: Batch) -> Tensor:
         rows, partners, *_ = batch.rows.values()

@@ -115,11 +115,11 @@ def _nodes(difference: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
 
 def _moved(batch: Batch, histogram: Tensor, lower: Tensor, share: Tensor, valid: Tensor) -> Tensor:
     """Return the histogram after a step towards that of all ranks' differences; it stays as it is without any."""
-    found = torch.zeros_like(histogram).index_add_(0, lower, (1 - share) * valid)
-    found = batch.sum(found.index_add_(0, lower + 1, share * valid), gradient="complete")
-    count, has_past = found.sum(), histogram.sum() > 0
-    step = torch.where(has_past, batch.settings.momentum, 1.0).where(count > 0, 0).to(found)
-    return histogram + step * (found / count.where(count > 0, 1) - histogram)
+    result = torch.zeros_like(histogram).index_add_(0, lower, (1 - share) * valid)
+    result = batch.sum(result.index_add_(0, lower + 1, share * valid), gradient="complete")
+    count, has_past = result.sum(), histogram.sum() > 0
+    step = torch.where(has_past, batch.settings.momentum, 1.0).where(count > 0, 0).to(result)
+    return histogram + step * (result / count.where(count > 0, 1) - histogram)
 
 
 _ROUNDING_UNITS = 64

@@ -53,8 +53,8 @@ class FastAP(RowLoss):
             *(Sum(self._histogram(lower, above, where)) for where in (positive, negative)),
             Sum(positive.sum(1)),
         )
-        ranked, found = (of_positives + of_negatives).cumsum(1), of_positives.cumsum(1)
-        precision = (of_positives * found / ranked.where(ranked > 0, 1)).sum(1)
+        ranked, result = (of_positives + of_negatives).cumsum(1), of_positives.cumsum(1)
+        precision = (of_positives * result / ranked.where(ranked > 0, 1)).sum(1)
         return 1 - precision / positives.clamp(min=1), positives > 0
 
     def _histogram(self, lower: Tensor, above: Tensor, where: Tensor) -> Tensor:

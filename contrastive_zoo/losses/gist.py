@@ -91,12 +91,12 @@ class GIST(Loss):
         return Inputs.of(rows, problem)
 
     def compute(self, batch: Batch) -> Tensor:
-        given = dict(batch.rows)
-        given.setdefault("negatives", given["anchors"][:0])
-        given.setdefault("guide_negatives", given["guide_anchors"][:0])
+        arguments = dict(batch.rows)
+        arguments.setdefault("negatives", arguments["anchors"][:0])
+        arguments.setdefault("guide_negatives", arguments["guide_anchors"][:0])
         names = ("anchors", "positives", "negatives")
-        rows = [batch.prepared(given[name], normalize=True) for name in names]
-        guides = [batch.prepared(given[f"guide_{name}"].detach(), normalize=True) for name in names]
+        rows = [batch.prepared(arguments[name], normalize=True) for name in names]
+        guides = [batch.prepared(arguments[f"guide_{name}"].detach(), normalize=True) for name in names]
         loss = BlockLoss(
             _guided, temperature=batch.settings.temperature, relative=self.margin_strategy == "relative",
             margin=batch.settings.margin, contrast_anchors=self.contrast_anchors,
@@ -158,5 +158,5 @@ def _problem(
         if not (fits and same and len(negatives) == len(guide_negatives)):
             got = f"got negatives {described(negatives)} and guide_negatives {described(guide_negatives)}"
             return f"negatives are rows like anchors, one for each of guide_negatives, {got}."
-    found = towers_problem(rule, anchors=anchors, positives=positives)
-    return found or towers_problem(rule, guide_anchors=guide_anchors, guide_positives=guide_positives)
+    result = towers_problem(rule, anchors=anchors, positives=positives)
+    return result or towers_problem(rule, guide_anchors=guide_anchors, guide_positives=guide_positives)

@@ -58,10 +58,10 @@ class Margin(RowLoss):
     nu: Annotated[float, Bounds("nu is 0 or more", low=0)] = 0.0
 
     def __post_init__(self) -> None:
-        given = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
-        if problem := number_problem(beta=given):
+        arguments = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
+        if problem := number_problem(beta=arguments):
             raise ValueError(f"{type(self).__name__}: {problem}")
-        initial, self.num_classes = float(given), None if self.num_classes is None else int(self.num_classes)
+        initial, self.num_classes = float(arguments), None if self.num_classes is None else int(self.num_classes)
         size = self.num_classes or 1  # one number as [1]: FSDP shards no parameter of shape []
         betas = of_size("Margin", lambda: torch.full((size,), initial), num_classes=size)
         self.beta = nn.Parameter(betas, requires_grad=self.learn_beta)

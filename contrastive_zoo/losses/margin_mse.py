@@ -71,13 +71,13 @@ def _squared_errors(q: Tensor, p: Tensor, n: Tensor, margins: Tensor) -> Tensor:
 
 
 def _problem(queries: Tensor, positives: Tensor, negatives: Tensor, margins: Tensor) -> str | None:
-    found = towers_problem("row i is one query's", queries=queries, positives=positives)
+    result = towers_problem("row i is one query's", queries=queries, positives=positives)
     fits = negatives.ndim == 3 and negatives.shape[::2] == queries.shape and negatives.shape[1] >= 1
-    if found is None and not (fits and negatives.dtype == queries.dtype):
+    if result is None and not (fits and negatives.dtype == queries.dtype):
         return (
             f"negatives are k >= 1 rows per query, [n, k, d], got "
             f"{described(negatives)} for queries {described(queries)}."
         )
-    if found is None and not (margins.shape == negatives.shape[:2] and margins.is_floating_point()):
+    if result is None and not (margins.shape == negatives.shape[:2] and margins.is_floating_point()):
         return f"margins are one number per negative, got {described(margins)} for negatives {described(negatives)}."
-    return found
+    return result

@@ -52,9 +52,9 @@ class MaxSimPairwise(LateInteractionLoss):
     temperature: Temperature = 1.0
 
     def compute(self, batch: Batch) -> Tensor:
-        found = self.scores(batch)
-        losses = _losses(found, batch.scale(batch.settings.temperature))
-        counts = torch.full_like(losses, found.scores.shape[1] > 1, dtype=torch.bool)
+        result = self.scores(batch)
+        losses = _losses(result, batch.scale(batch.settings.temperature))
+        counts = torch.full_like(losses, result.scores.shape[1] > 1, dtype=torch.bool)
         return batch.reduce(losses, counts, reduction=self.reduction)
 
 

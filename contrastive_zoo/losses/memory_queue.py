@@ -203,15 +203,15 @@ class MemoryQueue(nn.Module):
     ) -> str | None:
         """Return why these rows cannot enter, in words; None if they can."""
         width = self.embeddings.shape[1]
-        if found := rows_problem(name, rows):
-            return found
+        if result := rows_problem(name, rows):
+            return result
         if rows.shape[1] != width:
             return (
                 f"the memory holds rows of width {width}, got "
                 f"{name} {described(rows)}. Pass embedding_size={rows.shape[1]}."
             )
-        if enqueue_mask is not None and (found := tensor_problem("enqueue_mask", enqueue_mask)):
-            return found
+        if enqueue_mask is not None and (result := tensor_problem("enqueue_mask", enqueue_mask)):
+            return result
         if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != rows.shape[:1]):
             return f"enqueue_mask is one bool per row, got {described(enqueue_mask)} for {len(rows)} rows."
         return None if labels is None else labels_problem("labels", labels, len(rows))

@@ -121,15 +121,15 @@ class MNRL(Loss):
             losses = _losses(others, positive, self.partition_mode)
             return batch.reduce(losses.to(pairs.rows[0].dtype), reduction=self.reduction)
 
-        given = [batch.rows[name] for name in ("queries", "documents")]
-        given.append(batch.rows.get("negatives", given[0][:0]))
+        arguments = [batch.rows[name] for name in ("queries", "documents")]
+        arguments.append(batch.rows.get("negatives", arguments[0][:0]))
         loss = BlockLoss(
             _ranked, temperature=batch.settings.temperature, directions=directions,
             partition_mode=self.partition_mode, hardness_mode=self.hardness_mode,
             hardness_strength=batch.settings.hardness_strength,
         )  # fmt: skip
         return reduce_pairs(
-            batch, loss, [batch.prepared(x, normalize=self.normalize) for x in given], owners=batch.rows.get("owners"),
+            batch, loss, [batch.prepared(x, normalize=self.normalize) for x in arguments], owners=batch.rows.get("owners"),
             reduction=self.reduction, unsupported=unsupported,
         )  # fmt: skip
 

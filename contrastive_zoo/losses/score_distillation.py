@@ -74,8 +74,8 @@ def _divergences(q: Tensor, c: Tensor, targets: Tensor, scale: float | Tensor) -
 
 
 def _problem(queries: Tensor, candidates: Tensor, scores: Tensor) -> str | None:
-    if found := rows_problem("queries", queries):
-        return found
+    if result := rows_problem("queries", queries):
+        return result
     fits = candidates.ndim == 3 and candidates.shape[::2] == queries.shape and candidates.shape[1] >= 2
     if not fits or candidates.dtype != queries.dtype:
         return (

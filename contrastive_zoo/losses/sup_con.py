@@ -140,14 +140,14 @@ def _rescaled(losses: Tensor, temperature: float | Tensor, base_temperature: flo
 
 def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> str | None:
     if embeddings.ndim == 3 and embeddings.shape[1] >= 1 and embeddings.is_floating_point():
-        found = None if labels is None else labels_problem("labels", labels, len(embeddings))
+        result = None if labels is None else labels_problem("labels", labels, len(embeddings))
     else:
         labelled = mask is None or labels is not None
-        found = labelled_problem(embeddings, labels) if labelled else rows_problem("embeddings", embeddings)
-    if found is None and mask is not None and labels is not None:
+        result = labelled_problem(embeddings, labels) if labelled else rows_problem("embeddings", embeddings)
+    if result is None and mask is not None and labels is not None:
         return "positives are given by labels or by a mask, got both. Leave one out."
-    if found is None and mask is not None and (mask.ndim != 2 or len(mask) != len(embeddings)):
+    if result is None and mask is not None and (mask.ndim != 2 or len(mask) != len(embeddings)):
         return (
             f"the mask has a row for each local sample, got {described(mask)} for embeddings {described(embeddings)}."
         )
-    return found
+    return result

@@ -18,7 +18,7 @@ from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Shards, World
 
 
-class Given(NamedTuple):
+class EvaluationInputs(NamedTuple):
     """The rows of one rank and what is known about them; see :func:`contrastive_zoo.metrics.evaluate`."""
 
     queries: Tensor
@@ -42,13 +42,13 @@ class Given(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
-        found = {"queries": self.queries, "gallery": self.rows}
+        result = {"queries": self.queries, "gallery": self.rows}
         for name in ("labels", "gallery_labels", "ids", "gallery_ids"):
             if (x := getattr(self, name)) is not None:
-                found[name] = x
+                result[name] = x
         if isinstance(self.judgements, (list, tuple)) and len(self.judgements) == 3:
-            found |= zip(("judged queries", "judged items", "grades"), self.judgements, strict=True)
-        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
+            result |= zip(("judged queries", "judged items", "grades"), self.judgements, strict=True)
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in result.items()}
 
     def problem(self) -> str | None:
         """Return why the arguments do not belong together, in words; None if they do."""
@@ -118,7 +118,9 @@ class Settings:
         return None
 
 
-def agreed(caller: str, given: Given, names: Sequence[str], settings: Settings, world: World) -> tuple[Shards, Shards]:
+def agreed(
+    caller: str, given: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
+) -> tuple[Shards, Shards]:
     """Agree with all ranks on the arguments; return how queries and gallery are split over ranks.
 
     Raises:

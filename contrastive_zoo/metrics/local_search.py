@@ -173,10 +173,10 @@ class Gallery:
         """Return the float32 scores of ``depth`` candidates, best first, and their positions."""
         best, positions = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
         for start, rows in self.blocks():
-            scores, found = flat_search(queries, rows, min(depth, len(rows)))
+            scores, result = flat_search(queries, rows, min(depth, len(rows)))
             best, positions = (
                 torch.cat([best, scores], 1),
-                torch.cat([positions, (found + start).masked_fill(found < 0, -1)], 1),
+                torch.cat([positions, (result + start).masked_fill(result < 0, -1)], 1),
             )
             if best.shape[1] > depth:
                 best, order = best.topk(depth, dim=1)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.metrics.checks import Given, Settings, agreed
+from contrastive_zoo.metrics.checks import EvaluationInputs, Settings, agreed
 from contrastive_zoo.metrics.exact import ExactMean, prepared
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex
 from contrastive_zoo.metrics.local_search import Gallery
@@ -96,12 +96,14 @@ def evaluate(
         >>> evaluate(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1", "map"])
         {'hit_rate@1': 0.75, 'map': 0.8333333333333333}
     """
-    given = Given(queries, gallery, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label)
+    arguments = EvaluationInputs(queries, gallery, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label)
     settings = Settings(ties, normalize, index)
-    return measured("evaluate", given, metrics, settings, World.of(process_group, "evaluate"))
+    return measured("evaluate", arguments, metrics, settings, World.of(process_group, "evaluate"))
 
 
-def measured(caller: str, given: Given, names: Sequence[str], settings: Settings, world: World) -> dict[str, float]:
+def measured(
+    caller: str, given: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
+) -> dict[str, float]:
     """Return what :func:`evaluate` returns; ``caller`` is the first word of errors.
 
     Raises:

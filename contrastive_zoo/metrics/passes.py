@@ -71,7 +71,7 @@ def counts_at(
         thresholds: [t], different scores of each query, falling.
     """
     sizes = torch.bincount(query, minlength=len(queries))
-    found = torch.zeros(len(query), 2, dtype=torch.int64)
+    result = torch.zeros(len(query), 2, dtype=torch.int64)
     ends = sizes.cumsum(0)
     for some in torch.arange(len(queries)).split(_QUERIES):
         first, last = int(ends[some[0]] - sizes[some[0]]), int(ends[some[-1]])
@@ -89,9 +89,9 @@ def counts_at(
             equal.scatter_add_(1, below, same.long())
         # a score is higher than threshold j if more than j thresholds are below it
         higher = lower.flip(1).cumsum(1).flip(1)[:, 1:]
-        found[first:last, 0] = higher[owner, column]
-        found[first:last, 1] = equal[owner, column]
-    return found
+        result[first:last, 0] = higher[owner, column]
+        result[first:last, 1] = equal[owner, column]
+    return result
 
 
 Relevance = Labels | Judgements
@@ -131,8 +131,8 @@ def nearest_ranking(
     values = torch.from_numpy(groups.value)
     grade = relevance.grades(block, torch.from_numpy(groups.query), values).numpy()
     relevant = grade > 0
-    found = Relevant(groups.query[relevant], groups.score[relevant], grade[relevant], groups.size[relevant])
-    return groups, Ranking.of(levels_of(groups), found, _of_round(totals, block), block.shards.size)
+    result = Relevant(groups.query[relevant], groups.score[relevant], grade[relevant], groups.size[relevant])
+    return groups, Ranking.of(levels_of(groups), result, _of_round(totals, block), block.shards.size)
 
 
 def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, totals: Totals) -> Ranking:

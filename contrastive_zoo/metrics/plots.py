@@ -249,10 +249,10 @@ def _pair_counts(
         problem = labels_problem("labels", labels, len(queries)) or labels_problem("gallery_labels", of_rows, len(rows))
     if bins < 1:
         problem = f"bins is at least 1, got {bins}."
-    given = {"queries": queries.detach(), "gallery": rows.detach(), "labels": labels}
+    arguments = {"queries": queries.detach(), "gallery": rows.detach(), "labels": labels}
     settings = {"bins": bins, "among the queries": gallery is None}
     shards, of_gallery, _ = agree_on_shards(
-        "similarity_histogram", given, world=world, problem=problem, settings=settings
+        "similarity_histogram", arguments, world=world, problem=problem, settings=settings
     )
     assert of_rows is not None  # the problem has been raised
     compared, own_labels = prepared(queries, normalize=True), labels.cpu().long()

@@ -17,13 +17,13 @@ Ties: TypeAlias = Literal["pessimistic", "optimistic", "expected"]
 def hits(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return the number of relevant items among the first ``cutoff`` items."""
     places = _places(ranking, cutoff)
-    found = ranking.found
+    result = ranking.found
     if ties == "pessimistic":
-        at_level = np.maximum(0, places - (ranking.tied - found)).astype(np.float64)
+        at_level = np.maximum(0, places - (ranking.tied - result)).astype(np.float64)
     elif ties == "optimistic":
-        at_level = np.minimum(places, found).astype(np.float64)
+        at_level = np.minimum(places, result).astype(np.float64)
     else:
-        at_level = found * places / ranking.tied
+        at_level = result * places / ranking.tied
     return _sums(ranking.query, at_level, ranking.queries)
 
 
@@ -61,8 +61,8 @@ def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """
     if ties != "expected":
         return (hits(ranking, cutoff, ties) > 0).astype(np.float64)
-    places, found = _places(ranking, cutoff), ranking.found
-    few, many = np.minimum(places, found), np.maximum(places, found)
+    places, result = _places(ranking, cutoff), ranking.found
+    few, many = np.minimum(places, result), np.maximum(places, result)
     none = np.ones(len(places))
     for i in range(int(few.max(initial=0))):
         none *= np.where(i < few, np.maximum(0, ranking.tied - many - i) / np.maximum(1, ranking.tied - i), 1.0)
@@ -92,14 +92,14 @@ def reciprocal_rank(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """
     first = changes(ranking.query)
     query, higher, tied = ranking.query[first], ranking.higher[first], ranking.tied[first]
-    found, limit = ranking.found[first], cutoff[query]
+    result, limit = ranking.found[first], cutoff[query]
     value = np.zeros(ranking.queries)
     if ties != "expected":
-        position = higher + 1 + (tied - found) * (ties == "pessimistic")
+        position = higher + 1 + (tied - result) * (ties == "pessimistic")
         value[query] = np.where(position <= limit, 1.0 / position, 0.0)
         return value
     cases, which = np.unique(
-        np.stack([higher, tied, found, np.minimum(limit, higher + tied)]), axis=1, return_inverse=True
+        np.stack([higher, tied, result, np.minimum(limit, higher + tied)]), axis=1, return_inverse=True
     )
     by_case = np.array([_expected_reciprocal(*map(int, case)) for case in cases.T])
     value[query] = by_case[which.reshape(-1)] if len(query) else 0.0
@@ -120,17 +120,17 @@ def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
     Source: MAP@R: Musgrave et al. 2020, https://arxiv.org/abs/2003.08505
     """
-    found, above, higher = ranking.found, ranking.found_higher, ranking.higher
+    result, above, higher = ranking.found, ranking.found_higher, ranking.higher
     total = np.maximum(ranking.total, 1)
     if ties != "expected":
-        start = higher + (ranking.tied - found) * (ties == "pessimistic")
-        level, number = _within(start, found, cutoff[ranking.query])
+        start = higher + (ranking.tied - result) * (ties == "pessimistic")
+        level, number = _within(start, result, cutoff[ranking.query])
         values = (above[level] + number) / (start[level] + number)
         return _sums(ranking.query[level], values, ranking.queries) / total
     places = _places(ranking, cutoff)
     harmonic = _inverse_sums(higher, places)
-    others = (found - 1) / np.maximum(1, ranking.tied - 1)
-    values = found / ranking.tied * ((above + 1) * harmonic + others * (places - (higher + 1) * harmonic))
+    others = (result - 1) / np.maximum(1, ranking.tied - 1)
+    values = result / ranking.tied * ((above + 1) * harmonic + others * (places - (higher + 1) * harmonic))
     return _sums(ranking.query, values, ranking.queries) / total
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.metrics.checks import Given, Settings
+from contrastive_zoo.metrics.checks import EvaluationInputs, Settings
 from contrastive_zoo.metrics.exact import ExactMean
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import evaluate, measured
@@ -70,8 +70,8 @@ def recall_at_k(
     world = World.of(process_group, "recall_at_k")
     if not is_integer(k, at_least=1):
         refuse("recall_at_k", f"k is between 1 and the rows to search in, got {described(k)}.", world=world)
-    given = Given(queries, gallery, labels, gallery_labels)
-    return measured("recall_at_k", given, [f"hit_rate@{k}"], Settings(normalize=normalize), world)[f"hit_rate@{k}"]
+    arguments = EvaluationInputs(queries, gallery, labels, gallery_labels)
+    return measured("recall_at_k", arguments, [f"hit_rate@{k}"], Settings(normalize=normalize), world)[f"hit_rate@{k}"]
 
 
 @uncompiled
@@ -109,7 +109,7 @@ def cross_modal_recall(
         >>> cross_modal_recall(images, captions, k=[1], labels=torch.arange(2), second_labels=torch.tensor([0, 1, 1]))
         {'first_to_second@1': 1.0, 'second_to_first@1': 0.6666666666666666}
     """
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     if not (isinstance(k, (list, tuple)) and all(is_integer(x, at_least=1) for x in k)):
         world = World.of(process_group, "cross_modal_recall")
         refuse("cross_modal_recall", f"k is a list of integers from 1, got {described(k)}.", world=world)
@@ -123,8 +123,8 @@ def cross_modal_recall(
             queries, gallery, metrics=list(names.values()), labels=own, gallery_labels=other,
             ties=ties, normalize=normalize, process_group=process_group,
         )  # fmt: skip
-        found |= {f"{direction}@{number}": values[name] for number, name in names.items()}
-    return found
+        result |= {f"{direction}@{number}": values[name] for number, name in names.items()}
+    return result
 
 
 @uncompiled
@@ -156,11 +156,11 @@ def index_recall(
         True
     """
     world = World.of(process_group, "index_recall")
-    exact, found = (
+    exact, result = (
         top_k(queries, gallery, k=k, normalize=normalize, index=how, process_group=world).indices
         for how in (None, index)
     )
-    shares = [torch.isin(x, y).double().mean() for x, y in zip(exact, found, strict=True)]
+    shares = [torch.isin(x, y).double().mean() for x, y in zip(exact, result, strict=True)]
     means = ExactMean(["recall"])
     means.add("recall", torch.tensor(shares, dtype=torch.float64).numpy())
     return means.over_ranks(world)["recall"]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.metrics.checks import Given, Settings
+from contrastive_zoo.metrics.checks import EvaluationInputs, Settings
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import measured
 from contrastive_zoo.metrics.names import names_problem
@@ -100,9 +100,9 @@ class RetrievalMetrics(nn.Module):
             ValueError: on this rank: rows that are not [n, d] or of another width than those of earlier batches, or numbers
                 that are not one integer per row.
         """
-        given = {"queries": queries, "labels": labels, "gallery": gallery, "gallery_labels": gallery_labels}
-        given |= {"ids": ids, "gallery_ids": gallery_ids}
-        self._collect({name: x for name, x in given.items() if x is not None})
+        arguments = {"queries": queries, "labels": labels, "gallery": gallery, "gallery_labels": gallery_labels}
+        arguments |= {"ids": ids, "gallery_ids": gallery_ids}
+        self._collect({name: x for name, x in arguments.items() if x is not None})
 
     def update_judgements(self, queries: Tensor, items: Tensor, grades: Tensor) -> None:
         """Collect judgements: ids of queries of this rank, ids of the gallery, and grades, [j] each.
@@ -137,9 +137,9 @@ class RetrievalMetrics(nn.Module):
         tensors = self._collected(world)
         judged, items, grades = (tensors.pop(name, None) for name in ("judged_queries", "judged_items", "grades"))
         judgements = None if judged is None or items is None or grades is None else (judged, items, grades)
-        given = Given(**tensors, judgements=judgements, ignore_label=self.ignore_label)
-        found = measured("RetrievalMetrics", given, self.names, self.settings, world)
-        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+        arguments = EvaluationInputs(**tensors, judgements=judgements, ignore_label=self.ignore_label)
+        result = measured("RetrievalMetrics", arguments, self.names, self.settings, world)
+        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in result.items()}
         return numbers[self.names[0]] if self.single else numbers
 
     def _collect(self, given: Mapping[str, Tensor]) -> None:

@@ -76,13 +76,13 @@ def top_k(
     """
     world = World.of(process_group, "top_k")
     rows = queries if gallery is None else gallery
-    given = {"queries": queries, "gallery": rows}
+    arguments = {"queries": queries, "gallery": rows}
     if excluded is not None:
-        given["excluded"] = excluded
+        arguments["excluded"] = excluded
     problem = faiss_problem() or rows_problem(queries, rows) or _excluded_problem(excluded, queries)
     problem = problem or settings_problem(k=k, normalize=normalize, index=index)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
-    detached = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+    detached = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     shards = agree_on_shards("top_k", detached, world=world, problem=problem, settings=settings)
     candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
@@ -93,7 +93,7 @@ def top_k(
         excluded = torch.cat([excluded, own[:, None]], 1)
     prepared_queries = prepared(queries, normalize=normalize)
     local = Gallery.build("top_k", rows.detach(), normalize=normalize, index=index, world=world)
-    found = Neighbors(
+    result = Neighbors(
         torch.empty(len(queries), k, dtype=torch.float64), torch.empty(len(queries), k, dtype=torch.int64)
     )
     start, depth = shards[1].start, min(k, len(local))
@@ -108,8 +108,8 @@ def top_k(
         positions = positions + start * (positions >= 0)
         answers = zip(block.answered(scores), block.answered(positions), strict=True)
         by_rank = [torch.cat(x, 1) for x in zip(*answers, strict=True)]
-        found.scores[block.local], found.indices[block.local] = ordered(by_rank[0], by_rank[1], k)
-    return found
+        result.scores[block.local], result.indices[block.local] = ordered(by_rank[0], by_rank[1], k)
+    return result
 
 
 def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from contrastive_zoo.metrics.checks import Given
+from contrastive_zoo.metrics.checks import EvaluationInputs
 from contrastive_zoo.metrics.relevance import Judgements, Labels
 from contrastive_zoo.metrics.rounds import exchanged
 from contrastive_zoo.ranks.world import Shards, World
@@ -58,7 +58,7 @@ class Task:
     relevance: Labels | Judgements
 
 
-def task_of(caller: str, given: Given, queries: Shards, gallery: Shards, world: World) -> Task:
+def task_of(caller: str, given: EvaluationInputs, queries: Shards, gallery: Shards, world: World) -> Task:
     """Return the task, given the split of all rows over ranks; ``caller`` is the first word of errors."""
     leave_one_out = given.gallery is None
     labels, gallery_labels = (
@@ -74,14 +74,14 @@ def task_of(caller: str, given: Given, queries: Shards, gallery: Shards, world: 
         own = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
         relevance = Labels(labels[kept], gallery_labels[gallery_kept], own, gallery_shards.start)
     else:
-        assert given.ids is not None  # Given.problem has refused it
+        assert given.ids is not None  # EvaluationInputs.problem has refused it
         ids = given.ids.cpu().long()[kept]
         gallery_ids = given.ids if given.gallery_ids is None else given.gallery_ids
         relevance = _judgements(caller, given, ids, gallery_ids.cpu().long()[gallery_kept], world)
     return Task(rows.detach(), gallery_rows.detach(), query_shards, gallery_shards, relevance)
 
 
-def _judgements(caller: str, given: Given, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
+def _judgements(caller: str, given: EvaluationInputs, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
     """Return the judgements of the queries that count, ordered by query; of leave-one-out, each query ignores itself."""
     assert given.judgements is not None
     query, item, grade = (x.detach().cpu() for x in given.judgements)

@@ -145,14 +145,14 @@ def gather_together(
         return list(rows)
     if payload is not None:
         return list(_Gathered.apply(shards, world, factor, unpacked(payload, rows, shards), *rows))
-    found: list[Tensor | None] = [None] * len(rows)
+    result: list[Tensor | None] = [None] * len(rows)
     for split in dict.fromkeys(shards):
         indices = [index for index, x in enumerate(shards) if x == split]
         parts = [as_bytes(rows[index].detach()) for index in indices]
         gathered = gather_rows(torch.cat(parts, 1), split, world).split([x.shape[1] for x in parts], 1)
         for index, part in zip(indices, gathered, strict=True):
-            found[index] = from_bytes(part.clone(memory_format=torch.contiguous_format), rows[index])
-    return list(_Gathered.apply(shards, world, factor, found, *rows))
+            result[index] = from_bytes(part.clone(memory_format=torch.contiguous_format), rows[index])
+    return list(_Gathered.apply(shards, world, factor, result, *rows))
 
 
 class _OwnSlice(Function):

@@ -22,10 +22,10 @@ def beside_rows(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[An
         >>> beside_rows((rows, labels), {})[0][1] is labels
         True
     """
-    given = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
-    if len({x.device for x in given}) < 2:  # the usual case, at every call
+    arguments = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
+    if len({x.device for x in arguments}) < 2:  # the usual case, at every call
         return tuple(args), dict(named)
-    device = next((x.device for x in given if x.is_floating_point() and x.ndim > 1), None)
+    device = next((x.device for x in arguments if x.is_floating_point() and x.ndim > 1), None)
     if device is None or device.type == "meta":
         return tuple(args), dict(named)
 

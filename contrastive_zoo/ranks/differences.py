@@ -59,10 +59,10 @@ GATHERED_BEFORE = (
 
 def combined(texts: list[str]) -> str:
     """The problems that ranks have stated, as one text; the rank is named unless all ranks state the same."""
-    found = [(rank, text) for rank, text in enumerate(texts) if text]
-    if len({text for _, text in found}) == 1 and len(found) == len(texts):
-        return found[0][1]
-    return " ".join(f"rank {rank}: {text}" for rank, text in found)
+    result = [(rank, text) for rank, text in enumerate(texts) if text]
+    if len({text for _, text in result}) == 1 and len(result) == len(texts):
+        return result[0][1]
+    return " ".join(f"rank {rank}: {text}" for rank, text in result)
 
 
 def statements_difference(signatures: list[str]) -> str:
@@ -71,11 +71,11 @@ def statements_difference(signatures: list[str]) -> str:
     # in the order of the longest statement, in which a name that others lack stands where it belongs
     names = list(dict.fromkeys(name for by_name in sorted(lines, key=len, reverse=True) for name in by_name))
     for name in names:
-        found = [by_name.get(name) for by_name in lines]
-        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+        result = [by_name.get(name) for by_name in lines]
+        other = next((rank for rank, value in enumerate(result) if value != result[0]), None)
         if other is None:
             continue
-        first, second = found[0], found[other]
+        first, second = result[0], result[other]
         if first is None or second is None:
             has, lacks = (other, 0) if first is None else (0, other)
             return (

@@ -39,18 +39,18 @@ class Derivations:
 
     def of(self, rows: Tensor) -> tuple[Function, tuple[Tensor, ...]] | None:
         """Return the function and the arguments that ``rows`` were derived from, None if they were not."""
-        found: tuple[Function, tuple[Tensor, ...]] | None = None if self._found is None else self._found.get(rows)
-        return found
+        results: tuple[Function, tuple[Tensor, ...]] | None = None if self._found is None else self._found.get(rows)
+        return results
 
     def narrowest(self, rows: Tensor) -> tuple[Tensor, Function]:
         """Return the rows of 16 bits that ``rows`` were derived from, and the function; ``rows`` if there are none.
 
         Sources that were concatenated are concatenated here, too. The function holds no tensor.
         """
-        found = self.of(rows)
-        if found is None:
+        results = self.of(rows)
+        if results is None:
             return rows, unchanged
-        function, sources = found
+        function, sources = results
         narrow, functions = zip(*map(self.narrowest, sources), strict=True)
         if any(x.dtype.itemsize != 2 for x in narrow):
             return rows, unchanged
@@ -100,10 +100,10 @@ class GatherCache:
 
     def _computed(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
         """Return the rows of all ranks, derived if possible, otherwise fetched."""
-        found = self._derivations.of(rows)
-        if found is None:
+        results = self._derivations.of(rows)
+        if results is None:
             return fetch(rows, shards)
-        function, sources = found
+        function, sources = results
         of_source = Shards(tuple(size // len(sources) for size in shards.sizes), shards.rank)
         parts = (self.gather(source, of_source, fetch).split(list(of_source.sizes)) for source in sources)
         with torch.no_grad():

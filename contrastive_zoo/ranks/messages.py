@@ -204,10 +204,10 @@ def _of_group(member: Member) -> _Status:
 def _note(member: Member) -> str | None:
     """What another rank said when it failed after the same handshake as this rank's last; None if this rank failed, too."""
     status, key = _of_group(member), _key(member)
-    found = _in_store(lambda store: store.get(key).decode() if store.check([key]) else "")
-    if not found or status.failed_at == status.handshakes:
+    result = _in_store(lambda store: store.get(key).decode() if store.check([key]) else "")
+    if not result or status.failed_at == status.handshakes:
         return None
-    handshakes, rank, note = found.split("\n", 2)
+    handshakes, rank, note = result.split("\n", 2)
     return note if int(handshakes) == status.handshakes and int(rank) != member.rank else None
 
 
@@ -218,11 +218,11 @@ def _key(member: Member) -> str:
 def _in_store(function: Callable[[Any], Any]) -> Any:
     """``function`` of the default group's store, in a thread: a store whose host is gone never answers. It is asked once."""
     global _silent
-    found: list[Any] = []
+    result: list[Any] = []
 
     def run() -> None:
         with suppress(Exception):  # no store, or none that answers: the error does without a note
-            found.append(function(store))
+            result.append(function(store))
 
     thread = threading.Thread(target=run, daemon=True, name="contrastive_zoo note")
     with suppress(Exception):  # there is no store; no thread starts while the interpreter ends
@@ -232,7 +232,7 @@ def _in_store(function: Callable[[Any], Any]) -> Any:
         thread.start()
         thread.join(STORE_TIMEOUT)
         _silent = store if thread.is_alive() else _silent
-    return found[0] if found else None
+    return result[0] if result else None
 
 
 _silent: Any = None

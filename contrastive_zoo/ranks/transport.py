@@ -208,7 +208,7 @@ def packed(rows: Sequence[Tensor]) -> list[Tensor]:
 
 def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
     """The rows of all ranks from their payloads, [W, bytes], which :func:`packed` made of ``rows`` on every rank."""
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     # NumPy cuts them in a fraction of torch's time: of a small step, that counts
     parts = payload.numpy()
     offsets = [0] * len(parts)
@@ -217,6 +217,6 @@ def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) 
         ends = [start + size * width for start, size in zip(offsets, of.sizes, strict=True)]
         # joined, since a wider dtype needs bytes that begin at a multiple of its size
         joined = np.concatenate([of_rank[i:j] for of_rank, i, j in zip(parts, offsets, ends, strict=True)])
-        found.append(torch.from_numpy(joined).view(x.dtype).view(of.total, *x.shape[1:]))
+        result.append(torch.from_numpy(joined).view(x.dtype).view(of.total, *x.shape[1:]))
         offsets = ends
-    return found
+    return result

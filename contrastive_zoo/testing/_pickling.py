@@ -72,8 +72,8 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _original_class(module: str, qualname: str, pickled: bytes) -> Any:
-    found = _lookup(module, qualname)
-    return found if isinstance(found, type) else pickle.loads(pickled)
+    result = _lookup(module, qualname)
+    return result if isinstance(result, type) else pickle.loads(pickled)
 
 
 def _lookup(module: str, qualname: str) -> Any:

@@ -39,12 +39,16 @@ class GlobalBatch:
     seed: int = 0
 
     def __repr__(self) -> str:
-        given = [f"{x.name}={getattr(self, x.name)!r}" for x in fields(self)[1:] if getattr(self, x.name) != x.default]
-        return f"GlobalBatch({', '.join([str(self.shards), *given])})"
+        arguments = [
+            f"{x.name}={getattr(self, x.name)!r}" for x in fields(self)[1:] if getattr(self, x.name) != x.default
+        ]
+        return f"GlobalBatch({', '.join([str(self.shards), *arguments])})"
 
     def __str__(self) -> str:
-        given = [f"{x.name}={getattr(self, x.name)}" for x in fields(self)[2:] if getattr(self, x.name) != x.default]
-        return ", ".join([f"W={len(self.shards)}", f"shards {list(self.shards)}", f"d={self.d}", *given])
+        arguments = [
+            f"{x.name}={getattr(self, x.name)}" for x in fields(self)[2:] if getattr(self, x.name) != x.default
+        ]
+        return ", ".join([f"W={len(self.shards)}", f"shards {list(self.shards)}", f"d={self.d}", *arguments])
 
     @property
     def total(self) -> int:

@@ -89,8 +89,8 @@ class Entry:
     @property
     def formula(self) -> str:
         """Return the formula: the indented lines of the docstring before its sections."""
-        found = (_SECTION.split(doc)[0].split("\n") for doc in self._docs)
-        formulas = ("\n".join(line[4:] for line in lines if line.startswith("    ")).strip("\n") for lines in found)
+        result = (_SECTION.split(doc)[0].split("\n") for doc in self._docs)
+        formulas = ("\n".join(line[4:] for line in lines if line.startswith("    ")).strip("\n") for lines in result)
         return next(filter(None, formulas), "")
 
     @property

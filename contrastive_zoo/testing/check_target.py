@@ -78,17 +78,17 @@ def _factory(target: str) -> Any:
             f"The losses are: {names}."
         )
     try:
-        found: Any = importlib.import_module(module_name)
+        result: Any = importlib.import_module(module_name)
     except SyntaxError as error:
         raise TargetError(f"{target}: {error.filename}, line {error.lineno}: {error.msg}.") from None
     except BaseException as error:  # a module may raise anything, and may call sys.exit
         raise TargetError(f"{target}: importing {module_name} raised {type(error).__name__}: {error}") from None
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            where = getattr(found, "__name__", found)
-            raise TargetError(f"{target}: {where} has no {part!r}.{did_you_mean(part, dir(found))}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(result, part):
+            where = getattr(result, "__name__", result)
+            raise TargetError(f"{target}: {where} has no {part!r}.{did_you_mean(part, dir(result))}")
+        result = getattr(result, part)
+    return result
 
 
 def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> None:

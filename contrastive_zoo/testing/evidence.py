@@ -86,7 +86,7 @@ class Evidence:
         self.broken = set(broken) - {invariants.runs_on_every_split.name}
         self.errors: dict[str, RankError] = {}
         even = [self._probe("even", shards) for shards in EVEN]
-        self.even = [found for found in even if found is not None]
+        self.even = [result for result in even if result is not None]
         self.uneven = None if "even" in self.errors else self._probe("uneven", UNEVEN)
         self.one_sided = None if "even" in self.errors else self._probe("empty", ONE_SIDED)
 
@@ -116,18 +116,18 @@ class Evidence:
     def starts_unequal(self) -> bool:
         """Return whether the loss's own parameters differ between ranks before the first step."""
         if self.even:
-            return not all(found.equal_start for found in self.even)
+            return not all(result.equal_start for result in self.even)
         try:
             start = self.worlds.run(2, starting_parameters, self.case, GlobalBatch(EVEN[0], d=self.width, seed=7))
         except RankError:
             return False
-        return any(found.keys() != start[0].keys() or not _equal(found, start[0]) for found in start)
+        return any(result.keys() != start[0].keys() or not _equal(result, start[0]) for result in start)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def every(self, holds: Callable[[Probe], bool]) -> bool:
         """Return whether a statement holds for every probe on equal shards."""
-        return all(holds(found) for found in self.even)
+        return all(holds(result) for result in self.even)
 
     def is_scaled(self, encoder: Callable[[int], float], parameters: Callable[[int], float]) -> bool:
         """Return whether both gradients have these factors, functions of W, on equal shards."""
@@ -179,13 +179,13 @@ class Evidence:
         None if a rank fails, or if the value of one process does not change although it should.
         """
         try:
-            for found in self.even:
-                trial = Trial(self.case, found.batch, self.worlds)
+            for result in self.even:
+                trial = Trial(self.case, result.batch, self.worlds)
                 value = [x.value for x in trial.on_ranks(Plan(edit=edit))]
                 rank = -1 if edit == "last shard reversed" else 0
-                if not is_near(value[rank], found.values[rank]):
+                if not is_near(value[rank], result.values[rank]):
                     return True
-                if edit.startswith("other") and is_near(trial.on_one_process(Plan(edit=edit)).value, found.expected):
+                if edit.startswith("other") and is_near(trial.on_one_process(Plan(edit=edit)).value, result.expected):
                     return None
         except RankError:
             return None
@@ -196,8 +196,8 @@ class Evidence:
         """Return whether every value is right if all ranks hold the same samples."""
         plan = Plan(edit="equal shards")
         try:
-            for found in self.even:
-                trial = Trial(self.case, found.batch, self.worlds)
+            for result in self.even:
+                trial = Trial(self.case, result.batch, self.worlds)
                 expected = trial.on_one_process(plan).value
                 if not all(is_near(x.value, expected) for x in trial.on_ranks(plan)):
                     return False
@@ -207,8 +207,8 @@ class Evidence:
 
     def signature(self) -> str:
         """Return what was measured, relative to one process."""
-        probes = [*self.even, *(found for found in (self.uneven, self.one_sided) if found and not found.right)]
-        return ". ".join(str(found) for found in probes) or "no probe returned a value on several processes"
+        probes = [*self.even, *(result for result in (self.uneven, self.one_sided) if result and not result.right)]
+        return ". ".join(str(result) for result in probes) or "no probe returned a value on several processes"
 
 
 def _equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:

@@ -128,10 +128,10 @@ class Examination:
             nonlocal best
             if time.monotonic() > deadline or not _applies(invariant, batch):
                 return False
-            found = self._finding(invariant, Trial(self.case, batch, self.worlds))
-            if found is not None and _size(batch) < _size(best.batch):
-                best = found
-            return found is not None
+            result = self._finding(invariant, Trial(self.case, batch, self.worlds))
+            if result is not None and _size(batch) < _size(best.batch):
+                best = result
+            return result is not None
 
         kinds = ADVERSARIAL if invariant is invariants.finite_at_extremes else ORDINARY[:1]
         search = settings(

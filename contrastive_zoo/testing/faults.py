@@ -53,9 +53,9 @@ def inject(fault: Fault | None, loss: Any) -> Iterator[None]:
         yield
         loss.grad_reduction = before
     elif fault == "setting":
-        found = _float_setting(loss)
-        assert found is not None, "the fault is injected only where Traits.setting is not None"
-        module, name = found
+        result = _float_setting(loss)
+        assert result is not None, "the fault is injected only where Traits.setting is not None"
+        module, name = result
         value = getattr(module, name)
         setattr(module, name, 0.9 * value)
         yield

@@ -54,7 +54,7 @@ def same_value_on_every_rank(trial: Trial) -> None:
 
     When it fails, the logged value is one rank's local loss, and early stopping or a scheduler may differ between ranks.
     """
-    values = [found.value for found in trial.on_ranks()]
+    values = [result.value for result in trial.on_ranks()]
     for rank, value in enumerate(values):
         close(number(value), number(values[0]), f"rank {rank} returns", "rank 0")
 
@@ -66,8 +66,8 @@ def same_value(trial: Trial) -> None:
     When it fails, losses and schedules of runs on different numbers of processes cannot be compared.
     """
     expected = trial.on_one_process().value
-    for rank, found in enumerate(trial.on_ranks()):
-        close(number(found.value), number(expected), f"rank {rank} returns", "one process")
+    for rank, result in enumerate(trial.on_ranks()):
+        close(number(result.value), number(expected), f"rank {rank} returns", "one process")
 
 
 @invariant(catches="own slice")
@@ -99,11 +99,11 @@ def same_parameter_gradient_on_every_rank(trial: Trial) -> None:
     When it fails, each rank learns its own temperature wherever the trainer does not reduce these parameters (they are
     rarely inside the wrapped model), and the ranks compute different losses from then on.
     """
-    first, *others = [found.parameters for found in trial.on_ranks()]
+    first, *others = [result.parameters for result in trial.on_ranks()]
     if not first:
         raise NotApplicable("this loss has no parameters of its own")
-    for rank, found in enumerate(others, 1):
-        same_gradients(found, first, f"the gradient of the loss's own parameters on rank {rank}", "rank 0's")
+    for rank, result in enumerate(others, 1):
+        same_gradients(result, first, f"the gradient of the loss's own parameters on rank {rank}", "rank 0's")
 
 
 @invariant(catches="mean of means")
@@ -181,8 +181,8 @@ def same_state(trial: Trial) -> None:
     expected = trial.on_one_process().state
     if not expected:
         raise NotApplicable("this loss has no buffers")
-    for rank, found in enumerate(trial.on_ranks()):
-        same_gradients(found.state, expected, f"the loss's state on rank {rank}")
+    for rank, result in enumerate(trial.on_ranks()):
+        same_gradients(result.state, expected, f"the loss's state on rank {rank}")
 
 
 @invariant(catches="naive softmax")
@@ -193,8 +193,8 @@ def finite_at_extremes(trial: Trial) -> None:
     """
     if not _is_finite(trial.on_one_process()):
         raise NotApplicable("the value or gradients of one process are not finite")
-    for rank, found in enumerate(trial.on_ranks()):
-        if not _is_finite(found):
+    for rank, result in enumerate(trial.on_ranks()):
+        if not _is_finite(result):
             raise Broken(f"rank {rank} has NaN or infinite numbers in its value or its gradients")
 
 
@@ -234,10 +234,10 @@ def _order_is_free(trial: Trial) -> bool:
 
     Random numbers are assigned to samples by position: with them the values are equal by coincidence only.
     """
-    found = trial.on_one_process()
-    if found.drew_random_numbers:
+    result = trial.on_one_process()
+    if result.drew_random_numbers:
         return False
-    value, shuffled = number(found.value), number(trial.on_one_process(Plan(shuffle_samples=True)).value)
+    value, shuffled = number(result.value), number(trial.on_one_process(Plan(shuffle_samples=True)).value)
     return torch.allclose(value, shuffled, rtol=TOLERANCE, atol=TOLERANCE)
 
 

@@ -113,19 +113,19 @@ def probe(case: Case, batch: GlobalBatch, worlds: Worlds) -> Probe:
     has_parameters = bool(one.parameters)
     return Probe(
         batch=batch,
-        values=tuple(found.value for found in ranks),
+        values=tuple(result.value for result in ranks),
         expected=one.value,
         encoder=compare(trial.reduced("encoder", plan), one.encoder),
         parameters=compare(trial.reduced("parameters", plan), one.parameters) if has_parameters else None,
-        encoder_mean=compare(_mean([found.encoder for found in ranks]), one.encoder),
-        parameters_mean=compare(_mean([found.parameters for found in ranks]), one.parameters)
+        encoder_mean=compare(_mean([result.encoder for result in ranks]), one.encoder),
+        parameters_mean=compare(_mean([result.parameters for result in ranks]), one.parameters)
         if has_parameters
         else None,
         embeddings=_compare_embeddings(ranks, one),
-        equal_encoder=not case.step or _are_equal([found.encoder for found in ranks]),
-        equal_parameters=_are_equal([found.parameters for found in ranks]),
-        equal_start=_are_equal([found.start for found in ranks]),
-        gathered=bool(one.embeddings) and all(_lengths(found) == _lengths(one) for found in ranks),
+        equal_encoder=not case.step or _are_equal([result.encoder for result in ranks]),
+        equal_parameters=_are_equal([result.parameters for result in ranks]),
+        equal_start=_are_equal([result.start for result in ranks]),
+        gathered=bool(one.embeddings) and all(_lengths(result) == _lengths(one) for result in ranks),
         measured=ranks[0],
     )
 
@@ -155,9 +155,9 @@ def _ratio(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Ratio:
 
 
 def _compare_embeddings(ranks: Sequence[Measurement], one: Measurement) -> Ratio | None:
-    if not one.embeddings or any(len(found.embeddings) != len(one.embeddings) for found in ranks):
+    if not one.embeddings or any(len(result.embeddings) != len(one.embeddings) for result in ranks):
         return None
-    by_input = zip(*(found.embeddings for found in ranks), strict=True)
+    by_input = zip(*(result.embeddings for result in ranks), strict=True)
     return _ratio([x for shards in by_input for x in shards], one.embeddings)
 
 
@@ -167,12 +167,12 @@ def _lengths(found: Measurement) -> list[int]:
 
 def _mean(by_rank: Sequence[Gradients]) -> Gradients:
     names = set.intersection(*map(set, by_rank))
-    return {name: torch.stack([found[name] for found in by_rank]).mean(0) for name in by_rank[0] if name in names}
+    return {name: torch.stack([result[name] for result in by_rank]).mean(0) for name in by_rank[0] if name in names}
 
 
 def _are_equal(by_rank: Sequence[Gradients]) -> bool:
     first, *others = by_rank
     return all(
-        found.keys() == first.keys() and all(torch.allclose(found[name], first[name]) for name in first)
-        for found in others
+        result.keys() == first.keys() and all(torch.allclose(result[name], first[name]) for name in first)
+        for result in others
     )

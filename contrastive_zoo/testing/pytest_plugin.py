@@ -105,8 +105,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             f"{metafunc.definition.nodeid}: {MARKER} takes numbers of processes, at least 1 each, got {list(sizes)}."
         )
     if unknown := set(marker.kwargs) - {"timeout"}:
-        given = ", ".join(sorted(unknown))
-        raise _misuse(f"{metafunc.definition.nodeid}: {MARKER} takes sizes and timeout, got {given} as well.")
+        arguments = ", ".join(sorted(unknown))
+        raise _misuse(f"{metafunc.definition.nodeid}: {MARKER} takes sizes and timeout, got {arguments} as well.")
     # world_size is no fixture: Hypothesis would treat it as function-scoped, not made anew for each example.
     if "world_size" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world_size")

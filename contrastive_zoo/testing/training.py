@@ -110,8 +110,8 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
             except expected_errors as error:
                 outcomes.append(StepError(str(error)))
             else:
-                found = _measurement(value, model, module, recorder)
-                outcomes.append(replace(found, drew_random_numbers=random_states() != states))
+                result = _measurement(value, model, module, recorder)
+                outcomes.append(replace(result, drew_random_numbers=random_states() != states))
         _change([*model.parameters(), *module.parameters(), *recorder.parameters.values()])
     return outcomes, messages.sent
 

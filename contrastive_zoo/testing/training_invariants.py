@@ -57,12 +57,12 @@ def same_sharded_gradient(trial: Trial) -> None:
     When it fails, sharded class weights have another effective learning rate than the encoder. Applies only to losses with
     sharded parameters; such a module has an attribute ``sharded = True``.
     """
-    if not trial.traits.sharded and not any(found.sharded for found in trial.on_ranks()):
+    if not trial.traits.sharded and not any(result.sharded for result in trial.on_ranks()):
         raise NotApplicable("this loss has no sharded parameters")
     ranks, _ = _trained(trial, trial.training)
     for step, reference in enumerate(trial.train_on_one_process(trial.training), 1):
         assert isinstance(reference, Measurement)
-        shards = [found.sharded for found in _measured(ranks, step)]
+        shards = [result.sharded for result in _measured(ranks, step)]
         whole = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
         expected = reference.sharded or {name: reference.parameters[name] for name in whole}
         same_gradients(whole, expected, f"at step {step}, the gradient of sharded parameters")
@@ -164,11 +164,11 @@ def _same_training(trial: Trial, training: Training) -> None:
     for step, reference in enumerate(trial.train_on_one_process(training), 1):
         by_rank = _measured(ranks, step)
         assert isinstance(reference, Measurement), "trial.training has only steps that one process computes"
-        for rank, found in enumerate(by_rank):
-            close(number(found.value), number(reference.value), f"at step {step}, rank {rank} returns", "one process")
-            same_gradients(found.state, reference.state, f"at step {step}, the loss's state on rank {rank}")
+        for rank, result in enumerate(by_rank):
+            close(number(result.value), number(reference.value), f"at step {step}, rank {rank} returns", "one process")
+            same_gradients(result.state, reference.state, f"at step {step}, the loss's state on rank {rank}")
         for what in ("encoder", "parameters"):
-            reduced = trial.reduce([getattr(found, what) for found in by_rank])
+            reduced = trial.reduce([getattr(result, what) for result in by_rank])
             expected = {name: x for name, x in getattr(reference, what).items() if name in reduced}
             same_gradients(reduced, expected, f"at step {step}, the gradient of the {what}")
 
@@ -191,6 +191,6 @@ def _require_same_error(trial: Trial, fault: Fault, name: str, *, first: int = 2
         assert isinstance(reference, Measurement), "trial.training has only steps that one process computes"
         if step - 1 in fault_steps or reference.state or reference.drew_random_numbers:
             continue  # a step that raises changes no state, so later steps of a stateful loss differ
-        for rank, found in enumerate(_measured(ranks, step)):
+        for rank, result in enumerate(_measured(ranks, step)):
             context = f"{what} at step {first + 1}; at step {step}, rank {rank} returns"
-            close(number(found.value), number(reference.value), context, "one process")
+            close(number(result.value), number(reference.value), context, "one process")

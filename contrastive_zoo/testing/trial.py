@@ -72,14 +72,14 @@ class Trial:
 
     def reduced(self, of: Literal["encoder", "parameters"], plan: Plan = UNCHANGED) -> Gradients:
         """Return the gradients after the gradient all-reduce of the trainer."""
-        return self.reduce([getattr(found, of) for found in self.on_ranks(plan)])
+        return self.reduce([getattr(result, of) for result in self.on_ranks(plan)])
 
     def reduce(self, by_rank: Sequence[Gradients]) -> Gradients:
         """Reduce gradients over ranks as the trainer does."""
         if self.case.step:  # the step has already reduced them
             return by_rank[0]
         weight = 1 / len(by_rank) if self.case.grad_reduction == "mean" else 1.0
-        return {name: weight * torch.stack([found[name] for found in by_rank]).sum(0) for name in by_rank[0]}
+        return {name: weight * torch.stack([result[name] for result in by_rank]).sum(0) for name in by_rank[0]}
 
     @cached_property
     def traits(self) -> Traits:
@@ -101,8 +101,8 @@ class Trial:
             RankError: a rank raised anything but a ValueError, died or never answered.
         """
         timeout = min(self.worlds.timeout, TRAINING_TIMEOUT)
-        found = self.worlds.run(self.world_size, train, self.case, training, timeout=timeout)
-        return [outcomes for outcomes, _ in found], [messages for _, messages in found]
+        result = self.worlds.run(self.world_size, train, self.case, training, timeout=timeout)
+        return [outcomes for outcomes, _ in result], [messages for _, messages in result]
 
     def _train_on_one_process(self, training: Training) -> list[Outcome]:
         """Train on one process; return the outcomes of all steps."""

@@ -56,8 +56,8 @@ class Arguments:
         """The leaves of ``arguments``: tuples, lists and dicts are looked into."""
         if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in arguments.values()):
             return cls(dict(arguments), None, ragged or {}, padded)
-        found, tree = tree_flatten_with_path(dict(arguments))
-        return cls({_path(path): leaf for path, leaf in found}, tree, ragged or {}, padded)
+        result, tree = tree_flatten_with_path(dict(arguments))
+        return cls({_path(path): leaf for path, leaf in result}, tree, ragged or {}, padded)
 
     @cached_property
     def rows(self) -> dict[str, Tensor]:
@@ -78,8 +78,8 @@ class Arguments:
     def _padded_dims(self) -> list[tuple[str, int]]:
         if not self.padded:
             return []
-        given = [(path, dim) for path, dims in self.ragged.items() for dim in dims if path in self.rows]
-        return [(path, dim) for path, dim in given if dim < self.rows[path].ndim]  # others are a problem
+        arguments = [(path, dim) for path, dims in self.ragged.items() for dim in dims if path in self.rows]
+        return [(path, dim) for path, dim in arguments if dim < self.rows[path].ndim]  # others are a problem
 
     @property
     def compared(self) -> dict[str, str]:
@@ -156,13 +156,13 @@ class Arguments:
         here, moves = self._as_wide_as(agreed.shards[count:]), self.on_accelerator or world.on_accelerators
         if moves:  # tensors of one message are on one device
             here = [x.to(world.device if world.on_accelerators else self.device) for x in here]
-        found = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
+        result = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
         if moves:
-            found = [x.to(own.device) for x, own in zip(found, self.rows.values(), strict=True)]
-        for index, (i, j) in enumerate(itertools.combinations(range(min(len(found), _COMPARED)), 2)):
+            result = [x.to(own.device) for x, own in zip(result, self.rows.values(), strict=True)]
+        for index, (i, j) in enumerate(itertools.combinations(range(min(len(result), _COMPARED)), 2)):
             if max(agreed.same - 1, 0) >> index & 1:
-                found[j] = found[i]
-        return dict(zip(self.rows, found, strict=True))
+                result[j] = result[i]
+        return dict(zip(self.rows, result, strict=True))
 
     def _as_wide_as(self, sizes: Sequence[Shards]) -> list[Tensor]:
         """The rows, padded with zeros to the largest of each dimension's sizes; the padding gets no gradient."""

@@ -90,8 +90,8 @@ class CallHistory:
         checks, self._checks = self._checks, []
         for of_device, read in checks:
             numbers = iter(read())
-            found = [problem([*itertools.islice(numbers, count)]) for count, problem in of_device]
-            if wrong := next(filter(None, found), None):
+            result = [problem([*itertools.islice(numbers, count)]) for count, problem in of_device]
+            if wrong := next(filter(None, result), None):
                 return f"at the previous call (on accelerators values are looked at without waiting): {wrong}"
         return None
 

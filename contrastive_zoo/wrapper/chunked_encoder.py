@@ -133,14 +133,14 @@ class ChunkedEncoder:
 
     def encode(self) -> tuple[list[Tensor], TreeSpec]:
         """Run the first pass: return the outputs of all chunks, without a graph, and their structure."""
-        found = []
+        result = []
         with torch.no_grad(), self.autocast.restored(), self.buffers.recorded():
             for chunk in self.chunks:
                 self.random_states.append(random_states(self.devices))
                 leaves, tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
-                found.append(leaves)
-        self.outputs = _Outputs(tree, [[len(x) for x in leaves] for leaves in found])
-        return [torch.cat(parts) for parts in zip(*found, strict=True)], tree
+                result.append(leaves)
+        self.outputs = _Outputs(tree, [[len(x) for x in leaves] for leaves in result])
+        return [torch.cat(parts) for parts in zip(*result, strict=True)], tree
 
     @property
     def is_trainable(self) -> bool:
@@ -184,8 +184,8 @@ class ChunkedEncoder:
         if not parameters:
             torch.autograd.backward(ends, of_ends)
             return
-        found = torch.autograd.grad(ends, parameters, of_ends, allow_unused=True)
-        for x, gradient in zip(parameters, found, strict=True):
+        result = torch.autograd.grad(ends, parameters, of_ends, allow_unused=True)
+        for x, gradient in zip(parameters, result, strict=True):
             if gradient is not None:
                 totals[x] = totals[x] + gradient if x in totals else gradient
 

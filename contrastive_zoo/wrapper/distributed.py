@@ -281,12 +281,12 @@ class DistributedLoss(LossAttributes, Generic[R]):
         """
         compared: dict[str, str] = {}
         if self._replaced is not None:
-            given = signature(self._replaced.loss).bind(*rows, **named_rows)
-            native = self._replaced.native_arguments(given.arguments)
-            compared["arguments"] = ", ".join(name for name, x in given.arguments.items() if x is not None)
+            inputs = signature(self._replaced.loss).bind(*rows, **named_rows)
+            native = self._replaced.native_arguments(inputs.arguments)
+            compared["arguments"] = ", ".join(name for name, x in inputs.arguments.items() if x is not None)
             empty = any(isinstance(x, Tensor) and x.ndim and not len(x) for x in native or ())
             if native is None or (empty and World.of(self.process_group).size == 1):
-                return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, given), compared
+                return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, inputs), compared
             rows, named_rows = native, {}
         if isinstance(bare, Loss):
             if bare.is_plain:

@@ -121,8 +121,8 @@ def _models_problem(models: Sequence[Any], sequences: Sequence[Any]) -> str | No
     """Return what is wrong with the models, in words; None if nothing is."""
     if not models:
         return "there is at least one model, got none."
-    if found := [type(x).__name__ for x in models if not isinstance(x, nn.Module)]:
-        return f"a model is a torch.nn.Module, got {found[0]}. Wrap a method in a module that calls it."
+    if result := [type(x).__name__ for x in models if not isinstance(x, nn.Module)]:
+        return f"a model is a torch.nn.Module, got {result[0]}. Wrap a method in a module that calls it."
     if len(sequences) != len(models):
         return f"each model has its sequence of chunks, got {len(models)} models and {len(sequences)} sequences."
     return None

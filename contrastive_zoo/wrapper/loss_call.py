@@ -37,8 +37,8 @@ class LossCall(NamedTuple):
 
     def problem(self, world: World) -> str | None:
         """Why the arguments cannot be used, in words; None if they can."""
-        given = self.bound.arguments
-        return self.indices_problem(world) or unequal_problem(given) or paired_problem(given)
+        arguments = self.bound.arguments
+        return self.indices_problem(world) or unequal_problem(arguments) or paired_problem(arguments)
 
     def indices_problem(self, world: World) -> str | None:
         """Why the call's ``indices_tuple`` cannot be used, in words; None if it can."""
@@ -74,12 +74,12 @@ def signature(loss: Any) -> inspect.Signature:
         <Signature (z, labels)>
     """
     try:
-        found = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        result = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:
         return inspect.signature(lambda *rows, **named_rows: None)
     if not isinstance(loss, Loss):
-        return found
-    return found.replace(parameters=[x for x in found.parameters.values() if x.name != "world"])
+        return result
+    return result.replace(parameters=[x for x in result.parameters.values() if x.name != "world"])
 
 
 def accepts(takes: inspect.Signature, name: str) -> bool:
@@ -120,15 +120,15 @@ def paired_problem(arguments: Mapping[str, Any]) -> str | None:
         >>> paired_problem({"queries": torch.eye(3), "keys": torch.eye(2)})   # two towers may differ
     """
     counts = {name: len(x) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
-    given = {name for name, x in arguments.items() if x is not None}
+    inputs = {name for name, x in arguments.items() if x is not None}
     pairs = [("ref_labels", "ref_emb", "are one per row of ref_emb")]
-    if not given & {"labels", "indices_tuple", "ref_labels"}:
+    if not inputs & {"labels", "indices_tuple", "ref_labels"}:
         pairs.append(("ref_emb", "embeddings", "holds another view of each row of embeddings"))
     first_view = next((name for name in arguments if name.startswith("view")), "")
     pairs += [
-        (name, first_view, f"is another view of each row of {first_view}") for name in given if name[:4] == "view"
+        (name, first_view, f"is another view of each row of {first_view}") for name in inputs if name[:4] == "view"
     ]
-    pairs += [(name, "embeddings", "is one per row of embeddings") for name in given if name.endswith("mask")]
+    pairs += [(name, "embeddings", "is one per row of embeddings") for name in inputs if name.endswith("mask")]
     for name, other, rule in sorted(pairs):
         if name in counts and other in counts and counts[name] != counts[other]:
             return (

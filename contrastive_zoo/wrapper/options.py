@@ -47,9 +47,9 @@ def padded_dims(loss: Any, mode: str, pad_dims: Mapping[str, int | Sequence[int]
         >>> padded_dims(nn.MSELoss(), "replicated", {"input": 1})
         {'input': (1,)}
     """
-    given = {} if pad_dims is None else pad_dims
-    is_mapping = isinstance(given, Mapping)
-    dims = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in given.items()} if is_mapping else {}
+    arguments = {} if pad_dims is None else pad_dims
+    is_mapping = isinstance(arguments, Mapping)
+    dims = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in arguments.items()} if is_mapping else {}
     if not is_mapping or any(not x or not all(isinstance(i, int) and i >= 1 for i in x) for x in dims.values()):
         raise ValueError(
             "DistributedLoss: pad_dims are the padded dimensions, 1 or more, by the name of the argument, such as "

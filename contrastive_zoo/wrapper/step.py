@@ -352,8 +352,8 @@ def gathered_rows(rows: Mapping[str, Tensor], agreed: Agreed, world: World) -> d
     """Return the tensors of all ranks in rank order, whose gradients come out W times as large."""
     if world.on_accelerators or not all(map(on_cpu, rows.values())):
         return Arguments(dict(rows)).gathered_rows(agreed, world)
-    found = gather_together([*rows.values()], agreed.shards, world, agreed.payload, factor=world.size)
-    return dict(zip(rows, found, strict=True))
+    result = gather_together([*rows.values()], agreed.shards, world, agreed.payload, factor=world.size)
+    return dict(zip(rows, result, strict=True))
 
 
 def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:
@@ -394,10 +394,10 @@ def _in_backward() -> bool:
 
 def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:
     """Rows whose gradients come out W times as large; a single number is a parameter, whose gradient is complete."""
-    found: dict[str, Any] = tree_map(
+    result: dict[str, Any] = tree_map(
         lambda x: scale_gradient(x, world.size) if isinstance(x, Tensor) and x.ndim else x, dict(arguments)
     )
-    return found
+    return result
 
 
 SMALL_BATCH = 2**28

@@ -67,9 +67,9 @@ def _unwrapped(caller: str, role: str, x: Any) -> Any:
         )
     if _kind(x) in _ATTRIBUTES[role]:
         x = getattr(x, role)
-    for place, found in _inside(x, role, set()):
-        kind = _kind(found)
-        if kind not in _LOSSES | _MINERS or (found is x and kind[0] == "contrastive_zoo"):  # the caller refuses it
+    for place, result in _inside(x, role, set()):
+        kind = _kind(result)
+        if kind not in _LOSSES | _MINERS or (result is x and kind[0] == "contrastive_zoo"):  # the caller refuses it
             continue
         library = "" if kind[0] == "contrastive_zoo" else "pytorch-metric-learning's "
         raise ValueError(
@@ -130,7 +130,7 @@ def _is_filled(cell: Any) -> bool:
 def _kind(x: Any) -> tuple[str, str]:
     """Return package and name of the wrapper class that x is an instance of; empty strings if it is none."""
     for kind in type(x).__mro__:
-        found = kind.__module__.partition(".")[0], kind.__name__
-        if found in _LOSSES | _MINERS:
-            return found
+        result = kind.__module__.partition(".")[0], kind.__name__
+        if result in _LOSSES | _MINERS:
+            return result
     return "", ""

@@ -74,7 +74,7 @@ class Wordless(PreTrainedTokenizerBase):
         return {}
 
 
-class Given(nn.Module):
+class EvaluationInputs(nn.Module):
     """What a SentenceTransformer is to its losses, for embeddings that are there already."""
 
     tokenizer, max_seq_length = Wordless(), 1
@@ -117,7 +117,7 @@ DIRECTIONS: list[tuple[tuple[str, ...], str]] = [
 def test_multiple_negatives_ranking(directions: Any, partition: Any, hardness: Any, mined: int) -> None:
     settings = {"directions": directions, "partition_mode": partition, "hardness_mode": hardness}
     settings["hardness_strength"] = 3.0 if hardness else 0.0
-    theirs = called(st.MultipleNegativesRankingLoss(Given(), scale=5.0, **settings))
+    theirs = called(st.MultipleNegativesRankingLoss(EvaluationInputs(), scale=5.0, **settings))
     loss = MNRL(temperature=0.2, **settings)
 
     def ours(q: Tensor, d: Tensor, *negatives: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def test_multiple_negatives_ranking(directions: Any, partition: Any, hardness: A
 
 
 def test_multiple_negatives_ranking_in_chunks() -> None:
-    theirs = st.CachedMultipleNegativesRankingLoss(Given(), scale=5.0, mini_batch_size=3)
+    theirs = st.CachedMultipleNegativesRankingLoss(EvaluationInputs(), scale=5.0, mini_batch_size=3)
     columns = [rows(7, 4, seed=k) for k in range(3)]
 
     def ours(q: Tensor, d: Tensor, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def test_multiple_negatives_ranking_in_chunks() -> None:
 def test_gist(strategy: Any, margin: float, contrast: tuple[bool, bool]) -> None:
     settings = {"temperature": 0.1, "margin_strategy": strategy, "margin": margin}
     settings |= {"contrast_anchors": contrast[0], "contrast_positives": contrast[1]}
-    theirs, ours = st.GISTEmbedLoss(Given(), Given("guide"), **settings), GIST(**settings)
+    theirs, ours = st.GISTEmbedLoss(EvaluationInputs(), EvaluationInputs("guide"), **settings), GIST(**settings)
     for seed, columns in itertools.product(SEEDS, (2, 3)):
         guide = [numbers(7, 3, seed=100 + seed + k) for k in range(columns)]
 
@@ -165,7 +165,7 @@ def test_gist(strategy: Any, margin: float, contrast: tuple[bool, bool]) -> None
 
 @pytest.mark.parametrize("weights", [None, [0.5, 1.0, 2.0]])
 def test_matryoshka(weights: list[float] | None) -> None:
-    model = Given()
+    model = EvaluationInputs()
     inner = st.MultipleNegativesRankingLoss(model, scale=5.0)
     theirs = called(st.MatryoshkaLoss(model, inner, matryoshka_dims=[6, 4, 2], matryoshka_weights=weights))
     ours = Matryoshka(MNRL(temperature=0.2), (6, 4, 2), weights=weights)
@@ -177,25 +177,25 @@ NO_SINGLETON = 2
 """An anchor without a positive: sentence-transformers counts its nearest negative against a distance of 0, we do not."""
 COSINE = st.BatchHardTripletLossDistanceFunction.cosine_distance
 BATCHWISE: dict[str, tuple[Any, Any, int]] = {
-    "all": (Triplet(margin=1.0, normalize=False), st.BatchAllTripletLoss(Given(), margin=1.0), 1),
+    "all": (Triplet(margin=1.0, normalize=False), st.BatchAllTripletLoss(EvaluationInputs(), margin=1.0), 1),
     "all, cosine": (
         Triplet(margin=0.5, metric="similarity"),
-        st.BatchAllTripletLoss(Given(), margin=0.5, distance_metric=COSINE),
+        st.BatchAllTripletLoss(EvaluationInputs(), margin=0.5, distance_metric=COSINE),
         1,
     ),
     "hard": (
         Triplet(margin=1.0, mining="hard", average="all", normalize=False),
-        st.BatchHardTripletLoss(Given(), margin=1.0),
+        st.BatchHardTripletLoss(EvaluationInputs(), margin=1.0),
         NO_SINGLETON,
     ),
     "hard, cosine": (
         Triplet(margin=0.2, mining="hard", average="all", metric="similarity"),
-        st.BatchHardTripletLoss(Given(), margin=0.2, distance_metric=COSINE),
+        st.BatchHardTripletLoss(EvaluationInputs(), margin=0.2, distance_metric=COSINE),
         NO_SINGLETON,
     ),
     "hard, soft": (
         Triplet(margin=0.0, mining="hard", soft=True, average="all", normalize=False),
-        st.BatchHardSoftMarginTripletLoss(Given()),
+        st.BatchHardSoftMarginTripletLoss(EvaluationInputs()),
         NO_SINGLETON,
     ),
 }
@@ -226,7 +226,7 @@ def every_triplet(labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("metric", ["distance", "similarity"])
 def test_triplets_one_by_one(metric: Any) -> None:
     of = {"distance": "EUCLIDEAN", "similarity": "COSINE"}[metric]
-    theirs = called(st.TripletLoss(Given(), getattr(st.TripletDistanceMetric, of), triplet_margin=0.7))
+    theirs = called(st.TripletLoss(EvaluationInputs(), getattr(st.TripletDistanceMetric, of), triplet_margin=0.7))
     ours = Triplet(margin=0.7, average="all", metric=metric, normalize=metric == "similarity")
     for seed in SEEDS:
         labels = classes(seed)
@@ -235,7 +235,7 @@ def test_triplets_one_by_one(metric: Any) -> None:
 
 
 def test_contrastive_pairs() -> None:
-    theirs = st.ContrastiveLoss(Given(), margin=0.5, size_average=False)
+    theirs = st.ContrastiveLoss(EvaluationInputs(), margin=0.5, size_average=False)
     ours = Contrastive(metric="similarity", pos_margin=1.0, neg_margin=0.5, power=2, reduction="sum")
 
     def pair_by_pair(z: Tensor, labels: Tensor) -> Tensor:
@@ -358,7 +358,7 @@ def test_statistics_are_torchs() -> None:
 def test_a_slip_is_seen() -> None:
     """One settings apart, one pair too many, a sum for a mean."""
     a, b, y = rows(11, 4, seed=0), rows(11, 4, seed=10), classes(0)
-    theirs = called(st.MultipleNegativesRankingLoss(Given(), scale=5.0))
+    theirs = called(st.MultipleNegativesRankingLoss(EvaluationInputs(), scale=5.0))
     wrong: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
         (MNRL(temperature=0.2, normalize=False), theirs, (a, b)),
         (MNRL(temperature=0.2, directions=ALL[:2]), theirs, (a, b)),

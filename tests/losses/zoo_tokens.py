@@ -14,7 +14,7 @@ from contrastive_zoo.ranks.row_checks import views_problem
 from tests.losses.zoo_softmax import row
 from tests.zoo import Entry
 
-Given = dict[str, Tensor | None]
+EvaluationInputs = dict[str, Tensor | None]
 
 
 def dense_scores(q: Tensor, d: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, token_reduction: str) -> Tensor:
@@ -29,7 +29,7 @@ def dense_scores(q: Tensor, d: Tensor, q_mask: Tensor | None, d_mask: Tensor | N
     return scores / valid.sum(1, keepdim=True) if token_reduction == "mean" else scores
 
 
-def all_scores(given: Given, token_reduction: str) -> Tensor:
+def all_scores(given: EvaluationInputs, token_reduction: str) -> Tensor:
     q, d, x = given["queries"], given["documents"], given.get("negatives")
     assert q is not None
     assert d is not None
@@ -40,7 +40,7 @@ def all_scores(given: Given, token_reduction: str) -> Tensor:
 
 
 def dense_max_sim(
-    given: Given, temperature: Any = 1.0, symmetric: bool = False, token_reduction: str = "sum"
+    given: EvaluationInputs, temperature: Any = 1.0, symmetric: bool = False, token_reduction: str = "sum"
 ) -> Tensor:
     logits = all_scores(given, token_reduction) / temperature
     n = len(logits)
@@ -48,7 +48,7 @@ def dense_max_sim(
     return (loss + F.cross_entropy(logits[:, :n].T, torch.arange(n))) / 2 if symmetric else loss
 
 
-def dense_pairwise(given: Given, temperature: Any = 1.0, token_reduction: str = "sum") -> Tensor:
+def dense_pairwise(given: EvaluationInputs, temperature: Any = 1.0, token_reduction: str = "sum") -> Tensor:
     scores = all_scores(given, token_reduction)
     losses = []
     for i, of_query in enumerate(scores):
@@ -58,10 +58,10 @@ def dense_pairwise(given: Given, temperature: Any = 1.0, token_reduction: str = 
     return torch.stack(losses).mean() if losses else 0 * scores.sum()
 
 
-def tokens_of(*views: Tensor) -> Given:
+def tokens_of(*views: Tensor) -> EvaluationInputs:
     """Tokens made of rows without rounding: 3 of a query, 4 of a document, 2 of a negative; some are not valid."""
     q, d, *more = views
-    found: Given = {
+    found: EvaluationInputs = {
         "queries": torch.stack([q, q.flip(1), -q.roll(1, 1)], 1),
         "documents": torch.stack([d, -d.flip(1), d.roll(1, 1), -d], 1),
         "query_mask": torch.stack([q[:, 0] > -torch.inf, q[:, 0] > 0, q[:, -1] > 0], 1),

@@ -166,8 +166,8 @@ class KernelSweep(SoftmaxSweep):
         return SoftmaxPairs(precision, symmetric, self.one_tower and index == 0, partner, excluded)
 
     def _operands(self, rows: Tensor, columns: Tensor) -> tuple[Operand, Operand]:
-        given = (x.to(self.dtype) if is_16_bit(self.dtype) else x for x in (rows, columns))
-        a, b = (Operand.of(x, precision_of(x)) for x in given)
+        arguments = (x.to(self.dtype) if is_16_bit(self.dtype) else x for x in (rows, columns))
+        a, b = (Operand.of(x, precision_of(x)) for x in arguments)
         return a, b
 
     def _positive_weights(self, dpositives: Sequence[Tensor], rows: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def log_sum_exps(
         if EDGE:
             delta = (columns + ahead)[None, :] - rows[:, None]
             partner_columns = rows + partner - ahead
-            found = (rows < n) & (j <= partner_columns) & (partner_columns < min(j + BLOCK_N, m))
-            tl.store(positives + rows, tl.sum(tl.where(delta == partner, acc, 0.0), 1), mask=found)
+            result = (rows < n) & (j <= partner_columns) & (partner_columns < min(j + BLOCK_N, m))
+            tl.store(positives + rows, tl.sum(tl.where(delta == partner, acc, 0.0), 1), mask=result)
             others = (columns < m)[None, :] & (delta != partner) & (delta != -partner)
             if UPPER:
                 others &= delta > 0

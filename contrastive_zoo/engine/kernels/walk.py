@@ -27,10 +27,10 @@ def own_tiles(n, m, chunk, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def on_diagonal(start, stop, j, partner, ONE_TOWER: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return whether rows start … stop − 1 and columns j … j + BLOCK_N − 1 have a pair with |j − i| = partner, or i = j."""
-    found = _crosses(start, stop, j, partner, BLOCK_N) | _crosses(start, stop, j, -partner, BLOCK_N)
+    result = _crosses(start, stop, j, partner, BLOCK_N) | _crosses(start, stop, j, -partner, BLOCK_N)
     if ONE_TOWER:
-        found |= _crosses(start, stop, j, 0, BLOCK_N)
-    return found
+        result |= _crosses(start, stop, j, 0, BLOCK_N)
+    return result
 
 
 @triton.jit

@@ -68,47 +68,47 @@ class Measurement:
     def _of_pairs(self) -> dict[str, float]:
         if "counts" not in self.totals:
             return {}
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         counts = self.totals["counts"].view(2, BINS).cpu()
         sums = self.totals["sums"].tolist()
         for kind, of_kind, total in zip(("positive", "negative"), counts, sums, strict=True):
-            found[f"{kind}_similarity"] = _ratio(total, of_kind.sum().item())
+            result[f"{kind}_similarity"] = _ratio(total, of_kind.sum().item())
             for q in self.quantiles:
-                found[f"{kind}_similarity_q{100 * q:g}"] = _center(_quantile_bin(of_kind, q))
+                result[f"{kind}_similarity_q{100 * q:g}"] = _center(_quantile_bin(of_kind, q))
         anchors, without = self.totals["anchors"].item(), self.totals["without_positive"].item()
         forward = _ratio(self.totals["hits"].item(), anchors - without)
-        found["top1_forward"] = found["top1_backward"] = forward
+        result["top1_forward"] = result["top1_backward"] = forward
         if len(beaten := self.totals["beaten"]):
-            found["top1_backward"] = _ratio((beaten == 0).sum().item(), anchors)
-        found["anchors_without_positive"] = _ratio(without, anchors)
+            result["top1_backward"] = _ratio((beaten == 0).sum().item(), anchors)
+        result["anchors_without_positive"] = _ratio(without, anchors)
         bound = _quantile_bin(counts[0], self.false_negative_quantile)
         above = math.nan if bound is None else counts[1][bound:].sum().item()
-        found["likely_false_negatives"] = _ratio(above, counts[1].sum().item())
-        found["alignment"] = 2 - 2 * found["positive_similarity"]
-        return found
+        result["likely_false_negatives"] = _ratio(above, counts[1].sum().item())
+        result["alignment"] = 2 - 2 * result["positive_similarity"]
+        return result
 
     def _of_encoders(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         for encoder in self.encoders:
             prefix = f"{encoder}/" if len(self.encoders) > 1 else ""
             mean = _ratio(self.totals[f"{encoder} potential"].item(), self.totals[f"{encoder} ordered pairs"].item())
-            found[f"{prefix}uniformity"] = math.log(mean) if mean > 0 else math.nan
-            found[f"{prefix}effective_rank"] = effective_rank(self.spectrum(encoder))
+            result[f"{prefix}uniformity"] = math.log(mean) if mean > 0 else math.nan
+            result[f"{prefix}effective_rank"] = effective_rank(self.spectrum(encoder))
             variance = self.variance(encoder)
             for name, x in (("min", variance.min()), ("mean", variance.mean()), ("max", variance.max())):
-                found[f"{prefix}variance_{name}"] = x.item()
-        return found
+                result[f"{prefix}variance_{name}"] = x.item()
+        return result
 
     def _of_parameters(self) -> dict[str, float]:
         temperature = self.totals["temperature"].item()
-        found = {} if math.isnan(temperature) else {"temperature": temperature}
+        result = {} if math.isnan(temperature) else {"temperature": temperature}
         for name, x in self.totals.items():
             if name.endswith(" sketch") and bool((sketches := x.cpu()).any()):
                 distance = vector_norm(sketches - sketches[0], dim=1).max().item()
-                found[f"{name.removesuffix(' sketch')}_drift"] = (
+                result[f"{name.removesuffix(' sketch')}_drift"] = (
                     distance / vector_norm(sketches[0]).clamp(min=1e-300).item()
                 )
-        return found
+        return result
 
 
 def effective_rank(eigenvalues: Tensor) -> float:

@@ -168,9 +168,9 @@ class Monitor:
             samples = Samples.of(rows, shards)
             modules = {"loss": loss if isinstance(loss, nn.Module) else None, "encoder": self.encoder}
             sketches = {name: sketch(module) for name, module in modules.items()}
-            found = totals(samples, sketches, _temperature(loss), world)
+            result = totals(samples, sketches, _temperature(loss), world)
         self.measurement = Measurement(
-            call, list(samples.encoders), found, self.quantiles, self.false_negative_quantile
+            call, list(samples.encoders), result, self.quantiles, self.false_negative_quantile
         )
         self._taken = False
 
@@ -204,8 +204,8 @@ def _refuse_bad_settings(loss_fn: object, every: int, quantiles: Sequence[float]
 def _temperature(loss: Any) -> float:
     """Return the temperature of the first module that has one; NaN if none has."""
     for module in loss.modules() if isinstance(loss, nn.Module) else ():
-        found: Any = getattr(module, "temperature", None)
-        found = found() if isinstance(found, nn.Module) else found
-        if isinstance(found, (int, float)) or (type(found) in (Tensor, nn.Parameter) and found.numel() == 1):
-            return float(found)
+        result: Any = getattr(module, "temperature", None)
+        result = result() if isinstance(result, nn.Module) else result
+        if isinstance(result, (int, float)) or (type(result) in (Tensor, nn.Parameter) and result.numel() == 1):
+            return float(result)
     return math.nan

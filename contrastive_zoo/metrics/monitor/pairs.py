@@ -82,22 +82,22 @@ def pair_sums(
     best = anchors.new_full((2, len(anchors)), -torch.inf)
     beaten = torch.zeros(shards.total if labels is None else 0, dtype=torch.bool, device=anchors.device)
     for block in blocks(torch.cat([candidates, shared], 1), shards, world):
-        found, of_candidates = similarities(anchors[block.rows], block.candidates[:, :-1]), block.candidates[:, -1]
+        result, of_candidates = similarities(anchors[block.rows], block.candidates[:, :-1]), block.candidates[:, -1]
         itself = block.is_itself(shards)
         if labels is None:
             kind = torch.where(itself, _POSITIVE, _NEGATIVE)
             columns = slice(block.start, block.start + len(of_candidates))
-            beaten[columns] |= ((found >= of_candidates) & ~itself).any(0)
+            beaten[columns] |= ((result >= of_candidates) & ~itself).any(0)
         else:
             of_candidates = of_candidates.contiguous().view(torch.int64)
             kind = torch.where(labels[block.rows, None] == of_candidates, _POSITIVE, _NEGATIVE)
             kind.masked_fill_(itself, _ITSELF)
-        bins = ((found + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).add_(kind, alpha=BINS)
+        bins = ((result + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).add_(kind, alpha=BINS)
         counts += torch.bincount(bins.flatten(), minlength=3 * BINS)
         for of_kind in (_POSITIVE, _NEGATIVE):
             is_kind = kind == of_kind
-            sums[of_kind] += found.where(is_kind, 0.0).sum()
-            nearest = found.where(is_kind, -torch.inf).amax(1)
+            sums[of_kind] += result.where(is_kind, 0.0).sum()
+            nearest = result.where(is_kind, -torch.inf).amax(1)
             best[of_kind, block.rows] = torch.maximum(best[of_kind, block.rows], nearest)
     has_positive = best[_POSITIVE] > -torch.inf
     return {
@@ -113,6 +113,6 @@ def potential_sum(rows: Tensor, shards: Shards, world: World) -> Tensor:
     """Return Σ exp(−2 ‖x − y‖²) over the pairs of a unit row x of this rank with another unit row y of any rank."""
     total = rows.new_zeros(())
     for block in blocks(rows, shards, world):
-        found = rows[block.rows] @ block.candidates.T
-        total += found.sub_(1).mul_(4).exp_().masked_fill_(block.is_itself(shards), 0.0).sum()
+        result = rows[block.rows] @ block.candidates.T
+        total += result.sub_(1).mul_(4).exp_().masked_fill_(block.is_itself(shards), 0.0).sum()
     return total

@@ -34,17 +34,19 @@ def sketch(module: nn.Module | None) -> Tensor:
 
     Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
     """
-    found = torch.zeros(WIDTH, dtype=torch.float64)
+    result = torch.zeros(WIDTH, dtype=torch.float64)
     if module is None:
-        return found
+        return result
     generator = torch.Generator().manual_seed(0)  # its own, so that training draws what it draws without a monitor
     for _, x in LossModules(module).shared_state():
         if not isinstance(x, nn.Parameter) or x.is_meta:
             continue
         flat = nn.functional.pad(x.detach().flatten(), (0, -x.numel() % WIDTH)).view(-1, WIDTH)
         signs = torch.randint(0, 2, (len(flat),), generator=generator).mul_(2).sub_(1).to(flat)
-        found += (signs.double() @ flat.double() if flat.dtype == torch.float64 else signs.float() @ flat.float()).cpu()
-    return found
+        result += (
+            signs.double() @ flat.double() if flat.dtype == torch.float64 else signs.float() @ flat.float()
+        ).cpu()
+    return result
 
 
 Totals = Mapping[str, Tensor]
@@ -73,27 +75,27 @@ def totals(samples: Samples, sketches: Mapping[str, Tensor], temperature: float,
 def _own_part(like: Tensor, samples: Samples, world: World) -> dict[str, Tensor]:
     """Return this rank's part of all sums of embeddings."""
     pairs = samples.pairs()
-    found = _pair_part(pairs, samples, world) if pairs else {}
+    result = _pair_part(pairs, samples, world) if pairs else {}
     for name, views in samples.encoders.items():
         rows = torch.cat(list(views))
-        found[f"{name} sum"], found[f"{name} moments"] = rows.sum(0), rows.mT @ rows
+        result[f"{name} sum"], result[f"{name} moments"] = rows.sum(0), rows.mT @ rows
         potentials = [potential_sum(x, samples.shards[name], world) for x in views]
-        found[f"{name} potential"] = torch.stack(potentials).sum()
-        found[f"{name} rows"] = like.new_tensor(len(rows))
-        found[f"{name} ordered pairs"] = like.new_tensor(
+        result[f"{name} potential"] = torch.stack(potentials).sum()
+        result[f"{name} rows"] = like.new_tensor(len(rows))
+        result[f"{name} ordered pairs"] = like.new_tensor(
             len(views) * samples.shards[name].size * (samples.shards[name].total - 1)
         )
-    return found
+    return result
 
 
 def _pair_part(pairs: Sequence[tuple[Tensor, Tensor]], samples: Samples, world: World) -> dict[str, Tensor]:
     """Return this rank's sums over the pairs of views or of encoders."""
     shards = next(iter(samples.shards.values()))
     parts = [pair_sums(a, b, samples.labels, shards, world) for a, b in pairs]
-    found = {name: sum((part[name] for part in parts[1:]), parts[0][name]) for name in parts[0] if name != "beaten"}
-    found["anchors"] = parts[0]["sums"].new_tensor(len(pairs) * shards.size)
-    found["beaten"] = torch.cat([part["beaten"] for part in parts])
-    return found
+    result = {name: sum((part[name] for part in parts[1:]), parts[0][name]) for name in parts[0] if name != "beaten"}
+    result["anchors"] = parts[0]["sums"].new_tensor(len(pairs) * shards.size)
+    result["beaten"] = torch.cat([part["beaten"] for part in parts])
+    return result
 
 
 def _added_up(own: Mapping[str, Tensor], world: World) -> Totals:

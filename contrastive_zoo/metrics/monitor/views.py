@@ -89,15 +89,15 @@ def table(measurement: Measurement) -> str:
         ...
         temperature                     0.1  of the loss
     """
-    found = Table(box=None, padding=(0, 2, 0, 0), header_style="")
-    found.add_column(f"call {measurement.call}")
-    found.add_column("value", justify="right")
-    found.add_column("meaning")
+    result = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    result.add_column(f"call {measurement.call}")
+    result.add_column("value", justify="right")
+    result.add_column("meaning")
     for name, value in measurement.figures.items():
         plain, _, quantile = name.rpartition("/")[2].partition("_q")
         meaning = f"{quantile} % quantile" if quantile else _MEANINGS[plain]
-        found.add_row(name, f"{value:.4g}", meaning)
+        result.add_row(name, f"{value:.4g}", meaning)
     console = Console(width=120, color_system=None)
     with console.capture() as capture:
-        console.print(found)
+        console.print(result)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -92,9 +92,9 @@ def _notes(steps: Sequence[StepEvidence]) -> Iterator[str]:
         if first.uncovered:
             yield (f"not compared: {len(first.uncovered)} gradients of parameters of no recorded encoder or loss")
         for call in first.losses:
-            found = factor(call, first)
-            if call.factor and not is_near(found, 1.0) and explanation(call, first, step.world_size) is None:
-                yield f"the script multiplies the loss by {found:.4g}; the audit takes it for a weight"
+            result = factor(call, first)
+            if call.factor and not is_near(result, 1.0) and explanation(call, first, step.world_size) is None:
+                yield f"the script multiplies the loss by {result:.4g}; the audit takes it for a weight"
         yield from _notes_on_values(step)
 
 
@@ -121,8 +121,8 @@ def _notes_on_dropout(steps: Sequence[StepEvidence]) -> Iterator[str]:
     )
     step, names = drawn[0], drawn[0].names("encoder")
     if step.together is not None and step.truth is not None and names:
-        found = Ratio.between(flat(step.together.gradients, names, step), flat(step.truth.gradients, names, step))
-        text += f"; with other masks the gradient of the encoder differs by {found.error:.0%}"
+        result = Ratio.between(flat(step.together.gradients, names, step), flat(step.truth.gradients, names, step))
+        text += f"; with other masks the gradient of the encoder differs by {result.error:.0%}"
     yield text
 
 

@@ -82,7 +82,7 @@ def _report_on_every_rank(record: Record, recorder: Recorder) -> WorldReport:
     record.rank = rank
     records: list[Any] = [None] * world_size
     dist.all_gather_object(records, record)
-    found = [assemble(records, recorder) if rank == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    return found[0]
+    result = [assemble(records, recorder) if rank == 0 else None]
+    dist.broadcast_object_list(result, src=0)
+    assert result[0] is not None
+    return result[0]

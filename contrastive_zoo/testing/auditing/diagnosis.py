@@ -32,8 +32,8 @@ class Finding:
     measured: str
 
     def __str__(self) -> str:
-        found = MISTAKES[self.mistake]
-        return f"{found.mistake}: {found.why} Measured: {self.measured}. Fix: {found.fix}"
+        result = MISTAKES[self.mistake]
+        return f"{result.mistake}: {result.why} Measured: {self.measured}. Fix: {result.fix}"
 
 
 def diagnose(records: Sequence[Record], steps: Sequence[StepEvidence]) -> list[Finding]:
@@ -43,8 +43,8 @@ def diagnose(records: Sequence[Record], steps: Sequence[StepEvidence]) -> list[F
         records: of all ranks.
         steps: the evidence of the steps that all ranks finished.
     """
-    found = [Finding(*x) for probe in PROBES for x in probe(records, steps)]
-    return list({x.mistake: x for x in reversed(found)}.values())[::-1]
+    result = [Finding(*x) for probe in PROBES for x in probe(records, steps)]
+    return list({x.mistake: x for x in reversed(result)}.values())[::-1]
 
 
 Probe = Callable[[Sequence[Record], Sequence[StepEvidence]], Iterator[tuple[str, str]]]
@@ -164,11 +164,11 @@ class Gradients:
         ):
             return []
         expected = flat((truth or self.truth).gradients, names, self.step)
-        found = [
+        result = [
             (flat(x.gradients, names, self.step) - flat(x.stale, names, self.step)) / self.factor
             for x in self.step.ranks
         ]
-        return [Ratio.between(x, expected) for x in (*found, torch.stack(found).mean(0))]
+        return [Ratio.between(x, expected) for x in (*result, torch.stack(result).mean(0))]
 
     def is_scaled(self, group: str, by: float, truth: Repeated | None = None) -> bool:
         """Return whether the gradient of every rank is ``by`` times that of one process; true if there is none."""
@@ -176,8 +176,8 @@ class Gradients:
 
     def mean_is_right(self, group: str) -> bool:
         """Return whether the ranks' gradients differ and their mean is right."""
-        found = self.of(group)
-        return bool(found) and not self.is_scaled(group, 1.0) and self._near(group, found[-1], 1.0)
+        result = self.of(group)
+        return bool(result) and not self.is_scaled(group, 1.0) and self._near(group, result[-1], 1.0)
 
     def _near(self, group: str, x: Ratio, by: float) -> bool:
         bound = tolerance(self.step, group)
@@ -209,8 +209,8 @@ class Gradients:
         """Return what was measured, relative to one process."""
         parts = []
         for group in ("encoder", "loss"):
-            if found := self.of(group)[:-1]:
-                worst = max(found, key=lambda x: x.error)
+            if result := self.of(group)[:-1]:
+                worst = max(result, key=lambda x: x.error)
                 parts.append(
                     f"gradient of the {group} × {worst.ratio:.4g}, cosine {worst.cosine:.4f}, {worst.error:.1%} off"
                 )

@@ -101,7 +101,7 @@ class StepEvidence:
     def names(self, group: str) -> list[str]:
         """Return the names of the parameters of a group."""
         state = self.ranks[0].state
-        return [name for name, found in self.groups.items() if found == group and name in state]
+        return [name for name, result in self.groups.items() if result == group and name in state]
 
     def lacks_terms(self, names: Sequence[str]) -> bool:
         """Return whether these parameters get gradients from terms that are not repeated."""

@@ -33,16 +33,16 @@ def explanation(call: Call, step: Step, world_size: int) -> str | None:
         step: that contains it.
         world_size: number of ranks W.
     """
-    found, count = factor(call, step), len(step.micro_batches)
+    result, count = factor(call, step), len(step.micro_batches)
     mistakes = {  # where W equals the number of micro-batches, the simpler explanation comes first
         "accumulation not divided": count,
         "times W": world_size,
         "times W, accumulation not divided": world_size * count,
         "divided by W": 1 / world_size,
     }
-    if is_near(found, 1.0):
+    if is_near(result, 1.0):
         return None
-    return next((mistake for mistake, expected in mistakes.items() if is_near(found, expected)), None)
+    return next((mistake for mistake, expected in mistakes.items() if is_near(result, expected)), None)
 
 
 def weight(call: Call, step: Step, world_size: int) -> float:

@@ -146,9 +146,9 @@ def audit_under_torchrun(
         shutil.rmtree(folder, ignore_errors=True)
         return show(AuditReport(" ".join(command), [report]))
 
-    found = [named_loss(x) for x in losses]
+    result = [named_loss(x) for x in losses]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    run_script(command, Rank(folder, rank, world_size, steps, found, finish))
+    run_script(command, Rank(folder, rank, world_size, steps, result, finish))
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:

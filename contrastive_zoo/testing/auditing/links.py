@@ -81,9 +81,9 @@ class Outputs:
         for table, is_local in ((self.table(_width(x), rank), True), (self.table(_width(x)), False)):
             for transform in TRANSFORMS if table is not None else ():
                 assert table is not None
-                found = _search(rows, transform(table[0]).to(x.dtype))
-                if found is not None:
-                    return Source(table[1][found], transform, is_local)
+                result = _search(rows, transform(table[0]).to(x.dtype))
+                if result is not None:
+                    return Source(table[1][result], transform, is_local)
         return None
 
     def _whole(self, x: Tensor, rank: int, leaf: int) -> Source | None:

@@ -129,8 +129,8 @@ def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
     if loader.batch_sampler is not None:
         yield from loader.batch_sampler
         return
-    for found in loader.sampler:  # batch_size=None: the sampler yields batches or single samples
-        yield found if isinstance(found, list) else [found]
+    for result in loader.sampler:  # batch_size=None: the sampler yields batches or single samples
+        yield result if isinstance(result, list) else [result]
 
 
 def _innermost(loader: DataLoader[Any]) -> Any:

@@ -44,16 +44,16 @@ class Merge:
         self.sources: list[list[Source] | None] = []
         for i, x in enumerate(self.leaves):
             self.sources.append(self._source(i, x))
-        found = [ranks for ranks in self.sources if ranks is not None]
-        self.is_gathered = any(not x.is_local for ranks in found for x in ranks)
+        result = [ranks for ranks in self.sources if ranks is not None]
+        self.is_gathered = any(not x.is_local for ranks in result for x in ranks)
         self.sizes = self._sizes()
 
     def _source(self, index: int, leaf: tuple[Any, ...]) -> list[Source] | None:
         if not all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim for x in leaf):
             return None
         used = {x.leaf for ranks in self.sources if ranks is not None for x in ranks}
-        found = [self.recorded.find(x, rank, used) for rank, x in enumerate(leaf)]
-        sources = [x for x in found if x is not None]
+        result = [self.recorded.find(x, rank, used) for rank, x in enumerate(leaf)]
+        sources = [x for x in result if x is not None]
         if not self.calls[0].arguments.trained[index]:  # a stopped gradient, unless the gather has lost it
             return sources if len(sources) == len(leaf) and any(not x.is_local for x in sources) else None
         if len(sources) < len(leaf):
@@ -105,10 +105,10 @@ class Merge:
     def _scalar(self, index: int, x: Tensor, device: torch.device) -> Tensor:
         if not self.calls[0].arguments.trained[index]:
             return _to(x, device)
-        if (found := self.recorded.scalar(x)) is None:
+        if (result := self.recorded.scalar(x)) is None:
             self.unlinked.append(())
             return _to(x, device)
-        output, transform = found
+        output, transform = result
         return transform(self.repeated.leaves[output][0]).to(x.dtype)
 
 

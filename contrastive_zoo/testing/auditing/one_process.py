@@ -77,7 +77,7 @@ class OneProcess:
 
     def _tensors(self, recorder: Recorder) -> dict[str, Tensor]:
         """Return parameters and buffers of the copies by the names that the recorder gave."""
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for kind, live, copies in (
             ("encoder", recorder.encoders, self.encoders),
             ("loss", recorder.losses, self.losses),
@@ -85,8 +85,8 @@ class OneProcess:
             for index, (original, copied) in enumerate(zip(live, copies, strict=True)):
                 names = [name for name, _ in (*original.named_parameters(), *original.named_buffers())]
                 tensors = [x for _, x in (*copied.named_parameters(), *copied.named_buffers())]
-                found |= {f"{kind}{index}.{name}": x for name, x in zip(names, tensors, strict=True)}
-        return found
+                result |= {f"{kind}{index}.{name}": x for name, x in zip(names, tensors, strict=True)}
+        return result
 
     def repeat(
         self, ranks: Sequence[Step], *, by_shard: bool = False, noise: torch.Generator | None = None
@@ -104,21 +104,21 @@ class OneProcess:
         """
         if len({_shape(x) for x in ranks}) > 1:
             raise NotComparable("ranks made different calls of encoders and losses in one step")
-        found = Repeated()
+        result = Repeated()
         if any(x.other_terms for x in ranks):
-            found.unlinked = "the script adds other terms to the loss, which are not repeated"
+            result.unlinked = "the script adds other terms to the loss, which are not repeated"
         with _without_process_group(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             self._restore(ranks[0], noise)
             try:
                 for micro_batches in zip(*(x.micro_batches for x in ranks), strict=True):
-                    self._accumulate(ranks, micro_batches, found, by_shard, noise)
+                    self._accumulate(ranks, micro_batches, result, by_shard, noise)
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
                 raise NotComparable(f"one process raises {type(error).__name__}: {error}") from error
-            found.gradients = {
+            result.gradients = {
                 name: x.grad.detach().cpu().clone() for name, x in self.parameters.items() if x.grad is not None
             }
-            self._optimize(ranks[0], found)
-        return found
+            self._optimize(ranks[0], result)
+        return result
 
     def _restore(self, step: Step, noise: torch.Generator | None) -> None:
         with torch.no_grad():

@@ -116,14 +116,14 @@ def named_loss(name: str) -> Any:
     """
     module, separator, attribute = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        result: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            result = getattr(result, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--loss takes module:Class or module:object, got {name!r}: {error}.") from error
-    if not separator or not isinstance(found, (torch.nn.Module, type)):
+    if not separator or not isinstance(result, (torch.nn.Module, type)):
         raise ValueError(f"--loss takes module:Class or module:object, a torch.nn.Module, got {name!r}.")
-    return found
+    return result
 
 
 def run_script(command: Sequence[str], rank: Rank) -> NoReturn:
@@ -140,8 +140,8 @@ def run_script(command: Sequence[str], rank: Rank) -> NoReturn:
 def main() -> NoReturn:
     """Run the script of the command line on this rank."""
     folder, steps, losses, *command = sys.argv[1:]
-    found = [named_loss(x) for x in losses.split(",") if x]
-    run_script(command, Rank(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(steps), found))
+    result = [named_loss(x) for x in losses.split(",") if x]
+    run_script(command, Rank(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(steps), result))
 
 
 if __name__ == "__main__":

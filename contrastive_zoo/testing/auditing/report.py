@@ -87,8 +87,8 @@ class AuditReport:
     @property
     def ok(self) -> bool | None:
         """Whether the training is the same on every number of processes; None if that is not known."""
-        found = [x.ok for x in self.worlds]
-        return False if False in found else None if None in found or not found else True
+        result = [x.ok for x in self.worlds]
+        return False if False in result else None if None in result or not result else True
 
     @property
     def findings(self) -> list[Finding]:
@@ -130,9 +130,9 @@ def described(x: Quantity) -> str:
     """
     if x.ratio is None:
         return f"not compared: {x.reason}"
-    found = x.ratio
+    result = x.ratio
     numbers = (
-        f"ratio {found.ratio:.4g}, cosine {found.cosine:.4f}, error {found.error:.1e}, tolerance {x.tolerance:.1e}"
+        f"ratio {result.ratio:.4g}, cosine {result.cosine:.4f}, error {result.error:.1e}, tolerance {x.tolerance:.1e}"
     )
     return f"{'same' if x.ok else 'differs'}, {numbers}"
 

@@ -39,8 +39,8 @@ class TermWatch:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if torch._C._current_graph_task_id() == -1:  # not a pass within a pass, as of a cache of gradients
                 roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-                if found := other_parameters(roots, self.losses()):
-                    self.on_terms(found)
+                if result := other_parameters(roots, self.losses()):
+                    self.on_terms(result)
             original(tensors, *args, **kwargs)
 
         torch.autograd.backward = backward

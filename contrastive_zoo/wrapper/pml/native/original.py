@@ -36,8 +36,8 @@ class Original(NamedTuple):
             >>> Original(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": 3})
         """
         names = ("embeddings", "ref_emb" if type(self.loss) in _OF_VIEWS else "labels")
-        given = {name for name, x in arguments.items() if x is not None}
-        return tuple(arguments[name] for name in names) if given == set(names) else None
+        inputs = {name for name, x in arguments.items() if x is not None}
+        return tuple(arguments[name] for name in names) if inputs == set(names) else None
 
     def with_weights_of(self, native: Loss) -> Callable[..., Any]:
         """Return the original as a function of its arguments and the native loss's weights, which get the gradient."""

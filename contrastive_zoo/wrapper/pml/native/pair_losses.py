@@ -154,10 +154,10 @@ class _MinedMultiSimilarity(ZeroBelowCount, MultiSimilarity):
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
         rows = super().rows(similarity, positive, negative)
-        found = next(rows)
+        results = next(rows)
         if self.epsilon is not None:  # these were the thresholds
-            found = rows.send((yield found))
-        positives, negatives, valid = found
+            results = rows.send((yield results))
+        positives, negatives, valid = results
         assert isinstance(positives, LogSumExp)
         assert isinstance(negatives, LogSumExp)
         self.count(positives.mask.sum(), negatives.mask.sum())

@@ -78,8 +78,8 @@ def _multiple_losses(loss: Any, miner: Any) -> WeightedSum:
     """Translate MultipleLosses."""
     if miner is not None and loss.miners:
         raise NoExactTranslation("it has miners of its own.")
-    found = members(loss)
-    return WeightedSum([_translate(x, own or miner) for x, own, _ in found], weights=[w for *_, w in found])
+    result = members(loss)
+    return WeightedSum([_translate(x, own or miner) for x, own, _ in result], weights=[w for *_, w in result])
 
 
 COMPOSITES = (losses.MultipleLosses, losses.SelfSupervisedLoss)

@@ -48,8 +48,8 @@ def _refusal(loss: Any, miner: Any) -> str | None:
     if kind is losses.MultipleLosses:
         if miner is not None and loss.miners:
             return "it has miners of its own."
-        found = ((x, refusal(x, own or miner)) for x, own, _ in members(loss))
-        return next((f"{type(x).__name__}: {reason}" for x, reason in found if reason), None)
+        result = ((x, refusal(x, own or miner)) for x, own, _ in members(loss))
+        return next((f"{type(x).__name__}: {reason}" for x, reason in result if reason), None)
     if kind is losses.SelfSupervisedLoss:
         return refusal(loss.loss, miner)
     if isinstance(loss, nn.parallel.DistributedDataParallel):

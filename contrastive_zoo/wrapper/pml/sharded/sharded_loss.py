@@ -102,5 +102,5 @@ def _labelled_views(
             ("embeddings", "labels"), shard.times(2)
         )
     labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device)
-    found = {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
-    return found, dict.fromkeys(found, shard)
+    result = {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
+    return result, dict.fromkeys(result, shard)
