@@ -14,10 +14,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.differences import (
@@ -29,6 +27,7 @@ from contrastive_zoo.ranks.differences import (
     statements_difference,
     values_difference,
 )
+from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.messages import completed_handshake
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -107,25 +106,6 @@ class Agreed:
     payload: Tensor | None = None
 
 
-@dataclass
-class _Reserved:
-    """Bytes that a group's next handshake reserves for the payload."""
-
-    size: int = 0
-    idle: int = 0
-
-    def learn(self, needed: int) -> None:
-        """Update the size, given the largest payload of this handshake in bytes; 0 if there was none."""
-        if 0 < needed <= PAYLOAD_LIMIT:
-            self.size, self.idle = needed, 0
-        else:
-            self.idle += 1
-            self.size = self.size if self.idle < _IDLE else 0
-
-
-_reserved: "WeakKeyDictionary[dist.ProcessGroup, _Reserved]" = WeakKeyDictionary()
-
-
 def shake_hands(statement: Statement, world: World) -> Agreed:
     """Exchange statements with all ranks.
 
@@ -144,7 +124,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         return Agreed([Shards((size,)) for size in statement.sizes])
     world = world if world.caller else replace(world, caller=statement.caller)
     text = "\n".join([f"{name}|{value}" for name, value in statement.compared.items()])
-    reserved = _reserved.get(world.process_group) or _reserved.setdefault(world.process_group, _Reserved())
+    reserved = state_of(world.process_group).reserved
     headers, payload = _exchange(_header(statement, text), statement.payload or (), reserved.size, world)
     completed_handshake(world)
     received = dict(zip(_FIELDS, zip(*headers, strict=True), strict=False))
@@ -158,7 +138,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     replicate = all(received["replicable"]) and (any(received["draws"]) or statement.small(shards))
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
     fits = 0 < needed <= reserved.size
-    reserved.learn(needed)
+    reserved.learn(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
     return Agreed(shards, replicate, max(received["same"]), payload if fits else None)
 
 

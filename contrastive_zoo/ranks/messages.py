@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from contrastive_zoo.ranks.group_state import GroupState, state_of
 
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 """Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
@@ -64,24 +64,6 @@ class Member(Protocol):
     def process_group(self) -> dist.ProcessGroup: ...
     @property
     def caller(self) -> str: ...
-
-
-@dataclass
-class _Status:
-    """What this process knows of one process group.
-
-    Args:
-        handshakes: how many have been completed; equal on all ranks, since a handshake involves all of them.
-        failed_at: the number of handshakes at which this rank itself failed last.
-        lost: why the group cannot be used any more.
-    """
-
-    handshakes: int = 0
-    failed_at: int = -1
-    lost: str | None = None
-
-
-_status: WeakKeyDictionary[dist.ProcessGroup, _Status] = WeakKeyDictionary()
 
 
 def started(message: str, begin: Callable[[], Sequence[Any]], member: Member, *, polled: bool) -> Callable[[], None]:
@@ -190,15 +172,14 @@ def _who(member: Member) -> str:
     return f"{member.caller}: rank {member.rank}" if member.caller else f"rank {member.rank}"
 
 
-def _of_group(member: Member) -> _Status:
-    """The status of the member's group; its first message clears a note that an earlier group of this name has left."""
-    group = member.process_group
-    status = _status.get(group)
-    if status is None:
-        status = _status[group] = _Status()
+def _of_group(member: Member) -> GroupState:
+    """The state of the member's group; its first message clears a note that an earlier group of this name has left."""
+    state = state_of(member.process_group)
+    if not state.has_sent:
+        state.has_sent = True
         if member.rank == 0:
             _in_store(lambda store: store.set(_key(member), ""))
-    return status
+    return state
 
 
 def _note(member: Member) -> str | None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import all_gather_single
+from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.messages import started
 
 if TYPE_CHECKING:
@@ -141,10 +141,12 @@ class World:
     @cached_property
     def on_accelerators(self) -> bool:
         """Whether the backend sends tensors on accelerators only, as NCCL does."""
-        own = self.process_group if self.size > 1 else None
-        if own is not None and own not in _accelerated:
-            _accelerated[own] = str(dist.get_backend(own)) in ("nccl", "xccl", "hccl")
-        return own is not None and _accelerated[own]
+        if self.size == 1:
+            return False
+        state = state_of(self.process_group)
+        if state.on_accelerators is None:  # a group keeps its backend
+            state.on_accelerators = str(dist.get_backend(self.process_group)) in ("nccl", "xccl", "hccl")
+        return state.on_accelerators
 
     @property
     def host_device(self) -> torch.device:
@@ -157,11 +159,12 @@ class World:
         own = self.process_group
         if not self.on_accelerators:
             return own
-        if own not in _host_groups:
+        state = state_of(own)
+        if not state.host_group_exists:
             ranks = dist.get_process_group_ranks(own)
             made = dist.is_gloo_available() and dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            _host_groups[own] = made or None
-        return _host_groups[own]
+            state.host_group, state.host_group_exists = made or None, True
+        return state.host_group
 
     def start_host_gather(self, x: Tensor, message: str = "an exchange of numbers") -> Callable[[], Tensor]:
         """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for.
@@ -275,11 +278,6 @@ _SMALL = 2**18
 
 ONE_PROCESS = World()
 """The world of one process."""
-
-_accelerated: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-"""Whether the backend of a group sends tensors on accelerators only; a group keeps its backend."""
-
-_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 
 
 def _group_problem(process_group: object) -> str | None:

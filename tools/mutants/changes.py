@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "contrastive_zoo"
 MODULES = (
-    "engine/*.py", "ranks/adjoints.py", "ranks/collectives.py", "ranks/handshake.py", "ranks/transport.py",
-    "wrapper/distributed.py", "wrapper/step.py",
+    "engine/*.py", "ranks/adjoints.py", "ranks/collectives.py", "ranks/group_state.py", "ranks/handshake.py",
+    "ranks/transport.py", "wrapper/distributed.py", "wrapper/step.py",
 )  # fmt: skip
 """The modules that are mutated, relative to the package."""
 

@@ -106,7 +106,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "header.to(world.host_device) if world.on_accelerators else header → "
         "header.to(world.host_device) if True else header",
     ): "The header of a group on CPUs is there already.",
-    ("ranks/handshake.py", "_Reserved.learn", "0 → 1 (3)"): _TUNING,
+    ("ranks/group_state.py", "ReservedBytes.learn", "0 → 1 (3)"): _TUNING,
     (
         "wrapper/step.py",
         "ThirdPartyStep.statement",
