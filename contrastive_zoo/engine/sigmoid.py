@@ -25,11 +25,10 @@ from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without
 from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.tiling import ScratchBuffer, keep_freed_memory, tile_shape, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.compat import softplus
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
-
-softplus: Any = torch._C._nn.softplus  # F.softplus is the same function; its stub lacks out=
 
 _LINEAR_FROM = 40.0
 """softplus(x) = x from here on, in float64 too."""

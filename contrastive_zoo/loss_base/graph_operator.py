@@ -10,7 +10,7 @@ batch.
 import ast
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from contrastive_zoo.engine.precision import at_least_float32
-from contrastive_zoo.ranks.compat import eager_autograd, in_order
+from contrastive_zoo.ranks.compat import eager_autograd, in_order, recording
 from contrastive_zoo.ranks.compiling import gradients_in_forward
 from contrastive_zoo.ranks.world import World, alone
 
@@ -163,7 +163,7 @@ def _computed(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the value of a loss and the gradients of some tensors, none of which shares memory."""
     loss, arguments, names, parameters = _parsed(call)
-    with _autograd(), eager_autograd(), torch.set_grad_enabled(any(learns)), gradients_in_forward(any(learns)):
+    with recording(), eager_autograd(), torch.set_grad_enabled(any(learns)), gradients_in_forward(any(learns)):
         tensors = [x.detach().requires_grad_(learning) for x, learning in zip(tensors, learns, strict=True)]
         remaining = iter(tensors)
         args = tuple(next(remaining) if is_given else None for is_given in arguments)
@@ -200,14 +200,6 @@ def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]
 @functools.lru_cache(1024)
 def _parsed(call: str) -> _Call:
     return _Call(*ast.literal_eval(call))
-
-
-def _autograd() -> AbstractContextManager[Any]:
-    """Within it autograd records, though an operator runs below it."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "ADInplaceOrView"):
-        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _save(ctx: Any, inputs: tuple[list[Tensor], str, list[bool]], output: list[Tensor]) -> None:

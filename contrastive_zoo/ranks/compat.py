@@ -1,4 +1,4 @@
-"""What differs from version to version of torch, in one place."""
+"""What differs from version to version of torch, and every private name of it, in one place."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -56,3 +56,25 @@ def eager_autograd() -> AbstractContextManager[None]:
     from torch._dynamo import compiled_autograd  # loads the compiler, which called the operator that asks for this
 
     return compiled_autograd._disable()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread, within which a checkpoint calls modules again.
+
+    Examples:
+        >>> in_backward()
+        False
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def recording() -> AbstractContextManager[Any]:
+    """Within it autograd records, though an operator runs below it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+softplus: Any = torch._C._nn.softplus
+"""``torch.nn.functional.softplus``, whose stub lacks ``out=``."""

@@ -19,6 +19,7 @@ from contrastive_zoo.loss_base.loss import Loss, Stated
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks.adjoints import gather_together, scale_gradient
+from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.compiling import gradients_are_computed
 from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.differences import failing_together
@@ -218,7 +219,7 @@ class DistributedStep:
         """What this rank knows to be wrong."""
         history, problem = self.history, self.history.values_problem()
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
-        if history.keeps_state and _in_backward():
+        if history.keeps_state and in_backward():
             problem = problem or _COMPUTED_AGAIN
         problem = problem or statement.problem
         if problem is None and self.session.options.check_finite:
@@ -385,11 +386,6 @@ def _is_small(rows: Sequence[Tensor], shards: Sequence[Shards]) -> bool:
         if x.is_floating_point():
             total, width = total + of.total, max(width, x.shape[1:].numel())
     return is_small(total, width)
-
-
-def _in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread, within which a checkpoint computes its forward pass again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:

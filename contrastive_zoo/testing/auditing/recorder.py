@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.testing.auditing.loaders import LoaderWatch
 from contrastive_zoo.testing.auditing.modules import Kinds, contains_encoder, core_name, reduction_option
 from contrastive_zoo.testing.auditing.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
@@ -139,7 +140,7 @@ class Recorder:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._active is not None or self.finished or not torch.is_grad_enabled() or _in_backward():
+        if self._active is not None or self.finished or not torch.is_grad_enabled() or in_backward():
             return
         if not self._has_group():
             return
@@ -324,11 +325,6 @@ class Recorder:
 def is_sharded(x: Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which this rank holds a part."""
     return hasattr(x, "device_mesh")
-
-
-def _in_backward() -> bool:
-    """Return whether autograd runs: a checkpoint, or a cache of gradients, calls modules again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _grad_scale() -> float:

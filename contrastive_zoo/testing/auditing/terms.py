@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_zoo.ranks.compat import in_backward
+
 
 class TermWatch:
     """Call ``on_terms(parameters)`` if a backward pass reaches parameters by another way than through a recorded loss.
@@ -37,7 +39,7 @@ class TermWatch:
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # not a pass within a pass, as of a cache of gradients
+            if not in_backward():  # not a pass within a pass, as of a cache of gradients
                 roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 if result := other_parameters(roots, self.losses()):
                     self.on_terms(result)
