@@ -245,3 +245,16 @@ def test_an_example_that_lies_is_found():
     found = _BLOCK.search("```python\nprint(1 + 1)\n```\n```text\n3\n```")
     assert printed(found[1], "here") == "2\n"
     assert found[2] == "3\n"
+
+
+def test_the_pictures_of_a_call_show_what_happens(worlds):
+    from tools.call_picture import FIGURES, LANDMARKS, SIZES, events_of, picture
+
+    seen = set()
+    for name, samples in SIZES.items():
+        names = worlds.run(2, events_of, samples)[0]
+        seen |= set(names)
+        drawn = (FIGURES / f"{name}.svg").read_text(encoding="utf-8")
+        assert picture(names) == drawn, "run: python -m tools.call_picture"
+        assert picture(names[:-1]) != drawn
+    assert seen == LANDMARKS.keys(), "a landmark that no call passes"
