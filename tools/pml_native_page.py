@@ -5,7 +5,8 @@ from typing import get_type_hints
 from pytorch_metric_learning import losses
 
 from contrastive_zoo.wrapper.pml import sharded as pml_sharded
-from contrastive_zoo.wrapper.pml.native.translation import COMPOSITES, NO_LOSS, REFUSED, TRANSLATED
+from contrastive_zoo.wrapper.pml.meaning import COMPOSITES
+from contrastive_zoo.wrapper.pml.native.translation import NO_LOSS, REFUSED, TRANSLATED
 
 
 def as_markdown() -> str:

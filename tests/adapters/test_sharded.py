@@ -18,6 +18,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.loss_call import paired_problem
+from contrastive_zoo.wrapper.pml import meaning
 from contrastive_zoo.wrapper.pml.sharded import anchor_batch, library_code, mining, reducers, sharded_loss
 from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
 from contrastive_zoo.wrapper.pml.sharded.refusals import REFUSED, refusal
@@ -309,7 +310,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, str, tuple[int, ...]]] = {
         "Contrastive",
         (5, 7),
     ),
-    "a mean of the ranks' means": (reducers, "REDUCERS", {R.MeanReducer: mean_of_ranks}, "MultiSimilarity", (5, 7)),
+    "a mean of the ranks' means": (reducers, "REDUCTIONS", {"mean": mean_of_ranks}, "MultiSimilarity", (5, 7)),
     "parameters of a rank's own": (sharded_loss, "replicated", lambda x, **_: x, "Margin, learnt", (5, 7)),
     "a miner that sees the anchor": (
         mining,
@@ -356,7 +357,7 @@ def test_every_export_is_evaluated_or_refused_with_a_reason() -> None:
     exported = {name for name, x in vars(L).items() if inspect.isclass(x)} - NOT_LOSSES - WRAPPERS
     assert exported == {x.__name__ for x in [*EVALUATED, *REFUSED]}
     assert not set(EVALUATED) & set(REFUSED)
-    known = {*reducers.REDUCERS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
+    known = {*meaning._REDUCTIONS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
     assert {x for x in vars(R).values() if inspect.isclass(x)} == known
 
 

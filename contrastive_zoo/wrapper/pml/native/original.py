@@ -8,7 +8,7 @@ from pytorch_metric_learning import losses
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.wrapper.pml.members import members
+from contrastive_zoo.wrapper.pml.meaning import members
 from contrastive_zoo.wrapper.pml.native.translation import to_native
 
 _OF_VIEWS = (losses.SelfSupervisedLoss, losses.VICRegLoss)

@@ -17,6 +17,7 @@ from contrastive_zoo.losses.multi_similarity import MultiSimilarity
 from contrastive_zoo.losses.signal_to_noise import SignalToNoise
 from contrastive_zoo.losses.triplet import Mining, Triplet
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
+from contrastive_zoo.wrapper.pml.meaning import spelled
 from contrastive_zoo.wrapper.pml.native.settings import (
     AVERAGES,
     MEAN_OR_SUM,
@@ -31,7 +32,6 @@ from contrastive_zoo.wrapper.pml.native.settings import (
     require_positive,
     require_same_distance,
     similarity_settings,
-    spelled,
 )
 from contrastive_zoo.wrapper.pml.native.variants import ZeroBelowCount, named_as_its_base
 

@@ -3,7 +3,7 @@
 from numbers import Real
 from typing import Any
 
-from pytorch_metric_learning import distances, reducers
+from contrastive_zoo.wrapper.pml.meaning import metric_of, reducer_of, reduction_of, spelled
 
 Settings = dict[str, Any]
 """Keyword arguments of this library's constructors."""
@@ -31,7 +31,7 @@ def similarity_settings(loss: Any) -> Settings:
         NoExactTranslation: the loss uses another distance.
     """
     distance = loss.distance
-    if type(distance) not in (distances.CosineSimilarity, distances.DotProductSimilarity) or distance.power != 1:
+    if metric_of(distance) != "similarity":
         raise NoExactTranslation(f"it compares by {spelled(distance)}, this library's by cosine or dot product.")
     return {"normalize": normalizes(distance)}
 
@@ -53,8 +53,8 @@ def euclidean_settings(loss: Any, power: int = 1) -> Settings:
         NoExactTranslation: the loss uses another distance.
     """
     distance = loss.distance
-    if type(distance) is not distances.LpDistance or (distance.p, distance.power) != (2, power):
-        squared = " squared" if power == 2 else ""
+    squared = " squared" if power == 2 else ""
+    if metric_of(distance) != f"{squared} distance".strip():
         raise NoExactTranslation(f"it compares by {spelled(distance)}, this library's by{squared} Euclidean distance.")
     return {"normalize": normalizes(distance)}
 
@@ -65,19 +65,10 @@ def metric_settings(distance: Any) -> Settings:
     Raises:
         NoExactTranslation: the distance is none of them.
     """
-    if type(distance) is distances.LpDistance and distance.p == 2 and distance.power in (1, 2):
-        metric = "distance" if distance.power == 1 else "squared distance"
-    elif type(distance) in (distances.CosineSimilarity, distances.DotProductSimilarity) and distance.power == 1:
-        metric = "similarity"
-    else:
+    metric = metric_of(distance)
+    if metric is None:
         raise NoExactTranslation(f"it compares by {spelled(distance)}, which is no metric of this library.")
     return {"metric": metric, "normalize": normalizes(distance)}
-
-
-def spelled(distance: Any) -> str:
-    """Return the distance as an error message names it."""
-    settings = {name: getattr(distance, name, None) for name in ("p", "power")}
-    return f"{type(distance).__name__}({', '.join(f'{name}={x}' for name, x in settings.items())})"
 
 
 def require_same_distance(loss: Any, miner: Any) -> None:
@@ -98,24 +89,14 @@ def reduction_settings(loss: Any, **options: Settings) -> Settings:
     Raises:
         NoExactTranslation: there is no option for its reducer.
     """
-    reducer = loss.reducer
-    parts = [reducer]
-    if type(reducer) is reducers.MultipleReducers:
-        parts = [dict(reducer.reducers).get(x, reducer.default_reducer) for x in loss.sub_loss_names()]
-    kinds = {_reducer_kind(x) for x in parts}
+    parts = [reducer_of(loss.reducer, x) for x in loss.sub_loss_names()]
+    kinds = {reduction_of(x) for x in parts}
     if len(kinds) > 1:
         raise NoExactTranslation(f"its parts are reduced differently, by {', '.join(type(x).__name__ for x in parts)}.")
     (kind,) = kinds
     if kind not in options:
         raise NoExactTranslation(f"{type(parts[0]).__name__} has no option here.")
     return options[kind]
-
-
-def _reducer_kind(reducer: Any) -> str:
-    if type(reducer) in (reducers.AvgNonZeroReducer, reducers.ThresholdReducer):
-        return "nonzero" if reducer.low == 0 and reducer.high is None else "threshold"
-    names = {reducers.MeanReducer: "mean", reducers.SumReducer: "sum", reducers.DivisorReducer: "divisor"}
-    return names.get(type(reducer), "other")
 
 
 MEAN_OR_SUM: dict[str, Settings] = {"mean": {}, "sum": {"reduction": "sum"}}

@@ -10,7 +10,7 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.losses.nt_xent import NTXent
 from contrastive_zoo.losses.weighted_sum import WeightedSum
-from contrastive_zoo.wrapper.pml.members import members
+from contrastive_zoo.wrapper.pml.meaning import COMPOSITES, members
 from contrastive_zoo.wrapper.pml.native import class_losses, neighbor_losses, pair_losses
 from contrastive_zoo.wrapper.pml.native.settings import NoExactTranslation
 
@@ -82,8 +82,6 @@ def _multiple_losses(loss: Any, miner: Any) -> WeightedSum:
     return WeightedSum([_translate(x, own or miner) for x, own, _ in result], weights=[w for *_, w in result])
 
 
-COMPOSITES = (losses.MultipleLosses, losses.SelfSupervisedLoss)
-"""Losses that consist of other losses."""
 _WITH_MINER = (*COMPOSITES, losses.TripletMarginLoss, losses.MultiSimilarityLoss)
 _WITH_VIEWS = (
     losses.ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss, losses.TripletMarginLoss,

@@ -6,13 +6,14 @@ from typing import Any
 from pytorch_metric_learning import losses
 from torch import nn
 
+from contrastive_zoo.wrapper.pml.meaning import CLASSIFIERS, PAIR_LOSSES, TRIPLET_LOSSES
 from contrastive_zoo.wrapper.pml.sharded import anchor_losses, library_code
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
 
 EVALUATED: dict[type[nn.Module], Callable[[Any, AnchorBatch, Indices | None], dict[str, Info]]] = {
-    **dict.fromkeys(library_code.PAIR_LOSSES, library_code.of_pairs),
-    **dict.fromkeys(library_code.TRIPLET_LOSSES, library_code.of_triplets),
-    **dict.fromkeys(library_code.CLASSIFIERS, library_code.of_classes),
+    **dict.fromkeys(PAIR_LOSSES, library_code.of_pairs),
+    **dict.fromkeys(TRIPLET_LOSSES, library_code.of_triplets),
+    **dict.fromkeys(CLASSIFIERS, library_code.of_classes),
     losses.FastAPLoss: anchor_losses.fast_ap,
     losses.InstanceLoss: anchor_losses.instance,
     losses.IntraPairVarianceLoss: anchor_losses.intra_pair_variance,

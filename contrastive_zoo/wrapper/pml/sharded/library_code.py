@@ -11,17 +11,6 @@ from torch import Tensor
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
 from contrastive_zoo.wrapper.pml.sharded.mining import miner_weights
 
-PAIR_LOSSES = (
-    losses.ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss, losses.MultiSimilarityLoss, losses.CircleLoss,
-    losses.NTXentLoss, losses.SupConLoss, losses.GeneralizedLiftedStructureLoss, losses.TupletMarginLoss,
-    losses.AngularLoss,
-)  # fmt: skip
-TRIPLET_LOSSES = (losses.TripletMarginLoss, losses.MarginLoss)
-CLASSIFIERS = (
-    losses.ArcFaceLoss, losses.CosFaceLoss, losses.LargeMarginSoftmaxLoss, losses.NormalizedSoftmaxLoss,
-    losses.ProxyNCALoss, losses.SoftTripleLoss, losses.SphereFaceLoss, losses.SubCenterArcFaceLoss,
-)  # fmt: skip
-
 
 def of_pairs(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
     """Evaluate a loss of pairs."""

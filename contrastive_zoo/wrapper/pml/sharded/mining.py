@@ -4,21 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pytorch_metric_learning import distances, miners
+from pytorch_metric_learning import miners
 from torch import Tensor
 
 from contrastive_zoo.engine.masked import masked_max, masked_min
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.randomness import one_stream
+from contrastive_zoo.wrapper.pml.meaning import PAIRWISE_DISTANCES
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices
-
-PAIRWISE_DISTANCES = (
-    distances.CosineSimilarity,
-    distances.DotProductSimilarity,
-    distances.LpDistance,
-    distances.SNRDistance,
-)
-"""Distances of one pair, which depend on no other sample of the batch."""
 
 
 def mined(miner: Any, batch: AnchorBatch) -> Indices | None:

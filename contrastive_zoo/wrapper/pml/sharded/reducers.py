@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from pytorch_metric_learning import reducers
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.engine.batch import mean_divisor
 from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.wrapper.pml.meaning import Reduction, reducer_of, reduction_of
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Info
 
 
@@ -43,9 +43,7 @@ def _sum_and_count(reducer: Any, name: str, info: Info, batch: AnchorBatch) -> t
             return value, value.new_tensor(info["count"])
         once = batch.world.rank == 0  # every rank has the same value
         return value * once, value.new_tensor(once)
-    if type(reducer) is reducers.MultipleReducers:
-        reducer = dict(reducer.reducers).get(name, reducer.default_reducer)
-    values, count = REDUCERS[type(reducer)](reducer, info, batch)
+    values, count = _summands(reducer_of(reducer, name), info, batch)
     dtype = sum_dtype(values)
     count = count.to(dtype) if isinstance(count, Tensor) else values.new_full((), count, dtype=dtype)
     return values.sum(dtype=dtype), count
@@ -89,16 +87,22 @@ def _per_anchor(reducer: Any, info: Info, batch: AnchorBatch) -> tuple[Tensor, A
         values = torch.zeros_like(is_pair, dtype=info["losses"].dtype).index_put(info["indices"], info["losses"])
         means = values.sum(1) / is_pair.sum(1).clamp(min=1)
         info = {"losses": means, "indices": batch.anchor_indices(), "reduction_type": "element"}
-    return REDUCERS[type(reducer.reducer)](reducer.reducer, info, batch)
+    return _summands(reducer.reducer, info, batch)
 
 
-REDUCERS: dict[type[nn.Module], Callable[[Any, Info, AnchorBatch], tuple[Tensor, Any]]] = {
-    reducers.AvgNonZeroReducer: _between_thresholds,
-    reducers.ClassWeightedReducer: _weighted_by_class,
-    reducers.DivisorReducer: _by_divisor,
-    reducers.MeanReducer: _mean,
-    reducers.PerAnchorReducer: _per_anchor,
-    reducers.SumReducer: _sum,
-    reducers.ThresholdReducer: _between_thresholds,
+REDUCTIONS: dict[Reduction, Callable[[Any, Info, AnchorBatch], tuple[Tensor, Any]]] = {
+    "class weights": _weighted_by_class,
+    "divisor": _by_divisor,
+    "each anchor": _per_anchor,
+    "mean": _mean,
+    "nonzero": _between_thresholds,
+    "sum": _sum,
+    "threshold": _between_thresholds,
 }
-"""Reducers that are a sum over a count, and the function that returns the summands and the count."""
+"""The function that returns the summands and the count of a reduction."""
+
+
+def _summands(reducer: Any, info: Info, batch: AnchorBatch) -> tuple[Tensor, Any]:
+    reduction = reduction_of(reducer)
+    assert reduction is not None  # refused otherwise
+    return REDUCTIONS[reduction](reducer, info, batch)

@@ -6,12 +6,16 @@ from typing import Any
 from pytorch_metric_learning import losses, reducers
 from torch import Tensor, nn
 
-from contrastive_zoo.wrapper.pml.members import members
+from contrastive_zoo.wrapper.pml.meaning import (
+    PAIRWISE_DISTANCES,
+    TAKE_NO_INDICES,
+    TAKE_REFERENCES,
+    TRIPLET_LOSSES,
+    members,
+    reduction_of,
+)
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import Indices
 from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
-from contrastive_zoo.wrapper.pml.sharded.library_code import PAIR_LOSSES, TRIPLET_LOSSES
-from contrastive_zoo.wrapper.pml.sharded.mining import PAIRWISE_DISTANCES
-from contrastive_zoo.wrapper.pml.sharded.reducers import REDUCERS
 
 REFUSED: dict[type[nn.Module], str] = {
     losses.CrossBatchMemory: "its queue holds rows without gradient, whose owners it does not know.",
@@ -23,9 +27,6 @@ REFUSED: dict[type[nn.Module], str] = {
     losses.VICRegLoss: "its variances and covariances are of all rows.",
 }
 """Losses that are not sums over anchors as the library has written them, and the reason."""
-
-_TAKE_NO_INDICES = (losses.InstanceLoss, losses.P2SGradLoss, losses.PNPLoss, losses.RankedListLoss)
-_TAKE_REFERENCES = (*PAIR_LOSSES, *TRIPLET_LOSSES, losses.NCALoss, losses.IntraPairVarianceLoss)
 
 
 def refusal(loss: nn.Module, miner: Callable[..., Indices] | None = None) -> str | None:
@@ -71,11 +72,12 @@ def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
         return next((reason for x in parts if (reason := _reducer_refusal(x, kind))), None)
     if type(reducer) is reducers.DoNothingReducer:
         return "DoNothingReducer returns every pair's loss, and a rank has those of its own anchors only."
-    if type(reducer) not in REDUCERS:
+    reduction = reduction_of(reducer)
+    if reduction is None:
         return f"{type(reducer).__name__} is not known to be a sum over a count."
-    if type(reducer) is reducers.DivisorReducer and kind is not losses.MarginLoss:
+    if reduction == "divisor" and kind is not losses.MarginLoss:
         return "DivisorReducer asks for a divisor, and this loss gives none."
-    if type(reducer) is reducers.PerAnchorReducer:
+    if reduction == "each anchor":
         return _per_anchor_refusal(reducer, kind)
     return None
 
@@ -103,8 +105,8 @@ def arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> st
         return None
     if arguments.get("labels") is None:
         return f"labels are missing: call loss(embeddings, labels){', also with indices_tuple' if has_indices else ''}."
-    if arguments.get("ref_emb") is not None and type(loss) not in _TAKE_REFERENCES:
+    if arguments.get("ref_emb") is not None and type(loss) not in TAKE_REFERENCES:
         return "it takes no ref_emb."
-    if type(loss) in _TAKE_NO_INDICES and (miner is not None or has_indices):
+    if type(loss) in TAKE_NO_INDICES and (miner is not None or has_indices):
         return "it takes no indices_tuple."
     return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.ranks.collectives import replicated
 from contrastive_zoo.ranks.world import Shards, World
-from contrastive_zoo.wrapper.pml.members import members
+from contrastive_zoo.wrapper.pml.meaning import members
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
 from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
 from contrastive_zoo.wrapper.pml.sharded.mining import local_indices, mined
