@@ -20,8 +20,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.loss_call import paired_problem
 from contrastive_zoo.wrapper.pml import meaning
 from contrastive_zoo.wrapper.pml.sharded import anchor_batch, library_code, mining, reducers, sharded_loss
-from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
-from contrastive_zoo.wrapper.pml.sharded.refusals import REFUSED, refusal
+from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, REFUSED, refusal
 from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
 from tests.helpers import EXACT, common_error, distance, error_message, split
 

@@ -83,8 +83,8 @@ def test_a_tensor_is_learnt_by_the_derivative_of_the_number(name: str, setting: 
     value = loss_of(name, setting, x)(*rows).detach()
     above, below = (loss_of(name, setting, x + sign * STEP * x)(*rows).detach() for sign in (1, -1))
     derivative = (above - below) / (2 * STEP * x)
-    found = []
-    for make in FORMS.values():
+    found, first = [], LEARNABLE.index((name, setting))
+    for make in [form for index, form in enumerate(FORMS.values()) if EVERY_CASE or index != first % len(FORMS)]:
         given = make(x)
         learnt = loss_of(name, setting, given)(*rows)
         close(learnt.detach(), value)

@@ -11,8 +11,7 @@ Three things need care:
 - Some anchors need more than the candidates: a mean over all pairs, another anchor's negatives. A message brings it.
 """
 
-from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
-from contrastive_zoo.wrapper.pml.sharded.refusals import REFUSED, refusal
+from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, REFUSED, refusal
 from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
 
 __all__ = ["EVALUATED", "REFUSED", "refusal", "sharded"]

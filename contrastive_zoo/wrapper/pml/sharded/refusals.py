@@ -1,4 +1,4 @@
-"""Why a loss, a reducer or an argument cannot be sharded."""
+"""The losses that can be sharded, and why another loss, a reducer or an argument cannot."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,6 +7,8 @@ from pytorch_metric_learning import losses, reducers
 from torch import Tensor, nn
 
 from contrastive_zoo.wrapper.pml.meaning import (
+    CLASSIFIERS,
+    PAIR_LOSSES,
     PAIRWISE_DISTANCES,
     TAKE_NO_INDICES,
     TAKE_REFERENCES,
@@ -14,8 +16,25 @@ from contrastive_zoo.wrapper.pml.meaning import (
     members,
     reduction_of,
 )
-from contrastive_zoo.wrapper.pml.sharded.anchor_batch import Indices
-from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
+from contrastive_zoo.wrapper.pml.sharded import anchor_losses, library_code
+from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
+
+EVALUATED: dict[type[nn.Module], Callable[[Any, AnchorBatch, Indices | None], dict[str, Info]]] = {
+    **dict.fromkeys(PAIR_LOSSES, library_code.of_pairs),
+    **dict.fromkeys(TRIPLET_LOSSES, library_code.of_triplets),
+    **dict.fromkeys(CLASSIFIERS, library_code.of_classes),
+    losses.FastAPLoss: anchor_losses.fast_ap,
+    losses.InstanceLoss: anchor_losses.instance,
+    losses.IntraPairVarianceLoss: anchor_losses.intra_pair_variance,
+    losses.LiftedStructureLoss: anchor_losses.lifted_structure,
+    losses.NCALoss: anchor_losses.nca,
+    losses.NPairsLoss: anchor_losses.n_pairs,
+    losses.P2SGradLoss: anchor_losses.p2s_grad,
+    losses.PNPLoss: anchor_losses.pnp,
+    losses.RankedListLoss: anchor_losses.ranked_list,
+    losses.ThresholdConsistentMarginLoss: anchor_losses.threshold_consistent,
+}
+"""Losses, and the function that evaluates the local anchors. MultipleLosses and SelfSupervisedLoss of these work, too."""
 
 REFUSED: dict[type[nn.Module], str] = {
     losses.CrossBatchMemory: "its queue holds rows without gradient, whose owners it does not know.",

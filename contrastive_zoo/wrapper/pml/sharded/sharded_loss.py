@@ -11,10 +11,9 @@ from contrastive_zoo.ranks.collectives import replicated
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.pml.meaning import members
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
-from contrastive_zoo.wrapper.pml.sharded.evaluations import EVALUATED
 from contrastive_zoo.wrapper.pml.sharded.mining import local_indices, mined
 from contrastive_zoo.wrapper.pml.sharded.reducers import reduced
-from contrastive_zoo.wrapper.pml.sharded.refusals import arguments_problem, refusal
+from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, arguments_problem, refusal
 
 
 def sharded(
