@@ -1,10 +1,8 @@
 """Losses on an accelerator: they read none of its values, and their own ways of computing there are right."""
 
 import contextlib
-import functools
-import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,11 +16,12 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, TOLERANCE
 from contrastive_zoo.testing.trial import Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.accelerator import FAMILIES
 from tests.helpers import EVERY_CASE
-from tests.interpreter import python
-from tests.simulated import DRAWN, device, on_cpu
+from tests.losses import zoo_compositions, zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_tokens, zoo_weights
+from tests.simulated import DRAWN, device, on_cpu, put_by, value_and_gradients
 from tests.zoo import ZOO, Entry
+
+FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_compositions, zoo_tokens)
 
 READS = {
     "Triplet, soft": "the number of positives of an anchor",
@@ -35,15 +34,36 @@ READS = {
 """What some losses need to know before they compute; :func:`reading` calls the other losses of a family by their names."""
 
 
-@functools.cache
-def reading(*options: str) -> set[str]:
-    """Return the losses that read values of an accelerator."""
-    for _ in range(3):  # torch's threads abort with a device that is written in Python, once in some ten runs
-        done = python("-m", "tests.accelerator", *options, timeout=180.0)
-        if done.returncode == 0:
-            break
-    assert done.returncode == 0, done.stderr
-    return {name for name, read in json.loads(done.stdout).items() if read is not None}
+ENTRIES = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES)]
+
+
+def all_directions() -> cz.MNRL:
+    """Return the loss with every comparison it can make."""
+    return cz.MNRL(directions=("query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc"))
+
+
+def cases() -> dict[str, tuple[Callable[[], Any], list[torch.Tensor]]]:
+    """Return losses by name, and a batch of 9 samples each; the zoo's MNRL draws its negatives from values."""
+    found = {str(x): (x.make, whole_batch(x.case(), GlobalBatch((9,), d=4))) for x in ENTRIES if "MNRL" not in str(x)}
+    ones = torch.ones(9, 4)
+    return {**found, "MNRL": (all_directions, [ones, ones, ones[:5], torch.arange(5)])}
+
+
+def reading(names: Iterable[str] | None = None, *, check_finite: bool = False) -> set[str]:
+    """Return the losses that read values of an accelerator in two steps."""
+    chosen = cases() if names is None else {name: cases()[name] for name in names}
+    return {name for name, case in chosen.items() if reads_of(*case, check_finite=check_finite)}
+
+
+def reads_of(make: Callable[[], Any], rows: list[torch.Tensor], *, check_finite: bool) -> list[str]:
+    with device() as mode:
+        put = put_by(mode)
+        loss = put(cz.DistributedLoss(make(), static_shapes=True, check_finite=check_finite).double())
+        moved = [put(x.double() if x.is_floating_point() else x) for x in rows]
+        mode.reads.clear()
+        for _ in range(2):
+            value_and_gradients(loss, moved)
+        return list(mode.reads)
 
 
 def may_read(name: str) -> bool:
@@ -51,7 +71,7 @@ def may_read(name: str) -> bool:
 
 
 def test_no_loss_waits_for_an_accelerator() -> None:
-    found = reading()
+    found = reading(None if EVERY_CASE else [*cases()][::2])
     assert all(may_read(name) for name in found), found
 
 
@@ -60,15 +80,16 @@ CHECKED = ["ArcFace", "P2SGrad", "Margin, by class", "MultiPositive, several tar
 
 
 def test_no_check_waits_for_an_accelerator() -> None:
-    names = {*CHECKED, *(str(entry) for entry in ENTRIES[:: 1 if EVERY_CASE else 3])}
-    found = reading("--check-finite", *sorted(names))
+    names = {*CHECKED, *(str(entry) for entry in ENTRIES[:: 1 if EVERY_CASE else 3])} & cases().keys()
+    found = reading(names, check_finite=True)
     assert all(may_read(name) for name in found), found
 
 
-def test_what_a_cpu_does_would_be_noticed() -> None:
+def test_what_a_cpu_does_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: all losses take an accelerator for a CPU."""
+    monkeypatch.setattr(devices, "on_cpu", lambda x: True)
     names = {"Clip", "Histogram", "Contrastive", *CHECKED}
-    assert names == reading("--as-cpu", "--check-finite", *sorted(names))
+    assert names == reading(names, check_finite=True)
 
 
 def pretend(on_accelerator: bool) -> None:
@@ -82,9 +103,6 @@ def accelerated() -> Iterator[Worlds]:
         for world_size in (2, 3):
             pool.run(world_size, pretend, True)
         yield pool
-
-
-ENTRIES = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES)]
 
 
 @pytest.mark.parametrize("entry", ENTRIES[:: 1 if EVERY_CASE else 3], ids=str)
