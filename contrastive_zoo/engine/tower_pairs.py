@@ -110,8 +110,9 @@ class TowerPairs:
         on_kernel = batch.kernels.compute(batch.name, batch.total, columns, unsupported=unsupported)
         over_keys, over_queries, (positive,) = self.sums(symmetric="doc_to_query" in directions, on_kernel=on_kernel)
         for x, shards in zip(extra, self.negative_shards, strict=True):
-            further = self.sum_over(x, shards, on_kernel=on_kernel)
-            over_keys = log_sum_exp(torch.stack([over_keys, further]), 0)
+            if shards.total:  # otherwise messages of no rows
+                further = self.sum_over(x, shards, on_kernel=on_kernel)
+                over_keys = log_sum_exp(torch.stack([over_keys, further]), 0)
         sums: dict[Direction, Tensor] = {"query_to_doc": over_keys}
         if over_queries is not None:
             sums["doc_to_query"] = over_queries

@@ -133,7 +133,9 @@ class Loss(Settings, GraphModule):
         def __call__(self: "_Takes[P]", *args: P.args, **named: P.kwargs) -> Tensor: ...
 
         @overload
-        def __call__(self, *args: Any, world: World, **named: Any) -> Tensor: ...  # type: ignore[overload-cannot-match]  # P
+        def __call__(  # type: ignore[overload-cannot-match]  # mypy takes P for any arguments
+            self, *args: Any, world: World, **named: Any
+        ) -> Tensor: ...
 
         def __call__(self, *args: Any, **named: Any) -> Tensor: ...
 

@@ -37,9 +37,9 @@ class GroupState:
         failed_at: the number of handshakes at which this rank itself failed last.
         lost: why the group cannot be used any more.
         reserved: what the next handshake reserves for a payload.
-        on_accelerators: whether its backend sends tensors on accelerators only; None if nobody has asked.
+        on_accelerators: whether its backend sends tensors on accelerators only; None until it is first read.
         host_group: the same ranks in a group that sends from the CPU; None if there is none.
-        host_group_exists: whether one has been looked for.
+        has_looked_for_host_group: whether it is known if there is one.
     """
 
     has_sent: bool = False
@@ -49,7 +49,7 @@ class GroupState:
     reserved: ReservedBytes = field(default_factory=ReservedBytes)
     on_accelerators: bool | None = None
     host_group: dist.ProcessGroup | None = None
-    host_group_exists: bool = False
+    has_looked_for_host_group: bool = False
 
 
 _states: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()

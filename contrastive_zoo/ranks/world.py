@@ -160,10 +160,10 @@ class World:
         if not self.on_accelerators:
             return own
         state = state_of(own)
-        if not state.host_group_exists:
+        if not state.has_looked_for_host_group:
             ranks = dist.get_process_group_ranks(own)
             made = dist.is_gloo_available() and dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            state.host_group, state.host_group_exists = made or None, True
+            state.host_group, state.has_looked_for_host_group = made or None, True
         return state.host_group
 
     def start_host_gather(self, x: Tensor, message: str = "an exchange of numbers") -> Callable[[], Tensor]:
