@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from contrastive_zoo.engine import anchor_block
-from contrastive_zoo.loss_base import loss_modules as loss_summary
+from contrastive_zoo.loss_base import loss_modules
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper import call_history
@@ -227,7 +227,7 @@ def send_from_device() -> None:
 def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
     """Simulate a device with all that this library asks of one."""
     with pytest.MonkeyPatch.context() as patch, simulated(name, float64=float64) as mode:
-        for module in (call_history, loss_summary):  # there is no event of this device
+        for module in (call_history, loss_modules):  # there is no event of this device
             patch.setattr(module, "read_later", mode.read_later)
         patch.setattr(anchor_block, "read_later", mode.read_in_this_step)
         kind, generator = name.split(":")[0], SimpleNamespace(get_rng_state=lambda _=None: torch.get_rng_state())

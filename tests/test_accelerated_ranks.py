@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base import loss_modules as loss_summary
-from contrastive_zoo.loss_base import row_loss
+from contrastive_zoo.loss_base import loss_modules, row_loss
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
@@ -45,7 +44,7 @@ class Steps:
         loss = entry.case(temperature=0.3).make()
         loss = cz.DistributedLoss(loss.loss, **options).double()
         with device() as mode, splitting(always=splits), pytest.MonkeyPatch.context() as patch:
-            for module in (loss_summary, row_loss):
+            for module in (loss_modules, row_loss):
                 patch.setattr(module, "is_third_party", lambda kind: not is_of_this_library(kind))
             put = put_by(mode)
             moved = [put(x) for x in rows]

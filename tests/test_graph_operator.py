@@ -14,7 +14,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.graph_operator import GraphModule, loss_and_gradients, loss_gradients
-from contrastive_zoo.ranks import compat as _compat
+from contrastive_zoo.ranks import compat
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from tests.helpers import EVERY_CASE
@@ -62,7 +62,7 @@ def test_one_graph_for_every_batch_size(make: Callable[[], Any]) -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32] + [torch.float16] * (_compat._TORCH >= (2, 7)))
+@pytest.mark.parametrize("dtype", [torch.float32] + [torch.float16] * (compat._TORCH >= (2, 7)))
 def test_compiled_autograd_has_the_gradients_of_eager(dtype: torch.dtype) -> None:
     """The backward pass is compiled, too: it multiplies the gradients that the operator stores."""
     torch.manual_seed(0)

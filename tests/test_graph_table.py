@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.graph_operator import IN_ORDER
-from contrastive_zoo.ranks import compat as _compat
+from contrastive_zoo.ranks import compat
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from tests.zoo import Tempered
@@ -85,7 +85,7 @@ REASONS = {
 }
 """What the compiler says where the graph breaks."""
 
-SAYS_WHY = _compat._TORCH >= (2, 7)
+SAYS_WHY = compat._TORCH >= (2, 7)
 """Whether the compiler's error holds the reason."""
 
 LABELLED = ("Triplet", "SupCon", "TripletMarginLoss")

@@ -14,8 +14,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import classes
 from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.losses import margin
-from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks import row_checks as value_checks
+from contrastive_zoo.ranks import devices, row_checks
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.call_history import CallHistory
@@ -153,7 +152,7 @@ def test_a_check_waits_for_nothing(name: str) -> None:
             return len(mode.reads), len(mode.copies)
 
     assert waits_and_copies() == (0, 1)
-    with patch.object(loss_base, "values_problem", lambda *x, **_: value_checks.values_problem(*x)):  # the mutant
+    with patch.object(loss_base, "values_problem", lambda *x, **_: row_checks.values_problem(*x)):  # the mutant
         assert waits_and_copies() == (1, 1)
 
 

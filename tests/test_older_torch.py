@@ -5,11 +5,11 @@ import torch
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.graph_operator import loss_and_gradients
-from contrastive_zoo.ranks import compat as _compat
+from contrastive_zoo.ranks import compat
 
 
 def test_a_graph_break_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "_TORCH", (2, 6))
+    monkeypatch.setattr(compat, "_TORCH", (2, 6))
     torch._dynamo.reset()
     rows, loss = torch.randn(2, 5, 3), cz.NTXent(reduction="none")
     torch.testing.assert_close(torch.compile(loss, backend="eager")(*rows), loss(*rows))

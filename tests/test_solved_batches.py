@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import anchor_block, implementation, small_batch, softmax, tiling
-from contrastive_zoo.engine import softmax_arithmetic as cross_entropy
+from contrastive_zoo.engine import anchor_block, implementation, small_batch, softmax, softmax_arithmetic, tiling
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.ranks.world import Shards
@@ -380,7 +379,7 @@ BY_HAND = ("NTXent", "InfoNCE", "CLIP")
 def test_a_subtraction_is_caught(name: str, where: str) -> None:
     """Three views hide it: their positives differ by more than the others add up to."""
     with ExitStack() as stack:
-        for module in users("cross_entropy", cross_entropy.cross_entropy):
+        for module in users("cross_entropy", softmax_arithmetic.cross_entropy):
             stack.enter_context(patch.object(module, "cross_entropy", subtracted))
         stack.enter_context(path(where))
         assert errors(name, 256, 0.01, 0.3)[0] > 100 * GOAL

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper import step as distributed_step
-from contrastive_zoo.wrapper.step import join_problem
+from contrastive_zoo.wrapper import step
+from contrastive_zoo.wrapper.joins import join_problem
 from tests.helpers import common_error, error_message, numbers
 
 
@@ -54,11 +54,11 @@ def test_a_loss_inside_of_join_is_refused_on_every_rank(name: str, warm: bool, w
 
 
 def without_the_check() -> str | None:
-    distributed_step.join_problem = lambda: None
+    step.join_problem = lambda: None
     try:
         return error_message(lambda: joined(CONTEXTS["join()"]))
     finally:
-        distributed_step.join_problem = join_problem
+        step.join_problem = join_problem
 
 
 def test_without_the_check_nothing_would_be_noticed(worlds: Worlds) -> None:

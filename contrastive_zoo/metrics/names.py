@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contrastive_zoo.metrics import ranking_metrics as metrics
+from contrastive_zoo.metrics import ranking_metrics
 from contrastive_zoo.metrics.ranking import Floats, Ints, Ranking
 from contrastive_zoo.metrics.ranking_metrics import Ties
 
 _AT_CUTOFF: dict[str, Callable[[Ranking, Ints, Ties], Floats]] = {
-    "precision": metrics.precision,
-    "recall": metrics.recall,
-    "hit_rate": metrics.hit_rate,
-    "map": metrics.average_precision,
-    "mrr": metrics.reciprocal_rank,
-    "ndcg": metrics.ndcg,
+    "precision": ranking_metrics.precision,
+    "recall": ranking_metrics.recall,
+    "hit_rate": ranking_metrics.hit_rate,
+    "map": ranking_metrics.average_precision,
+    "mrr": ranking_metrics.reciprocal_rank,
+    "ndcg": ranking_metrics.ndcg,
 }
 """Functions of a ranking and a cutoff per query, by name."""
 

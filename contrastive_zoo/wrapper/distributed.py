@@ -20,6 +20,7 @@ from contrastive_zoo.ranks.session import Findings, Options, Session, agree_on_s
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.arguments import Arguments
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
+from contrastive_zoo.wrapper.joins import watch_joins
 from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
 from contrastive_zoo.wrapper.options import (
     GradReduction,
@@ -32,7 +33,7 @@ from contrastive_zoo.wrapper.options import (
     ring_in_group,
     shown,
 )
-from contrastive_zoo.wrapper.step import Observer, OwnStep, ThirdPartyStep, WrapperOptions, watch_joins
+from contrastive_zoo.wrapper.step import Observer, OwnStep, ThirdPartyStep, WrapperOptions
 from contrastive_zoo.wrapper.wrapped import unwrapped_loss, unwrapped_miner
 
 if TYPE_CHECKING:

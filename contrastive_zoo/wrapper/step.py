@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -32,51 +31,8 @@ from contrastive_zoo.ranks.transport import packed
 from contrastive_zoo.ranks.world import Machines, Shards, World
 from contrastive_zoo.wrapper.arguments import Arguments, fingerprint
 from contrastive_zoo.wrapper.call_history import CallHistory
+from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
-
-_PROBLEM = (
-    "DDP's join() is active. A rank that has run out of batches answers DDP's messages there, but not the loss's, and the "
-    "others would wait for it. Leave join() out (with Accelerate: join_uneven_inputs), and give all ranks equally many "
-    "batches, the last ones empty: GlobalBatchSampler does."
-)
-
-JOINED: list[Any] = []
-"""The contexts that this process is in."""
-
-
-def join_problem() -> str | None:
-    """Return why a loss of several ranks cannot be computed now, in words; None outside of torch's join context.
-
-    Examples:
-        >>> join_problem()
-    """
-    return _PROBLEM if any(context._enable for context in JOINED) else None
-
-
-@functools.cache
-def watch_joins() -> None:
-    """Let torch's join context tell of its entry, from the first wrapper of this process on.
-
-    torch tells the DDP modules only, which a loss does not know.
-    """
-    if not dist.is_available():
-        return
-    from torch.distributed.algorithms.join import Join  # imported here: torch may be built without distributed
-
-    enter, leave = Join.__enter__, Join.__exit__
-
-    @functools.wraps(enter)
-    def entered(self: Any) -> Any:
-        JOINED.append(self)
-        return enter(self)
-
-    @functools.wraps(leave)
-    def left(self: Any, *error: Any) -> Any:
-        with suppress(ValueError):  # the first wrapper was made inside of the context
-            JOINED.remove(self)
-        return leave(self, *error)
-
-    Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]  # torch has no hook for it
 
 
 class Observer(Protocol):
