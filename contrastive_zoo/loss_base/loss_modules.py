@@ -1,8 +1,8 @@
 """A loss in words and numbers: its class tree with all settings, and its parameters and buffers, for ranks to compare."""
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,21 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
-from contrastive_zoo.engine.precision import sum_dtype
+from contrastive_zoo.engine.precision import has_float64, sum_dtype
+from contrastive_zoo.loss_base.held_values import (
+    NUMBERS,
+    OF_RANKS,
+    constructed_with,
+    held_by_function,
+    tensor_kind,
+    tensors_of,
+    text_of,
+)
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.devices import read_later
-from contrastive_zoo.ranks.row_checks import in_one_line
+
+_TEXTS = (*NUMBERS, str)
+_OF_MODULES = frozenset({*vars(nn.Module()), "_is_wrapped"}) - {"training"}
 
 _CHUNK = 2**20
 """Numbers that are projected at a time: a fixed direction as long as a million classes' weights is never held."""
@@ -39,33 +51,48 @@ class LossModules:
         self.by_path: dict[str, nn.Module] = dict(loss.named_modules()) if isinstance(loss, nn.Module) else {}
 
     def settings(self, *, third_party: bool = True) -> dict[str, str]:
-        """The class of every module by its path, and its settings: public attributes that are plain values.
+        """What ranks compare as text: the class of every module by its path, its attributes, and the kind of its tensors.
 
-        Settings of a third-party module are the attributes named like parameters of its constructor: other attributes
-        may be results that a copy on one rank does not have.
+        Of a third-party module, these are the attributes named like parameters of its constructor: others may be results
+        that a copy on one rank does not have. Of a function, it is what its closure holds.
 
         Args:
-            third_party: whether settings of third-party modules are included.
+            third_party: whether settings of third-party modules and functions are included.
         """
-        if not self.by_path:
-            return {"the loss": loss_name(self.loss)}
         lines: dict[str, str] = {}
+        if not self.by_path:
+            lines["the loss"] = loss_name(self.loss)
+        for path, module in self.by_path.items():
+            is_plain = not isinstance(module, Loss) or module.is_plain
+            lines[path or "the loss"] = type(module).__name__ + (
+                "" if is_plain else " with hooks or a forward of its own"
+            )
+        for name, value in self._held(third_party=third_party):
+            if type(value) in NUMBERS or (type(value) is str and value.isidentifier()):
+                lines[name] = str(value)
+            else:
+                lines[name] = text_of(value)
+        for path, module in self.by_path.items():
+            is_split = getattr(module, "sharded", False)
+            for tensors in (module._parameters, module._buffers):
+                for name, x in tensors.items():
+                    kind = "None" if x is None else str(x.dtype) if is_split or is_lazy(x) else tensor_kind(x)
+                    lines[f"{path}.{name}" if path else name] = kind
+        return lines
+
+    def _held(self, *, third_party: bool) -> Iterator[tuple[str, Any]]:
+        """Attributes of the modules, or what a function holds, by name."""
+        if not self.by_path:
+            yield from held_by_function(self.loss).items() if third_party else ()
         for path, module in self.by_path.items():
             kind: Any = type(module)
-            lines[path or "the loss"] = kind.__name__
-            prefix = f"{path}." if path else ""
             held: dict[str, Any] = vars(module)
-            if not _extends_this_library(kind):
-                names = [*(_constructed_with(kind) if third_party else ()), "training"]
-                held = {name: held[name] for name in names if name in held}
-            for name, value in held.items():
-                if name[0] == "_":
-                    continue
-                if type(value) in _NUMBERS or (type(value) is str and value.isidentifier()):
-                    lines[prefix + name] = str(value)
-                elif _is_setting(value):
-                    lines[prefix + name] = in_one_line(value)
-        return lines
+            if _extends_this_library(kind):
+                names = [name for name in held if name not in _OF_MODULES and name not in OF_RANKS]
+            else:
+                names = [x for x in (*(constructed_with(kind) if third_party else ()), "training") if x in held]
+            for name in names:
+                yield f"{path}.{name}" if path else name, held[name]
 
     @functools.cached_property
     def runs_third_party_code(self) -> bool:
@@ -83,8 +110,15 @@ class LossModules:
             own = {} if getattr(module, "sharded", False) else {**module._parameters, **module._buffers}
             for name, x in own.items():
                 is_sharded = hasattr(x, "device_mesh")  # a DTensor, of which each rank holds another part
-                if x is not None and not is_sharded and not isinstance(x, UninitializedTensorMixin):
+                if x is not None and not is_sharded and not is_lazy(x):
                     yield f"{path}.{name}" if path else name, x
+
+    def numbers(self, *, third_party: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Everything numeric that must be equal on every rank and is no text: the shared state, tensors in attributes."""
+        yield from self.shared_state()
+        for name, value in self._held(third_party=third_party):
+            if type(value) not in _TEXTS:
+                yield from tensors_of(value, name)
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""
@@ -115,59 +149,73 @@ def _extends_this_library(kind: type) -> bool:
     return any(base.__module__.startswith("contrastive_zoo.") for base in kind.__mro__)
 
 
-@functools.cache
-def _constructed_with(kind: type) -> tuple[str, ...]:
-    """Names of the parameters of a class's constructor and its bases'."""
-    names: dict[str, None] = {}
-    for base in kind.__mro__:
-        constructor: Any = vars(base).get("__init__")
-        if inspect.isfunction(constructor):
-            names |= dict.fromkeys(inspect.signature(constructor).parameters)
-    return tuple(names)
-
-
 @dataclass(frozen=True)
 class StateSums:
-    """The norm of a loss's parameters and buffers, their projection on a fixed direction, and the norm of each."""
+    """Numbers in words of two numbers: any that changes by a share of itself changes them by about that share.
 
-    norm: float
-    projection: float
-    by_name: dict[str, float]
+    Args:
+        level: the weighted sum of log(0.001 + norm) of every tensor, in the order of their names.
+        projection: their projection on a fixed direction, at calls that look closely: it sees signs and order, too.
+    """
+
+    level: float = 0.0
+    projection: float | None = None
 
     @classmethod
-    def of(cls, modules: LossModules) -> "Callable[[], StateSums]":
-        """Start to sum up the shared state; the result returns the sums.
+    def of(cls, numbers: Mapping[str, Tensor], *, closely: bool) -> "Callable[[], StateSums]":
+        """Start to sum up; the result returns the sums.
 
         Examples:
-            >>> StateSums.of(LossModules(nn.BatchNorm1d(1, affine=False)))().by_name
-            {'running_mean': 0.0, 'running_var': 1.0, 'num_batches_tracked': 0.0}
+            >>> StateSums.of({"scale": torch.tensor(1 - _LEAST)}, closely=False)()
+            StateSums(level=0.0, projection=None)
         """
-        state = dict(modules.shared_state())
-        if not state:
-            return lambda: cls(0.0, 0.0, {})
-        device = next(iter(state.values())).device
-        sums = [
-            [vector_norm(x.detach().to(sum_dtype(x))).to(device), _projection(x).to(device)] for x in state.values()
-        ]
-        read = read_later(torch.stack([torch.stack(x) for x in sums]).T)
+        tensors = [numbers[name].detach() for name in sorted(numbers)]
+        if all(x.is_cpu for x in tensors) and not closely:
+            norms = list(map(_norm, tensors))
+            return lambda: cls(_level(norms))
+        device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
+        dtype = torch.float64 if has_float64(device) else torch.float32
+        sums = [vector_norm(as_floats(x)).to(device, dtype) for x in tensors]
+        projections = [_projection(x).to(device, dtype) for x in tensors if closely]
+        read = read_later(torch.stack([*sums, *projections])) if sums else list
 
-        def found() -> "StateSums":
+        def finished() -> "StateSums":
             numbers = read()
-            norms, projections = numbers[: len(state)], numbers[len(state) :]
-            by_name = dict(zip(state, norms, strict=True))
-            return cls(sum(x**2 for x in norms) ** 0.5, sum(projections), by_name)
+            return cls(_level(numbers[: len(tensors)]), sum(numbers[len(tensors) :]) if closely else None)
 
-        return found
+        return finished
 
 
 def _projection(x: Tensor) -> Tensor:
     """On a direction that any rank can make again, a piece at a time."""
-    flat, dtype = x.detach().flatten(), sum_dtype(x)
+    flat, dtype = x.flatten(), sum_dtype(x)
     total = torch.zeros((), dtype=dtype, device=x.device)
     for start, part in zip(range(0, len(flat), _CHUNK), flat.split(_CHUNK), strict=True):
         direction = torch.arange(start, start + len(part), dtype=dtype, device=x.device).add_(1).sin_()
         total += part.to(dtype) @ direction
     return total
+
+
+_LEAST = 1e-3
+"""Differences of numbers below it count as they are, not as a share."""
+
+
+def _level(norms: Sequence[float]) -> float:
+    return sum((1 + index / len(norms)) * math.log(_LEAST + norm) for index, norm in enumerate(norms))
+
+
+def _norm(x: Tensor) -> float:
+    if x.numel() == 1:
+        return abs(float(x.item()))
+    return vector_norm(as_floats(x)).item() if x.numel() else 0.0
+
+
+def is_lazy(x: Tensor) -> bool:
+    return isinstance(x, UninitializedTensorMixin)
+
+
+def as_floats(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def without_ddp(loss: Any) -> Any:
@@ -188,13 +236,3 @@ def loss_name(loss: Any) -> str:
         ('abs', 'MSELoss')
     """
     return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
-
-
-_NUMBERS = (float, bool, int, type(None))
-"""Types of most settings, whose text is one line."""
-
-
-def _is_setting(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_is_setting(x) for x in value)
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))

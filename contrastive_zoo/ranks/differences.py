@@ -22,25 +22,25 @@ def values_difference(values: Sequence[float], tolerance: float) -> str | None:
     return None
 
 
-def parameters_differ(norms: Sequence[float], projections: Sequence[float], tolerance: float) -> bool:
-    """Whether some rank's parameters differ from rank 0's."""
-    bound = tolerance**0.5 * abs(norms[0])
-    alike = all(abs(x - numbers[0]) <= bound for numbers in (norms, projections) for x in numbers)
-    return not alike and math.isfinite(sum(norms))
+def numbers_differ(sums: Sequence[float], tolerance: float) -> bool:
+    """Whether what some rank's loss computes with differs from rank 0's, given a sum of it."""
+    bound = tolerance**0.5 * max(1, abs(sums[0]))
+    return math.isfinite(sum(sums)) and any(abs(x - sums[0]) > bound for x in sums)
 
 
-def parameters_difference(norms: Sequence[str]) -> str:
-    """Which parameter differs, given each rank's lines of name and norm."""
+def numbers_difference(norms: Sequence[str]) -> str:
+    """Which parameter, buffer or setting differs, given each rank's lines of name and norm."""
     by_rank = [dict(line.split("|", 1) for line in text.splitlines()) for text in norms]
     pairs = [(rank, name) for name in by_rank[0] for rank in range(1, len(by_rank))]
     differ = [(rank, name) for rank, name in pairs if by_rank[rank].get(name) != by_rank[0][name]]
-    where = "the loss's parameters or buffers differ between ranks"
+    where = "the loss's parameters, buffers or settings differ between ranks"
     if differ:
         rank, name = differ[0]
         where += f": {name} has norm {by_rank[0][name]} on rank 0 and {by_rank[rank].get(name)} on rank {rank}"
     return (
         f"{where}. Build the loss under the same seed on every rank, pass broadcast_parameters=True to start from rank "
-        "0's, or wrap the loss in DDP. check_equal=False turns this check off."
+        "0's, or wrap the loss in DDP. A module that is a setting must return the same number on every rank: draw it from "
+        "a generator that is seeded alike. check_equal=False turns this check off."
     )
 
 

@@ -22,8 +22,8 @@ from contrastive_zoo.ranks.differences import (
     GATHERED_BEFORE,
     SAME_TENSOR_DIFFERS,
     combined,
-    parameters_differ,
-    parameters_difference,
+    numbers_differ,
+    numbers_difference,
     statements_difference,
     values_difference,
 )
@@ -41,7 +41,7 @@ _IDLE = 8
 """Handshakes without a payload after which the group no longer reserves bytes for one."""
 
 _FIELDS = (
-    "problem", "digest", "last value", "norm", "projection", "fingerprint", "same", "replicable", "draws", "bytes",
+    "problem", "digest", "last value", "level", "projection", "fingerprint", "same", "replicable", "draws", "bytes",
 )  # fmt: skip
 """Header fields before the sizes, one int64 each."""
 
@@ -60,9 +60,9 @@ class Statement:
         sizes: numbers of samples; ranks with equal ``compared`` state equally many.
         problem: an error in this rank's input; None if there is none.
         last_value: the value of an earlier step, if it must be equal on every rank.
-        norm: the norm of the loss's parameters and buffers, at calls that compare them.
-        projection: the projection of the same on a fixed direction.
-        parameters: the norm of each parameter and buffer, for the error.
+        level: a number of everything numeric that the loss computes with; None if it is not compared.
+        projection: of the same on a fixed direction, at calls that look closely.
+        numbers: the tensors that these were made of, for the error.
         fingerprint: a digest of the rows, if they must differ between ranks; otherwise 0.
         same: which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell.
         tolerance: the relative tolerance of values and parameters.
@@ -77,9 +77,9 @@ class Statement:
     sizes: Sequence[int] = ()
     problem: str | None = None
     last_value: float | None = None
-    norm: float | None = None
+    level: float | None = None
     projection: float | None = None
-    parameters: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
     fingerprint: int = 0
     same: int = 0
     tolerance: float = torch.finfo(torch.float32).eps
@@ -148,7 +148,7 @@ def _header(statement: Statement, text: str) -> list[int]:
     return [
         statement.problem is not None,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
-        *map(to_bits, (statement.last_value, statement.norm, statement.projection)),
+        *map(to_bits, (statement.last_value, statement.level, statement.projection)),
         statement.fingerprint,
         statement.same,
         statement.replicable,
@@ -197,13 +197,13 @@ def _refuse_problems(statement: Statement, received: Mapping[str, Sequence[int]]
 
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
     """Raise if values, parameters or identical arguments differ between ranks, or if rows do not."""
-    values, norms, projections = (received[name] for name in ("last value", "norm", "projection"))
+    values, *sums = (received[name] for name in ("last value", "level", "projection"))
     if _differ(values) and (difference := values_difference(from_bits(values), statement.tolerance)):
         raise ValueError(f"{statement.caller}: {difference}")
-    sums_differ = (_differ(norms) or _differ(projections)) and NO_VALUE not in norms
-    if sums_differ and parameters_differ(from_bits(norms), from_bits(projections), statement.tolerance):
-        texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in statement.parameters.items()))
-        raise ValueError(f"{statement.caller}: {parameters_difference(texts)}")
+    if any(_differ(bits) and numbers_differ(from_bits(bits), statement.tolerance) for bits in sums):
+        norms = {name: float(x.detach().double().norm()) for name, x in statement.numbers.items()}
+        texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in norms.items()))
+        raise ValueError(f"{statement.caller}: {numbers_difference(texts)}")
     if 0 not in received["fingerprint"] and len(set(received["fingerprint"])) == 1:
         raise ValueError(f"{statement.caller}: {GATHERED_BEFORE}")
     if len(set(received["same"]) - {0}) > 1:

@@ -40,10 +40,10 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
 
 
 class StateWatch:
-    """Detects whether a loss draws random numbers or changes its buffers, and undoes that.
+    """Detects whether a loss draws random numbers, changes its buffers or counts in its attributes, and undoes that.
 
     Args:
-        loss: the module with the buffers.
+        loss: the module with the buffers and attributes.
         device: the accelerator with the generator, if any.
 
     Attributes:
@@ -60,18 +60,27 @@ class StateWatch:
         self.found_on_any_rank = False
         self.device, self.states = device, _states(device)
         self.buffers = [(x, x.clone()) for x in loss.buffers()]
+        self.attributes = [(vars(x), _plain(x)) for x in loss.modules()]
 
     def has_changed(self) -> bool:
-        """Return whether a generator or a buffer has changed since construction."""
+        """Return whether a generator, a buffer or a plain attribute has changed since construction."""
         states = zip(_states(self.device), self.states, strict=True)
-        return any(not torch.equal(present, before) for present, before in [*states, *self.buffers])
+        if any(not torch.equal(present, before) for present, before in [*states, *self.buffers]):
+            return True
+        return any(held.get(name) != x for held, before in self.attributes for name, x in before.items())
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the generators and buffers."""
+        """Restore the generators, buffers and attributes."""
         _restore(self.states, self.device)
+        for held, plain in self.attributes:
+            held.update(plain)
         for buffer, before in self.buffers:
             buffer.copy_(before)
+
+
+def _plain(module: torch.nn.Module) -> dict[str, float | str]:
+    return {name: x for name, x in vars(module).items() if type(x) in (int, float, bool, str)}
 
 
 def broadcast_states(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:

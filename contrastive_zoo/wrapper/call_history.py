@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.engine.precision import sum_dtype
-from contrastive_zoo.loss_base.loss_modules import LossModules, StateSums
+from contrastive_zoo.loss_base.loss_modules import StateSums
 from contrastive_zoo.ranks.devices import ValueCheck, read_later
 from contrastive_zoo.ranks.session import Session
 
-FIRST_VALUES, EVERY_NTH_CALL = 8, 64
-"""Returned values are compared between ranks after the first 8 calls, parameters at the first call, both at every 64th."""
+EVERY_NTH_CALL = 64
+"""Numbers of the loss are compared by their norms at every call, and by their projections, too, at every 64th."""
 
 _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 """How many numbers a check reads, and what it concludes from them."""
@@ -55,27 +55,24 @@ class CallHistory:
         return {**vars(self), "_value": None, "_sums": None, "_checks": []}
 
     def remember_value(self, value: Any) -> None:
-        """Keep the returned value for the next handshake, at calls whose values are compared."""
-        if self.calls < FIRST_VALUES or self.calls % EVERY_NTH_CALL == 0:
-            # tensors only: other results, such as a time, may differ between ranks
-            tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-            self._value = None
-            if tensors:
-                sums = torch.stack([x.detach().sum().to(sum_dtype(x)) for x in tensors])
-                self._value = sums.tolist if sums.is_cpu else read_later(sums)
+        """Keep the returned value for the next handshake."""
+        # tensors only: other results, such as a time, may differ between ranks
+        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+        self._value = None
+        if tensors:
+            sums = torch.stack([x.detach().sum().to(sum_dtype(x)) for x in tensors])
+            self._value = sums.tolist if sums.is_cpu else read_later(sums)
 
     def last_value(self) -> float | None:
-        """The sum of what the previous call returned, once; None if it is not compared."""
+        """The sum of what the previous call returned, once; None if there is none."""
         value, self._value = self._value, None
         return None if value is None else sum(value())
 
-    def state_sums(self, modules: LossModules) -> StateSums | None:
-        """The sums of parameters and buffers at every 64th call; one call later for those on an accelerator."""
-        due, self._sums = self._sums, None
-        if self.calls % EVERY_NTH_CALL == 0:
-            self._sums = StateSums.of(modules)
-            if due is None and all(x.device.type == "cpu" for _, x in modules.shared_state()):
-                due, self._sums = self._sums, None
+    def state_sums(self, numbers: Mapping[str, Tensor]) -> StateSums | None:
+        """The sums of everything numeric; those of the previous call if some of it is on an accelerator."""
+        due, self._sums = self._sums, StateSums.of(numbers, closely=self.calls % EVERY_NTH_CALL == 0)
+        if all(x.is_cpu for x in numbers.values()):
+            due, self._sums = self._sums, None
         return None if due is None else due()
 
     def look_later(self, checks: Sequence[ValueCheck]) -> None:

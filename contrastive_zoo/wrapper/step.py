@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.loss_base.held_values import tensors_of
 from contrastive_zoo.loss_base.loss import Loss, Stated
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
@@ -109,6 +110,11 @@ class DistributedStep:
         """The tensors of the call, whose dimension 0 counts samples."""
         raise NotImplementedError
 
+    @property
+    def computed(self) -> Mapping[str, Tensor]:
+        """The tensors that settings are in this step, by name."""
+        return {}
+
     def statement(self) -> Statement:
         """What this rank states of the arguments in the handshake."""
         raise NotImplementedError
@@ -163,8 +169,12 @@ class DistributedStep:
         statement.compared = {"the loss": compared["the loss"], **statement.compared, **compared}
         statement.problem = self._problem(statement)
         statement.last_value = history.last_value()
-        if options.check_equal and (sums := history.state_sums(self.modules)) is not None:
-            statement.norm, statement.projection, statement.parameters = sums.norm, sums.projection, sums.by_name
+        if options.check_equal:
+            numbers = {**dict(self.modules.numbers()), **self.computed}
+            if (sums := history.state_sums(numbers)) is not None:
+                statement.level, statement.projection = sums.level, sums.projection
+                statement.tolerance = max(statement.tolerance, tolerance(numbers.values()))
+                statement.numbers = numbers
         if options.check_distinct and history.calls == 0:
             # sharded class weights differ between ranks in any case
             samples = {name: x for name, x in self.rows.items() if not name.startswith("class weights")}
@@ -216,6 +226,10 @@ class OwnStep(DistributedStep):
     @property
     def rows(self) -> Mapping[str, Tensor]:
         return self.stated.inputs.rows
+
+    @property
+    def computed(self) -> Mapping[str, Tensor]:
+        return dict(tensors_of(vars(self.stated.settings), "this step's settings"))
 
     def statement(self) -> Statement:
         stated, inputs, rows = self.stated, self.stated.inputs, self.stated.inputs.rows

@@ -1,0 +1,169 @@
+"""A training in which one rank alone changes something: its loss, a setting, a hook, a number, what surrounds the call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.wrapper.step import splitting
+
+WIDTH, TOTAL = 5, 8
+SHARDS = ((3, 5), (8, 0), (1, 7), (4, 4), (5, 3))
+"""Of the steps of a training."""
+
+
+class Annealed(nn.Module):
+    """A temperature that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        self.calls += 1
+        return 0.1 + 0.1 * self.calls
+
+
+class Held(cz.RowLoss):
+    """A row loss that computes with everything that an attribute can be."""
+
+    def __post_init__(self) -> None:
+        self.table = {"b": 1.0, "a": [0.5, torch.tensor(2.0, dtype=torch.float64)]}
+        self.array = np.array([1.0, 2.0])
+        self.options = SimpleNamespace(power=2.0)
+        self.scale = torch.tensor(1.5, dtype=torch.float64)
+        self._private = 0.25
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        factor = self.table["b"] + self.table["a"][0] + self.table["a"][1] + float(self.array.sum())
+        factor = factor * self.options.power * self.scale + self._private
+        return factor * (similarity * negative).sum(1), negative.any(1)
+
+
+class Schedule:
+    """What a closure holds."""
+
+    def __init__(self) -> None:
+        self.weights = {"all": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+        self.power = 2.0
+
+
+def of_closure() -> Callable[..., Tensor]:
+    weights, power = {"all": torch.tensor([1.0, 2.0], dtype=torch.float64)}, 2.0
+
+    def spread(z: Tensor, labels: Tensor) -> Tensor:
+        return (
+            weights["all"].sum() * (z[:, None] - z[None]).square().sum(2) ** power * (labels[:, None] != labels)
+        ).mean()
+
+    return spread
+
+
+def scaled(z: Tensor, labels: Tensor, scale: float = 1.0, power: Any = 2.0) -> Tensor:
+    return scale * ((z - z.mean(0)) ** power).sum() + 0 * labels.sum()
+
+
+class Called:
+    """A loss that is no module."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, z: Tensor, labels: Tensor) -> Tensor:
+        return scaled(z, labels, self.scale)
+
+
+def learnt(value: float = 0.2) -> cz.LearnableTemperature:
+    return cz.LearnableTemperature(value)
+
+
+LABELLED: dict[str, Callable[[], Any]] = {
+    "SupCon": lambda: cz.SupCon(temperature=learnt()),
+    "SupCon, tensor": lambda: cz.SupCon(temperature=torch.tensor(0.2, dtype=torch.float64)),
+    "Held": Held,
+    "ArcFace": lambda: cz.ArcFace(4, WIDTH),
+    "Triplet": lambda: cz.Triplet(margin=learnt()),
+    "WeightedSum": lambda: cz.WeightedSum([cz.SupCon(temperature=learnt()), cz.Triplet()]),
+    "CrossBatchMemory": lambda: cz.CrossBatchMemory(cz.SupCon(temperature=learnt()), 16, WIDTH),
+    "closure": of_closure,
+    "partial": lambda: functools.partial(scaled, scale=2.0, power=torch.tensor(2.0)),
+    "object": lambda: Called(1.0),
+}
+PAIRED: dict[str, Callable[[], Any]] = {
+    "NTXent": lambda: cz.NTXent(temperature=learnt()),
+    "NTXent, tensor": lambda: cz.NTXent(temperature=torch.tensor(0.2, dtype=torch.float64)),
+    "Clip": lambda: cz.Clip(temperature=learnt()),
+    "SigLIP": lambda: cz.SigLIP(),
+    "VICReg": lambda: cz.VICReg(),
+}
+LOSSES = LABELLED | PAIRED
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    loss = LOSSES[name]()
+    return loss.double() if isinstance(loss, nn.Module) else loss
+
+
+def batch(name: str, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    z = torch.randn(2, TOTAL, WIDTH, dtype=torch.float64, generator=generator)
+    return [z[0], torch.arange(TOTAL) % 3] if name in LABELLED else [z[0], z[1]]
+
+
+class Outcome(NamedTuple):
+    """A step on one rank: the value and the gradients of rows and parameters, or what was refused."""
+
+    value: Tensor | None = None
+    rows: Sequence[Tensor] = ()
+    parameters: Sequence[Tensor] = ()
+    refused: str = ""
+
+
+def parameters_of(loss: Any) -> list[nn.Parameter]:
+    return [x for x in loss.parameters() if x.requires_grad] if isinstance(loss, nn.Module) else []
+
+
+def one_step(loss_fn: Callable[..., Tensor], rows: list[Tensor], learns: list[nn.Parameter], size: int = 1) -> Outcome:
+    """Call, go backward, and average what DDP averages."""
+    rows = [x.clone().requires_grad_() if x.is_floating_point() else x for x in rows]
+    leaves = [x for x in rows if x.requires_grad]
+    value = loss_fn(*rows)
+    gradients = torch.autograd.grad(value, [*leaves, *learns], allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        for x, gradient in zip(learns, gradients[len(leaves) :], strict=True):
+            x -= 0.01 * gradient
+    of_rows = [gradient / size for gradient in gradients[: len(leaves)]]
+    return Outcome(value.detach(), of_rows, list(gradients[len(leaves) :]))
+
+
+def alone(name: str) -> list[Outcome]:
+    """The training on one process."""
+    loss = made(name)
+    return [one_step(loss, batch(name, step), parameters_of(loss)) for step in range(len(SHARDS))]
+
+
+def on_ranks(name: str, change: Callable[[Any], None] | None, at: int, *, splits: bool) -> list[Outcome]:
+    """The training on this rank, which ends with what is refused; the last rank changes something at a step."""
+    loss = made(name)
+    loss_fn = cz.DistributedLoss(loss)
+    outcomes = []
+    with splitting(always=splits):
+        for step, shards in enumerate(SHARDS):
+            rank, size = dist.get_rank(), dist.get_world_size()
+            if change is not None and step == at and rank == size - 1:
+                change(loss)
+            rows = [x.split(shards)[rank] for x in batch(name, step)]
+            try:
+                outcomes.append(one_step(loss_fn, rows, parameters_of(loss), size))
+            except (ValueError, cz.CommunicationError) as error:
+                return [*outcomes, Outcome(refused=f"{type(error).__name__}: {error}")]
+    return outcomes
