@@ -339,7 +339,7 @@ def test_a_value_that_differs_between_ranks_is_noticed(name: str, world_size: in
 
     text, after = common_error(worlds, world_size, bad, good)
     if name == "weights":
-        assert "Own: the loss's parameters or buffers differ between ranks: weight has norm" in text
+        assert "Own: the loss's parameters, buffers or settings differ between ranks: weight has norm" in text
     else:
         assert "chance: its last value came out differently on two ranks" in text
         assert "rank 0 found" in text

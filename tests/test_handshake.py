@@ -94,7 +94,8 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
     assert len(set(zero)) == 1
 
 
-SUMS = {"norm": 1.0, "projection": 0.5}
+SUMS = {"level": 1.0, "projection": 0.5}
+ONE, TWO = ({"w": torch.full((1,), x)} for x in (1.0, 2.0))
 
 ERRORS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "a problem": ([{}, {"problem": "it is bad."}], "Loss: rank 1: it is bad."),
@@ -104,12 +105,12 @@ ERRORS: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "a value": ([{"last_value": 1.0}, {"last_value": 1.01}], "rank 0 found 1, rank 1 found 1.01"),
     "a norm": (
-        [{**SUMS, "parameters": {"w": 1.0}}, {"norm": 2.0, "projection": 0.5, "parameters": {"w": 2.0}}],
+        [{**SUMS, "numbers": ONE}, {**SUMS, "level": 2.0, "numbers": TWO}],
         "w has norm 1 on rank 0 and 2 on rank 1",
     ),
     "a direction": (
         [SUMS, {**SUMS, "projection": -0.5}],
-        "the loss's parameters or buffers differ between ranks. Build",
+        "the loss's parameters, buffers or settings differ between ranks. Build",
     ),
     "equal rows": ([{"fingerprint": 5}, {"fingerprint": 5}], "every rank brought the very same embeddings"),
     "one tensor": ([{"same": 1}, {"same": 2}], "ranks disagree on which arguments are one tensor"),
@@ -134,8 +135,8 @@ AGREEING: list[list[dict[str, Any]]] = [
     [{"last_value": 1.0}, {"last_value": 1.0 + 1e-7}],
     [{"last_value": 1.0}, {}],
     [{"last_value": torch.nan}, {"last_value": torch.nan}],
-    [{"norm": 1.0, "projection": 0.5}, {"norm": 1.0 + 1e-5, "projection": 0.5}],
-    [{"norm": 1.0, "projection": 0.5}, {}],
+    [SUMS, {**SUMS, "level": 1.0 + 1e-5}],
+    [SUMS, {}],
     [{"fingerprint": 5}, {"fingerprint": 6}],
     [{"fingerprint": 5}, {"fingerprint": 0}],
     [{"same": 2}, {"same": 0}],

@@ -12,7 +12,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
-from contrastive_zoo.ranks.messages import completed_handshake
+from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
@@ -30,7 +30,7 @@ def in_a_step(case: OwnLoss, *, in_parts: bool) -> int:
     arguments = case.arguments(dist.get_rank(), dist.get_world_size())
     with (
         splitting(always=in_parts),
-        patch("contrastive_zoo.ranks.handshake.completed_handshake", wraps=completed_handshake) as handshakes,
+        patch("contrastive_zoo.ranks.handshake.begun_handshake", wraps=begun_handshake) as handshakes,
     ):
         loss(*arguments.values()).sum().backward()
     return handshakes.call_count

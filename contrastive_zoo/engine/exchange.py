@@ -11,7 +11,6 @@ from torch import Tensor
 
 from contrastive_zoo.engine.precision import is_16_bit
 from contrastive_zoo.engine.schedule import RankBlock
-from contrastive_zoo.ranks.messages import started
 from contrastive_zoo.ranks.transport import derived, exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -77,10 +76,9 @@ class SendReceive:
         messages = [dist.P2POp(dist.isend, self.sent, group=world.group, group_peer=to)] if len(rows) else []
         if count:
             messages.append(dist.P2POp(dist.irecv, self.received, group=world.group, group_peer=source))
-        self.arrived = started(
+        self.arrived = world.start(
             "a transfer to the next rank of the ring",
-            lambda: dist.batch_isend_irecv(messages) if messages else [],
-            world,
+            lambda: dist.batch_isend_irecv(messages) if messages else None,
             polled=False,
         )
 

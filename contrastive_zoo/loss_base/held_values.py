@@ -77,7 +77,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, AbstractSet):
         return dict(enumerate(sorted(value, key=repr)))
     if isinstance(value, SimpleNamespace) or is_dataclass(value):
-        return vars(value) if hasattr(value, "__dict__") else None
+        return {name: x for name, x in getattr(value, "__dict__", {}).items() if name not in OF_RANKS}
     return None
 
 

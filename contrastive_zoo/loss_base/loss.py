@@ -184,7 +184,7 @@ class Loss(Settings, GraphModule):
         problem = inputs.problem or problem or (None if one_device else devices.device_problem(inputs.rows))
         compared = inputs.compared
         if computed:
-            compared = {key: x for key, x in computed.items() if not isinstance(x, Tensor)} | dict(compared)
+            compared = computed | dict(compared)
         kernels = choose_kernels(inputs.rows.values()) if self.has_kernels else NO_KERNELS
         return Stated(name, inputs, settings, compared, problem, kernels)
 
@@ -209,8 +209,8 @@ class Loss(Settings, GraphModule):
             shards = [Shards((len(x),)) for x in rows.values()]
         else:
             unlike = (Tensor, list, World)  # a world says which of the ranks this is
-            plain = {key: x for key, x in vars(stated.settings).items() if not isinstance(x, unlike)}
-            compared = {**plain, **stated.compared, "implementation": stated.kernels}
+            settings = {**vars(stated.settings), **stated.compared, "implementation": stated.kernels}
+            compared = {key: x for key, x in settings.items() if not isinstance(x, unlike)}
             shards = session.agree_on_shards(name, rows, problem, compared)
         refuse_empty(name, shards[0])
         return stated.batch(rows, shards, session)

@@ -166,8 +166,8 @@ class StateSums:
         """Start to sum up; the result returns the sums.
 
         Examples:
-            >>> StateSums.of({"scale": torch.tensor(1 - _LEAST)}, closely=False)()
-            StateSums(level=0.0, projection=None)
+            >>> StateSums.of({"scale": torch.tensor(1 - _LEAST).double()}, closely=False)().projection is None
+            True
         """
         tensors = [numbers[name].detach() for name in sorted(numbers)]
         if all(x.is_cpu for x in tensors) and not closely:

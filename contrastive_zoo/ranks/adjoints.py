@@ -57,7 +57,7 @@ class Reduce(Function):
         def run(wide: Tensor) -> None:
             background = wide.device.type == "cpu"
             where: dict[str, Any] = {"group": world.group, "group_dst": dst, "async_op": background}
-            world.start("a reduction to one rank", lambda: dist.reduce(wide, op=OPS[op], **where), wide)()
+            world.start("a reduction to one rank", lambda: dist.reduce(wide, op=OPS[op], **where), polled=background)()
 
         y = reduced(x, op, world, run)
         if world.rank != dst:

@@ -58,6 +58,16 @@ def eager_autograd() -> AbstractContextManager[None]:
     return compiled_autograd._disable()
 
 
+def backward_pass() -> int:
+    """The number of the backward pass that autograd runs in this thread; −1 outside of one.
+
+    Examples:
+        >>> backward_pass()
+        -1
+    """
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward pass in this thread, within which a checkpoint calls modules again.
 
@@ -65,7 +75,16 @@ def in_backward() -> bool:
         >>> in_backward()
         False
     """
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
+
+
+def waiting_time(group: dist.ProcessGroup) -> float:
+    """The seconds that a message of a process group may take."""
+    try:
+        seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (RuntimeError, AttributeError):  # no backend of the CPU, or one without this option
+        seconds = 600.0
+    return seconds
 
 
 def recording() -> AbstractContextManager[Any]:

@@ -1,7 +1,8 @@
 """What this process keeps of a process group from call to call: nothing that a caller holds lives as long as the group."""
 
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -33,9 +34,12 @@ class GroupState:
 
     Args:
         has_sent: whether a message of this library has been sent.
-        handshakes: how many have been completed; equal on all ranks, since a handshake involves all of them.
+        handshakes: how many have been begun; equal on all ranks, since a handshake involves all of them.
         failed_at: the number of handshakes at which this rank itself failed last.
         lost: why the group cannot be used any more.
+        conversation: the handshake that opened the step whose messages are sent, and the backward pass that sends them.
+        wrappers: by the number of the handshake of its first call, how many wrappers each rank had made until this one.
+        alive: wrappers that this rank holds, by the same number.
         reserved: what the next handshake reserves for a payload.
         on_accelerators: whether its backend sends tensors on accelerators only; None until it is first read.
         host_group: the same ranks in a group that sends from the CPU; None if there is none.
@@ -46,6 +50,9 @@ class GroupState:
     handshakes: int = 0
     failed_at: int = -1
     lost: str | None = None
+    conversation: tuple[int, int] = (0, -1)
+    wrappers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    alive: "WeakValueDictionary[int, Any]" = field(default_factory=WeakValueDictionary)
     reserved: ReservedBytes = field(default_factory=ReservedBytes)
     on_accelerators: bool | None = None
     host_group: dist.ProcessGroup | None = None

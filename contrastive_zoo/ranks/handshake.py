@@ -18,6 +18,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.differences import (
     GATHERED_BEFORE,
     SAME_TENSOR_DIFFERS,
@@ -28,26 +29,18 @@ from contrastive_zoo.ranks.differences import (
     values_difference,
 )
 from contrastive_zoo.ranks.group_state import state_of
-from contrastive_zoo.ranks.messages import completed_handshake
+from contrastive_zoo.ranks.header import FIELDS, SIZES, exchange_headers, refuse_out_of_step
+from contrastive_zoo.ranks.messages import begun_handshake
+from contrastive_zoo.ranks.row_checks import tolerance
 from contrastive_zoo.ranks.world import Shards, World
 
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
 
-_SIZES = 16
-"""Sizes that fit into a header; further ones take a message of their own."""
-
 _IDLE = 8
 """Handshakes without a payload after which the group no longer reserves bytes for one."""
 
-_FIELDS = (
-    "problem", "digest", "last value", "level", "projection", "fingerprint", "same", "replicable", "draws", "bytes",
-)  # fmt: skip
-"""Header fields before the sizes, one int64 each."""
-
 _BYTES: Callable[[Tensor], int] = attrgetter("nbytes")
-
-_HEADER = struct.Struct(f"{len(_FIELDS) + _SIZES}q")
 
 
 @dataclass
@@ -70,6 +63,8 @@ class Statement:
         draws: whether this rank knows that the loss draws random numbers or changes its buffers when it is computed.
         small: whether all of the loss takes every rank less time than its part and the messages, given the shards.
         payload: rows that may follow the header, as bytes; None where they cannot.
+        wrapper: the number of the handshake of the wrapper's first call; 0 in that call, −1 without a wrapper.
+        made: how many wrappers this process has made until this one.
     """
 
     caller: str
@@ -87,6 +82,8 @@ class Statement:
     draws: bool = False
     small: Callable[[Sequence[Shards]], bool] = lambda shards: False
     payload: Sequence[Tensor] | None = None
+    wrapper: int = -1
+    made: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,12 +95,16 @@ class Agreed:
         replicate: whether every rank computes the loss from the rows of all ranks.
         same: which arguments are one tensor; 0 if no rank can tell.
         payload: [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes.
+        number: of this handshake among the group's.
+        wrapper: the number of the handshake of the wrapper's first call; −1 without a wrapper.
     """
 
     shards: list[Shards]
     replicate: bool = False
     same: int = 0
     payload: Tensor | None = None
+    number: int = field(default=0, repr=False)
+    wrapper: int = field(default=-1, repr=False)
 
 
 def shake_hands(statement: Statement, world: World) -> Agreed:
@@ -112,7 +113,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     Raises:
         ValueError: on every rank alike, if any rank states a problem; if what they compare differs; if a value or the
             parameters differ by more than half the digits of their dtype; or if all ranks hold the same rows.
-        CommunicationError: another rank failed, died or is late.
+        CommunicationError: another rank failed, died or is late, or calls another wrapper.
 
     Examples:
         >>> shake_hands(Statement("Loss", sizes=[3]), World())
@@ -124,14 +125,17 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         return Agreed([Shards((size,)) for size in statement.sizes])
     world = world if world.caller else replace(world, caller=statement.caller)
     text = "\n".join([f"{name}|{value}" for name, value in statement.compared.items()])
-    reserved = state_of(world.process_group).reserved
-    headers, payload = _exchange(_header(statement, text), statement.payload or (), reserved.size, world)
-    completed_handshake(world)
-    received = dict(zip(_FIELDS, zip(*headers, strict=True), strict=False))
+    state = state_of(world.process_group)
+    reserved, number = state.reserved, begun_handshake(world)
+    state.conversation = (number, backward_pass())
+    header = [0, number, *_header(statement, text)]
+    headers, payload = exchange_headers(header, statement.payload or (), reserved.size, world)
+    received = dict(zip(FIELDS, zip(*headers, strict=True), strict=False))
+    identity = _identity(statement, number, received, world)
     _refuse_problems(statement, received, text, world)
-    by_rank = [header[len(_FIELDS) : len(_FIELDS) + len(statement.sizes)] for header in headers]
-    if len(statement.sizes) > _SIZES:
-        further = world.exchange(statement.sizes[_SIZES:])
+    by_rank = [header[len(FIELDS) : len(FIELDS) + len(statement.sizes)] for header in headers]
+    if len(statement.sizes) > SIZES:
+        further = world.exchange(statement.sizes[SIZES:])
         by_rank = [(*first, *rest) for first, rest in zip(by_rank, further, strict=True)]
     _refuse_differences(statement, received, world)
     shards = [Shards(of, world.rank) for of in zip(*by_rank, strict=True)]
@@ -139,13 +143,38 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
     fits = 0 < needed <= reserved.size
     reserved.learn(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
-    return Agreed(shards, replicate, max(received["same"]), payload if fits else None)
+    return Agreed(shards, replicate, max(received["same"]), payload if fits else None, number, identity)
+
+
+def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
+    """Return the number that all ranks know the wrapper by; refuse ranks that call different ones.
+
+    A wrapper that is called for the first time on some ranks only was made again there, unless they hold the old one, too.
+    """
+    wrappers, numbers, made = state_of(world.process_group).wrappers, {*received["wrapper"]}, received["made"]
+    known = numbers - {0}
+    if known == {-1} == numbers:
+        return -1
+    are_different = len(known) > 1 or -1 in known
+    if not known:  # the first call: two wrappers are met in one order on every rank
+        orders = [{a > b for a, b in zip(made, other, strict=True)} for other in wrappers.values()]
+        are_different = any(len(order) > 1 for order in orders)
+        wrappers[number] = (*made,)
+    elif 0 in numbers and not are_different:
+        holds_both = statement.wrapper == 0 and max(known) in state_of(world.process_group).alive
+        are_different = any(both for (both,) in world.exchange([holds_both]))
+    if are_different:
+        which = "" if statement.wrapper < 0 else f", which is wrapper number {statement.made} of this process"
+        refuse_out_of_step(f"{world.caller}{which}", world)
+    return max(known, default=number)
 
 
 def _header(statement: Statement, text: str) -> list[int]:
-    sizes = [*statement.sizes[:_SIZES]]
+    sizes = [*statement.sizes[:SIZES]]
     payload = -1 if statement.payload is None else sum(map(_BYTES, statement.payload))
     return [
+        statement.wrapper,
+        statement.made,
         statement.problem is not None,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
         *map(to_bits, (statement.last_value, statement.level, statement.projection)),
@@ -155,7 +184,7 @@ def _header(statement: Statement, text: str) -> list[int]:
         statement.draws,
         payload,
         *sizes,
-        *[0] * (_SIZES - len(sizes)),
+        *[0] * (SIZES - len(sizes)),
     ]
 
 
@@ -200,7 +229,8 @@ def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[in
     values, *sums = (received[name] for name in ("last value", "level", "projection"))
     if _differ(values) and (difference := values_difference(from_bits(values), statement.tolerance)):
         raise ValueError(f"{statement.caller}: {difference}")
-    if any(_differ(bits) and numbers_differ(from_bits(bits), statement.tolerance) for bits in sums):
+    most = max(statement.tolerance, tolerance(statement.numbers.values()))
+    if any(_differ(bits) and numbers_differ(from_bits(bits), most) for bits in sums):
         norms = {name: float(x.detach().double().norm()) for name, x in statement.numbers.items()}
         texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in norms.items()))
         raise ValueError(f"{statement.caller}: {numbers_difference(texts)}")
@@ -208,21 +238,6 @@ def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[in
         raise ValueError(f"{statement.caller}: {GATHERED_BEFORE}")
     if len(set(received["same"]) - {0}) > 1:
         raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")
-
-
-def _exchange(
-    numbers: Sequence[int], payload: Sequence[Tensor], size: int, world: World
-) -> tuple[list[tuple[int, ...]], Tensor]:
-    """All ranks' numbers, and in the same message all ranks' payload, [W, size]: zeros for one that does not fit."""
-    header = torch.frombuffer(bytearray(_HEADER.pack(*numbers)), dtype=torch.uint8)
-    header = header.to(world.host_device) if world.on_accelerators else header
-    length = sum([x.numel() for x in payload])
-    parts = [header, *payload] if length <= size else [header]
-    if (unused := size - (length if length <= size else 0)) > 0:
-        parts.append(header.new_zeros(unused))
-    received = world.start_host_gather(torch.cat(parts) if len(parts) > 1 else header, "the handshake")()
-    headers = (received if received.is_cpu else received[:, : _HEADER.size].cpu()).numpy()
-    return [_HEADER.unpack_from(x) for x in headers], received[:, _HEADER.size :]
 
 
 def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], list[str]]:

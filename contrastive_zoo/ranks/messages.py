@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from contrastive_zoo.ranks.compat import waiting_time
 from contrastive_zoo.ranks.group_state import GroupState, state_of
 
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
@@ -25,6 +26,12 @@ FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 
 STORE_TIMEOUT = 2.0
 """Seconds for one look into the store, whose host may be gone."""
+
+_PAUSE = 0.05
+"""Seconds between two looks of a rank that has failed and goes on."""
+
+_GONE_ON = "gone on"
+"""What a rank writes in place of the number of the call in which it has failed."""
 
 _LATE = (
     "Usually a rank has left the training loop earlier (epochs of different length), calls the loss less often, is "
@@ -101,13 +108,45 @@ def started(message: str, begin: Callable[[], Sequence[Any]], member: Member, *,
             raise
         except RuntimeError as error:
             raise _failed(message, member, error, since) from error
+        except BaseException as error:  # Ctrl-C, a test's time-out: the others go on
+            report(error, member)
+            raise
 
     return wait
 
 
-def completed_handshake(member: Member) -> None:
-    """Count a handshake, after it has been received and before anything in it is refused."""
-    _of_group(member).handshakes += 1
+def begun_handshake(member: Member) -> int:
+    """Count a handshake before anything of it is sent, and return its number.
+
+    Raises:
+        CommunicationError: this rank failed in its last call, and another one did not.
+    """
+    status = _of_group(member)
+    if status.failed_at == status.handshakes and status.lost is None:
+        _settle(member)
+    status.handshakes += 1
+    return status.handshakes
+
+
+def _settle(member: Member) -> None:
+    """Wait until every other rank has failed in the same call, too, or is known to have gone on without this one.
+
+    Nothing is sent: a rank that goes on waits for the rest of the call, and would take any message for that.
+    """
+    status, key = _of_group(member), _key(member)
+    until = time.monotonic() + waiting_time(member.process_group)
+    waits_for = {rank for rank in range(member.size) if rank != member.rank}
+    while waits_for:
+        said = _in_store(lambda store: [_read(store, f"{key}/{rank}").split("\n", 1) for rank in range(member.size)])
+        if said is None or any(text[0] == _GONE_ON for text in said) or time.monotonic() > until:
+            words = "" if said is None else said[member.rank][-1]
+            raise lost(f"{_who(member)} failed in its last call, and not all ranks did. {words}".strip(), member)
+        waits_for = {rank for rank in waits_for if said[rank][0] != str(status.failed_at)}
+        time.sleep(_PAUSE if waits_for else 0)
+
+
+def _read(store: Any, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 @contextmanager
@@ -129,7 +168,13 @@ def report(error: BaseException, member: Member) -> None:
     words = f"{type(error).__name__}: {error}".strip().rstrip(":.")
     of_loss = f" in {member.caller}" if member.caller else ""
     note = f"{status.handshakes}\n{member.rank}\nRank {member.rank} failed{of_loss}: {words}."
-    _in_store(lambda store: store.set(_key(member), note))
+    own = f"{status.handshakes}\n{note.split(chr(10), 2)[2]}"
+
+    def leave(store: Any) -> None:
+        store.set(_key(member), note)
+        store.set(f"{_key(member)}/{member.rank}", own)
+
+    _in_store(leave)
 
 
 def _wait_and_look(work: Any, message: str, member: Member) -> None:
@@ -137,7 +182,7 @@ def _wait_and_look(work: Any, message: str, member: Member) -> None:
     patience = FIRST_LOOK
     while not _arrived(work, patience):
         if (note := _note(member)) is not None:
-            raise _lost(f"{_who(member)} waited in {message} for a rank that has failed. {note}", member)
+            raise lost(f"{_who(member)} waited in {message} for a rank that has failed. {note}", member)
         patience = min(2 * patience, LONGEST_WAIT)
 
 
@@ -156,15 +201,17 @@ def _failed(message: str, member: Member, error: RuntimeError, since: float) -> 
     """The error of a message that failed: the note of the rank that is missing, or what usually causes it."""
     who = _who(member)
     if (note := _note(member)) is not None:
-        return _lost(f"{who} waited in {message} for a rank that has failed. {note}", member)
+        return lost(f"{who} waited in {message} for a rank that has failed. {note}", member)
     if "timed out" in str(error).lower() or "timeout" in str(error).lower():
         waited = time.monotonic() - since
-        return _lost(f"{who} waited {waited:.0f} s in {message}, and not all ranks came. {_LATE}", member)
-    return _lost(f"{who} lost the connection to another rank in {message}. {_GONE}", member)
+        return lost(f"{who} waited {waited:.0f} s in {message}, and not all ranks came. {_LATE}", member)
+    return lost(f"{who} lost the connection to another rank in {message}. {_GONE}", member)
 
 
-def _lost(text: str, member: Member) -> CommunicationError:
+def lost(text: str, member: Member) -> CommunicationError:
+    """Return the error after which the group is not used any more; a rank that has failed and would go on hears of it."""
     _of_group(member).lost = text
+    _in_store(lambda store: store.set(f"{_key(member)}/{member.rank}", f"{_GONE_ON}\n{text}"))
     return CommunicationError(text)
 
 
@@ -177,19 +224,26 @@ def _of_group(member: Member) -> GroupState:
     state = state_of(member.process_group)
     if not state.has_sent:
         state.has_sent = True
-        if member.rank == 0:
-            _in_store(lambda store: store.set(_key(member), ""))
+        _in_store(lambda store: _clear(store, member))
     return state
+
+
+def _clear(store: Any, member: Member) -> None:
+    store.set(f"{_key(member)}/{member.rank}", "")
+    if member.rank == 0:
+        store.set(_key(member), "")
 
 
 def _note(member: Member) -> str | None:
     """What another rank said when it failed after the same handshake as this rank's last; None if this rank failed, too."""
-    status, key = _of_group(member), _key(member)
-    result = _in_store(lambda store: store.get(key).decode() if store.check([key]) else "")
-    if not result or status.failed_at == status.handshakes:
+    status = _of_group(member)
+    result = _in_store(lambda store: _read(store, _key(member)))
+    if not result:
         return None
     handshakes, rank, note = result.split("\n", 2)
-    return note if int(handshakes) == status.handshakes and int(rank) != member.rank else None
+    # in this call, or in the one before, after which that rank sends no handshake of this call
+    is_recent = status.handshakes - 1 <= int(handshakes) <= status.handshakes
+    return note if is_recent and int(rank) != member.rank and status.failed_at != int(handshakes) else None
 
 
 def _key(member: Member) -> str:

@@ -137,7 +137,9 @@ def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int
     if scatters_sums(shards, world):
         wide_rows = sendable(rows, world).to(wide).contiguous()
         total = wide_rows.new_empty(shards.size, *rows.shape[1:])
-        world.start("a reduce-scatter", lambda: reduce_scatter_single(total, wide_rows, group=world.group), total)()
+        world.start(
+            "a reduce-scatter", lambda: reduce_scatter_single(total, wide_rows, group=world.group), polled=total.is_cpu
+        )()
         return (total if over == 1 else total / over).to(rows)
     parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
     parts = parts.view(world.size, shards.size, *rows.shape[1:])
@@ -158,7 +160,7 @@ def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], wor
     world.start(
         "an exchange of rows",
         lambda: dist.all_to_all_single(received, local, *sizes, group=world.group, async_op=background),
-        local,
+        polled=background,
     )()
     return from_bytes(received, rows).to(rows.device)
 
@@ -168,7 +170,7 @@ def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
     sent = sendable(x, world)
     background = sent.device.type == "cpu"
     begin = functools.partial(dist.broadcast, sent, group=world.group, group_src=src, async_op=background)
-    world.start("a broadcast", begin, sent)()
+    world.start("a broadcast", begin, polled=background)()
     if sent is not x:
         x.copy_(sent)
 
@@ -191,7 +193,8 @@ def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
             y.copy_(_ACROSS[op](world.start_gather(y, "an all-reduce")(), 0))
         else:
             background = y.device.type == "cpu"
-            world.start("an all-reduce", lambda: dist.all_reduce(y, OPS[op], world.group, async_op=background), y)()
+            begin = functools.partial(dist.all_reduce, y, OPS[op], world.group, async_op=background)
+            world.start("an all-reduce", begin, polled=background)()
 
     return reduced(x, op, world, run)
 

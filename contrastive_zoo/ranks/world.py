@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.compat import all_gather_single
 from contrastive_zoo.ranks.group_state import state_of
+from contrastive_zoo.ranks.header import open_backward
 from contrastive_zoo.ranks.messages import started
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class World:
         size: number of processes W.
         group: what torch.distributed calls take as ``group``; None is the default group.
         caller: the loss and the call that send messages, as the errors of messages name them.
+        opened: the number of the handshake that opened the step; 0 if none did.
 
     Examples:
         >>> World.of()
@@ -103,6 +106,7 @@ class World:
     size: int = 1
     group: dist.ProcessGroup | None = None
     caller: str = field(default="", repr=False, compare=False, kw_only=True)
+    opened: int = field(default=0, repr=False, compare=False, kw_only=True)
 
     @classmethod
     def of(cls, process_group: Processes = None, caller: str = "") -> World:
@@ -166,7 +170,9 @@ class World:
             state.host_group, state.has_looked_for_host_group = made or None, True
         return state.host_group
 
-    def start_host_gather(self, x: Tensor, message: str = "an exchange of numbers") -> Callable[[], Tensor]:
+    def start_host_gather(
+        self, x: Tensor, message: str = "an exchange of numbers", *, opens: bool = False
+    ) -> Callable[[], Tensor]:
         """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for.
 
         Examples:
@@ -174,7 +180,7 @@ class World:
             tensor([[3, 4]])
         """
         group = self._host_group if self.size > 1 and self.on_accelerators else None
-        return self.start_gather(x, message, group or self.group)
+        return self.start_gather(x, message, group or self.group, opens=opens)
 
     def sends_directly(self, x: Tensor) -> bool:
         """Whether each rank sends x to each other rank directly: a small tensor arrives sooner than through gloo's ring.
@@ -187,7 +193,12 @@ class World:
         return small and self.size > 1 and x.device.type == "cpu" and not self.on_accelerators
 
     def start_gather(
-        self, x: Tensor, message: str = "a gather of rows", group: dist.ProcessGroup | None = None
+        self,
+        x: Tensor,
+        message: str = "a gather of rows",
+        group: dist.ProcessGroup | None = None,
+        *,
+        opens: bool = False,
     ) -> Callable[[], Tensor]:
         """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x].
 
@@ -195,6 +206,7 @@ class World:
             x: this rank's.
             message: its name in an error.
             group: another group of the same ranks.
+            opens: whether it opens a step, or a backward pass.
 
         Examples:
             >>> ONE_PROCESS.start_gather(torch.tensor([3, 4]))()
@@ -205,12 +217,13 @@ class World:
         gathered, group = x.new_empty(self.size, *x.shape), group or self.group
         if x.is_cpu and x.nbytes * self.size <= _SMALL:
             copies = torch.stack([x] * self.size)
-            wait = self.start(message, lambda: dist.all_to_all_single(gathered, copies, group=group, async_op=True), x)
+            begin: Callable[[], Any] = functools.partial(
+                dist.all_to_all_single, gathered, copies, group=group, async_op=True
+            )
         else:
             flat = x.reshape(-1)
-            wait = self.start(
-                message, lambda: all_gather_single(gathered.view(-1), flat, group=group, async_op=True), x
-            )
+            begin = functools.partial(all_gather_single, gathered.view(-1), flat, group=group, async_op=True)
+        wait = self.start(message, begin, polled=x.is_cpu, opens=opens)
 
         def arrived() -> Tensor:
             wait()
@@ -218,23 +231,29 @@ class World:
 
         return arrived
 
-    def start(self, message: str, begin: Callable[[], Any], x: Tensor) -> Callable[[], None]:
+    def start(self, message: str, begin: Callable[[], Any], *, polled: bool, opens: bool = False) -> Callable[[], None]:
         """Start a message of all ranks; the returned function waits for it.
+
+        In a backward pass, the first message of a loss follows a header: ranks that run another one's are refused.
 
         Args:
             message: its name in an error.
-            begin: starts it, and returns the work to wait for; None if there is none.
-            x: the tensor that is sent.
+            begin: starts it, and returns the work or works to wait for; None if there is none.
+            polled: whether a note of a rank that has failed is looked for while the message does not arrive.
+            opens: whether it opens a step, or a backward pass, itself.
 
         Raises:
             CommunicationError: another rank failed, died or is late; the returned function raises it, too.
         """
 
+        if self.size > 1 and not opens:
+            open_backward(self)
+
         def works() -> Sequence[Any]:
             work = begin()
-            return () if work is None else (work,)
+            return () if work is None else work if isinstance(work, list) else (work,)
 
-        return started(message, works, self, polled=x.is_cpu)
+        return started(message, works, self, polled=polled)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The ``numbers`` of all ranks, by rank; every rank passes equally many.

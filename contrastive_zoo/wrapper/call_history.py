@@ -24,10 +24,15 @@ _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 """How many numbers a check reads, and what it concludes from them."""
 
 
+_made = itertools.count(1)
+
+
 class CallHistory:
     """One wrapper's calls. No decision that changes messages rests on it: its contents enter the handshake's header.
 
     Attributes:
+        made: how many wrappers this process has made until this one.
+        wrapper: the number of the handshake of its first call, by which all ranks know it; 0 before.
         calls: how many have been completed between several ranks.
         draws: whether the loss has drawn random numbers or changed its buffers while it was computed.
         keeps_state: whether the last call changed the loss's buffers.
@@ -41,6 +46,8 @@ class CallHistory:
     """
 
     def __init__(self) -> None:
+        self.made = next(_made)
+        self.wrapper = 0
         self.calls = 0
         self.draws = False
         self.keeps_state = False
@@ -51,8 +58,8 @@ class CallHistory:
         self._checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without numbers that are still to be read from a device for the next handshake of this very object."""
-        return {**vars(self), "_value": None, "_sums": None, "_checks": []}
+        """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
+        return {**vars(self), "made": next(_made), "wrapper": 0, "_value": None, "_sums": None, "_checks": []}
 
     def remember_value(self, value: Any) -> None:
         """Keep the returned value for the next handshake."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
-from contrastive_zoo.loss_base.held_values import tensors_of
 from contrastive_zoo.loss_base.loss import Loss, Stated
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
@@ -23,6 +22,7 @@ from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.compiling import gradients_are_computed
 from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.differences import failing_together
+from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.randomness import one_stream
@@ -112,7 +112,7 @@ class DistributedStep:
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
-        """The tensors that settings are in this step, by name."""
+        """The tensors that modules in place of settings have returned in this step, by name."""
         return {}
 
     def statement(self) -> Statement:
@@ -136,10 +136,13 @@ class DistributedStep:
         except Exception as error:  # a setting that cannot be read, for one; the other ranks wait in the handshake
             refuse(self.name, f"{type(error).__name__}: {error}", world=session)
         before = self.modules.buffer_versions()
+        agreed = shake_hands(statement, session)
+        history.wrapper = agreed.wrapper
+        state_of(session.process_group).alive[agreed.wrapper] = history
+        self.session = session = replace(session, opened=agreed.number)
+        if agreed.shards:
+            refuse_empty(self.name, agreed.shards[0])
         try:
-            agreed = shake_hands(statement, session)
-            if agreed.shards:
-                refuse_empty(self.name, agreed.shards[0])
             value = self.value(agreed)
         except BaseException as error:
             report(error, session)
@@ -166,14 +169,17 @@ class DistributedStep:
         if self.observer is not None:
             compared["the monitor"] = self.observer.compared()
         # errors name the first difference: another loss, then other arguments, then other options
-        statement.compared = {"the loss": compared["the loss"], **statement.compared, **compared}
+        arguments = {"the loss": compared["the loss"], **statement.compared}
+        for name in arguments.keys() & compared.keys() - {"the loss"}:
+            compared[f"the loss's {name}"] = compared.pop(name)
+        statement.compared = arguments | compared
         statement.problem = self._problem(statement)
         statement.last_value = history.last_value()
+        statement.wrapper, statement.made = history.wrapper, history.made
         if options.check_equal:
             numbers = {**dict(self.modules.numbers()), **self.computed}
             if (sums := history.state_sums(numbers)) is not None:
                 statement.level, statement.projection = sums.level, sums.projection
-                statement.tolerance = max(statement.tolerance, tolerance(numbers.values()))
                 statement.numbers = numbers
         if options.check_distinct and history.calls == 0:
             # sharded class weights differ between ranks in any case
@@ -229,7 +235,7 @@ class OwnStep(DistributedStep):
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
-        return dict(tensors_of(vars(self.stated.settings), "this step's settings"))
+        return {name: x for name, x in self.stated.compared.items() if isinstance(x, Tensor)}
 
     def statement(self) -> Statement:
         stated, inputs, rows = self.stated, self.stated.inputs, self.stated.inputs.rows
@@ -237,7 +243,8 @@ class OwnStep(DistributedStep):
         compared["the passed arguments"] = ", ".join(rows)
         compared["implementation"] = str(stated.kernels)
         for name, x in stated.compared.items():
-            compared[name] = in_one_line(x)
+            if not isinstance(x, Tensor):
+                compared[name] = in_one_line(x)
         problem, can_compute_all = stated.problem, self.loss.replicable() and not inputs.local
         if inputs.values and problem is None:
             problem = values_problem(inputs.values, self.session.findings.later, waits=False)
