@@ -623,26 +623,6 @@ def test_a_step_leaves_no_reference_cycle(loss: Any, worlds: Worlds) -> None:
     assert worlds.run(2, step) == [0, 0]
 
 
-def test_gathered_rows_are_differentiated_twice(worlds: Worlds) -> None:
-    """A gradient penalty needs the other ranks' part of the second derivative, which create_graph=True asks for."""
-    shards, direction = (1, 3), numbers(4, 2, seed=1)
-
-    def cubic(z: torch.Tensor) -> torch.Tensor:
-        return (z @ z.T).pow(3).sum()
-
-    def second(value: torch.Tensor, z: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
-        (gradient,) = torch.autograd.grad(value, z, create_graph=True)
-        return torch.autograd.grad((gradient * along).sum(), z)[0]
-
-    def step() -> torch.Tensor:
-        z = local_shard(numbers(4, 2, seed=0), shards).requires_grad_()
-        return second(cz.DistributedLoss(cubic)(z), z, local_shard(direction, shards))
-
-    whole = numbers(4, 2, seed=0).requires_grad_()
-    expected = 4 * second(cubic(whole), whole, direction)  # W for each of the two backward passes
-    assert distance(torch.cat(worlds.run(2, step)), expected) <= EXACT
-
-
 class Mining(nn.Module):
     """A miner with a setting."""
 

@@ -115,6 +115,8 @@ class _Gathered(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.factor != 1:
+            refuse_second_derivative()
         # a slice is differentiated again only under create_graph; a node for each costs more than a small slice
         if torch.is_grad_enabled():
             local = [_OwnSlice.apply(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True)]
@@ -251,7 +253,28 @@ class _ScaleGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative()
         return dy * ctx.factor, None
+
+
+def refuse_second_derivative() -> None:
+    """Refuse a graph of gradients that are scaled for a trainer.
+
+    Raises:
+        ValueError: the backward pass runs under ``create_graph=True``.
+
+    Examples:
+        >>> with torch.no_grad():
+        ...     refuse_second_derivative()
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "DistributedLoss: create_graph=True asks for gradients that are differentiated again, but here they are those "
+            "that a trainer averages, W times the derivative: a penalty of them would be W² times too large. Take the "
+            "derivative of the bare loss under plain_formulas(), loss(embeddings, labels, world=cz.World.of()), or of a "
+            "third-party loss of the rows that cz.collectives.all_gather(embeddings, gradient='complete') returns; add "
+            "the penalty of this rank's rows to the value of DistributedLoss."
+        )
 
 
 def scale_gradient(x: Any, factor: float) -> Any:
