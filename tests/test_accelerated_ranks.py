@@ -61,7 +61,8 @@ class Steps:
 
 
 def steps(index: int, *rows: Tensor, check: bool, splits: bool = True) -> tuple[list[Any], list[str], list[int]]:
-    done = Steps(ENTRIES[index], list(rows), splits=splits, static_shapes=True, check_finite=check, check_equal=check)
+    checks = {"check_finite": check, "check_equal": check, "check_distinct": check}
+    done = Steps(ENTRIES[index], list(rows), splits=splits, static_shapes=True, **checks)
     return done.found, [*done.reads, *done.copies], done.host_messages
 
 
@@ -117,7 +118,8 @@ def test_a_value_of_the_host_would_be_noticed(device_worlds: Worlds) -> None:
     def job(*rows: Tensor) -> list[str]:
         with device() as mode:
             scale = torch.ones(3, dtype=torch.float64)
-            loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True, check_finite=False, check_equal=False)
+            off = {"check_finite": False, "check_equal": False, "check_distinct": False}
+            loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True, **off)
             loss(*(mode.put(x) * scale.to(mode.place) for x in rows))
             return mode.uploads
 

@@ -24,7 +24,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.arguments import GlobalIndices
 from contrastive_zoo.wrapper.call_history import EVERY_NTH_CALL
 from contrastive_zoo.wrapper.step import splitting
-from tests.helpers import EXACT, close, common_error, distance, error_message, local_shard, numbers
+from tests.helpers import close, common_error, error_message, local_shard, numbers
 
 N, D = 7, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]

@@ -52,7 +52,9 @@ SAYS: dict[str, tuple[str, ...]] = {
     "SIGSTOP in the loss": ("Rows, call 3: rank 0 waited 2 s in an exchange of rows", LATE),
     "sleep beyond the time-out": ("NTXent, call 3: rank 0 waited 2 s in the handshake", LATE),
     "Ctrl-C in the loss": ("Rank 1 failed in Rows, call 3: KeyboardInterrupt.",),
-    "one call more than elsewhere": ("ranks are out of step: rank 0 is in average_gradients; rank 1 is in NTXent, call",),
+    "one call more than elsewhere": (
+        "ranks are out of step: rank 0 is in average_gradients; rank 1 is in NTXent, call",
+    ),
     "a shorter epoch": ("NTXent, call 3: rank 0 waited 2 s in the handshake", LATE, "epochs of different length"),
     "the loss in a forked worker": ("this process was forked from a rank", "Call the loss in the rank itself"),
 }

@@ -393,6 +393,15 @@ def test_embeddings_that_were_gathered_before(worlds: Worlds) -> None:
     text, _ = common_error(worlds, 2, gathered, good)
     assert "NTXent: every rank brought the very same embeddings" in text
 
+    def after_a_validation() -> None:
+        loss_fn = cz.DistributedLoss(cz.NTXent())
+        with torch.no_grad():
+            loss_fn(z(), z(seed=5))
+        loss_fn(numbers(4, D, seed=1), numbers(4, D, seed=2))
+
+    text, _ = common_error(worlds, 2, after_a_validation, good)
+    assert "NTXent: every rank brought the very same embeddings" in text
+
     def coincidence() -> None:
         same = numbers(4, D, seed=1)
         cz.DistributedLoss(cz.NTXent(), check_distinct=False)(same, same)

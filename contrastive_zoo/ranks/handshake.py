@@ -56,7 +56,8 @@ class Statement:
         level: a number of everything numeric that the loss computes with; None if it is not compared.
         projection: of the same on a fixed direction, at calls that look closely.
         numbers: the tensors that these were made of, for the error.
-        fingerprint: a digest of the rows, if they must differ between ranks; otherwise 0.
+        fingerprint: a digest of some numbers of the rows, if these must differ between ranks; otherwise 0.
+        digest: returns that of all numbers, where those of some are equal on all ranks.
         same: which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell.
         tolerance: the relative tolerance of values and parameters.
         replicable: whether this rank can compute the loss from the rows of all ranks.
@@ -76,6 +77,7 @@ class Statement:
     projection: float | None = None
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
     fingerprint: int = 0
+    digest: Callable[[], int] = lambda: 0
     same: int = 0
     tolerance: float = torch.finfo(torch.float32).eps
     replicable: bool = False
@@ -131,8 +133,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     header = [0, number, *_header(statement, text)]
     headers, payload = exchange_headers(header, statement.payload or (), reserved.size, world)
     received = dict(zip(FIELDS, zip(*headers, strict=True), strict=False))
-    identity = _identity(statement, number, received, world)
     _refuse_problems(statement, received, text, world)
+    identity = _identity(statement, number, received, world)
     by_rank = [header[len(FIELDS) : len(FIELDS) + len(statement.sizes)] for header in headers]
     if len(statement.sizes) > SIZES:
         further = world.exchange(statement.sizes[SIZES:])
@@ -235,7 +237,9 @@ def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[in
         texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in norms.items()))
         raise ValueError(f"{statement.caller}: {numbers_difference(texts)}")
     if 0 not in received["fingerprint"] and len(set(received["fingerprint"])) == 1:
-        raise ValueError(f"{statement.caller}: {GATHERED_BEFORE}")
+        digests = world.exchange([statement.digest()])
+        if all(x == digests[0] for x in digests):
+            raise ValueError(f"{statement.caller}: {GATHERED_BEFORE}")
     if len(set(received["same"]) - {0}) > 1:
         raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_u
 from contrastive_zoo.ranks.adjoints import gather_together
 from contrastive_zoo.ranks.handshake import Agreed
 from contrastive_zoo.ranks.row_checks import in_one_line, row_kind, tensor_problem
-from contrastive_zoo.ranks.transport import packed
+from contrastive_zoo.ranks.transport import flat_bytes, packed
 from contrastive_zoo.ranks.world import Shards, World
 
 
@@ -176,21 +176,35 @@ _COMPARED = 11
 """Arguments that may be one tensor: their pairs are as many bits as an int64 has for them."""
 
 
-def fingerprint(rows: Mapping[str, Tensor]) -> int:
-    """A digest of the floating-point rows, other than 0; 0 if they cannot be told from a coincidence.
+_ROWS, _COLUMNS = 16, 64
+"""Of a tensor, how many a fingerprint of some numbers looks at."""
+
+
+def some_numbers(rows: Mapping[str, Tensor]) -> list[Tensor]:
+    """Evenly spaced rows and columns of the floating-point rows.
+
+    Examples:
+        >>> some_numbers({"embeddings": torch.ones(64, 2), "labels": torch.arange(64)})[0].shape
+        torch.Size([16, 2])
+    """
+    floating = [x.detach().reshape(len(x), -1) for x in rows.values() if x.is_floating_point() and x.numel()]
+    return [x[:: max(1, len(x) // _ROWS)][:, :: max(1, x.shape[1] // _COLUMNS)] for x in floating]
+
+
+def fingerprint(numbers: Sequence[Tensor]) -> int:
+    """A digest of tensors on the host, other than 0; 0 if they cannot be told from a coincidence.
 
     One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks.
 
     Examples:
-        >>> fingerprint({"embeddings": torch.ones(3, 2)})
+        >>> fingerprint([torch.ones(3, 2)])
         0
     """
-    floating = [x.detach() for x in rows.values() if x.is_floating_point()]
-    if not any(len(x) > 1 and x.numel() and not torch.equal(x[:1].expand_as(x), x) for x in floating):
+    if not any(len(x) > 1 and not torch.equal(x[:1].expand_as(x), x) for x in numbers):
         return 0
     digest = hashlib.blake2b(digest_size=7)
-    for x in floating:
-        digest.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for x in numbers:
+        digest.update(flat_bytes(x).numpy().tobytes())
     return 1 + int.from_bytes(digest.digest(), "big")
 
 

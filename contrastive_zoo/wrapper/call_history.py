@@ -16,6 +16,7 @@ from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.loss_base.loss_modules import StateSums
 from contrastive_zoo.ranks.devices import ValueCheck, read_later
 from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.wrapper.arguments import fingerprint, some_numbers
 
 EVERY_NTH_CALL = 64
 """Numbers of the loss are compared by their norms at every call, and by their projections, too, at every 64th."""
@@ -55,11 +56,20 @@ class CallHistory:
         self.sizes: list[int] | None = None
         self._value: Callable[[], list[float]] | None = None
         self._sums: Callable[[], StateSums] | None = None
+        self._some: tuple[list[torch.Size], Callable[[], list[float]]] | None = None
         self._checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
-        return {**vars(self), "made": next(_made), "wrapper": 0, "_value": None, "_sums": None, "_checks": []}
+        return {
+            **vars(self),
+            "made": next(_made),
+            "wrapper": 0,
+            "_value": None,
+            "_sums": None,
+            "_some": None,
+            "_checks": [],
+        }
 
     def remember_value(self, value: Any) -> None:
         """Keep the returned value for the next handshake."""
@@ -81,6 +91,23 @@ class CallHistory:
         if all(x.is_cpu for x in numbers.values()):
             due, self._sums = self._sums, None
         return None if due is None else due()
+
+    def fingerprint(self, rows: Mapping[str, Tensor]) -> tuple[int, Callable[[], int]]:
+        """The fingerprint of some numbers, and what returns that of all; of the previous call's on an accelerator."""
+        numbers = some_numbers(rows)
+        if all(x.is_cpu for x in numbers):
+            return fingerprint(numbers), lambda: fingerprint(
+                [x.detach() for x in rows.values() if x.is_floating_point()]
+            )
+        due, device = self._some, next(x.device for x in numbers if not x.is_cpu)
+        shapes = [x.shape for x in numbers]
+        self._some = shapes, read_later(torch.cat([x.to(device).float().flatten() for x in numbers]))
+        if due is None and self.calls:
+            return 0, int
+        shapes, read = due or self._some  # the first call waits
+        parts = torch.tensor(read()).split([shape.numel() for shape in shapes])
+        known = fingerprint([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
+        return known, lambda: known
 
     def look_later(self, checks: Sequence[ValueCheck]) -> None:
         """Start to copy the numbers of this call's checks, all in one copy from a device, for the next call."""

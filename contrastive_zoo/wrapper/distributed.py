@@ -133,7 +133,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             False leaves out all checks of values on an accelerator.
         check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
             value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
-        check_distinct: whether the first call refuses embeddings that are equal on every rank, as they are after a gather.
+        check_distinct: whether embeddings that are equal on every rank, as they are after a gather, are refused; those on
+            an accelerator at the next call, and at the first one, which waits for them.
         broadcast_parameters: whether the first call sets the loss's parameters and buffers to rank 0's, as DDP does for a
             model at construction.
         static_shapes: whether each rank passes equally many rows at every call; other numbers are refused on every rank.

@@ -30,7 +30,7 @@ from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_
 from contrastive_zoo.ranks.session import UNCHECKED, Session, refuse
 from contrastive_zoo.ranks.transport import packed
 from contrastive_zoo.ranks.world import Machines, Shards, World
-from contrastive_zoo.wrapper.arguments import Arguments, fingerprint
+from contrastive_zoo.wrapper.arguments import Arguments
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
@@ -181,10 +181,10 @@ class DistributedStep:
             if (sums := history.state_sums(numbers)) is not None:
                 statement.level, statement.projection = sums.level, sums.projection
                 statement.numbers = numbers
-        if options.check_distinct and history.calls == 0:
+        if options.check_distinct and statement.problem is None:
             # sharded class weights differ between ranks in any case
             samples = {name: x for name, x in self.rows.items() if not name.startswith("class weights")}
-            statement.fingerprint = fingerprint(samples)
+            statement.fingerprint, statement.digest = history.fingerprint(samples)
         return statement
 
     def _problem(self, statement: Statement) -> str | None:
