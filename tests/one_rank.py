@@ -48,14 +48,6 @@ class Held(cz.RowLoss):
         return factor * (similarity * negative).sum(1), negative.any(1)
 
 
-class Schedule:
-    """What a closure holds."""
-
-    def __init__(self) -> None:
-        self.weights = {"all": torch.tensor([1.0, 2.0], dtype=torch.float64)}
-        self.power = 2.0
-
-
 def of_closure() -> Callable[..., Tensor]:
     weights, power = {"all": torch.tensor([1.0, 2.0], dtype=torch.float64)}, 2.0
 
@@ -81,6 +73,74 @@ class Called:
         return scaled(z, labels, self.scale)
 
 
+class Counting(cz.RowLoss):
+    """A row loss that counts in a plain attribute how often it is asked."""
+
+    def __post_init__(self) -> None:
+        self.asked = 0
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        self.asked += 1
+        return self.asked * (similarity * negative).sum(1), negative.any(1)
+
+
+class OwnForward(cz.SupCon):
+    """A subclass that changes embeddings before, and counts its calls."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, z: Any, labels: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return self.calls * super().forward(z - z.mean(0), labels)
+
+
+class OwnCall(cz.SupCon):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        self.calls += 1
+        return self.calls * super().__call__(*args, **named)
+
+
+def patched() -> cz.SupCon:
+    loss = cz.SupCon()
+    forward = loss.forward
+    loss.forward = lambda z, labels=None: forward(z - z.mean(0), labels)
+    return loss
+
+
+def hooked(kind: str, hook: Callable[..., Any]) -> cz.SupCon:
+    loss = cz.SupCon()
+    getattr(loss, f"register_{kind}_hook")(hook)
+    return loss
+
+
+def centred(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return args[0] - args[0].mean(0), *args[1:]
+
+
+def doubled(module: nn.Module, of_inputs: Sequence[Tensor | None], of_outputs: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else 2 * x for x in of_inputs)
+
+
+def spectral() -> nn.Module:
+    """A setting with a parametrisation that keeps vectors as buffers."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+
+        def forward(self) -> Tensor:
+            return self.layer.weight.square().mean() + 0.1
+
+    return Norm()
+
+
 def learnt(value: float = 0.2) -> cz.LearnableTemperature:
     return cz.LearnableTemperature(value)
 
@@ -104,7 +164,33 @@ PAIRED: dict[str, Callable[[], Any]] = {
     "SigLIP": lambda: cz.SigLIP(),
     "VICReg": lambda: cz.VICReg(),
 }
-LOSSES = LABELLED | PAIRED
+STATEFUL: dict[str, Callable[[], Any]] = {
+    "SupCon, annealed": lambda: cz.SupCon(temperature=Annealed()),
+    "SINCERE, annealed": lambda: cz.SINCERE(temperature=Annealed()),
+    "NormalizedSoftmax, annealed": lambda: cz.NormalizedSoftmax(4, WIDTH, temperature=Annealed()),
+    "Triplet, annealed": lambda: cz.Triplet(margin=Annealed()),
+    "SupCon, spectral norm": lambda: cz.SupCon(temperature=spectral()),
+    "WeightedSum, annealed": lambda: cz.WeightedSum([cz.SupCon(temperature=Annealed()), cz.Triplet()]),
+    "CrossBatchMemory, annealed": lambda: cz.CrossBatchMemory(cz.SupCon(temperature=Annealed()), 16, WIDTH),
+    "a counter": Counting,
+    "a forward of its own": OwnForward,
+    "a call of its own": OwnCall,
+    "a patched forward": patched,
+    "a pre-hook": lambda: hooked("forward_pre", centred),
+    "a hook": lambda: hooked("forward", lambda module, args, value: value * args[0].std()),
+    "a backward hook": lambda: hooked("full_backward", doubled),
+    "a backward pre-hook": lambda: hooked("full_backward_pre", lambda module, gradients: (2 * gradients[0],)),
+    "a forward of its own in a sum": lambda: cz.WeightedSum([OwnForward(), cz.Triplet()]),
+}
+"""User code that moves a state, or sees the embeddings: labelled, too."""
+STATEFUL_PAIRS: dict[str, Callable[[], Any]] = {
+    "DCL, annealed": lambda: cz.DCL(temperature=Annealed()),
+    "NTXent, annealed": lambda: cz.NTXent(temperature=Annealed()),
+    "MNRL, annealed": lambda: cz.MNRL(temperature=Annealed()),
+    "Clip, annealed": lambda: cz.Clip(temperature=Annealed()),
+}
+LABELLED |= STATEFUL
+LOSSES = LABELLED | PAIRED | STATEFUL_PAIRS
 
 
 def made(name: str) -> Any:
@@ -145,13 +231,22 @@ def one_step(loss_fn: Callable[..., Tensor], rows: list[Tensor], learns: list[nn
     return Outcome(value.detach(), of_rows, list(gradients[len(leaves) :]))
 
 
+def largest_error(ranks: Sequence[Outcome], whole: Outcome) -> float:
+    """Of a step: of the value, of the rows' gradients and of each rank's gradients of parameters."""
+    assert whole.value is not None
+    errors = [x.value - whole.value for x in ranks if x.value is not None]
+    errors += [torch.cat([x.rows[i] for x in ranks]) - gradient for i, gradient in enumerate(whole.rows)]
+    errors += [x.parameters[i] - gradient for x in ranks for i, gradient in enumerate(whole.parameters)]
+    return max(float(x.abs().max() / (1 + x.abs().max())) for x in errors)
+
+
 def alone(name: str) -> list[Outcome]:
     """The training on one process."""
     loss = made(name)
     return [one_step(loss, batch(name, step), parameters_of(loss)) for step in range(len(SHARDS))]
 
 
-def on_ranks(name: str, change: Callable[[Any], None] | None, at: int, *, splits: bool) -> list[Outcome]:
+def on_ranks(name: str, change: Callable[[Any], Any] | None, at: int, *, splits: bool) -> list[Outcome]:
     """The training on this rank, which ends with what is refused; the last rank changes something at a step."""
     loss = made(name)
     loss_fn = cz.DistributedLoss(loss)

@@ -296,7 +296,9 @@ class CallForm(NamedTuple):
 @functools.cache
 def call_form(kind: Any) -> CallForm:
     """Return the arguments that losses of a class take."""
-    result = [x for x in inspect.signature(kind.inputs).parameters.values() if x.name != "self"]
+    result = list(inspect.signature(kind.inputs).parameters.values())
+    if not isinstance(inspect.getattr_static(kind, "inputs"), staticmethod):
+        result = result[1:]
     names = tuple(x.name for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
     required = sum(x.default is x.empty for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
     optional = frozenset(x.name for x in result if x.default is None)

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from contrastive_zoo.ranks.world import Shards, World
 
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
+
+ASKS = 2
+"""What a rank states that asks for rank 0's parameters."""
 
 _IDLE = 8
 """Handshakes without a payload after which the group no longer reserves bytes for one."""
@@ -66,6 +70,7 @@ class Statement:
         payload: rows that may follow the header, as bytes; None where they cannot.
         wrapper: the number of the handshake of the wrapper's first call; 0 in that call, −1 without a wrapper.
         made: how many wrappers this process has made until this one.
+        asks: whether this rank asks for rank 0's parameters: 0 where nobody may, 1 for no, 2 for yes.
     """
 
     caller: str
@@ -86,6 +91,7 @@ class Statement:
     payload: Sequence[Tensor] | None = None
     wrapper: int = -1
     made: int = 0
+    asks: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ class Agreed:
         payload: [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes.
         number: of this handshake among the group's.
         wrapper: the number of the handshake of the wrapper's first call; −1 without a wrapper.
+        asked: whether some ranks, but not all, ask for rank 0's parameters: nothing else is agreed on then.
     """
 
     shards: list[Shards]
@@ -107,6 +114,7 @@ class Agreed:
     payload: Tensor | None = None
     number: int = field(default=0, repr=False)
     wrapper: int = field(default=-1, repr=False)
+    asked: bool = field(default=False, repr=False)
 
 
 def shake_hands(statement: Statement, world: World) -> Agreed:
@@ -126,14 +134,18 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
             raise ValueError(f"{statement.caller}: {statement.problem}")
         return Agreed([Shards((size,)) for size in statement.sizes])
     world = world if world.caller else replace(world, caller=statement.caller)
-    text = "\n".join([f"{name}|{value}" for name, value in statement.compared.items()])
+    lines = [f"{name}|{value}" for name, value in statement.compared.items()]
     state = state_of(world.process_group)
     reserved, number = state.reserved, begun_handshake(world)
     state.conversation = (number, backward_pass())
-    header = [0, number, *_header(statement, text)]
+    header = [0, number, *_header(statement, lines)]
     headers, payload = exchange_headers(header, statement.payload or (), reserved.size, world)
     received = dict(zip(FIELDS, zip(*headers, strict=True), strict=False))
-    _refuse_problems(statement, received, text, world)
+    if any(received["problem"]):
+        _refuse_problems(statement, world)
+    if max(received["asks"]) == ASKS > min(received["asks"]) > 0:
+        return Agreed([], number=number, asked=True)
+    _refuse_other_texts(statement, received, lines, world)
     identity = _identity(statement, number, received, world)
     by_rank = [header[len(FIELDS) : len(FIELDS) + len(statement.sizes)] for header in headers]
     if len(statement.sizes) > SIZES:
@@ -171,13 +183,15 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
     return max(known, default=number)
 
 
-def _header(statement: Statement, text: str) -> list[int]:
+def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
     sizes = [*statement.sizes[:SIZES]]
     payload = -1 if statement.payload is None else sum(map(_BYTES, statement.payload))
+    text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
     return [
+        statement.problem is not None,
+        statement.asks,
         statement.wrapper,
         statement.made,
-        statement.problem is not None,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
         *map(to_bits, (statement.last_value, statement.level, statement.projection)),
         statement.fingerprint,
@@ -214,15 +228,23 @@ def _differ(bits: Sequence[int]) -> bool:
     return NO_VALUE not in bits and len(set(bits)) > 1
 
 
-def _refuse_problems(statement: Statement, received: Mapping[str, Sequence[int]], text: str, world: World) -> None:
-    """Raise if any rank has stated a problem, or if the compared texts differ; only then the texts are exchanged."""
-    if any(received["problem"]):
-        callers, problems = _exchange_text(
-            statement.caller if statement.problem else "", statement.problem or "", world
-        )
-        raise ValueError(f"{next(filter(None, callers))}: {combined(problems)}")
+def _refuse_problems(statement: Statement, world: World) -> NoReturn:
+    """Raise what any rank has stated to be wrong.
+
+    Raises:
+        ValueError: always, on every rank alike.
+    """
+    caller, problem = (statement.caller, statement.problem) if statement.problem else ("", "")
+    callers, problems = _exchange_text(caller, problem, world)
+    raise ValueError(f"{next(filter(None, callers))}: {combined(problems)}")
+
+
+def _refuse_other_texts(
+    statement: Statement, received: Mapping[str, Sequence[int]], lines: Sequence[str], world: World
+) -> None:
+    """Raise if the compared texts differ; only then they are exchanged."""
     if len(set(received["digest"])) > 1:
-        callers, texts = _exchange_text(statement.caller, text, world)
+        callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
         raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
 
 

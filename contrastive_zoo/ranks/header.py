@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from contrastive_zoo.ranks.world import World
 
 FIELDS = (
-    "backward", "number", "wrapper", "made", "problem", "digest", "last value", "level", "projection", "fingerprint", "same",
-    "replicable", "draws", "bytes",
+    "backward", "number", "problem", "asks", "wrapper", "made", "digest", "last value", "level", "projection", "fingerprint",
+    "same", "replicable", "draws", "bytes",
 )  # fmt: skip
 """Header fields before the sizes, one int64 each. ``number`` counts the group's handshakes: it names a step."""
 

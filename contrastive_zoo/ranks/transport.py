@@ -27,7 +27,7 @@ _ACROSS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 def flat_bytes(rows: Tensor) -> Tensor:
     """The bytes of a tensor of any dtype, [bytes]: what every backend can send."""
-    flat = rows.reshape(-1)
+    flat = rows.resolve_neg().reshape(-1)
     if flat.stride() != (
         1,
     ):  # reshape() keeps the stride of a column, and 0 of a single expanded number; view() refuses it

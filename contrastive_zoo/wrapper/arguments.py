@@ -61,8 +61,13 @@ class Arguments:
 
     @cached_property
     def rows(self) -> dict[str, Tensor]:
-        """Tensors whose dimension 0 counts samples."""
-        return {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
+        """Tensors whose dimension 0 counts samples; in one order on every rank, however its dicts were filled."""
+        paths = list(self.leaves)
+        if self.tree is not None:
+            names = list(dict.fromkeys(path.partition("[")[0] for path in paths))
+            paths.sort(key=lambda path: (names.index(path.partition("[")[0]), path))
+        leaves = ((path, self.leaves[path]) for path in paths)
+        return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0}
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -15,8 +15,9 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.collectives import broadcast
 from contrastive_zoo.ranks.compiling import traced_as
+from contrastive_zoo.ranks.handshake import ASKS, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import described
-from contrastive_zoo.ranks.session import Findings, Options, Session, agree_on_shards, refuse
+from contrastive_zoo.ranks.session import Findings, Options, Session, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.arguments import Arguments
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
@@ -33,7 +34,7 @@ from contrastive_zoo.wrapper.options import (
     ring_in_group,
     shown,
 )
-from contrastive_zoo.wrapper.step import Observer, OwnStep, ThirdPartyStep, WrapperOptions
+from contrastive_zoo.wrapper.step import ASKED, Observer, OwnStep, ThirdPartyStep, WrapperOptions
 from contrastive_zoo.wrapper.wrapped import unwrapped_loss, unwrapped_miner
 
 if TYPE_CHECKING:
@@ -51,8 +52,11 @@ def broadcast_from_rank_0(modules: LossModules, world: World) -> None:
         >>> broadcast_from_rank_0(LossModules(nn.Linear(2, 1)), World())
     """
     state = dict(modules.shared_state())
-    kinds = {name: described(x) for name, x in state.items()}
-    agree_on_shards(loss_name(modules.loss), {}, world=world, settings={"broadcast_parameters": "now", **kinds})
+    compared = {"the loss": loss_name(modules.loss), "broadcast_parameters": "True"}
+    compared |= {name: described(x) for name, x in state.items()}
+    statement = Statement(loss_name(modules.loss), compared, asks=ASKS)
+    while shake_hands(statement, world).asked:
+        pass  # ranks that have broadcast before are in a call, which they begin again by asking, too
     for x in state.values():
         x.data.copy_(broadcast(x.detach(), process_group=world))
 
@@ -242,6 +246,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
         session, problem = self._session(bare)
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
+        if self.broadcast_parameters and not self._history.has_broadcast and session.size > 1:
+            broadcast_from_rank_0(LossModules(bare), session)  # before a module that is a setting returns its value
+            self._history.has_broadcast = True
         try:
             call, compared = self._call(bare, rows, named_rows)
         except Exception as error:
@@ -255,11 +262,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             refuse(loss_name(bare), text.removeprefix(f"{loss_name(bare)}: "), world=session)
         if session.size == 1:
             return self._alone(bare, call, session)
-        modules = LossModules(bare)
-        if self.broadcast_parameters and not self._history.has_broadcast:
-            broadcast_from_rank_0(modules, session)
-            self._history.has_broadcast = True
-        step, observer = (modules, self._options(), self._history), self._observer if self.training else None
+        step = LossModules(bare), self._options(), self._history
+        observer = self._observer if self.training else None
         if isinstance(call, Stated):
             session = _looking_later(call.inputs.rows, session)
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
@@ -270,6 +274,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
                 refuse(loss_name(bare), problem, world=session)
             session = _looking_later(arguments.rows, session)
             value = ThirdPartyStep(loss_name(bare), compared, *step, session, observer, call, arguments).compute()
+        if value is ASKED:
+            self._history.has_broadcast = False
+            return self(*rows, **named_rows)
         if self.grad_reduction == "sum":
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value
@@ -325,6 +332,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             self.check_finite,
             self.check_equal,
             self.check_distinct,
+            self.broadcast_parameters,
             self.pad_dims or {},
         )
 

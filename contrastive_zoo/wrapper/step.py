@@ -54,8 +54,8 @@ class WrapperOptions:
     """The options that decide how a call is computed and checked, as the documentation of ``DistributedLoss`` has them.
 
     Examples:
-        >>> WrapperOptions(ring=True).compared()
-        {'grad_reduction': 'mean', 'mode': 'replicated', 'ring': 'True', 'static_shapes': 'False', 'training': 'True'}
+        >>> WrapperOptions(ring=True).compared()["ring"]
+        'True'
     """
 
     grad_reduction: str = "mean"
@@ -66,6 +66,7 @@ class WrapperOptions:
     check_finite: bool = True
     check_equal: bool = True
     check_distinct: bool = True
+    broadcast_parameters: bool = False
     pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def compared(self) -> dict[str, str]:
@@ -76,8 +77,13 @@ class WrapperOptions:
             "ring": str(self.ring),
             "static_shapes": str(self.static_shapes),
             "training": str(self.training),
+            "broadcast_parameters": str(self.broadcast_parameters),
         }
         return {**compared, "pad_dims": str(self.pad_dims)} if self.pad_dims else compared
+
+
+ASKED = object()
+"""In place of a value: this call begins again, after parameters and buffers have been set to rank 0's."""
 
 
 @dataclass
@@ -112,7 +118,7 @@ class DistributedStep:
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
-        """The tensors that modules in place of settings have returned in this step, by name."""
+        """Single numbers of this step, by name: what modules in place of settings have returned, or arguments."""
         return {}
 
     def statement(self) -> Statement:
@@ -124,7 +130,7 @@ class DistributedStep:
         raise NotImplementedError
 
     def compute(self) -> Any:
-        """What the loss returns.
+        """What the loss returns; :data:`ASKED` if some ranks ask for rank 0's parameters first.
 
         Raises:
             ValueError: on every rank alike, as ``DistributedLoss`` documents.
@@ -137,6 +143,8 @@ class DistributedStep:
             refuse(self.name, f"{type(error).__name__}: {error}", world=session)
         before = self.modules.buffer_versions()
         agreed = shake_hands(statement, session)
+        if agreed.asked:
+            return ASKED
         history.wrapper = agreed.wrapper
         state_of(session.process_group).alive[agreed.wrapper] = history
         self.session = session = replace(session, opened=agreed.number)
@@ -169,13 +177,15 @@ class DistributedStep:
         if self.observer is not None:
             compared["the monitor"] = self.observer.compared()
         # errors name the first difference: another loss, then other arguments, then other options
-        arguments = {"the loss": compared["the loss"], **statement.compared}
-        for name in arguments.keys() & compared.keys() - {"the loss"}:
+        first = {name: compared[name] for name in ("the loss", "broadcast_parameters")}
+        arguments = {**first, **statement.compared}
+        for name in arguments.keys() & compared.keys() - first.keys():
             compared[f"the loss's {name}"] = compared.pop(name)
         statement.compared = arguments | compared
         statement.problem = self._problem(statement)
         statement.last_value = history.last_value()
         statement.wrapper, statement.made = history.wrapper, history.made
+        statement.asks = int(options.broadcast_parameters)
         if options.check_equal:
             numbers = {**dict(self.modules.numbers()), **self.computed}
             if (sums := history.state_sums(numbers)) is not None:
@@ -292,6 +302,11 @@ class ThirdPartyStep(DistributedStep):
     @property
     def rows(self) -> Mapping[str, Tensor]:
         return self.arguments.rows
+
+    @property
+    def computed(self) -> Mapping[str, Tensor]:
+        leaves = self.arguments.leaves.items()
+        return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim == 0}
 
     def statement(self) -> Statement:
         call, arguments, replicated = self.call, self.arguments, self.options.mode == "replicated"

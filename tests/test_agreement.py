@@ -1,0 +1,380 @@
+"""What ranks agree on is complete: a step is that of one process, or refused on every rank in that very step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.step import splitting
+from tests.helpers import EXACT, common_error, drawn, numbers
+from tests.one_rank import SHARDS, STATEFUL, STATEFUL_PAIRS, Outcome, alone, largest_error, on_ranks
+
+Change = Callable[[Any], Any]
+AT = 2
+"""The step before which one rank changes something."""
+
+
+def require_exact(ranks: list[list[Outcome]], whole: list[Outcome]) -> None:
+    for step, outcomes in enumerate(zip(*ranks, strict=True)):
+        assert largest_error(outcomes, whole[step]) <= EXACT, f"step {step}"
+
+
+@pytest.mark.parametrize(("name", "splits"), drawn([*STATEFUL, *STATEFUL_PAIRS], (False, True), one_in=1))
+def test_user_code_and_states_are_those_of_one_process(name: str, splits: bool, worlds: Worlds) -> None:
+    """A setting that counts, a forward or hook of one's own: once a step, and of the rows of all ranks."""
+    ranks = worlds.run(2, on_ranks, name, None, AT, splits=splits)
+    assert [len(x) for x in ranks] == [len(SHARDS)] * 2, ranks[0][-1].refused
+    require_exact(ranks, alone(name))
+
+
+# -------------------------------------------------------------------------------------------- one rank differs
+
+
+def first_parameter(loss: nn.Module) -> nn.Parameter:
+    return next(loss.parameters())
+
+
+def drifts(loss: nn.Module) -> None:
+    with torch.no_grad():
+        first_parameter(loss).mul_(1.1)
+
+
+def forgets(loss: nn.Module) -> None:
+    """One stored embedding differs."""
+    next(x for x in loss.buffers() if x.is_floating_point() and x.ndim == 2)[0] *= 1.5
+
+
+def content(index: int, change: Callable[[Any], Any]) -> Change:
+    """Change what a closure holds."""
+
+    def apply(loss: Any) -> None:
+        cell = loss.__closure__[index]
+        cell.cell_contents = change(cell.cell_contents)
+
+    return apply
+
+
+def patches(loss: nn.Module) -> None:
+    forward = loss.forward
+    loss.forward = lambda *args, **named: forward(*args, **named)
+
+
+OF_MODULES: dict[str, Change] = {
+    "a parameter drifts": drifts,
+    "a parameter is frozen": lambda loss: first_parameter(loss).requires_grad_(False),
+    "another dtype": lambda loss: loss.float(),
+    "a hook": lambda loss: loss.register_forward_hook(lambda module, args, value: value),
+    "a pre-hook": lambda loss: loss.register_forward_pre_hook(lambda module, args: None),
+    "a backward hook": lambda loss: loss.register_full_backward_hook(lambda module, inner, outer: None),
+    "a patched forward": patches,
+    "evaluation": lambda loss: loss.temperature.eval(),
+    "no gradients": lambda loss: torch.set_grad_enabled(False),
+}
+SAYS: dict[str, str] = {
+    "a parameter drifts": "parameters, buffers or settings differ between ranks",
+    "a parameter is frozen": ", learnt, rank 1 has float64",
+    "another dtype": "rank 1 has float32",
+    "evaluation": "training: rank 0 has True, rank 1 has False",
+    "no gradients": "carry a gradient",
+}
+HOOKS = "with hooks or a forward of its own"
+
+CHANGES: dict[tuple[str, str], Change] = {
+    ("CrossBatchMemory", "a stored embedding"): forgets,
+    ("SupCon, tensor", "a tensor"): lambda loss: loss.temperature.mul_(1.1),
+    ("NTXent, tensor", "a tensor"): lambda loss: loss.temperature.mul_(1.1),
+    ("Held", "a dict"): lambda loss: loss.table.update(b=1.1),
+    ("Held", "a list in a dict"): lambda loss: loss.table["a"].__setitem__(0, 0.6),
+    ("Held", "a tensor in a list"): lambda loss: loss.table["a"][1].mul_(1.1),
+    ("Held", "an array"): lambda loss: loss.array.__setitem__(0, 1.1),
+    ("Held", "a namespace"): lambda loss: setattr(loss.options, "power", 3.0),
+    ("Held", "a tensor"): lambda loss: loss.scale.mul_(1.1),
+    ("Held", "a private attribute"): lambda loss: setattr(loss, "_private", 0.3),
+    ("closure", "a number"): content(0, lambda power: 1.1 * power),
+    ("closure", "a tensor in a dict"): content(1, lambda weights: {"all": 1.1 * weights["all"]}),
+    ("object", "an attribute"): lambda loss: setattr(loss, "scale", 1.1),
+    ("partial", "a number"): lambda loss: loss.keywords.update(scale=2.1),
+    ("partial", "a tensor"): lambda loss: loss.keywords["power"].add_(1),
+} | {
+    (name, what): change
+    for name in ("SupCon", "Clip", "NTXent", "Triplet", "ArcFace", "SigLIP", "WeightedSum", "CrossBatchMemory")
+    for what, change in OF_MODULES.items()
+    if what != "evaluation" or name in ("SupCon", "Clip", "NTXent", "SigLIP")
+}
+
+
+def split_of(name: str, what: str) -> bool:
+    """Half of the changes in a batch that ranks split."""
+    return list(CHANGES).index((name, what)) % 2 == 0
+
+
+@pytest.mark.parametrize(("name", "what"), CHANGES)
+def test_a_change_on_one_rank_is_refused_in_that_step(name: str, what: str, worlds: Worlds) -> None:
+    ranks = worlds.run(2, on_ranks, name, CHANGES[name, what], AT, splits=split_of(name, what))
+    refused = [x[-1].refused for x in ranks]
+    assert [len(x) for x in ranks] == [AT + 1] * 2
+    assert refused[0] == refused[1]
+    assert refused[0].startswith("ValueError: "), refused
+    words = SAYS.get(what, HOOKS if "hook" in what or "forward" in what else "rank 1")
+    assert words in refused[0] or (name == "CrossBatchMemory" and "ranks disagree on its content" in refused[0])
+    require_exact([x[:-1] for x in ranks], alone(name)[:AT])
+
+
+def test_what_tells_ranks_apart_by_its_name_is_no_difference(worlds: Worlds) -> None:
+    def job() -> tuple[float, float]:
+        rank, z = dist.get_rank(), numbers(3, 2, seed=dist.get_rank())
+
+        def of_closure(rows: Tensor) -> Tensor:
+            return rows.square().sum() * (1 + 0 * rank)
+
+        loss = cz.SupCon()
+        loss.rank, loss.is_main_process = rank, rank == 0
+        return cz.DistributedLoss(of_closure)(z).item(), cz.DistributedLoss(loss)(z, torch.tensor([0, 1, 0])).item()
+
+    first, second = worlds.run(2, job)
+    assert first == second
+
+
+def test_a_setting_that_draws_is_refused_in_words(worlds: Worlds) -> None:
+    class Drawn(nn.Module):
+        def forward(self) -> Tensor:
+            return 0.1 + torch.rand((), dtype=torch.float64)
+
+    def bad() -> None:
+        torch.manual_seed(dist.get_rank())
+        cz.DistributedLoss(cz.SupCon(temperature=Drawn()))(numbers(3, 2, seed=dist.get_rank()), torch.tensor([0, 1, 0]))
+
+    text, _ = common_error(worlds, 2, bad, lambda: None)
+    assert "temperature has norm" in text
+    assert "A module that is a setting must return the same number on every rank" in text
+
+
+# ---------------------------------------------------------------------------------------------------- order of calls
+
+
+def rows_of(seed: int) -> Tensor:
+    return numbers(4, 5, seed=10 * seed + dist.get_rank()).requires_grad_()
+
+
+LABELS = torch.tensor([0, 1, 0, 1])
+
+
+def ended(job: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        job()
+    except (Exception, KeyboardInterrupt) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def in_a_world_of_its_own(job: Callable[..., Any], *args: Any) -> list[Any]:
+    """A group that is lost is not used again."""
+    with Worlds(timeout=30.0, grace=10.0) as pool:
+        return pool.run(2, job, *args)
+
+
+def backward_in_another_order() -> tuple[str, str]:
+    with splitting(always=True):
+        first, second = (cz.DistributedLoss(cz.NTXent(temperature=t)) for t in (0.1, 0.5))
+        values = [first(rows_of(0), rows_of(1)), second(rows_of(2), rows_of(3))]
+        ordered = values if dist.get_rank() == 0 else values[::-1]
+        return ended(lambda: [x.backward() for x in ordered])
+
+
+def test_backward_passes_in_another_order_are_named() -> None:
+    first, second = in_a_world_of_its_own(backward_in_another_order)
+    assert first == second
+    assert first[0] == "CommunicationError"
+    assert (
+        "rank 0 is in the backward pass of NTXent, call 1; rank 1 is in the backward pass of NTXent, call 1" in first[1]
+    )
+
+
+def wrappers_in_another_order(called: bool) -> tuple[str, str]:
+    """Two of one class and of equal settings, before or after their first calls."""
+    wrappers = [cz.DistributedLoss(cz.NTXent()) for _ in range(2)]
+    for index, wrapper in enumerate(wrappers):
+        if called:
+            wrapper(rows_of(2 * index), rows_of(2 * index + 1))
+    ordered = wrappers if dist.get_rank() == 0 else wrappers[::-1]
+    return ended(lambda: [x(rows_of(4), rows_of(5)) for x in ordered])
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["first call", "later"])
+def test_wrappers_in_another_order_are_named(called: bool) -> None:
+    first, second = in_a_world_of_its_own(wrappers_in_another_order, called)
+    assert first == second
+    assert first[0] == "CommunicationError"
+    assert all(f"which is wrapper number {number} of this process" in first[1] for number in (1, 2))
+
+
+def test_a_wrapper_may_be_made_anew_on_one_rank(worlds: Worlds) -> None:
+    def job() -> list[float]:
+        loss_fn, values = cz.DistributedLoss(cz.NTXent()), []
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 1:
+                loss_fn = cz.DistributedLoss(cz.NTXent())
+            values.append(loss_fn(rows_of(step), rows_of(step + 1)).item())
+        return values
+
+    first, second = worlds.run(2, job)
+    assert first == second
+
+
+# ------------------------------------------------------------------------------------- a rank that raises and goes on
+
+
+class Raises(cz.RowLoss):
+    """Once, on the last rank, in the middle of a step."""
+
+    error: Any = None
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        raise_once()
+        return (similarity * negative).sum(1), negative.any(1)
+
+
+def third_party(z: Tensor, labels: Tensor) -> Tensor:
+    raise_once()
+    return z.square().sum() + 0 * labels.sum()
+
+
+armed: list[type[BaseException]] = []
+
+
+def raise_once() -> None:
+    if armed and dist.get_rank() == 1:
+        raise armed.pop()("in the middle")
+
+
+RAISING: dict[str, Callable[[], Any]] = {
+    "RowLoss": Raises,
+    "WeightedSum": lambda: cz.WeightedSum([cz.SupCon(), Raises()]),
+    "CrossBatchMemory": lambda: cz.CrossBatchMemory(Raises(), 16, 5, dtype=torch.float64),
+    "third-party": lambda: third_party,
+}
+
+
+def goes_on(name: str, splits: bool, kind: type[BaseException]) -> list[tuple[str, str]]:
+    armed.clear()
+    loss_fn, ends = cz.DistributedLoss(RAISING[name]()), []
+    with splitting(always=splits):
+        for step in range(4):
+            if step == 1:
+                armed.append(kind)
+            ends.append(ended(lambda step=step: loss_fn(rows_of(step), LABELS)))
+    return ends
+
+
+@pytest.mark.parametrize(("name", "splits"), drawn(list(RAISING), (False, True), one_in=1))
+def test_a_rank_that_raises_and_goes_on_closes_the_group(name: str, splits: bool) -> None:
+    """Never an abort or a value of another step. A memory moves on all ranks or on none, so all of them hear it."""
+    kind = KeyboardInterrupt if name == "RowLoss" else RuntimeError
+    zero, one = in_a_world_of_its_own(goes_on, name, splits, kind)
+    assert zero[0] == one[0] == ("", "")
+    if name == "CrossBatchMemory" and not splits:
+        assert zero == one
+        assert zero[1] == ("ValueError", "CrossBatchMemory: rank 1: RuntimeError: in the middle.")
+        assert zero[2:] == [("", "")] * 2
+        return
+    assert one[1][0] == kind.__name__
+    for ends in (zero[2:], one[2:]):
+        for how, text in ends:
+            assert how == "CommunicationError"
+            assert f"Rank 1 failed in {text.partition(',')[0]}, call 2: {kind.__name__}" in text
+            assert "in the middle" in text
+
+
+def test_all_ranks_may_raise_and_go_on(worlds: Worlds) -> None:
+    def job() -> list[tuple[str, str]]:
+        def broken(z: Tensor) -> Tensor:
+            raise KeyError("a column")
+
+        losses = [cz.DistributedLoss(broken), cz.DistributedLoss(cz.SupCon())]
+        return [ended(lambda: losses[0](rows_of(0))), ended(lambda: losses[1](rows_of(1), LABELS))] * 2
+
+    assert worlds.run(2, job) == [[("KeyError", "'a column'"), ("", "")] * 2] * 2
+
+
+# --------------------------------------------------------------------------------------------------------- smaller
+
+
+def test_parameters_are_broadcast_to_a_wrapper_that_one_rank_makes_anew(worlds: Worlds) -> None:
+    def job() -> list[float]:
+        rank, found = dist.get_rank(), []
+        loss_fn = cz.DistributedLoss(
+            cz.Clip(temperature=cz.LearnableTemperature(0.1 + rank)), broadcast_parameters=True
+        )
+        for step in range(3):
+            if step == 1 and rank == 1:
+                other = cz.Clip(temperature=cz.LearnableTemperature(0.7))
+                loss_fn = cz.DistributedLoss(other, broadcast_parameters=True)
+            found += [loss_fn(rows_of(step).float(), rows_of(step + 5).float()).item(), loss_fn.temperature().item()]
+        return found
+
+    first, second = worlds.run(2, job)
+    assert first == second
+    assert first[1::2] == [pytest.approx(0.1)] * 3
+
+
+def test_one_rank_alone_that_would_broadcast_is_told(worlds: Worlds) -> None:
+    def bad() -> None:
+        loss_fn = cz.DistributedLoss(cz.Clip(), broadcast_parameters=dist.get_rank() == 0)
+        loss_fn(rows_of(0).float(), rows_of(1).float())
+
+    text, _ = common_error(worlds, 2, bad, lambda: None)
+    assert "ranks disagree on broadcast_parameters: rank 0 has True, rank 1 has False" in text
+
+
+def test_the_order_of_names_does_not_matter(worlds: Worlds) -> None:
+    def of_names(towers: dict[str, Tensor], **others: Any) -> Tensor:
+        weight = others.pop("weight")
+        return sum(i * x.square().sum() for i, (_, x) in enumerate(sorted((towers | others).items()), 1)) * weight
+
+    def job() -> float:
+        names = ["a", "b", "c", "d"][:: 1 if dist.get_rank() else -1]
+        rows = {name: numbers(3, 2, seed=ord(name) + dist.get_rank()) for name in names}
+        others = {name: rows.pop(name) for name in names if name in "bd"}
+        named = {"weight": 2.0, **others} if dist.get_rank() else {**others, "weight": 2.0}
+        return cz.DistributedLoss(of_names)(rows, **named).item()
+
+    whole = [torch.cat([numbers(3, 2, seed=ord(x) + rank) for rank in range(2)]) for x in "abcd"]
+    expected = 2 * sum(i * float(x.square().sum()) for i, x in enumerate(whole, 1))
+    assert worlds.run(2, job) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def test_a_number_of_one_rank_as_an_argument(worlds: Worlds) -> None:
+    def weighted(z: Tensor, weight: Tensor) -> Tensor:
+        return z.square().sum() * weight
+
+    def bad() -> None:
+        cz.DistributedLoss(weighted)(rows_of(0), torch.tensor(1.0 + dist.get_rank()))
+
+    text, _ = common_error(worlds, 2, bad, lambda: None)
+    assert "weight has norm 1 on rank 0 and 2 on rank 1" in text
+
+
+def test_a_method_may_name_its_object_as_it_likes() -> None:
+    class Renamed(cz.SupCon):
+        def inputs(this, embeddings: Tensor, labels: Tensor) -> Any:  # noqa: N805
+            return cz.SupCon.inputs(this, embeddings, labels)
+
+    z = numbers(4, 2, seed=0)
+    assert torch.equal(Renamed()(z, LABELS), cz.SupCon()(z, LABELS))
+
+
+def test_a_view_with_the_negative_bit(worlds: Worlds) -> None:
+    def job() -> float:
+        z = torch.view_as_complex(numbers(4, 3, 2, seed=dist.get_rank())).conj().imag
+        assert z.is_neg()
+        return cz.DistributedLoss(cz.SupCon())(z[: 4 * dist.get_rank()], LABELS[: 4 * dist.get_rank()]).item()
+
+    z = torch.view_as_complex(numbers(4, 3, 2, seed=1)).conj().imag
+    assert worlds.run(2, job) == [pytest.approx(cz.SupCon()(z, LABELS).item(), rel=1e-12)] * 2
