@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -233,16 +234,13 @@ def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
 
 
 class RowwiseSweep:
-    """Call a block function on all local anchors, block by block.
+    """Call a block function, which adds so many means, on all local anchors, block by block.
 
-    Args:
-        on_block: the function.
-        terms: the number of means that it adds.
-        layout: the ids of anchors and candidates.
-        anchors: the local anchors.
-        candidates: the candidates of all ranks.
-        parameters: the parameters of the function.
+    ``candidates`` are those of all ranks.
     """
+
+    stages: Any = None
+    """What a sweep of several passes computes in the first of them."""
 
     def __init__(
         self,
@@ -302,10 +300,15 @@ class RowwiseSweep:
             danchors[rows], by_candidates, *by_parameters = torch.autograd.grad(
                 block_losses, (anchors, candidates, *self.parameters), weight, allow_unused=True, materialize_grads=True
             )
-            if by_candidates.is_sparse:
-                dcandidates.index_add_(0, by_candidates._indices()[0], by_candidates._values())
-            else:
-                dcandidates += by_candidates
+            add_gradient(dcandidates, by_candidates)
             for total, part in zip(dparameters, by_parameters, strict=True):
                 total += part
         return [losses, counts, danchors, dcandidates, *dparameters]
+
+
+def add_gradient(total: Tensor, part: Tensor) -> None:
+    """Add a gradient, which may be sparse, to a dense total."""
+    if part.is_sparse:
+        total.index_add_(0, part._indices()[0], part._values())
+    else:
+        total += part
