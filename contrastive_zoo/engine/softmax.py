@@ -80,7 +80,7 @@ def self_log_sum_exp(
         (tensor([0.0000, 0.6931, 0.0000]), [tensor([0.])])
     """
     if _by_plain_formula(len(z) ** 2, world, on_kernel):
-        s = scale * z @ all_gather(z, shards=shards, process_group=world).T
+        s = scale * z @ _of_all_ranks(z, shards, world).T
         partners = _partners(len(z), z, partner_offsets)
         if partner_offsets:
             partners = partners | partners.T
@@ -147,12 +147,10 @@ def cross_log_sum_exp(
         (tensor([4., 4.]), tensor([2., 2., 2., 2.]))
     """
     if _by_plain_formula(len(rows) * len(columns), world, on_kernel):
-        s = scale * rows @ all_gather(columns, shards=column_shards, process_group=world).T
+        s = scale * rows @ _of_all_ranks(columns, column_shards, world).T
         partners, c = _partners(len(rows), columns, partner_offsets, stride), None
         if columnwise:
-            transposed = s.T
-            if world.size > 1:
-                transposed = scale * columns @ all_gather(rows, shards=row_shards, process_group=world).T
+            transposed = s.T if world.size == 1 else scale * columns @ _of_all_ranks(rows, row_shards, world).T
             c = _log_sum_exp_without(partners.T, transposed, row_shards)
         r = _log_sum_exp_without(partners, s, column_shards)
         return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
@@ -181,6 +179,10 @@ def _sweep(on_kernel: bool) -> type[SoftmaxSweep]:
 def _by_plain_formula(similarities: int, world: World, on_kernel: bool) -> bool:
     """Return whether the whole matrix of so many local similarities is computed, with plain autograd."""
     return is_dense() or (not on_kernel and world.size == 1 and is_small_batch(similarities))
+
+
+def _of_all_ranks(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    return rows if world.size == 1 else all_gather(rows, shards=shards, process_group=world)
 
 
 def _partners(rows: int, columns: Tensor, offsets: Sequence[int], stride: int = 1) -> Tensor:
