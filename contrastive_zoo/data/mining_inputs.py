@@ -76,12 +76,6 @@ def called_on_every_rank(caller: str, name: str, function: Callable[[], R], *, w
 
     Raises:
         ValueError: on every rank alike, the function raised on some rank; there it is ``__cause__``.
-
-    Examples:
-        >>> called_on_every_rank("mine", "the guide", lambda: 1 / 0, world=World())
-        Traceback (most recent call last):
-        ...
-        ValueError: mine: the guide raised ZeroDivisionError: division by zero.
     """
     cause: Exception | None = None
     problem = None
@@ -109,10 +103,6 @@ def fetched(rows: Tensor, shards: Shards, wanted: Tensor, world: World) -> Tenso
 
     Returns:
         [*shape of wanted, *shape of a row], on the CPU.
-
-    Examples:
-        >>> fetched(torch.tensor([[5], [6], [7]]), Shards((3,)), torch.tensor([2, 0, 2]), World()).tolist()
-        [[7], [5], [7]]
     """
     needed, place = wanted.cpu().unique(return_inverse=True)
     if world.size == 1:

@@ -23,12 +23,6 @@ class BlockLoss(nn.Module):
         function: returns for a block the losses of its anchors and whether they count.
         settings: further arguments of the function. A tensor is learnable: it gets the gradient of all ranks' anchors,
             even if it is no leaf, such as the value of a :class:`LearnableTemperature`.
-
-    Examples:
-        >>> import torch
-        >>> nearest = lambda block, t: ((block.anchors @ block.candidates.T).amax(1) / t, block.negative.any(1))
-        >>> [name for name, _ in BlockLoss(nearest, t=torch.tensor(1.0)).named_parameters()]
-        ['t']
     """
 
     terms: int = 1

@@ -36,12 +36,7 @@ _CLASSES_PER_DRAW = 4096
 
 
 def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
-    """Return the similarity to the most similar centre of each class.
-
-    Examples:
-        >>> nearest_center(torch.tensor([[[0.1, 0.7], [0.3, 0.2]]]))
-        tensor([[0.7000, 0.3000]])
-    """
+    """Return the similarity to the most similar centre of each class."""
     return similarity.amax(2)
 
 
@@ -160,12 +155,7 @@ class ClassPairs:
 
 
 def class_shard(num_classes: int, world: World | None) -> slice:
-    """Return the classes that this rank holds: all of them, or an even share in rank order.
-
-    Examples:
-        >>> class_shard(5, World(rank=0, size=2)), class_shard(5, World(rank=1, size=2)), class_shard(5, None)
-        (slice(0, 3, None), slice(3, 5, None), slice(0, 5, None))
-    """
+    """Return the classes that this rank holds: all of them, or an even share in rank order."""
     if world is None:
         return slice(0, num_classes)
     share, more = divmod(num_classes, world.size)
@@ -178,10 +168,6 @@ def draw_weights(num_classes: int, *shape: int, local: slice) -> Float[Tensor, "
 
     Every rank draws the weights of all classes and keeps its own: equal seeds give the weights of one process, and no
     two classes get the same ones.
-
-    Examples:
-        >>> draw_weights(5, 2, local=slice(3, 5)).shape
-        torch.Size([2, 2])
     """
     weights = torch.empty(local.stop - local.start, *shape)
     for start in range(0, num_classes, _CLASSES_PER_DRAW):

@@ -105,14 +105,6 @@ def block_losses(
         candidate_ids: [N].
         copies: [c], the candidate that is a copy of each anchor, −1 for none; None if no anchor has one.
         companions: pairs of [c, …] and [N, …].
-
-    Examples:
-        >>> nearest = lambda block: ((block.anchors @ block.candidates.T).amax(1), block.negative.any(1))
-        >>> ids = torch.arange(2)
-        >>> block_losses(nearest, 1, torch.eye(2), torch.eye(2), ids, ids, ids, ())
-        (tensor([[1.],
-                [1.]]), tensor([[True],
-                [True]]))
     """
     same = ids[:, None] == candidate_ids
     index = torch.arange(len(candidate_ids), device=ids.device)
@@ -129,13 +121,7 @@ def owner_of(on_block: BlockFunction) -> Any:
 
 
 def kind_of(loss: Any) -> Any:
-    """Return what losses with the same graphs share: a class, or the code of a :class:`BlockLoss`'s function.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> kind_of(cz.Circle())
-        <class 'contrastive_zoo.losses.circle.Circle'>
-    """
+    """Return what losses with the same graphs share: a class, or the code of a :class:`BlockLoss`'s function."""
     return getattr(loss, "graph_kind", type(loss))
 
 

@@ -26,13 +26,6 @@ def histogram_overlap(
         z: the local unit rows.
         ids: their classes.
         num_bins: the number of steps from −1 to 1.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import Shards
-        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-        >>> batch = Batch({"embeddings": z}, {"embeddings": Shards((3,))})
-        >>> histogram_overlap(batch, z, torch.tensor([0, 0, 1]), 2)
-        tensor(1.)
     """
     with torch.set_grad_enabled(is_dense() and torch.is_grad_enabled()):
         positives, negatives = pair_histograms(batch, z, ids, num_bins)
@@ -85,12 +78,7 @@ def pair_histograms(
 
 
 def nearest_nodes(similarity: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
-    """Return the node below each similarity, and the share of the next one.
-
-    Examples:
-        >>> nearest_nodes(torch.tensor([-1.0, 0.5]), 2)
-        (tensor([0, 1]), tensor([0.0000, 0.5000]))
-    """
+    """Return the node below each similarity, and the share of the next one."""
     position = (similarity + 1) * (num_bins / 2)
     lower = position.detach().long().clamp_(0, num_bins - 1)
     return lower, position - lower

@@ -153,12 +153,7 @@ def reduce_rows(
 
 
 def uses_ring(loss: nn.Module, world: World) -> bool:
-    """Return whether candidates pass from rank to rank: the user asks for it, and the loss yields statistics that merge.
-
-    Examples:
-        >>> uses_ring(nn.Module(), World())
-        False
-    """
+    """Return whether candidates pass from rank to rank: the user asks for it, and the loss yields statistics that merge."""
     asked = isinstance(world, Session) and bool(world.options.ring) and world.size > 1 and not is_dense()
     return asked and bool(getattr(loss, "can_ring", bool)())
 

@@ -86,10 +86,5 @@ def schedule_by_machine(rows: Shards, columns: Shards, layout: Machines, *, half
 
 
 def position(rank: int, layout: Machines) -> tuple[int, int]:
-    """Return the machine of a rank, and its place there.
-
-    Examples:
-        >>> position(2, ((0, 1), (2, 3)))
-        (1, 0)
-    """
+    """Return the machine of a rank, and its place there."""
     return next((m, ranks.index(rank)) for m, ranks in enumerate(layout) if rank in ranks)

@@ -198,12 +198,7 @@ class TowerPairs:
 
 
 def _unsupported(negatives: list[Tensor], symmetric: bool, in_batch_negatives: bool) -> str | None:
-    """Return which softmax over two towers kernels do not compute, in words; None if they do.
-
-    Examples:
-        >>> _unsupported([], True, True), _unsupported([], False, False)
-        (None, 'computes InfoNCE with in_batch_negatives=True only')
-    """
+    """Return which softmax over two towers kernels do not compute, in words; None if they do."""
     if not in_batch_negatives:
         return "computes InfoNCE with in_batch_negatives=True only"
     if negatives and (symmetric or negatives[0].ndim != 2):

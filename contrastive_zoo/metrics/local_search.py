@@ -241,12 +241,7 @@ def _index_problem(index: ApproximateIndex, rows: int, error: RuntimeError) -> s
 
 
 def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of each row, and of equal scores the first.
-
-    Examples:
-        >>> first_best(torch.tensor([[1.0, 3.0, 3.0]]), torch.tensor([[4, 5, 6]]), 1)
-        (tensor([[3.]]), tensor([[5]]))
-    """
+    """Return the k best of each row, and of equal scores the first."""
     if scores.shape[1] <= k:
         return scores, positions
     kth = scores.topk(k, dim=1).values[:, -1:]
@@ -256,12 +251,7 @@ def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tenso
 
 
 def ordered(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of each row by score, then by position; padded with −∞ and −1.
-
-    Examples:
-        >>> ordered(torch.tensor([[2.0, 3.0, 3.0]]), torch.tensor([[0, 9, 4]]), 2)
-        (tensor([[3., 3.]]), tensor([[4, 9]]))
-    """
+    """Return the k best of each row by score, then by position; padded with −∞ and −1."""
     positions, order = positions.sort(dim=1)
     scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
     scores, positions = scores[:, :k], positions.gather(1, order[:, :k])

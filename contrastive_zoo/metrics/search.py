@@ -113,12 +113,7 @@ def top_k(
 
 
 def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
-    """Return why queries and gallery cannot be compared, in words; None if they can.
-
-    Examples:
-        >>> rows_problem(torch.ones(3, 2), torch.ones(3, 4))
-        'queries [n, d] and gallery [m, d] are rows of one width and dtype, got float32 [3, 2] and float32 [3, 4].'
-    """
+    """Return why queries and gallery cannot be compared, in words; None if they can."""
     for name, x in (("queries", queries), ("gallery", gallery)):
         if problem := tensor_problem(name, x):
             return problem
@@ -132,12 +127,7 @@ def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
 
 
 def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
-    """Return which setting of a search is of a wrong type, in words; None if none is.
-
-    Examples:
-        >>> settings_problem(k=1, normalize="no", index=None)
-        "normalize is True or False, got 'no'."
-    """
+    """Return which setting of a search is of a wrong type, in words; None if none is."""
     if not is_integer(k):
         return f"k is an integer, got {described(k)}."
     if not isinstance(normalize, bool):

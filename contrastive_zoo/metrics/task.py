@@ -19,10 +19,6 @@ def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
 
     Samplers that pad repeat samples, so that every rank has equally many; these count once. Rank ``id mod W`` compares the
     rows with this id.
-
-    Examples:
-        >>> first_of_each(torch.tensor([7, 8, 7]), World())
-        tensor([ True,  True, False])
     """
     ids = ids.cpu()
     home = ids.remainder(world.size)

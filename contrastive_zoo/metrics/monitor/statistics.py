@@ -28,10 +28,6 @@ def sketch(module: nn.Module | None) -> Tensor:
     Args:
         module: None has no parameters, which gives zeros.
 
-    Examples:
-        >>> sketch(nn.Linear(1, 1, bias=False).requires_grad_(False).eval()).count_nonzero()
-        tensor(1)
-
     Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     result = torch.zeros(WIDTH, dtype=torch.float64)

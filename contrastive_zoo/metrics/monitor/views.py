@@ -15,16 +15,7 @@ _JOINED = 16
 
 
 def picture(measurement: Measurement) -> Figure:
-    """Draw the similarities of positive and negative pairs, the eigenvalues of ZᵀZ / N and the variance of each dimension.
-
-    Examples:
-        >>> import torch, contrastive_zoo as cz
-        >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=0.1))
-        >>> monitor = cz.Monitor(loss_fn)
-        >>> _ = loss_fn(torch.eye(4), torch.eye(4))
-        >>> [axis.get_xlabel() for axis in monitor.plot().axes]
-        ['cosine', 'eigenvalue, largest first', 'dimension, sorted']
-    """
+    """Draw the similarities of pairs, the eigenvalues of ZᵀZ / N and the variance of each dimension."""
     with styled_figure(1, 3, figsize=(13.0, 3.6)) as (figure, axes):
         draw_similarities(axes[0], measurement)
         for colour, encoder in zip((DARK, *TEN), measurement.encoders, strict=False):

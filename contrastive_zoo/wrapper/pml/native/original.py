@@ -29,11 +29,6 @@ class Original(NamedTuple):
 
         Args:
             arguments: of the original's ``forward``, by name.
-
-        Examples:
-            >>> Original(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": None})
-            (1, 2)
-            >>> Original(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": 3})
         """
         names = ("embeddings", "ref_emb" if type(self.loss) in _OF_VIEWS else "labels")
         inputs = {name for name, x in arguments.items() if x is not None}
@@ -50,10 +45,6 @@ def native_and_original(loss: nn.Module, miner: Callable[..., Any] | None = None
 
     Raises:
         ValueError: there is no exact translation.
-
-    Examples:
-        >>> native_and_original(losses.NTXentLoss())[0].temperature
-        0.07
     """
     return to_native(loss, miner), Original(loss, miner)
 

@@ -41,13 +41,6 @@ def sharded(
     Raises:
         ValueError: on every rank alike: what :func:`refusal` says, missing labels, reference embeddings or indices for a
             loss that takes none.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> z, labels, shard = torch.eye(2).repeat(2, 1), torch.tensor([0, 1, 0, 1]), Shards((4,))
-        >>> rows = {"embeddings": z, "labels": labels}
-        >>> sharded(losses.ContrastiveLoss(), None, rows, {"embeddings": shard, "labels": shard}, ONE_PROCESS)
-        tensor(0.)
     """
     if problem := refusal(loss, miner) or arguments_problem(loss, miner, arguments):
         raise ValueError(f"{type(loss).__name__} cannot be evaluated in shards: {problem} Leave mode='sharded' out.")
