@@ -16,7 +16,7 @@ from contrastive_zoo.data.mining_inputs import Guide, bar, called_on_every_rank,
 from contrastive_zoo.data.mining_selection import Selection
 from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
-from contrastive_zoo.metrics.search import Neighbors, settings_problem, top_k
+from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
@@ -71,32 +71,22 @@ class Task:
         """Why this cannot be searched, in words; None if it can."""
         if not isinstance(self.progress, bool):
             return f"progress is True or False, got {described(self.progress)}."
-        if missing := faiss_problem() or (progress_problem() if self.progress else None):
-            return missing
-        if wrong := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
-            return wrong
-        if wrong := settings_problem(normalize=self.normalize, index=self.index):
-            return wrong
+        problem = faiss_problem() or (progress_problem() if self.progress else None)
+        problem = problem or next(filter(None, starmap(tensor_problem, self.rows.items())), None)
+        if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
+            return problem
         if not (self.guide is None or callable(self.guide)):
             return f"guide is a function of queries and candidates, or None, got {described(self.guide)}."
-        rows = self.queries, self.corpus
-        alike = all(x.ndim == 2 and x.is_floating_point() and x.dtype == self.queries.dtype for x in rows)
-        if not alike or self.queries.shape[1] != self.corpus.shape[1]:
-            return (
-                "queries [n, d] and corpus [m, d] are floating-point rows of one width and dtype, got "
-                f"{described(self.queries)} and {described(self.corpus)}."
-            )
+        if problem := rows_problem(self.queries, self.corpus, "corpus"):
+            return problem
         if (self.query_labels is None) != (self.corpus_labels is None):
             return "query_labels and corpus_labels come together: a candidate's label is compared with the query's."
         if self.positives.ndim not in (1, 2):
             return f"positives are [n] or [n, p], got {described(self.positives)}."
         for name, tensor in self.rows.items():
             of = self.corpus if name.startswith("corpus") else self.queries
-            if (
-                not tensor.ndim
-                or len(tensor) != len(of)
-                or (name not in ("queries", "corpus", "positives") and tensor.ndim != 1)
-            ):
+            single = name not in ("queries", "corpus", "positives")
+            if not tensor.ndim or len(tensor) != len(of) or (single and tensor.ndim != 1):
                 return f"{name} are one entry for each of {len(of)} rows, got {described(tensor)}."
             if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
                 return f"{name} are int64, got {described(tensor)}."
@@ -194,13 +184,8 @@ def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None
         **(settings or {}),
     }
     rows = task.rows
-    shards = dict(
-        zip(
-            rows,
-            agree_on_shards(name, rows, world=session, problem=task.problem or problem, settings=arguments),
-            strict=True,
-        )
-    )
+    agreed = agree_on_shards(name, rows, world=session, problem=task.problem or problem, settings=arguments)
+    shards = dict(zip(rows, agreed, strict=True))
     positives = task.positive_table
     total = shards["corpus"].total
     outside = (positives < -1) | (positives >= total)

@@ -58,7 +58,8 @@ def is_dense() -> bool:
 def has_plain_formulas() -> bool:
     """Return whether functions of matrices are their plain formulas, with gradients by autograd.
 
-    That is so under :func:`plain_formulas`, and in code that is being compiled: the compiler derives gradients, and fuses passes that autograd would make.
+    That is so under :func:`plain_formulas`, and in code that is being compiled: the compiler derives gradients, and
+    fuses passes that autograd would make.
     """
     return torch.compiler.is_compiling() or is_dense()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.local_search import Gallery, ordered
+from contrastive_zoo.metrics.relevance import local_positions
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
@@ -98,8 +99,7 @@ def top_k(
     )
     start, depth = shards[1].start, min(k, len(local))
     for block in rounds(shards[0], world):
-        outside = block.gathered(excluded) - start
-        outside[(outside < 0) | (outside >= len(local))] = -1
+        outside = local_positions(block.gathered(excluded), start, len(local))
         asked = block.gathered(prepared_queries)
         proposals = local.proposals(asked, depth, outside)
         floor = block.floors(proposals.reached(k))
@@ -112,17 +112,16 @@ def top_k(
     return result
 
 
-def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
-    """Return why queries and gallery cannot be compared, in words; None if they can."""
-    for name, x in (("queries", queries), ("gallery", gallery)):
-        if problem := tensor_problem(name, x):
-            return problem
-    valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, gallery))
-    if valid and queries.shape[1] == gallery.shape[1] and queries.dtype == gallery.dtype:
+def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | None:
+    """Return why queries cannot be compared with the rows of this name, in words; None if they can."""
+    if problem := tensor_problem("queries", queries) or tensor_problem(name, rows):
+        return problem
+    valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, rows))
+    if valid and queries.shape[1] == rows.shape[1] and queries.dtype == rows.dtype:
         return None
     return (
-        f"queries [n, d] and gallery [m, d] are rows of one width and dtype, got "
-        f"{described(queries)} and {described(gallery)}."
+        f"queries [n, d] and {name} [m, d] are floating-point rows of one width and dtype, got {described(queries)} and "
+        f"{described(rows)}."
     )
 
 

@@ -2,13 +2,13 @@
 
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from contrastive_zoo.metrics.monitor.figures import Measurement
-from contrastive_zoo.metrics.monitor.pairs import BINS
-from contrastive_zoo.metrics.plots import DARK, PALE, RIGHT, TEN, WRONG, styled_figure
+from contrastive_zoo.metrics.plots import DARK, PALE, RIGHT, TEN, WRONG, draw_density, styled_figure
 
 _JOINED = 16
 """Bins that are drawn as one."""
@@ -36,14 +36,8 @@ def picture(measurement: Measurement) -> Figure:
 
 def draw_similarities(axis: Any, measurement: Measurement) -> None:
     """Draw the density of positive and negative similarities on an axis."""
-    edges = [2 * k / (BINS // _JOINED) - 1 for k in range(BINS // _JOINED + 1)]
     for counts, name, colour in zip(measurement.counts(), ("positive", "negative"), (RIGHT, WRONG), strict=True):
-        joined = [sum(counts[k : k + _JOINED]) for k in range(0, BINS, _JOINED)]
-        density = [x * BINS / _JOINED / 2 / max(1, sum(counts)) for x in joined]
-        axis.stairs(density, edges, fill=True, alpha=0.35, color=colour)
-        axis.stairs(density, edges, color=colour, lw=1.6, label=name)
-    axis.set(xlabel="cosine", ylabel="density", title="Similarity of pairs", xlim=(-1, 1))
-    axis.legend(loc="upper left")
+        draw_density(axis, torch.tensor(counts).view(-1, _JOINED).sum(1), name, colour)
 
 
 _MEANINGS = {
