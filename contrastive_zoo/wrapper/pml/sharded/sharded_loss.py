@@ -17,7 +17,7 @@ from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, arguments_pr
 
 
 def sharded(
-    loss: nn.Module,
+    loss: Any,
     miner: Callable[..., Indices] | None,
     arguments: Mapping[str, Any],
     shards: Mapping[str, Shards],
@@ -44,10 +44,6 @@ def sharded(
     """
     if problem := refusal(loss, miner) or arguments_problem(loss, miner, arguments):
         raise ValueError(f"{type(loss).__name__} cannot be evaluated in shards: {problem} Leave mode='sharded' out.")
-    return _value(loss, miner, arguments, shards, world)
-
-
-def _value(loss: Any, miner: Any, arguments: Mapping[str, Any], shards: Mapping[str, Shards], world: World) -> Tensor:
     if type(loss) is losses.MultipleLosses:
         values = [weight * sharded(x, own or miner, arguments, shards, world) for x, own, weight in members(loss)]
         return torch.stack(values).sum()
