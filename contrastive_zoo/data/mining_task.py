@@ -125,11 +125,7 @@ class Corpus:
         The number of rows with the query's labels is not known before, so the search is repeated with twice the depth for
         queries that need it; all ranks repeat it together.
 
-        Args:
-            queries: this rank's queries.
-            excluded: global indices that are no candidates; −1 for none.
-            labels: for each kind of label, the query's; None if labels are not compared.
-            k: number of candidates.
+        ``excluded`` are global indices, −1 for none; ``labels`` are the query's, of each kind, or None.
         """
         everything = self.shards.total
         k = min(k, everything)

@@ -47,10 +47,6 @@ def class_numbers_as_floats(ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
 def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int[Tensor, " n"] | None:
     """Return for each row the index of the other row of its class, or its own index where others are none or several.
 
-    Args:
-        classes: the class of each row, 0 … c − 1.
-        counts: the number of rows of each class.
-
     Returns:
         The indices, or None if no class has two rows and that is known without waiting for an accelerator.
 

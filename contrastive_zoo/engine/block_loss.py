@@ -61,11 +61,7 @@ def info_nce_per_positive(
     For ``"anchors"`` this is the mean over positives and whether there are any; for ``"pairs"`` the sum and the number
     of positives.
 
-    Args:
-        logits: logits of the anchors.
-        block: the anchors and candidates.
-        average: ``"anchors"`` or ``"pairs"``.
-        positive_logits: the logits of positives, if they differ from ``logits``.
+    ``positive_logits`` are the logits of positives, if they differ from ``logits``.
     """
     (negatives,) = yield (LogSumExp(logits, block.negative),)
     positives = logits if positive_logits is None else positive_logits

@@ -96,15 +96,8 @@ def block_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return losses and counts of a block's anchors, [c, terms]; losses that do not count are zero.
 
-    Args:
-        loss: a module whose method ``on_block`` is the block function, or the function.
-        terms: the number of means that it adds.
-        anchors: [c, d].
-        candidates: [N, d].
-        ids: [c].
-        candidate_ids: [N].
-        copies: [c], the candidate that is a copy of each anchor, −1 for none; None if no anchor has one.
-        companions: pairs of [c, …] and [N, …].
+    ``loss`` is a module whose method ``on_block`` is the block function, or the function, and adds so many ``terms``.
+    ``copies`` are the candidates that are a copy of each anchor, −1 for none; None if no anchor has one.
     """
     same = ids[:, None] == candidate_ids
     index = torch.arange(len(candidate_ids), device=ids.device)

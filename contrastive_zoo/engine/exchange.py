@@ -17,16 +17,7 @@ from contrastive_zoo.ranks.world import Shards, World
 
 
 class GatherExchange:
-    """Gather the columns of all ranks in one message, which starts at once; return their gradients in one message.
-
-    Args:
-        columns: the local columns.
-        blocks: the schedule of this rank.
-        shards: shard sizes of the columns.
-        world: the ranks.
-        dtype: the dtype of the message, if it has 16 bits.
-        gathered: the columns of all ranks, if an earlier exchange gathered them.
-    """
+    """Gather the columns of all ranks in one message, which starts at once; return their gradients in one message."""
 
     def __init__(
         self,

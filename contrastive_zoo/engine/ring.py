@@ -30,12 +30,7 @@ def machines(world: World) -> Machines:
 class Ring:
     """Bring other ranks' columns here in turn, after the local ones, and return their gradients to their owners.
 
-    Args:
-        columns: the local columns.
-        by_machine: the schedule of this rank.
-        layout: the ranks of each machine.
-        world: the ranks.
-        dtype: the dtype of the messages, if it has 16 bits; gradients keep the dtype of the columns.
+    Arguments are those of :func:`start_exchange`; gradients keep the dtype of the columns.
     """
 
     gathered = None

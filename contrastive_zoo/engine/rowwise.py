@@ -138,16 +138,7 @@ def sum_over_anchors(
 def reduce_rows(
     batch: Batch, loss: nn.Module, anchors: Tensor, ids: Tensor, *, times: int = 1, **more: Any
 ) -> Float[Tensor, "..."]:
-    """Return :func:`sum_over_anchors` of a batch, with ``times`` anchors for each of its samples.
-
-    Args:
-        batch: says how anchors are split over ranks.
-        loss: as there.
-        anchors: as there.
-        ids: as there.
-        times: anchors of a sample.
-        more: further arguments, as there.
-    """
+    """Return :func:`sum_over_anchors` of a batch, with ``times`` anchors for each of its samples."""
     more.setdefault("shards", batch.samples.times(times) if times > 1 else batch.samples)
     return sum_over_anchors(loss, anchors, ids, world=batch.world, **more)
 

@@ -212,11 +212,7 @@ class _Block:
     def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
         """Add the pairs with some candidates.
 
-        Args:
-            candidates: one rank's.
-            ids: of the anchors and of the candidates; None where positives are candidates of the anchors' own index.
-            dcandidates: the sum of the candidates' gradients.
-            local: whether the candidates are this rank's.
+        ``ids`` are those of anchors and of candidates; None where positives are candidates of the anchors' own index.
         """
         for i, j in tiles(len(self.anchors), len(candidates), self.anchors):
             x, other = (buffer.tile(i, j) for buffer in self.scratch)

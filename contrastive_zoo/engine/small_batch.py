@@ -99,13 +99,7 @@ def small_batch_siglip(
 ) -> Float[Tensor, ""]:
     """Return ``softplus(-z * (S + bias)).sum(1)`` with S = unit(a) unit(b)ᵀ / t, z 1 on the diagonal and −1 elsewhere.
 
-    Args:
-        a: row i belongs to row i of b.
-        b: the other tower.
-        temperature: t.
-        bias: of the logits.
-        reduction: mean or sum over rows.
-        own: as for :func:`small_batch_info_nce`.
+    Arguments are those of :func:`small_batch_info_nce`; the bias is added to the logits.
 
     Examples:
         >>> settings = {"temperature": 1.0, "bias": 0.0, "reduction": "sum"}

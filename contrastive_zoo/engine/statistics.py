@@ -140,10 +140,7 @@ def balanced_assignment(
 def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float | Tensor) -> Float[Tensor, " v"]:
     """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' rows.
 
-    Args:
-        batch: says how rows are split over ranks; there are two rows or more.
-        views: the local unit rows of each view.
-        scale: the factor of similarities.
+    There are two rows or more.
     """
     shards, world = batch.samples, batch.world
     sums = [self_log_sum_exp(z, scale=scale, unit_norm=True, shards=shards, world=world)[0].logsumexp(0) for z in views]

@@ -13,9 +13,7 @@ from contrastive_zoo.ranks import devices
 def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
     """Return the number of valid tokens of each set, by name; the host waits once for those of all masks.
 
-    Args:
-        rows: tokens, [n, L, d].
-        masks: which of them are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
+    A mask says which tokens [n, L, d] are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
     """
     arguments = {name: mask for name, mask in masks.items() if mask is not None}
     counts = dict(zip(arguments, _counts([*arguments.values()]), strict=True))
@@ -38,10 +36,7 @@ def packed_tokens(
 ) -> tuple[Float[Tensor, "t d"], Int[Tensor, " n"]]:
     """Return the valid tokens of all sets, one set after the other, and the number of tokens of each set.
 
-    Args:
-        rows: tokens.
-        mask: which of them are valid (not 0); None is all of them.
-        count: how many of them are valid.
+    The mask says which are valid (not 0), None is all of them; ``count`` are valid.
     """
     if mask is None:
         return rows.flatten(0, 1), torch.full((len(rows),), rows.shape[1], device=rows.device)

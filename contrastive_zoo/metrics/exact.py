@@ -117,11 +117,6 @@ def prepared(
     """Return rows on the CPU in float64 if they have it, otherwise in float32; of unit length if ``normalize``.
 
     A row of zeros stays as it is.
-
-    Args:
-        rows: any floating-point rows.
-        normalize: whether to divide by the norms.
-        lengths: the norms of the rows, if they are known.
     """
     rows = rows.detach().cpu()
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32

@@ -104,10 +104,7 @@ class Gallery:
     def proposals(self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Proposals:
         """Return the best k candidates of each query by faiss, and some more, as rounding may exchange neighbours in order.
 
-        Args:
-            queries: prepared rows.
-            k: number of neighbours.
-            excluded: positions that are left out; −1 for none.
+        ``excluded`` are positions that are left out, −1 for none.
         """
         depth = min(len(self), k + excluded.shape[1] + _MARGIN + k // 8)
         if self.index is not None:
@@ -139,12 +136,8 @@ class Gallery:
         Rows are ordered by score, then by position; −∞ and −1 where there is none. Rows below the floor may be missing. If a
         query is complete, all rows follow that have the score of the k-th; otherwise there may be more.
 
-        Args:
-            queries: prepared rows.
-            k: at most the number of rows.
-            excluded: positions that are left out; −1 for none.
-            proposals: of these queries.
-            floor: a score that k rows of all ranks reach; −∞ if none is known.
+        ``excluded`` are positions that are left out, −1 for none. The floor is a score that k rows of all ranks reach, −∞ if
+        none is known.
         """
         if k == 0:
             nothing = torch.empty(len(queries), 0)

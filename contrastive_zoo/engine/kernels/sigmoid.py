@@ -18,14 +18,8 @@ def siglip(
 ) -> Float[Tensor, ""]:
     """Return ``softplus(-y * (scale * a @ b.T + bias)).sum() / n``, y = 1 for pairs i = j and −1 for others.
 
-    Args:
-        a: float32, bfloat16 or float16; d at most 4,096; any strides.
-        b: row i belongs to row i of a.
-        scale: a tensor gets a gradient.
-        bias: a tensor gets a gradient.
-
-    Returns:
-        Nats per row of a, float32.
+    Rows are float32, bfloat16 or float16 of any strides, d at most 4,096. A scale or bias that is a tensor gets a gradient.
+    The result has float32, in nats per row of a.
 
     Raises:
         ValueError: another shape or dtype, or rows on different devices.

@@ -39,16 +39,8 @@ def add_pairs(
 ) -> None:
     """Add the losses of all pairs and the sums of their weights to ``totals``; and W b and Wᵀ a to gradients, if asked.
 
-    Args:
-        a: n rows.
-        b: m rows.
-        scale: the factor of dot products.
-        bias: is added to their products with it.
-        totals: [2].
-        gradients: [n, d] and [m, d], float32.
-        precision: of float32 matmuls.
-        ahead: how far the columns are after rows of the same index; row i is the positive of column i − ahead.
-        first: whether gradients are overwritten.
+    Columns are ``ahead`` after rows of the same index: row i is the positive of column i − ahead. ``totals`` are [2],
+    gradients [n, d] and [m, d] in float32; ``first`` says whether they are overwritten.
     """
     plain, edges = tiles_for(a.rows, precision)
     weights = Weights.of(a, b) if gradients else Weights(a.rows, UNWEIGHTED_SIDE, 0)
@@ -72,15 +64,7 @@ def add_pairs(
 
 
 class KernelBlock:
-    """Hold the local anchors and the totals of their pairs with candidates seen so far, as the torch engine does.
-
-    Args:
-        anchors: the local anchors, in at least float32.
-        scale: the factor of dot products.
-        bias: is added to them.
-        learns: whether gradients are computed.
-        dtype: of the embeddings.
-    """
+    """Hold the local anchors and the totals of their pairs with candidates seen so far, as the torch engine does."""
 
     def __init__(self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, dtype: torch.dtype | None) -> None:
         self.dtype = dtype if is_16_bit(dtype) else anchors.dtype

@@ -25,11 +25,7 @@ class Original(NamedTuple):
     miner: Callable[..., Any] | None
 
     def native_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Return the native loss's positional arguments; None if only the original takes these arguments.
-
-        Args:
-            arguments: of the original's ``forward``, by name.
-        """
+        """Return the native loss's positional arguments; None if only the original takes these arguments."""
         names = ("embeddings", "ref_emb" if type(self.loss) in _OF_VIEWS else "labels")
         inputs = {name for name, x in arguments.items() if x is not None}
         return tuple(arguments[name] for name in names) if inputs == set(names) else None
