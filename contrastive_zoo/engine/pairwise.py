@@ -84,7 +84,7 @@ class _DotProducts(Function):
         return gradient @ candidates, gradient.t() @ anchors
 
 
-def euclidean(
+def distances(
     anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"], *, squared: bool = False
 ) -> Float[Tensor, "c N"]:
     """Return ‖a − b‖ of every anchor and candidate, or its square; the gradient at 0 is 0.
@@ -92,7 +92,7 @@ def euclidean(
     Points that are closer together than the rounding of a matmul have distance 0, without gradient.
 
     Examples:
-        >>> euclidean(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
+        >>> distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
         tensor([[5., 0.]])
     """
     if not has_plain_formulas():
@@ -177,19 +177,14 @@ Metric = Literal["distance", "squared distance", "similarity"]
 
 def squared_distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """Return ‖a − b‖² of every anchor and candidate; 0, without gradient, of points that rounding does not resolve."""
-    return euclidean(anchors, candidates, squared=True)
-
-
-def distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
-    """Return ‖a − b‖ of every anchor and candidate; the gradient at 0 is 0."""
-    return euclidean(anchors, candidates)
+    return distances(anchors, candidates, squared=True)
 
 
 def dissimilarities(anchors: Tensor, candidates: Tensor, metric: Metric) -> Float[Tensor, "c N"]:
     """Return distances, or negative similarities: values that grow as embeddings move apart."""
     if metric == "similarity":
         return dot_products(-anchors, candidates)
-    return distances(anchors, candidates) if metric == "distance" else squared_distances(anchors, candidates)
+    return distances(anchors, candidates, squared=metric == "squared distance")
 
 
 def row_sums(*terms: Shaped[Tensor, "c _"]) -> Shaped[Tensor, "c k"]:

@@ -163,7 +163,7 @@ class _Sweep:
     def _block(self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, weights: Tensor | None) -> "_Totals":
         if not self.on_kernel:
             return _Block(anchors, scale, bias, learns, weights)
-        from contrastive_zoo.engine.kernels.sigmoid_pairs import KernelBlock  # imported here: Triton is optional
+        from contrastive_zoo.engine.kernels.sigmoid import KernelBlock  # imported here: Triton is optional
 
         return KernelBlock(anchors, scale, bias, learns, self.dtype)
 

@@ -124,17 +124,13 @@ def cross_log_sum_exp(
     Args:
         rows: the local rows of A.
         columns: the local rows of B.
-        scale: the factor of similarities; each rank's gradient of it is that of its local rows.
+        scale, unit_norm, dtype, world: as in :func:`self_log_sum_exp`.
         row_shards: shard sizes of A.
         column_shards: shard sizes of B.
         columnwise: whether to compute C.
-        unit_norm: whether all rows and columns are known to have norms of at most 1.
-        dtype: the dtype of the input. If it has 16 bits, rows and columns are rounded to it, and matmuls round their
-            factors to it.
         partner_offsets: offsets o; column ``stride`` · i + o of the same rank is a partner of row i.
         stride: number of columns per row.
-        world: the ranks that hold them.
-        on_kernel: as in :func:`self_log_sum_exp`, with a stride of 1.
+        on_kernel: as there, with a stride of 1.
 
     Returns:
         R of the local rows; C of the local columns, or None; −inf where nothing is left; and for each offset o

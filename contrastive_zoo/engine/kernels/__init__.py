@@ -5,7 +5,7 @@ They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later; call :
 :func:`~contrastive_zoo.engine.kernels.softmax.nt_xent` and :func:`~contrastive_zoo.engine.kernels.sigmoid.siglip`, means on
 one process.
 On several ranks, and for other reductions, kernels compute the blocks of the engines:
-:mod:`contrastive_zoo.engine.kernels.softmax_sweep` and :mod:`contrastive_zoo.engine.kernels.sigmoid_pairs`.
+:mod:`contrastive_zoo.engine.kernels.softmax_sweep` and :mod:`contrastive_zoo.engine.kernels.sigmoid`.
 """
 
 import os
