@@ -14,6 +14,7 @@ from torch import Tensor
 
 from contrastive_zoo.data.mining_inputs import Guide, bar, called_on_every_rank, fetched, guided, progress_problem
 from contrastive_zoo.data.mining_selection import Selection
+from contrastive_zoo.loss_base.numbers import flag_problem
 from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
@@ -69,9 +70,8 @@ class Task:
     @property
     def problem(self) -> str | None:
         """Why this cannot be searched, in words; None if it can."""
-        if not isinstance(self.progress, bool):
-            return f"progress is True or False, got {described(self.progress)}."
-        problem = faiss_problem() or (progress_problem() if self.progress else None)
+        problem = flag_problem(progress=self.progress) or faiss_problem()
+        problem = problem or (progress_problem() if self.progress else None)
         problem = problem or next(filter(None, starmap(tensor_problem, self.rows.items())), None)
         if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
             return problem

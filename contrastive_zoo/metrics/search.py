@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.loss_base.numbers import flag_problem
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.local_search import Gallery, ordered
@@ -129,8 +130,8 @@ def settings_problem(*, k: object = 1, normalize: object, index: object) -> str 
     """Return which setting of a search is of a wrong type, in words; None if none is."""
     if not is_integer(k):
         return f"k is an integer, got {described(k)}."
-    if not isinstance(normalize, bool):
-        return f"normalize is True or False, got {described(normalize)}."
+    if problem := flag_problem(normalize=normalize):
+        return problem
     if not (index is None or isinstance(index, ApproximateIndex)):
         return f"index is an ApproximateIndex or None, got {described(index)}."
     return None
