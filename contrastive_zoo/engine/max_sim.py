@@ -114,14 +114,7 @@ def max_sim_scores(
     if is_dense():
         return _dense_scores(queries, documents, read, world)
     sweep = MaxSimSweep(
-        queries.lengths,
-        lengths,
-        read,
-        documents.shards,
-        documents.token_shards,
-        world,
-        dtype,
-        torch.is_grad_enabled(),
+        queries.lengths, lengths, read, documents.shards, documents.token_shards, world, dtype, torch.is_grad_enabled()
     )
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
     return scores

@@ -137,11 +137,7 @@ class _Euclidean(Function):
         if (entries := _sparse_entries(gradient, anchors.shape[1])) is not None:
             i, j, g = entries
             difference = weights(g, distance[i, j, None]) * (anchors[i] - candidates[j])
-            return (
-                _row_sums(i, difference, anchors),
-                _row_sums(j, -difference, candidates, sparse=ctx.shared),
-                None,
-            )
+            return (_row_sums(i, difference, anchors), _row_sums(j, -difference, candidates, sparse=ctx.shared), None)
         w = weights(gradient, distance)
         danchors = w @ candidates.new_ones(len(candidates), 1) * anchors
         dcandidates = w.t() @ anchors.new_ones(len(anchors), 1) * candidates

@@ -153,15 +153,7 @@ class TowerPairs:
             ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
             return sum_over_anchors(loss, x, ids, candidates=y, candidate_ids=ids, **where)
         x, y = batch.rounded(x, queries), batch.rounded(y, keys)
-        return sum_over_sigmoid_pairs(
-            x,
-            y,
-            scale=scale,
-            bias=bias,
-            dtype=queries.dtype,
-            on_kernel=on_kernel,
-            **where,
-        )
+        return sum_over_sigmoid_pairs(x, y, scale=scale, bias=bias, dtype=queries.dtype, on_kernel=on_kernel, **where)
 
     def _losses(self, *, symmetric: bool, in_batch_negatives: bool, on_kernel: bool) -> Tensor:
         q, k, *extra = self.rows

@@ -113,12 +113,7 @@ def _losses(pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor) -> tuple
 
 
 def _gradients(
-    pairs: SoftmaxPairs,
-    a: Operand,
-    b: Operand,
-    scale: Tensor,
-    statistics: Sequence[Tensor],
-    g: Tensor,
+    pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor, statistics: Sequence[Tensor], g: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of a, of b unless it is a, and of scale."""
     weights, (of_rows, of_columns, positive_weights) = Weights.of(a, b), statistics

@@ -77,12 +77,7 @@ class KernelSweep(SoftmaxSweep):
         """Return None: each row and column of a tile has a maximum of its own."""
 
     def sums(
-        self,
-        arithmetic: Any,
-        rows: Tensor,
-        exchange: GatherExchange | Ring,
-        scale: float | Tensor,
-        cached: object,
+        self, arithmetic: Any, rows: Tensor, exchange: GatherExchange | Ring, scale: float | Tensor, cached: object
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
         """Return sums of local rows over all columns, of local columns over all rows, partners' logits, and no tiles.
 
