@@ -10,7 +10,7 @@ dq is complete; dZ, the gradient of the local anchors' losses with respect to al
 candidates' owners; dφ is summed over ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,20 +162,20 @@ def _dense(
     gathered = all_gather(candidates, shards=layout.candidate_shards, process_group=layout.world)
     block = layout.block(slice(0, len(anchors)), anchors, gathered)
     shared = {name: replicated(x, process_group=layout.world) for name, x in parameters.items()}
-    losses, valid = torch.func.functional_call(_CallOnBlock(loss), shared, (block,))
+    call = AsForward(loss, lambda loss, block: complete(loss.on_block(block)))
+    losses, valid = torch.func.functional_call(call, shared, (block,))
     return reduce_anchors(losses, valid, reduction=reduction, world=layout.world)
 
 
-class _CallOnBlock(nn.Module):
-    """Call ``loss.on_block`` as a forward: functional_call replaces parameters only while it calls a module's forward."""
+class AsForward(nn.Module):
+    """Call a function of a loss as a forward: functional_call replaces parameters only while it calls a module's forward."""
 
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, loss: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss, self.function = loss, function
 
-    def forward(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
-        on_block: BlockFunction = self.loss.on_block  # type: ignore[assignment]  # nn.Module types attributes as tensors
-        return complete(on_block(block))
+    def forward(self, *arguments: Any) -> Any:
+        return self.function(self.loss, *arguments)
 
 
 class _SumOverAnchors(Function):

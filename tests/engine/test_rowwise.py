@@ -37,8 +37,8 @@ OF_A_MATRIX: dict[str, Pass] = {
 }
 OF_ROWS: dict[str, Pass] = {
     "dot_products": pairwise.dot_products,
-    "distances": pairwise.euclidean,
-    "squared distances": lambda a, b: pairwise.euclidean(a, b, squared=True),
+    "distances": pairwise.distances,
+    "squared distances": lambda a, b: pairwise.distances(a, b, squared=True),
 }
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning import losses
-from torch import Tensor, nn
+from torch import Tensor
 
+from contrastive_zoo.engine.rowwise import AsForward
 from contrastive_zoo.ranks.collectives import replicated
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.pml.meaning import members
@@ -60,23 +61,16 @@ def sharded(
     loss.reset_stats()
     indices = local_indices(arguments.get("indices_tuple"), batch) if miner is None else mined(miner, batch)
     shared = {f"loss.{name}": replicated(x, process_group=world) for name, x in loss.named_parameters()}
-    sub_losses: dict[str, Info] = torch.func.functional_call(_Evaluation(loss), shared, (batch, indices))
+    sub_losses: dict[str, Info] = torch.func.functional_call(AsForward(loss, _evaluated), shared, (batch, indices))
     return reduced(loss.reducer, sub_losses, batch, connected=[batch.anchors, batch.candidates, *shared.values()])
 
 
-class _Evaluation(nn.Module):
-    """The evaluation of a loss as a ``forward``: functional_call replaces the parameters of modules only."""
-
-    def __init__(self, loss: nn.Module) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-        loss: Any = self.loss
-        sub_losses = EVALUATED[type(loss)](loss, batch, indices)
-        if loss.embedding_regularizer is not None:
-            loss.add_embedding_regularization_to_loss_dict(sub_losses, batch.all_anchors()[0])
-        return sub_losses
+def _evaluated(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Return the sub-losses of the local anchors."""
+    sub_losses = EVALUATED[type(loss)](loss, batch, indices)
+    if loss.embedding_regularizer is not None:
+        loss.add_embedding_regularization_to_loss_dict(sub_losses, batch.all_anchors()[0])
+    return sub_losses
 
 
 def _labelled_views(
