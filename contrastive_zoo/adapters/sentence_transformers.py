@@ -22,10 +22,11 @@ from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
+from contrastive_zoo.wrapper.distributed import LossAttributes
 from contrastive_zoo.wrapper.options import GradReduction
 
 
-class DistributedSentenceLoss(nn.Module):
+class DistributedSentenceLoss(LossAttributes):
     """Compute a loss of sentence-transformers on the sentences of all ranks.
 
     Let L be the value of ``loss(sentence_features, labels)`` on one process that holds all ranks' rows in rank order. For
@@ -83,10 +84,10 @@ class DistributedSentenceLoss(nn.Module):
             raise ValueError(f"DistributedSentenceLoss: {type(loss).__name__} {problem}")
         # first, so that the encoder's parameters have the same names as in the bare loss
         self.model: nn.Module = encoders["model"] if "model" in encoders else next(iter(encoders.values()))
-        self.loss = loss
         self.process_group = process_group
         self.grad_reduction = grad_reduction
         self.check_finite = check_finite
+        self.loss = loss
         self._guides = [x for x in encoders.values() if x is not self.model]
         self._holders = [(x, name) for x in loss.modules() for name, y in x.named_children() if y is self.model]
         self._parameters_are_equal = False
@@ -140,13 +141,6 @@ class DistributedSentenceLoss(nn.Module):
             patches.enter_context(column_merging_disabled())
             shared_stream.enter_context(one_stream(world, device))
             return self.loss(columns, labels)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the loss's attribute: ``get_config_dict``, ``citation``, its settings."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("loss"), name)
 
     def _copy_parameters_from_rank_0(self, encoder: nn.Module, world: World) -> None:
         """Copy the loss's own parameters and buffers from rank 0, once: ranks with different seeds drew different ones."""

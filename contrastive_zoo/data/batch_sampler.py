@@ -25,12 +25,7 @@ Column: TypeAlias = "Tensor | NDArray[np.generic] | Sequence[Hashable]"
 
 
 def columns_problem(columns: Sequence[Column]) -> str | None:
-    """Return why these are no columns, in words; None if they are.
-
-    Examples:
-        >>> columns_problem([np.zeros((3, 2))])
-        'labels and columns have one value per sample, [n], got shape [3, 2].'
-    """
+    """Return why these are no columns, in words; None if they are."""
     for column in columns:
         if not isinstance(column, (Tensor, np.ndarray, Sequence)) or isinstance(column, (str, bytes)):
             return f"labels and columns are tensors, arrays or lists, got {described(column)}."
@@ -78,12 +73,7 @@ def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
 
 
 def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | None:
-    """Return why these are not the ranks' weights, in words; None if they are.
-
-    Examples:
-        >>> weights_problem((1.0, 0.5), 3)
-        'rank_weights are one number per rank, got 2 for W = 3. Pass one weight for each rank, or None for an even split.'
-    """
+    """Return why these are not the ranks' weights, in words; None if they are."""
     if weights is None:
         return None
     if not isinstance(weights, (list, tuple)) or not all(isinstance(x, (int, float)) for x in weights):

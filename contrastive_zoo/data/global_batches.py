@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches
-from contrastive_zoo.loss_base.numbers import of_size
+from contrastive_zoo.loss_base.numbers import flag_problem, of_size
 from contrastive_zoo.ranks.random_keys import random_keys
-from contrastive_zoo.ranks.row_checks import described, is_integer
+from contrastive_zoo.ranks.row_checks import is_integer
 from contrastive_zoo.ranks.world import Processes
 
 
@@ -50,8 +50,8 @@ class GlobalBatchSampler(BaseBatchSampler):
     ) -> None:
         self.num_samples, self.batch_size, self.shuffle = num_samples, batch_size, shuffle
         settings = {"num_samples": num_samples, "batch_size": batch_size, "shuffle": shuffle}
-        flag = None if isinstance(shuffle, bool) else f"shuffle is True or False, got {described(shuffle)}."
-        problem = flag or size_problem("num_samples", num_samples) or size_problem("batch_size", batch_size)
+        problem = flag_problem(shuffle=shuffle)
+        problem = problem or size_problem("num_samples", num_samples) or size_problem("batch_size", batch_size)
         super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
 
     def global_batches(self, epoch: int) -> Batches:

@@ -142,12 +142,7 @@ def _columns(start: int, positives: Int[Tensor, "n p"], mined: Mined, output: st
 
 
 def as_tensor(rows: Any) -> Any:
-    """Return an array as a tensor that shares its memory, also a read-only memory map; None stays None.
-
-    Examples:
-        >>> as_tensor(np.ones(2))
-        tensor([1., 1.], dtype=torch.float64)
-    """
+    """Return an array as a tensor that shares its memory, also a read-only memory map; None stays None."""
     if rows is None or isinstance(rows, Tensor):
         return rows
     if not isinstance(rows, (np.ndarray, list, tuple)):

@@ -46,13 +46,7 @@ def progress_problem() -> str | None:
 
 @contextmanager
 def bar(total: int, *, wanted: bool, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Yield a function that is called with the number of queries that are done.
-
-    Args:
-        total: number of queries.
-        wanted: whether there is a bar at all.
-        shown: whether this process shows it.
-    """
+    """Yield a function that is called with the number of queries that are done."""
     if not wanted:
         yield lambda number: None
         return
@@ -68,20 +62,8 @@ R = TypeVar("R")
 def called_on_every_rank(caller: str, name: str, function: Callable[[], R], *, world: World) -> R:
     """Return this rank's result of a user's function; every rank calls it, and any rank's error is all ranks' error.
 
-    Args:
-        caller: the first word of the error.
-        name: what the error calls the function, such as ``"the guide"``.
-        function: runs on this rank.
-        world: the ranks.
-
     Raises:
         ValueError: on every rank alike, the function raised on some rank; there it is ``__cause__``.
-
-    Examples:
-        >>> called_on_every_rank("mine", "the guide", lambda: 1 / 0, world=World())
-        Traceback (most recent call last):
-        ...
-        ValueError: mine: the guide raised ZeroDivisionError: division by zero.
     """
     cause: Exception | None = None
     problem = None
@@ -101,18 +83,10 @@ def fetched(rows: Tensor, shards: Shards, wanted: Tensor, world: World) -> Tenso
 
     Each rank requests every row once, and the owners answer. Memory is that of the result.
 
-    Args:
-        rows: this rank's rows.
-        shards: the split of all rows.
-        wanted: int64 indices of any shape, each between 0 and the number of all rows − 1.
-        world: the ranks.
+    ``wanted`` are int64 indices of any shape.
 
     Returns:
         [*shape of wanted, *shape of a row], on the CPU.
-
-    Examples:
-        >>> fetched(torch.tensor([[5], [6], [7]]), Shards((3,)), torch.tensor([2, 0, 2]), World()).tolist()
-        [[7], [5], [7]]
     """
     needed, place = wanted.cpu().unique(return_inverse=True)
     if world.size == 1:

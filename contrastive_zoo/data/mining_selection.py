@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -61,22 +61,21 @@ class Selection:
                 f"range_min={self.range_min} … range_max={self.range_max} has fewer candidates than "
                 f"num_negatives={self.num_negatives}. Raise range_max."
             )
-        margins = (self.max_score, self.min_score, self.absolute_margin, self.relative_margin)
-        arguments = [self.guide_margin, *(x for x in margins if x is not None)]
+        arguments = [self.guide_margin, *(x for x in self.thresholds if x is not None)]
         if not all(map(_is_score, arguments)):
-            return f"scores and margins are numbers, got {(*margins, self.guide_margin)}."
+            return f"scores and margins are numbers, got {(*self.thresholds, self.guide_margin)}."
         return None
 
-    def with_seed(self, seed: int) -> Selection:
-        """Return the same selection with another seed."""
-        return replace(self, seed=seed)
+    @property
+    def thresholds(self) -> tuple[float | None, ...]:
+        """What scores are compared with."""
+        return self.max_score, self.min_score, self.absolute_margin, self.relative_margin
 
     def depth(self, guided: bool) -> int:
         """Return how many candidates are looked at: ``range_max``, or ten per negative where some may be refused."""
         if self.range_max is not None:
             return self.range_max
-        filters = (self.max_score, self.min_score, self.absolute_margin, self.relative_margin)
-        refused = guided or any(x is not None for x in filters)
+        refused = guided or any(x is not None for x in self.thresholds)
         return self.range_min + self.num_negatives * (10 if refused or self.sampling == "random" else 1)
 
     def allowed(self, scores: Float[Tensor, "n k"], positive: Float[Tensor, " n"]) -> Bool[Tensor, "n k"]:

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.data.mining_candidates import NO_LABEL, Corpus
 from contrastive_zoo.data.mining_inputs import Guide, bar, called_on_every_rank, fetched, guided, progress_problem
 from contrastive_zoo.data.mining_selection import Selection
+from contrastive_zoo.loss_base.numbers import flag_problem
 from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
-from contrastive_zoo.metrics.search import settings_problem
+from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
@@ -70,38 +70,97 @@ class Task:
     @property
     def problem(self) -> str | None:
         """Why this cannot be searched, in words; None if it can."""
-        if not isinstance(self.progress, bool):
-            return f"progress is True or False, got {described(self.progress)}."
-        if missing := faiss_problem() or (progress_problem() if self.progress else None):
-            return missing
-        if wrong := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
-            return wrong
-        if wrong := settings_problem(normalize=self.normalize, index=self.index):
-            return wrong
+        problem = flag_problem(progress=self.progress) or faiss_problem()
+        problem = problem or (progress_problem() if self.progress else None)
+        problem = problem or next(filter(None, starmap(tensor_problem, self.rows.items())), None)
+        if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
+            return problem
         if not (self.guide is None or callable(self.guide)):
             return f"guide is a function of queries and candidates, or None, got {described(self.guide)}."
-        rows = self.queries, self.corpus
-        alike = all(x.ndim == 2 and x.is_floating_point() and x.dtype == self.queries.dtype for x in rows)
-        if not alike or self.queries.shape[1] != self.corpus.shape[1]:
-            return (
-                "queries [n, d] and corpus [m, d] are floating-point rows of one width and dtype, got "
-                f"{described(self.queries)} and {described(self.corpus)}."
-            )
+        if problem := rows_problem(self.queries, self.corpus, "corpus"):
+            return problem
         if (self.query_labels is None) != (self.corpus_labels is None):
             return "query_labels and corpus_labels come together: a candidate's label is compared with the query's."
         if self.positives.ndim not in (1, 2):
             return f"positives are [n] or [n, p], got {described(self.positives)}."
         for name, tensor in self.rows.items():
             of = self.corpus if name.startswith("corpus") else self.queries
-            if (
-                not tensor.ndim
-                or len(tensor) != len(of)
-                or (name not in ("queries", "corpus", "positives") and tensor.ndim != 1)
-            ):
+            single = name not in ("queries", "corpus", "positives")
+            if not tensor.ndim or len(tensor) != len(of) or (single and tensor.ndim != 1):
                 return f"{name} are one entry for each of {len(of)} rows, got {described(tensor)}."
             if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
                 return f"{name} are int64, got {described(tensor)}."
         return self.selection.problem
+
+
+NO_LABEL = torch.iinfo(torch.int64).min
+"""The label of a query that no row has."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The rows of all ranks in which negatives are searched.
+
+    Args:
+        rows: this rank's.
+        shards: the split of all of them.
+        labels: [m, l], labels of this rank's rows; a candidate is no negative if one of them is the query's.
+        normalize: whether scores are cosines.
+        index: the approximate index; None for an exact search.
+        world: the ranks.
+    """
+
+    rows: Tensor
+    shards: Shards
+    labels: Int[Tensor, "m l"] | None
+    normalize: bool
+    index: ApproximateIndex | None
+    world: World
+
+    def candidates(
+        self, queries: Float[Tensor, "n d"], excluded: Int[Tensor, "n e"], labels: Int[Tensor, "n l q"] | None, k: int
+    ) -> Neighbors:
+        """Return the k best rows of each query that are not excluded and have none of the query's labels.
+
+        The number of rows with the query's labels is not known before, so the search is repeated with twice the depth for
+        queries that need it; all ranks repeat it together.
+
+        ``excluded`` are global indices, −1 for none; ``labels`` are the query's, of each kind, or None.
+        """
+        everything = self.shards.total
+        k = min(k, everything)
+        results = self._searched(queries, excluded, k)
+        if labels is None:
+            return results
+        result = Neighbors(results.scores.clone(), results.indices.clone())
+        open_queries, depth = torch.arange(len(queries)), k
+        while True:
+            differs = self._differs(results.indices, labels[open_queries])
+            results = Neighbors(
+                results.scores.masked_fill(~differs, -torch.inf), results.indices.masked_fill(~differs, -1)
+            )
+            order = (~differs).int().argsort(dim=1, stable=True)[:, :k]
+            result.scores[open_queries] = results.scores.gather(1, order)
+            result.indices[open_queries] = results.indices.gather(1, order)
+            open_queries = open_queries[differs.sum(1) < k]
+            # a search of the whole corpus has found all there is
+            if depth == everything or not any(number for (number,) in self.world.exchange([len(open_queries)])):
+                return result
+            depth = min(2 * depth, everything)
+            results = self._searched(queries[open_queries], excluded[open_queries], depth)
+
+    def _searched(self, queries: Tensor, excluded: Tensor, k: int) -> Neighbors:
+        return top_k(
+            queries, self.rows, k=k, excluded=excluded, normalize=self.normalize, index=self.index,
+            process_group=self.world,
+        )  # fmt: skip
+
+    def _differs(self, indices: Int[Tensor, "n k"], labels: Int[Tensor, "n l q"]) -> Tensor:
+        """Return which candidates exist and have none of the query's labels."""
+        assert self.labels is not None
+        theirs = fetched(self.labels, self.shards, indices.clamp(min=0), self.world)
+        same = (theirs[..., None] == labels[:, None]) & (labels[:, None] != NO_LABEL)
+        return ~same.flatten(2).any(2) & (indices >= 0)
 
 
 @torch.no_grad()
@@ -121,13 +180,8 @@ def mine(task: Task, problem: str | None = None, settings: dict[str, Any] | None
         **(settings or {}),
     }
     rows = task.rows
-    shards = dict(
-        zip(
-            rows,
-            agree_on_shards(name, rows, world=session, problem=task.problem or problem, settings=arguments),
-            strict=True,
-        )
-    )
+    agreed = agree_on_shards(name, rows, world=session, problem=task.problem or problem, settings=arguments)
+    shards = dict(zip(rows, agreed, strict=True))
     positives = task.positive_table
     total = shards["corpus"].total
     outside = (positives < -1) | (positives >= total)

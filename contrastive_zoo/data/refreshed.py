@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,7 +121,7 @@ class RefreshedNegatives:
             )
         )
         start, stop = self._part(len(self.positives), world)
-        selection = self.selection.with_seed(seed)
+        selection = replace(self.selection, seed=seed)
         task = Task(
             queries,
             corpus,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,10 +28,6 @@ def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor
 
     On an accelerator there are as many counts as rows, 0 for classes that do not exist: to know the number of classes, the
     host would have to wait for the device. All ranks have as many, because the handshake compares their devices.
-
-    Examples:
-        >>> class_numbers(torch.tensor([7, 3, 7]))
-        (tensor([1, 0, 1]), tensor([1, 2]))
     """
     if devices.on_cpu(ids):
         _, classes, counts = ids.unique(return_inverse=True, return_counts=True)
@@ -43,21 +40,12 @@ def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor
 
 
 def class_numbers_as_floats(ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return the class of each row as a float that represents it exactly: a CPU vectorises comparisons of floats.
-
-    Examples:
-        >>> class_numbers_as_floats(torch.tensor([2**60, 2**60 + 1]))
-        tensor([0., 1.])
-    """
+    """Return the class of each row as a float that represents it exactly: a CPU vectorises comparisons of floats."""
     return class_numbers(ids)[0].to(torch.float32 if len(ids) < 2**24 else torch.float64)
 
 
 def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int[Tensor, " n"] | None:
     """Return for each row the index of the other row of its class, or its own index where others are none or several.
-
-    Args:
-        classes: the class of each row, 0 … c − 1.
-        counts: the number of rows of each class.
 
     Returns:
         The indices, or None if no class has two rows and that is known without waiting for an accelerator.
@@ -75,16 +63,7 @@ def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int
 
 
 def clear_excluded(tile: Float[Tensor, "h w"], excluded: Int[Tensor, " h"]) -> None:
-    """Write −inf over one logit of each row: that of the column ``excluded``, if it is one of the tile's.
-
-    Examples:
-        >>> tile = torch.zeros(3, 2)
-        >>> clear_excluded(tile, torch.tensor([1, 7, -3]))
-        >>> tile
-        tensor([[0., -inf],
-                [0., 0.],
-                [0., 0.]])
-    """
+    """Write −inf over one logit of each row: that of the column ``excluded``, if it is one of the tile's."""
     if tile.shape[1] == 0:
         return
     column = excluded.clamp(0, tile.shape[1] - 1)
@@ -133,11 +112,6 @@ def start_count(
     """Start to copy the largest number of positives of an anchor from an accelerator; the function waits for it, once.
 
     None for ids on a CPU, where the positives of each block are counted without waiting.
-
-    Examples:
-        >>> ids = torch.tensor([7, 7, 8])
-        >>> start_count(ids, ids, anchors_are_candidates=True) is None
-        True
     """
     if devices.on_cpu(ids):
         return None
@@ -215,12 +189,7 @@ LOW_BLOCK = 64
 
 
 def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
-    """Yield slices of anchors whose similarities to so many candidates fit into the budget, with all that a loss makes.
-
-    Examples:
-        >>> list(anchor_slices(torch.ones(3, 2), 5))
-        [slice(0, 3, None)]
-    """
+    """Yield slices of anchors whose similarities to so many candidates fit into the budget, with all that a loss makes."""
     row_bytes = max(1, candidates) * anchors.dtype.itemsize
     available = max(tiling.TILE_BYTES, budget())
     if anchors.device.type == "cpu":  # beyond a CPU's cache every pass takes longer
@@ -233,16 +202,13 @@ def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
 
 
 class RowwiseSweep:
-    """Call a block function on all local anchors, block by block.
+    """Call a block function, which adds so many means, on all local anchors, block by block.
 
-    Args:
-        on_block: the function.
-        terms: the number of means that it adds.
-        layout: the ids of anchors and candidates.
-        anchors: the local anchors.
-        candidates: the candidates of all ranks.
-        parameters: the parameters of the function.
+    ``candidates`` are those of all ranks.
     """
+
+    stages: Any = None
+    """What a sweep of several passes computes in the first of them."""
 
     def __init__(
         self,
@@ -302,10 +268,15 @@ class RowwiseSweep:
             danchors[rows], by_candidates, *by_parameters = torch.autograd.grad(
                 block_losses, (anchors, candidates, *self.parameters), weight, allow_unused=True, materialize_grads=True
             )
-            if by_candidates.is_sparse:
-                dcandidates.index_add_(0, by_candidates._indices()[0], by_candidates._values())
-            else:
-                dcandidates += by_candidates
+            add_gradient(dcandidates, by_candidates)
             for total, part in zip(dparameters, by_parameters, strict=True):
                 total += part
         return [losses, counts, danchors, dcandidates, *dparameters]
+
+
+def add_gradient(total: Tensor, part: Tensor) -> None:
+    """Add a gradient, which may be sparse, to a dense total."""
+    if part.is_sparse:
+        total.index_add_(0, part._indices()[0], part._values())
+    else:
+        total += part

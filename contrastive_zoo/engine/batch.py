@@ -64,12 +64,7 @@ def reduce_anchors(
 
 
 def mean_divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """Return the divisor of a mean: the count, at least 1, or infinity if nothing counts.
-
-    Examples:
-        >>> mean_divisor(torch.tensor([3.0, 0.0, 1e-38]))
-        tensor([3., inf, inf])
-    """
+    """Return the divisor of a mean: the count, at least 1, or infinity if nothing counts."""
     return count.clamp(min=1).where(count > _NEGLIGIBLE_COUNT, torch.inf)
 
 
@@ -227,10 +222,5 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 
 def is_embedding(x: Tensor) -> bool:
-    """Return whether a tensor holds features, in its last dimension.
-
-    Examples:
-        >>> is_embedding(torch.ones(2, 3)), is_embedding(torch.arange(2))
-        (True, False)
-    """
+    """Return whether a tensor holds features, in its last dimension."""
     return x.is_floating_point() and x.ndim > 1

@@ -23,12 +23,6 @@ class BlockLoss(nn.Module):
         function: returns for a block the losses of its anchors and whether they count.
         settings: further arguments of the function. A tensor is learnable: it gets the gradient of all ranks' anchors,
             even if it is no leaf, such as the value of a :class:`LearnableTemperature`.
-
-    Examples:
-        >>> import torch
-        >>> nearest = lambda block, t: ((block.anchors @ block.candidates.T).amax(1) / t, block.negative.any(1))
-        >>> [name for name, _ in BlockLoss(nearest, t=torch.tensor(1.0)).named_parameters()]
-        ['t']
     """
 
     terms: int = 1
@@ -67,11 +61,7 @@ def info_nce_per_positive(
     For ``"anchors"`` this is the mean over positives and whether there are any; for ``"pairs"`` the sum and the number
     of positives.
 
-    Args:
-        logits: logits of the anchors.
-        block: the anchors and candidates.
-        average: ``"anchors"`` or ``"pairs"``.
-        positive_logits: the logits of positives, if they differ from ``logits``.
+    ``positive_logits`` are the logits of positives, if they differ from ``logits``.
     """
     (negatives,) = yield (LogSumExp(logits, block.negative),)
     positives = logits if positive_logits is None else positive_logits

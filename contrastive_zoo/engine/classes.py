@@ -12,7 +12,7 @@ complete, because no other rank has any.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,9 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.precision import at_least_float32, matmul, without_autocast
 from contrastive_zoo.engine.tiling import row_blocks
-from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
+from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.compiling import Function, differentiable_once, inner_graph
 from contrastive_zoo.ranks.row_checks import safe_index
-from contrastive_zoo.ranks.transport import extreme_over_ranks, gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
 CenterPooling = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]
@@ -37,12 +36,7 @@ _CLASSES_PER_DRAW = 4096
 
 
 def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
-    """Return the similarity to the most similar centre of each class.
-
-    Examples:
-        >>> nearest_center(torch.tensor([[[0.1, 0.7], [0.3, 0.2]]]))
-        tensor([[0.7000, 0.3000]])
-    """
+    """Return the similarity to the most similar centre of each class."""
     return similarity.amax(2)
 
 
@@ -88,19 +82,51 @@ class ClassPairs:
     def target_and_negatives(
         self, scale: float | Tensor, pooling: CenterPooling = nearest_center
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """Return :func:`target_and_negatives` of the local embeddings."""
-        return target_and_negatives(
-            self.embeddings, self.targets, self.centers, scale=scale, pooling=pooling,
-            shards=self.batch.samples.times(len(self.names)), class_shards=self.class_shards, world=self.batch.world,
-        )  # fmt: skip
+        """Return ``s[i, y_i]`` and ``log Σ_{j ≠ y_i} exp(scale · s[i, j])``, s the similarities of the local embeddings.
+
+        A softmax loss with any margin f on its target is ``log(1 + exp(negatives − scale · f(target)))``.
+        """
+
+        def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+            s = pooling(_similarities(rows, centers))
+            hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
+            negatives = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
+            return s.where(hit, 0).sum(1), negatives
+
+        batch, z, classes = self.batch, self.embeddings, self.class_shards
+        if classes is None:
+            return _over_blocks(_ByRow, on_block, z, self.targets, batch.shared(self.centers), scale)
+        shards = batch.samples.times(len(self.names))
+        gathered = all_gather(z, shards=shards, process_group=batch.world)
+        targets = batch.gathered(self.targets, shards) - classes.start
+        target, negatives = _over_blocks(_ByRow, on_block, gathered, targets, self.centers, scale)
+        target = batch.sum(target, gradient="partial")
+        negatives = batch.log_sum_exp(negatives, gradient="partial")
+        return target[shards.local], negatives[shards.local]
 
     def log1p_sum_exp_by_class(
         self, shift: float | Tensor, scale: float | Tensor
     ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Int[Tensor, " C"]]:
-        """Return :func:`log1p_sum_exp_by_class` of the embeddings of all ranks."""
-        return log1p_sum_exp_by_class(
-            self.embeddings, self.targets, self.centers, shift=shift, scale=scale, world=self.batch.world
-        )
+        """Return per class two log-sum-exps over the rows of all ranks, and the number of its rows.
+
+        With s the similarities of rows to the class's weights: ``log(1 + Σ exp(−scale · (s − shift)))`` over the rows of
+        the class, and ``log(1 + Σ exp(scale · (s + shift)))`` over the rows of other classes. Every rank holds the same
+        results, and the gradient of the weights is complete on each.
+        """
+
+        def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+            s = _similarities(rows, centers)[..., 0]
+            hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
+            lowest = torch.finfo(s.dtype).min
+            positive = torch.logsumexp((-scale * (s - shift)).masked_fill(~hit, lowest), 0)
+            return positive, torch.logsumexp((scale * (s + shift)).masked_fill(hit, lowest), 0)
+
+        batch, labels = self.batch, self.targets
+        local = _over_blocks(_ByClass, on_block, self.embeddings, labels, batch.shared(self.centers), scale)
+        positive, negative = (-F.logsigmoid(-batch.log_sum_exp(x, gradient="complete")) for x in local)
+        # torch.bincount would wait for an accelerator
+        counts = labels.new_zeros(len(self.centers)).index_add_(0, labels, torch.ones_like(labels))
+        return positive, negative, batch.sum(counts, gradient="complete")
 
     @cached_property
     def embeddings(self) -> Float[Tensor, "n d"]:
@@ -128,121 +154,8 @@ class ClassPairs:
         return self.batch.shards.get("class weights")
 
 
-@without_autocast
-def target_and_negatives(
-    z: Float[Tensor, "n d"],
-    labels: Int[Tensor, " n"],
-    weights: Float[Tensor, "C k d"],
-    *,
-    scale: float | Tensor,
-    pooling: CenterPooling = nearest_center,
-    shards: Shards,
-    class_shards: Shards | None = None,
-    world: World,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Return ``s[i, labels[i]]`` and ``log Σ_{j ≠ labels[i]} exp(scale · s[i, j])`` of the local rows.
-
-    s are the similarities of rows to classes. A softmax loss with any margin f on its target is
-    ``log(1 + exp(negatives − scale · f(target)))``.
-
-    Args:
-        z: the local rows.
-        labels: classes of the local rows.
-        weights: k centres of each class.
-        scale: the factor of similarities; each rank's gradient is that of its own part, so pass a ``replicated`` one.
-        pooling: from centres to classes.
-        shards: shard sizes of the rows.
-        class_shards: shard sizes of the classes, if ``weights`` are this rank's own; None if every rank holds all.
-        world: the ranks that hold rows, and classes.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> eye, where = torch.eye(3), {"shards": Shards((3,)), "world": ONE_PROCESS}
-        >>> target_and_negatives(eye, torch.arange(3), eye[:, None], scale=1.0, **where)   # 1, log 2
-        (tensor([1., 1., 1.]), tensor([0.6931, 0.6931, 0.6931]))
-    """
-
-    def on_block(rows: Tensor, targets: Tensor, centres: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        s = pooling(_similarities(rows, centres))
-        hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
-        negatives = torch.logsumexp((scale * s).masked_fill(hit, torch.finfo(s.dtype).min), 1)
-        return s.where(hit, 0).sum(1), negatives
-
-    factor = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
-    if class_shards is None:
-        return _over_blocks(_ByRow, on_block, z, labels, replicated(weights, process_group=world), factor)
-    gathered = all_gather(z, shards=shards, process_group=world)
-    targets = gather_rows(labels, shards, world) - class_shards.start
-    target, negatives = _over_blocks(_ByRow, on_block, gathered, targets, weights, factor)
-    target = sum_over_ranks(target, gradient="partial", world=world)
-    negatives = log_sum_exp_over_ranks(negatives, gradient="partial", world=world)
-    return target[shards.local], negatives[shards.local]
-
-
-@without_autocast
-def log1p_sum_exp_by_class(
-    z: Float[Tensor, "n d"],
-    labels: Int[Tensor, " n"],
-    weights: Float[Tensor, "C 1 d"],
-    *,
-    shift: float | Tensor,
-    scale: float | Tensor,
-    world: World,
-) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Int[Tensor, " C"]]:
-    """Return per class two log-sum-exps over the rows of all ranks, and the number of its rows.
-
-    With s the similarities of rows to the class's weights: ``log(1 + Σ exp(−scale · (s − shift)))`` over the rows of the
-    class, and ``log(1 + Σ exp(scale · (s + shift)))`` over the rows of other classes. Every rank holds the same results,
-    and the gradient of the weights is complete on each.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> eye = torch.eye(2)
-        >>> log1p_sum_exp_by_class(eye, torch.arange(2), eye[:, None], shift=0.0, scale=1.0, world=ONE_PROCESS)
-        (tensor([0.3133, 0.3133]), tensor([0.6931, 0.6931]), tensor([1, 1]))
-    """
-
-    def on_block(rows: Tensor, targets: Tensor, proxies: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        s = _similarities(rows, proxies)[..., 0]
-        hit = targets[:, None] == torch.arange(s.shape[1], device=s.device)
-        lowest = torch.finfo(s.dtype).min
-        positive = torch.logsumexp((-scale * (s - shift)).masked_fill(~hit, lowest), 0)
-        return positive, torch.logsumexp((scale * (s + shift)).masked_fill(hit, lowest), 0)
-
-    factor = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
-    local = _over_blocks(_ByClass, on_block, z, labels, replicated(weights, process_group=world), factor)
-    positive, negative = (-F.logsigmoid(-log_sum_exp_over_ranks(x, gradient="complete", world=world)) for x in local)
-    # torch.bincount would wait for an accelerator
-    counts = labels.new_zeros(len(weights)).index_add_(0, labels, torch.ones_like(labels))
-    return positive, negative, sum_over_ranks(counts, gradient="complete", world=world)
-
-
-def log_sum_exp_over_ranks(
-    x: Float[Tensor, "..."], *, gradient: Literal["partial", "complete"], world: World
-) -> Float[Tensor, "..."]:
-    """Return the elementwise ``logsumexp`` of all ranks' x, which may be −inf on some ranks but not on all.
-
-    Args:
-        x: the same shape on every rank.
-        gradient: as in :func:`contrastive_zoo.ranks.collectives.all_reduce`.
-        world: the ranks.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> log_sum_exp_over_ranks(torch.tensor([2.0, 3.0]), gradient="complete", world=ONE_PROCESS)
-        tensor([2., 3.])
-    """
-    top = extreme_over_ranks(x.detach(), "max", world)
-    return top + sum_over_ranks((x - top).exp(), gradient=gradient, world=world).log()
-
-
 def class_shard(num_classes: int, world: World | None) -> slice:
-    """Return the classes that this rank holds: all of them, or an even share in rank order.
-
-    Examples:
-        >>> class_shard(5, World(rank=0, size=2)), class_shard(5, World(rank=1, size=2)), class_shard(5, None)
-        (slice(0, 3, None), slice(3, 5, None), slice(0, 5, None))
-    """
+    """Return the classes that this rank holds: all of them, or an even share in rank order."""
     if world is None:
         return slice(0, num_classes)
     share, more = divmod(num_classes, world.size)
@@ -255,10 +168,6 @@ def draw_weights(num_classes: int, *shape: int, local: slice) -> Float[Tensor, "
 
     Every rank draws the weights of all classes and keeps its own: equal seeds give the weights of one process, and no
     two classes get the same ones.
-
-    Examples:
-        >>> draw_weights(5, 2, local=slice(3, 5)).shape
-        torch.Size([2, 2])
     """
     weights = torch.empty(local.stop - local.start, *shape)
     for start in range(0, num_classes, _CLASSES_PER_DRAW):
@@ -284,9 +193,10 @@ def _over_blocks(
     z: Tensor,
     labels: Tensor,
     weights: Tensor,
-    scale: Tensor,
+    scale: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return ``on_block`` of all rows; if these need several blocks, the backward pass recomputes each block."""
+    scale = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
     if is_dense() or len(list(_blocks(z, weights))) < 2:
         return on_block(z, labels, weights, scale)
     return function.apply(on_block, labels, z, weights, scale)

@@ -96,23 +96,8 @@ def block_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return losses and counts of a block's anchors, [c, terms]; losses that do not count are zero.
 
-    Args:
-        loss: a module whose method ``on_block`` is the block function, or the function.
-        terms: the number of means that it adds.
-        anchors: [c, d].
-        candidates: [N, d].
-        ids: [c].
-        candidate_ids: [N].
-        copies: [c], the candidate that is a copy of each anchor, −1 for none; None if no anchor has one.
-        companions: pairs of [c, …] and [N, …].
-
-    Examples:
-        >>> nearest = lambda block: ((block.anchors @ block.candidates.T).amax(1), block.negative.any(1))
-        >>> ids = torch.arange(2)
-        >>> block_losses(nearest, 1, torch.eye(2), torch.eye(2), ids, ids, ids, ())
-        (tensor([[1.],
-                [1.]]), tensor([[True],
-                [True]]))
+    ``loss`` is a module whose method ``on_block`` is the block function, or the function, and adds so many ``terms``.
+    ``copies`` are the candidates that are a copy of each anchor, −1 for none; None if no anchor has one.
     """
     same = ids[:, None] == candidate_ids
     index = torch.arange(len(candidate_ids), device=ids.device)
@@ -129,13 +114,7 @@ def owner_of(on_block: BlockFunction) -> Any:
 
 
 def kind_of(loss: Any) -> Any:
-    """Return what losses with the same graphs share: a class, or the code of a :class:`BlockLoss`'s function.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> kind_of(cz.Circle())
-        <class 'contrastive_zoo.losses.circle.Circle'>
-    """
+    """Return what losses with the same graphs share: a class, or the code of a :class:`BlockLoss`'s function."""
     return getattr(loss, "graph_kind", type(loss))
 
 

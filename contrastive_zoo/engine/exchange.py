@@ -16,16 +16,7 @@ from contrastive_zoo.ranks.world import Shards, World
 
 
 class GatherExchange:
-    """Gather the columns of all ranks in one message, which starts at once; return their gradients in one message.
-
-    Args:
-        columns: the local columns.
-        blocks: the schedule of this rank.
-        shards: shard sizes of the columns.
-        world: the ranks.
-        dtype: the dtype of the message, if it has 16 bits.
-        gathered: the columns of all ranks, if an earlier exchange gathered them.
-    """
+    """Gather the columns of all ranks in one message, which starts at once; return their gradients in one message."""
 
     def __init__(
         self,
@@ -94,12 +85,7 @@ def merge_at_owners(
     world: World,
     merge: Callable[[Tensor, Tensor], Tensor] = torch.add,
 ) -> Tensor:
-    """Merge into ``total`` what other ranks computed for the local columns; send ``parts``, computed for theirs.
-
-    Examples:
-        >>> merge_at_owners(torch.ones(2), [], [], World())
-        tensor([1., 1.])
-    """
+    """Merge into ``total`` what other ranks computed for the local columns; send ``parts``, computed for theirs."""
     if world.size == 1:
         return total
     by_owner = {block.ahead: part for block, part in zip(blocks, parts, strict=True)}

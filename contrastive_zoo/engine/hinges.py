@@ -64,11 +64,6 @@ def soft_sums(
         negative: which candidates are negatives.
         margin: of semi-hard triplets.
         semi_hard: whether only triplets with D_ip < D_in < D_ip + margin count.
-
-    Examples:
-        >>> distance, is_first = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]])
-        >>> soft_sums(torch.exp, distance, ~is_first, 0.0, semi_hard=False)(torch.tensor([[0]]))
-        tensor([0.3679])
     """
     negatives = distance.where(negative, torch.inf)
 

@@ -51,14 +51,15 @@ def plain_formulas() -> Iterator[None]:
 
 
 def is_dense() -> bool:
-    """Return whether :func:`dense` is in force."""
+    """Return whether :func:`plain_formulas` is in force."""
     return _dense.get()
 
 
 def has_plain_formulas() -> bool:
-    """Return whether functions of matrices are their plain formulas, with gradients by autograd: under :func:`dense`.
+    """Return whether functions of matrices are their plain formulas, with gradients by autograd.
 
-    Also in code that is being compiled: the compiler derives gradients, and fuses passes that autograd would make.
+    That is so under :func:`plain_formulas`, and in code that is being compiled: the compiler derives gradients, and
+    fuses passes that autograd would make.
     """
     return torch.compiler.is_compiling() or is_dense()
 
@@ -91,7 +92,7 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
     ``"compiled"`` passes losses that are sums over anchors, such as Circle, Triplet or your own :class:`RowLoss`, block by
     block through ``torch.compile``. The first step of a loss then takes seconds to a minute; batches of other sizes need no
     further compilation. Values and gradients agree up to rounding, and messages between ranks are the same. A rank that
-    cannot compile a loss warns once and computes it as without. A ring and :func:`dense` compile nothing.
+    cannot compile a loss warns once and computes it as without. A ring and :func:`plain_formulas` compile nothing.
 
     Args:
         name: ``"auto"``, the default, uses a kernel wherever there is one and the batch has more than 2,048 × 2,048
@@ -119,13 +120,7 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
 
 
 def compiles_blocks() -> bool:
-    """Return whether row losses compile their block functions.
-
-    Examples:
-        >>> with use_implementation("compiled"):
-        ...     compiles_blocks()
-        True
-    """
+    """Return whether row losses compile their block functions."""
     return _implementation.get() == "compiled"
 
 
@@ -161,10 +156,6 @@ class Kernels(NamedTuple):
 
         Raises:
             ValueError: the user chose ``"triton"``, and kernels cannot compute this. All ranks raise it.
-
-        Examples:
-            >>> Kernels(apply=True).compute("Loss", 10**4, 10**4), Kernels().compute("Loss", 10**4, 10**4)
-            (True, False)
         """
         if self.always and (problem := unsupported or self.problem) is not None:
             raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")
@@ -182,11 +173,6 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
 
     Args:
         rows: the tensors of a call, of which the first decides; if it is invalid, the loss refuses it.
-
-    Examples:
-        >>> with use_implementation("triton"):
-        ...     choose_kernels([torch.eye(2, dtype=torch.float64)]).problem
-        'takes float32, bfloat16 or float16, got torch.float64'
     """
     name, first = _implementation.get(), next(iter(rows), None)
     if name == "torch" or first is None or first.ndim < 2 or (name != "triton" and not first.is_cuda):
@@ -206,12 +192,7 @@ NO_KERNELS = Kernels()
 
 
 def is_one_call(reduction: str, world: World) -> bool:
-    """Return whether one function of the kernels is the loss; elsewhere kernels compute an engine's blocks.
-
-    Examples:
-        >>> is_one_call("mean", World()), is_one_call("sum", World())
-        (True, False)
-    """
+    """Return whether one function of the kernels is the loss; elsewhere kernels compute an engine's blocks."""
     return world.size == 1 and reduction == "mean"
 
 

@@ -1,8 +1,8 @@
 """Reduce the rows of a matrix over the entries that a mask selects: log-sum-exp, maximum, minimum.
 
-Under :func:`dense` each function is its plain formula. Otherwise value and gradient are computed by hand, in a third of
-autograd's passes over the matrix. Comparisons are written as 0 and 1 into floats (``out=``): a CPU converts to and from
-booleans element by element.
+Under :func:`plain_formulas` each function is its plain formula. Otherwise value and gradient are computed by hand, in a
+third of autograd's passes over the matrix. Comparisons are written as 0 and 1 into floats (``out=``): a CPU converts to
+and from booleans element by element.
 """
 
 from typing import Any
@@ -56,22 +56,12 @@ class _MaskedLogSumExp(Function):
 
 
 def log1p_sum_exp(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"]) -> Float[Tensor, " c"]:
-    """Return log(1 + Σ exp x) over the selected entries of each row.
-
-    Examples:
-        >>> log1p_sum_exp(torch.zeros(1, 3), torch.tensor([[True, True, False]]))   # log 3
-        tensor([1.0986])
-    """
+    """Return log(1 + Σ exp x) over the selected entries of each row."""
     return log1p_exp(masked_log_sum_exp(x, mask))
 
 
 def log1p_exp(x: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
-    """Return log(1 + exp x), also of −inf.
-
-    Examples:
-        >>> log1p_exp(torch.tensor([-torch.inf, 0.0]))
-        tensor([0.0000, 0.6931])
-    """
+    """Return log(1 + exp x), also of −inf."""
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
@@ -89,12 +79,7 @@ def masked_max(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: boo
 
 
 def masked_min(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: bool = False) -> Float[Tensor, " c"]:
-    """Return the smallest selected entry of each row, as :func:`masked_max`; +inf for a row without any.
-
-    Examples:
-        >>> masked_min(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, True], [False, False]]))
-        tensor([1., inf])
-    """
+    """Return the smallest selected entry of each row, as :func:`masked_max`; +inf for a row without any."""
     return _masked_extreme(x, mask, 1, first)
 
 
@@ -163,12 +148,7 @@ READS_COUNTS = "it reads from the device how many positives an anchor has, and r
 
 
 def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
-    """Return ``mask.any(1)``, faster on a CPU.
-
-    Examples:
-        >>> any_in_row(torch.eye(2, dtype=torch.bool))
-        tensor([True, True])
-    """
+    """Return ``mask.any(1)``, faster on a CPU."""
     return mask.view(torch.uint8).amax(1).bool() if mask.shape[1] else mask.any(1)
 
 

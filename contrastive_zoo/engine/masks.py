@@ -89,12 +89,7 @@ def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> Pa
 
 
 def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) -> PairMasks:
-    """The masks of a block of anchors, the first of which is row ``start`` of the gathered rows.
-
-    Examples:
-        >>> block_masks(torch.tensor([7]), torch.tensor([5, 7, 7]), start=1).self
-        tensor([[False,  True, False]])
-    """
+    """The masks of a block of anchors, the first of which is row ``start`` of the gathered rows."""
     alike = ids[:, None] == all_ids[None, :]
     own = torch.zeros_like(alike)
     own.diagonal(start).fill_(True)

@@ -76,14 +76,6 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
         batch: the number of tokens of each set, also on the host, and ``tokens of`` these sets, by the names of what they
             are: queries first, then documents, then what else they are compared with.
         normalize: whether tokens are normalised to unit length first.
-
-    Examples:
-        >>> rows = {"queries": torch.tensor([2]), "documents": torch.tensor([1])}
-        >>> rows |= {"tokens of queries": torch.eye(2), "tokens of documents": torch.tensor([[3.0, 4.0]])}
-        >>> shards = {name: Shards((len(x),)) for name, x in rows.items()}
-        >>> batch = Batch(rows, shards, host={"queries": [2], "documents": [1]})
-        >>> late_interaction_scores(batch, normalize=True)   # 0.6 + 0.8
-        tensor([[1.4000]])
     """
     sets = []
     for name, read in batch.host.items():
@@ -122,14 +114,7 @@ def max_sim_scores(
     if is_dense():
         return _dense_scores(queries, documents, read, world)
     sweep = MaxSimSweep(
-        queries.lengths,
-        lengths,
-        read,
-        documents.shards,
-        documents.token_shards,
-        world,
-        dtype,
-        torch.is_grad_enabled(),
+        queries.lengths, lengths, read, documents.shards, documents.token_shards, world, dtype, torch.is_grad_enabled()
     )
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
     return scores

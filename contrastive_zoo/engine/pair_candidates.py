@@ -68,10 +68,6 @@ def concat_pairs(
     """Return pairs as anchors, pairs and singles as candidates of the same width, and which candidates are singles.
 
     An anchor holds both of its rows, so that either of them can be compared.
-
-    Examples:
-        >>> [x.tolist() for x in concat_pairs(torch.ones(1, 1), torch.zeros(1, 1), torch.full((1, 1), 7.0))]
-        [[[1.0, 0.0]], [[1.0, 0.0], [7.0, 0.0]], [False, True]]
     """
     pairs = torch.cat([first, second], 1)
     single = torch.arange(len(pairs) + len(singles), device=pairs.device) >= len(pairs)

@@ -19,21 +19,7 @@ from contrastive_zoo.ranks.collectives import all_gather
 def histogram_overlap(
     batch: Batch, z: Float[Tensor, "n d"], ids: Int[Tensor, " n"], num_bins: int
 ) -> Float[Tensor, ""]:
-    """Return the probability that a negative pair is more similar than a positive one: Σ_n h⁻_n Σ_{m≤n} h⁺_m.
-
-    Args:
-        batch: says how rows are split over ranks.
-        z: the local unit rows.
-        ids: their classes.
-        num_bins: the number of steps from −1 to 1.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import Shards
-        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-        >>> batch = Batch({"embeddings": z}, {"embeddings": Shards((3,))})
-        >>> histogram_overlap(batch, z, torch.tensor([0, 0, 1]), 2)
-        tensor(1.)
-    """
+    """Return the probability that a negative pair is more similar than a positive one: Σ_n h⁻_n Σ_{m≤n} h⁺_m."""
     with torch.set_grad_enabled(is_dense() and torch.is_grad_enabled()):
         positives, negatives = pair_histograms(batch, z, ids, num_bins)
         below = positives.cumsum(0)
@@ -54,11 +40,7 @@ def pair_histograms(
 ) -> tuple[Float[Tensor, " nodes"], Float[Tensor, " nodes"]]:
     """Return the histograms of positive and of negative pairs of all ranks, each with sum 1, or 0 without a pair.
 
-    Args:
-        batch: says how rows are split over ranks.
-        z: the local unit rows.
-        ids: their classes.
-        num_bins: the number of steps from −1 to 1.
+    ``z`` are the local unit rows; ``num_bins`` steps lead from −1 to 1.
 
     Examples:
         >>> from contrastive_zoo.ranks.world import Shards
@@ -85,12 +67,7 @@ def pair_histograms(
 
 
 def nearest_nodes(similarity: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
-    """Return the node below each similarity, and the share of the next one.
-
-    Examples:
-        >>> nearest_nodes(torch.tensor([-1.0, 0.5]), 2)
-        (tensor([0, 1]), tensor([0.0000, 0.5000]))
-    """
+    """Return the node below each similarity, and the share of the next one."""
     position = (similarity + 1) * (num_bins / 2)
     lower = position.detach().long().clamp_(0, num_bins - 1)
     return lower, position - lower

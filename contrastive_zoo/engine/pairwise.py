@@ -1,8 +1,6 @@
 """Compute dot products and distances of anchors and candidates; the backward pass uses the sparsity of mined losses.
 
-Under :func:`dense` each function is its plain formula. Otherwise value and gradient are computed by hand, in a third of
-autograd's passes over the matrix. Comparisons are written as 0 and 1 into floats (``out=``): a CPU converts to and from
-booleans element by element.
+Values and gradients are computed by hand, as in :mod:`contrastive_zoo.engine.masked`.
 
 A mined loss selects few pairs, so its gradient with respect to the matrix is almost only zeros. Two attributes mark
 tensors of this module for that case. They are attributes, and not arguments, because the tensors pass through the
@@ -61,13 +59,7 @@ def takes_sparse_gradient(matrix: Tensor) -> bool:
 
 
 def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
-    """Return ``anchors @ candidates.T``, whose backward pass skips the zeros of a sparse gradient.
-
-    Examples:
-        >>> dot_products(torch.eye(2), torch.ones(1, 2))
-        tensor([[1.],
-                [1.]])
-    """
+    """Return ``anchors @ candidates.T``, whose backward pass skips the zeros of a sparse gradient."""
     if has_plain_formulas():
         return anchors @ candidates.T
     return _allow_sparse_gradient(_DotProducts.apply(anchors, candidates), candidates)
@@ -92,7 +84,7 @@ class _DotProducts(Function):
         return gradient @ candidates, gradient.t() @ anchors
 
 
-def euclidean(
+def distances(
     anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"], *, squared: bool = False
 ) -> Float[Tensor, "c N"]:
     """Return ‖a − b‖ of every anchor and candidate, or its square; the gradient at 0 is 0.
@@ -100,7 +92,7 @@ def euclidean(
     Points that are closer together than the rounding of a matmul have distance 0, without gradient.
 
     Examples:
-        >>> euclidean(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
+        >>> distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
         tensor([[5., 0.]])
     """
     if not has_plain_formulas():
@@ -145,11 +137,7 @@ class _Euclidean(Function):
         if (entries := _sparse_entries(gradient, anchors.shape[1])) is not None:
             i, j, g = entries
             difference = weights(g, distance[i, j, None]) * (anchors[i] - candidates[j])
-            return (
-                _row_sums(i, difference, anchors),
-                _row_sums(j, -difference, candidates, sparse=ctx.shared),
-                None,
-            )
+            return (_row_sums(i, difference, anchors), _row_sums(j, -difference, candidates, sparse=ctx.shared), None)
         w = weights(gradient, distance)
         danchors = w @ candidates.new_ones(len(candidates), 1) * anchors
         dcandidates = w.t() @ anchors.new_ones(len(anchors), 1) * candidates
@@ -184,43 +172,17 @@ Metric = Literal["distance", "squared distance", "similarity"]
 
 
 def squared_distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
-    """Return ‖a − b‖² of every anchor and candidate; 0, without gradient, of points that rounding does not resolve.
-
-    Examples:
-        >>> squared_distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
-        tensor([[25.,  0.]])
-    """
-    return euclidean(anchors, candidates, squared=True)
-
-
-def distances(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
-    """Return ‖a − b‖ of every anchor and candidate; the gradient at 0 is 0.
-
-    Examples:
-        >>> distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
-        tensor([[5., 0.]])
-    """
-    return euclidean(anchors, candidates)
+    """Return ‖a − b‖² of every anchor and candidate; 0, without gradient, of points that rounding does not resolve."""
+    return distances(anchors, candidates, squared=True)
 
 
 def dissimilarities(anchors: Tensor, candidates: Tensor, metric: Metric) -> Float[Tensor, "c N"]:
-    """Return distances, or negative similarities: values that grow as embeddings move apart.
-
-    Examples:
-        >>> dissimilarities(torch.eye(2), torch.eye(2), "similarity")
-        tensor([[-1.,  0.],
-                [ 0., -1.]])
-    """
+    """Return distances, or negative similarities: values that grow as embeddings move apart."""
     if metric == "similarity":
         return dot_products(-anchors, candidates)
-    return distances(anchors, candidates) if metric == "distance" else squared_distances(anchors, candidates)
+    return distances(anchors, candidates, squared=metric == "squared distance")
 
 
 def row_sums(*terms: Shaped[Tensor, "c _"]) -> Shaped[Tensor, "c k"]:
-    """Return the sums of the rows of k matrices, one column per matrix.
-
-    Examples:
-        >>> row_sums(torch.ones(1, 3), torch.ones(1, 2))
-        tensor([[3., 2.]])
-    """
+    """Return the sums of the rows of k matrices, one column per matrix."""
     return torch.stack([x.sum(1) for x in terms], 1)

@@ -38,12 +38,8 @@ class Partners:
     def take(self, tile: Tensor, i: slice, j: slice, logits: Sequence[Tensor], *, mirrored: bool) -> None:
         """Move the logits of partners from a tile of the local block to ``logits``; −inf takes their place.
 
-        Args:
-            tile: the logits of rows i and columns j.
-            i: the rows.
-            j: the columns.
-            logits: what :meth:`empty` returned.
-            mirrored: whether rows are also partners of columns, as in a tile on the diagonal of one tower.
+        The tile is that of rows i and columns j. ``mirrored`` says whether rows are also partners of columns, as in a tile
+        on the diagonal of one tower.
         """
         for index, rows, entries in self._entries(tile, i, j, mirrored):
             logits[index][rows] = entries

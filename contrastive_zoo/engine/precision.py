@@ -40,10 +40,6 @@ def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return x rounded to the values of a 16-bit ``dtype``, in its own dtype; with other dtypes x itself.
 
     The gradient is not rounded.
-
-    Examples:
-        >>> rounded(torch.tensor(1.001), torch.bfloat16), rounded(torch.tensor(1.001), torch.float32)
-        (tensor(1.), tensor(1.0010))
     """
     return _Rounded.apply(x, dtype) if is_16_bit(dtype) else x
 
@@ -73,12 +69,6 @@ def matmul_rounding(dtype: torch.dtype | None, device: str) -> Iterator[None]:
     represents all values of either 16-bit type. Elsewhere matmuls stay in float32. The setting belongs to the process:
     matmuls of other threads are rounded, too, in the meantime. The last thread that leaves restores the setting that
     the first one found; a setting that other code makes in between stays.
-
-    Examples:
-        >>> with matmul_rounding(torch.float32, "cpu"):   # nothing to round
-        ...     torch.eye(2) @ torch.tensor([[1.001], [1.0]])
-        tensor([[1.0010],
-                [1.0000]])
     """
     backend, rounding = None, None
     if device == "cpu" and dtype == torch.bfloat16:
@@ -111,13 +101,7 @@ _active_threads: dict[str, tuple[int, Any]] = {}
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of equal batches; autocast casts neither this matmul nor those of its backward pass down.
-
-    Examples:
-        >>> with torch.autocast("cpu"):
-        ...     matmul(torch.eye(2), torch.ones(2, 1)).dtype
-        torch.float32
-    """
+    """Return ``a @ b`` of equal batches; autocast casts neither this matmul nor those of its backward pass down."""
     result: Tensor = _Matmul.apply(a, b)
     return result
 
@@ -143,13 +127,7 @@ MIN_NORM = 1e-12
 
 
 def unit_rows(x: Tensor) -> Tensor:
-    """Return ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero.
-
-    Examples:
-        >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
-        tensor([[0.6000, 0.8000],
-                [0.0000, 0.0000]])
-    """
+    """Return ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero."""
     if is_dense() or is_small_batch(x.numel()):
         return torch.nn.functional.normalize(x, dim=-1)
     return _UnitRows.apply(x)
@@ -208,19 +186,10 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which x is added up: float64, or float32 on devices without float64.
 
     There a mean of 100,000 losses has a relative error of about 1e-6.
-
-    Examples:
-        >>> sum_dtype(torch.ones(2))
-        torch.float64
     """
     return torch.float64 if has_float64(x.device) else torch.float32
 
 
 def in_float64(x: Tensor) -> Tensor:
-    """Return x in float64, on the CPU if its device has no float64.
-
-    Examples:
-        >>> in_float64(torch.ones(2)).dtype
-        torch.float64
-    """
+    """Return x in float64, on the CPU if its device has no float64."""
     return x.double() if has_float64(x.device) else x.cpu().double()

@@ -22,12 +22,7 @@ from contrastive_zoo.ranks.world import Machines, Shards, World
 
 
 def machines(world: World) -> Machines:
-    """Return the ranks of each machine that the session's ring has, () without a ring or other ranks.
-
-    Examples:
-        >>> machines(World())
-        ()
-    """
+    """Return the ranks of each machine that the session's ring has, () without a ring or other ranks."""
     ring = world.options.ring if isinstance(world, Session) and world.size > 1 else ()
     return (tuple(range(world.size)),) if ring is True else ring or ()
 
@@ -35,12 +30,7 @@ def machines(world: World) -> Machines:
 class Ring:
     """Bring other ranks' columns here in turn, after the local ones, and return their gradients to their owners.
 
-    Args:
-        columns: the local columns.
-        by_machine: the schedule of this rank.
-        layout: the ranks of each machine.
-        world: the ranks.
-        dtype: the dtype of the messages, if it has 16 bits; gradients keep the dtype of the columns.
+    Arguments are those of :func:`start_exchange`; gradients keep the dtype of the columns.
     """
 
     gathered = None
@@ -140,10 +130,6 @@ def start_exchange(
         rows: shard sizes of the rows that are compared with the columns, if they are other ones.
         half: whether rows and columns are the same, so that one rank of a pair computes their block.
         gathered: the columns of all ranks, if an earlier exchange gathered them.
-
-    Examples:
-        >>> [x.tolist() for x in start_exchange(torch.ones(1, 2), Shards((1,)), World())]
-        [[[1.0, 1.0]]]
     """
     if layout := machines(world):
         return Ring(columns, schedule_by_machine(rows or shards, shards, layout, half=half), layout, world, dtype)

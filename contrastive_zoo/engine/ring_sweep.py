@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, anchor_slices
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, RowwiseSweep, add_gradient, anchor_slices
 from contrastive_zoo.engine.exchange import GatherExchange
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
@@ -49,32 +49,18 @@ class Stage:
         return [x.requires_grad_(learns) for x, learns in zip(values, self.learns, strict=True)]
 
 
-class RingSweep:
-    """Call a block function on all local anchors and one rank's candidates after the other's.
+class RingSweep(RowwiseSweep):
+    """Call a block function, which yields statistics, on all local anchors and one rank's candidates after the other's.
 
-    Args:
-        on_block: the function, which yields statistics.
-        terms: the number of means that it adds.
-        layout: the ids of the local anchors and of the local candidates.
-        anchors: the local anchors.
-        candidates: the local candidates, or the rows that are sent in their place.
-        parameters: the parameters of the function.
+    ``candidates`` are the local ones, or the rows that are sent in their place.
     """
 
-    def __init__(
-        self,
-        on_block: BlockFunction,
-        terms: int,
-        layout: BatchLayout,
-        anchors: Tensor,
-        candidates: Tensor,
-        parameters: Sequence[Tensor],
-    ) -> None:
-        self.on_block, self.terms, self.layout, self.parameters = on_block, terms, layout, parameters
-        self.anchors, self.sent = anchors.detach(), candidates.detach()
-        self.candidates = layout.restore(self.sent)
-        self.stages: list[Stage] | None = None
-        """The merged statistics, a few numbers for each local anchor, once they are computed."""
+    stages: list[Stage] | None = None
+    """The merged statistics, a few numbers for each local anchor, once they are computed."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.sent, self.candidates = self.candidates, self.layout.restore(self.candidates)
 
     def _exchange(self, rows: Tensor) -> GatherExchange | Ring:
         return start_exchange(rows, self.layout.candidate_shards, self.layout.world)
@@ -156,7 +142,6 @@ class RingSweep:
         return [x for of_stage in leaves for x in of_stage], losses.where(counts > 0, 0), counts
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        """Return losses and counts of the local anchors."""
         stages = self._merged()
         with torch.no_grad():
             _, losses, counts = self._result(stages, self.anchors)
@@ -164,7 +149,6 @@ class RingSweep:
 
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
-        """Return what :meth:`RowwiseSweep.gradients` returns."""
         keep_freed_memory(self.anchors)
         stages = self._merged()
         with inner_graph():
@@ -229,7 +213,7 @@ class RingSweep:
             [x for x in parts if x.requires_grad], weights, (anchors, candidates, *self.parameters, *targets)
         )
         danchors[rows] += by_anchors
-        _add(dcandidates, by_candidates)
+        add_gradient(dcandidates, by_candidates)
         for total, part in zip(dparameters, rest, strict=False):
             total += part
         gradients = iter(rest[len(dparameters) :])
@@ -252,13 +236,6 @@ def _derivatives(outputs: Sequence[Tensor], weights: Sequence[Tensor | None], in
     by_input = iter(results)
     gradients = [next(by_input) if x.requires_grad else None for x in inputs]
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
-
-
-def _add(total: Tensor, part: Tensor) -> None:
-    if part.is_sparse:
-        total.index_add_(0, part._indices()[0], part._values())
-    else:
-        total += part
 
 
 def _forgotten(x: Statistic) -> Statistic:

@@ -10,7 +10,7 @@ dq is complete; dZ, the gradient of the local anchors' losses with respect to al
 candidates' owners; dφ is summed over ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,101 +110,41 @@ def sum_over_anchors(
     )
     parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
     if is_dense():
-        return _dense(loss, anchors, anchors if candidates is None else candidates, layout, parameters, reduction)
+        return _dense(loss, anchors, columns, layout, parameters, reduction)
     terms, learns = getattr(loss, "terms", 1), torch.is_grad_enabled()
     sweep = RingSweep if ring else CompiledSweep if compiles_blocks() else RowwiseSweep
     value = _SumOverAnchors.apply(
-        sweep,
-        loss.on_block,
-        terms,
-        reduction,
-        layout,
-        learns,
-        watch,
-        sent if ring else None,
-        anchors,
-        candidates,
+        sweep, loss.on_block, terms, reduction, layout, learns, watch, sent if ring else None, anchors, candidates,
         *parameters.values(),
-    )
+    )  # fmt: skip
     if watch is None or not watch.found_on_any_rank:
         return value
     watch.undo()
     if isinstance(world, Session):
         world.findings.draws = True
-    return _on_every_rank(
-        loss,
-        anchors,
-        ids,
-        shards,
-        world,
-        candidates,
-        candidate_ids,
-        candidate_shards,
-        own_candidates,
-        companions,
-        reduction,
-    )
-
-
-def _on_every_rank(
-    loss: nn.Module,
-    anchors: Tensor,
-    ids: Tensor,
-    shards: Shards,
-    world: World,
-    candidates: Tensor | None,
-    candidate_ids: Tensor | None,
-    candidate_shards: Shards | None,
-    own_candidates: Tensor | None,
-    companions: Sequence[tuple[Tensor, Tensor]],
-    reduction: Reduction,
-) -> Tensor:
-    """Compute the loss on every rank from the anchors and candidates of all ranks, with rank 0's random numbers."""
-    where = candidate_shards or shards
 
     def gathered(x: Tensor | None, of: Shards) -> Any:
         return None if x is None else all_gather(x, gradient="complete", shards=of, process_group=world)
 
-    with one_stream(world, anchors.device):
+    with one_stream(world, anchors.device):  # every rank computes the loss of all anchors, with rank 0's random numbers
         return sum_over_anchors(
-            loss,
-            gathered(anchors, shards),
-            gathered(ids, shards),
-            shards=Shards((shards.total,)),
-            world=World(),
-            candidates=gathered(candidates, where),
-            candidate_ids=gathered(candidate_ids, where),
-            candidate_shards=Shards((where.total,)),
-            own_candidates=gathered(own_candidates, shards),
-            companions=[(gathered(x, shards), gathered(y, where)) for x, y in companions],
-            reduction=reduction,
-        )
+            loss, gathered(anchors, shards), gathered(ids, shards), shards=Shards((shards.total,)), world=World(),
+            candidates=gathered(candidates, where), candidate_ids=gathered(candidate_ids, where),
+            candidate_shards=Shards((where.total,)), own_candidates=gathered(own_candidates, shards),
+            companions=[(gathered(x, shards), gathered(y, where)) for x, y in companions], reduction=reduction,
+        )  # fmt: skip
 
 
 def reduce_rows(
     batch: Batch, loss: nn.Module, anchors: Tensor, ids: Tensor, *, times: int = 1, **more: Any
 ) -> Float[Tensor, "..."]:
-    """Return :func:`sum_over_anchors` of a batch, with ``times`` anchors for each of its samples.
-
-    Args:
-        batch: says how anchors are split over ranks.
-        loss: as there.
-        anchors: as there.
-        ids: as there.
-        times: anchors of a sample.
-        more: further arguments, as there.
-    """
+    """Return :func:`sum_over_anchors` of a batch, with ``times`` anchors for each of its samples."""
     more.setdefault("shards", batch.samples.times(times) if times > 1 else batch.samples)
     return sum_over_anchors(loss, anchors, ids, world=batch.world, **more)
 
 
 def uses_ring(loss: nn.Module, world: World) -> bool:
-    """Return whether candidates pass from rank to rank: the user asks for it, and the loss yields statistics that merge.
-
-    Examples:
-        >>> uses_ring(nn.Module(), World())
-        False
-    """
+    """Return whether candidates pass from rank to rank: the user asks for it, and the loss yields statistics that merge."""
     asked = isinstance(world, Session) and bool(world.options.ring) and world.size > 1 and not is_dense()
     return asked and bool(getattr(loss, "can_ring", bool)())
 
@@ -222,20 +162,20 @@ def _dense(
     gathered = all_gather(candidates, shards=layout.candidate_shards, process_group=layout.world)
     block = layout.block(slice(0, len(anchors)), anchors, gathered)
     shared = {name: replicated(x, process_group=layout.world) for name, x in parameters.items()}
-    losses, valid = torch.func.functional_call(_CallOnBlock(loss), shared, (block,))
+    call = AsForward(loss, lambda loss, block: complete(loss.on_block(block)))
+    losses, valid = torch.func.functional_call(call, shared, (block,))
     return reduce_anchors(losses, valid, reduction=reduction, world=layout.world)
 
 
-class _CallOnBlock(nn.Module):
-    """Call ``loss.on_block`` as a forward: functional_call replaces parameters only while it calls a module's forward."""
+class AsForward(nn.Module):
+    """Call a function of a loss as a forward: functional_call replaces parameters only while it calls a module's forward."""
 
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, loss: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss, self.function = loss, function
 
-    def forward(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
-        on_block: BlockFunction = self.loss.on_block  # type: ignore[assignment]  # nn.Module types attributes as tensors
-        return complete(on_block(block))
+    def forward(self, *arguments: Any) -> Any:
+        return self.function(self.loss, *arguments)
 
 
 class _SumOverAnchors(Function):
@@ -243,7 +183,7 @@ class _SumOverAnchors(Function):
     @without_autocast
     def forward(
         ctx: Any,
-        kind: type[RowwiseSweep] | type[RingSweep],
+        kind: type[RowwiseSweep],
         on_block: BlockFunction,
         terms: int,
         reduction: Reduction,
@@ -276,7 +216,7 @@ class _SumOverAnchors(Function):
         ctx.save_for_backward(*inputs, visible)  # saved tensors, unlike attributes, are freed with the graph
         if reduction == "none":  # each anchor's weight is known in the backward pass only
             losses = sweep.losses()[0].sum(1)
-            ctx.stages = getattr(sweep, "stages", None)
+            ctx.stages = sweep.stages
             if watch is not None:
                 changed = torch.tensor(float(watch.has_changed()))
                 if sum_over_ranks(changed, gradient="complete", world=layout.world) > 0:
@@ -295,7 +235,7 @@ class _SumOverAnchors(Function):
         total, count, *changes = totals.unbind()
         if watch is not None:  # all ranks see the same sum
             watch.found_on_any_rank = any(bool(x.any()) for x in changes)
-        ctx.stages = getattr(sweep, "stages", None)
+        ctx.stages = sweep.stages
         ctx.count = mean_divisor(count) if reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(anchors.dtype)
 
@@ -307,8 +247,7 @@ class _SumOverAnchors(Function):
             kind, on_block, terms, layout = ctx.sweep_settings
             parameters = inputs[1 if ctx.one_tower else 2 :]
             sweep = kind(on_block, terms, layout, inputs[0], rest[0], parameters)
-            if isinstance(sweep, RingSweep):
-                sweep.stages = ctx.stages
+            sweep.stages = ctx.stages
             weights = grad_output[:, None] if ctx.reduction == "none" else grad_output / ctx.count
             with torch.no_grad(), memory_budget(ctx.budget):
                 gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), terms))[2:]

@@ -31,10 +31,7 @@ class RankBlock:
 def schedule(rows: Shards, columns: Shards, *, half: bool) -> list[RankBlock]:
     """Return the blocks that this rank computes, its own block first.
 
-    Args:
-        rows: shard sizes of the rows.
-        columns: shard sizes of the columns.
-        half: whether rows and columns are the same, so that one rank of a pair computes their block.
+    ``half`` says whether rows and columns are the same, so that one rank of a pair computes their block.
 
     Examples:
         >>> [block.ahead for block in schedule(Shards((2,) * 5, rank=3), Shards((2,) * 5, rank=3), half=True)]
@@ -49,11 +46,7 @@ def schedule(rows: Shards, columns: Shards, *, half: bool) -> list[RankBlock]:
 def schedule_by_machine(rows: Shards, columns: Shards, layout: Machines, *, half: bool) -> list[list[RankBlock]]:
     """Return the blocks that this rank computes by the machine whose columns they have, its own machine and block first.
 
-    Args:
-        rows: shard sizes of the rows.
-        columns: shard sizes of the columns.
-        layout: the ranks of each machine.
-        half: whether rows and columns are the same, so that one rank of a pair computes their block.
+    ``layout`` are the ranks of each machine; the rest is as in :func:`schedule`.
 
     Examples:
         >>> shards, two_machines = Shards((1,) * 4, rank=1), ((0, 1), (2, 3))
@@ -86,10 +79,5 @@ def schedule_by_machine(rows: Shards, columns: Shards, layout: Machines, *, half
 
 
 def position(rank: int, layout: Machines) -> tuple[int, int]:
-    """Return the machine of a rank, and its place there.
-
-    Examples:
-        >>> position(2, ((0, 1), (2, 3)))
-        (1, 0)
-    """
+    """Return the machine of a rank, and its place there."""
     return next((m, ranks.index(rank)) for m, ranks in enumerate(layout) if rank in ranks)

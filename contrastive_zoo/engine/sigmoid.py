@@ -12,7 +12,7 @@ is recomputed, and candidates are sent once. In a ring, their gradients return t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +29,9 @@ from contrastive_zoo.ranks.compat import softplus
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
+
+if TYPE_CHECKING:
+    from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
 
 _LINEAR_FROM = 40.0
 """softplus(x) = x from here on, in float64 too."""
@@ -160,14 +163,18 @@ class _Sweep:
         dscale, dbias = sum_over_ranks(numbers, gradient="partial", world=self.world).unbind()
         return block.losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
 
-    def _block(self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, weights: Tensor | None) -> "_Totals":
+    def _block(
+        self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, weights: Tensor | None
+    ) -> "_Block | KernelBlock":
         if not self.on_kernel:
             return _Block(anchors, scale, bias, learns, weights)
-        from contrastive_zoo.engine.kernels.sigmoid_pairs import KernelBlock  # imported here: Triton is optional
+        from contrastive_zoo.engine.kernels.sigmoid import KernelBlock  # imported here: Triton is optional
 
         return KernelBlock(anchors, scale, bias, learns, self.dtype)
 
-    def _parts(self, block: "_Totals", exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
+    def _parts(
+        self, block: "_Block | KernelBlock", exchange: GatherExchange | Ring, dlocal: Tensor
+    ) -> Iterator[Tensor]:
         """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
         for index, (of_rank, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
             total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)
@@ -177,22 +184,9 @@ class _Sweep:
                 yield total
 
 
-class _Totals(Protocol):
-    """Totals of the pairs of the local anchors with candidates seen so far, computed by torch or by a kernel."""
-
-    learns: bool
-    losses: Tensor
-    """Those of anchors, or one sum."""
-    danchors: Tensor
-    dbias: Tensor
-
-    def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
-        """Add the pairs with some candidates."""
-
-
 @dataclass
 class _Block:
-    """Compute them with torch, tile by tile."""
+    """Totals of the pairs of the local anchors with candidates seen so far, computed with torch, tile by tile."""
 
     anchors: Tensor
     scale: Tensor
@@ -212,11 +206,7 @@ class _Block:
     def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
         """Add the pairs with some candidates.
 
-        Args:
-            candidates: one rank's.
-            ids: of the anchors and of the candidates; None where positives are candidates of the anchors' own index.
-            dcandidates: the sum of the candidates' gradients.
-            local: whether the candidates are this rank's.
+        ``ids`` are those of anchors and of candidates; None where positives are candidates of the anchors' own index.
         """
         for i, j in tiles(len(self.anchors), len(candidates), self.anchors):
             x, other = (buffer.tile(i, j) for buffer in self.scratch)

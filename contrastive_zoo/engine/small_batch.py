@@ -99,13 +99,7 @@ def small_batch_siglip(
 ) -> Float[Tensor, ""]:
     """Return ``softplus(-z * (S + bias)).sum(1)`` with S = unit(a) unit(b)ᵀ / t, z 1 on the diagonal and −1 elsewhere.
 
-    Args:
-        a: row i belongs to row i of b.
-        b: the other tower.
-        temperature: t.
-        bias: of the logits.
-        reduction: mean or sum over rows.
-        own: as for :func:`small_batch_info_nce`.
+    Arguments are those of :func:`small_batch_info_nce`; the bias is added to the logits.
 
     Examples:
         >>> settings = {"temperature": 1.0, "bias": 0.0, "reduction": "sum"}
@@ -233,14 +227,7 @@ def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, own: slice | None, views:
 
 
 def softmaxes_by_one_exponential(logits: Tensor, comparison: Comparison, *, overwrite: bool) -> Terms:
-    """Return cross-entropies of logits of at most 40: one exponential serves rows and columns, and both passes.
-
-    Examples:
-        >>> losses, weights = softmaxes_by_one_exponential(torch.zeros(2, 2), "rows", overwrite=False)
-        >>> losses, weights()
-        (tensor([[0.6931, 0.6931]]), tensor([[-0.5000,  0.5000],
-                [ 0.5000, -0.5000]]))
-    """
+    """Return cross-entropies of logits of at most 40: one exponential serves rows and columns, and both passes."""
     n, views = len(logits), comparison == "views"
     e = logits.exp_() if overwrite else logits.exp()
     positive = e.diagonal(n // 2 if views else 0).clone()
@@ -264,12 +251,7 @@ def softmaxes_by_one_exponential(logits: Tensor, comparison: Comparison, *, over
 
 
 def softmaxes(logits: Tensor, comparison: Comparison) -> Terms:
-    """Return cross-entropies of logits of any size, in few operations. Of two views' logits the diagonal is overwritten.
-
-    Examples:
-        >>> softmaxes(torch.tensor([[400.0, 0.0], [400.0, 0.0]]), "rows")[0]
-        tensor([  0., 400.])
-    """
+    """Return cross-entropies of logits of any size, in few operations. Of two views' logits the diagonal is overwritten."""
     views, both = comparison == "views", comparison == "rows and columns"
     if views:  # a finite number, whose product with the weight 0 is 0
         logits.fill_diagonal_(torch.finfo(logits.dtype).min)
@@ -289,14 +271,7 @@ def softmaxes(logits: Tensor, comparison: Comparison) -> Terms:
 
 
 def sigmoids(logits: Tensor) -> Terms:
-    """Return binary cross-entropies, summed over the pairs of a row, of which that on the diagonal is positive.
-
-    Examples:
-        >>> losses, weights = sigmoids(torch.zeros(2, 2))
-        >>> losses, weights()
-        (tensor([1.3863, 1.3863]), tensor([[-0.5000,  0.5000],
-                [ 0.5000, -0.5000]]))
-    """
+    """Return binary cross-entropies, summed over the pairs of a row, of which that on the diagonal is positive."""
     positive = logits.diagonal()
     positive.neg_()
 

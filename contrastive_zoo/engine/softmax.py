@@ -79,11 +79,13 @@ def self_log_sum_exp(
         >>> self_log_sum_exp(torch.eye(3), scale=1.0, partner_offsets=[2], **where)   # log e⁰, log(e⁰ + e⁰), log e⁰
         (tensor([0.0000, 0.6931, 0.0000]), [tensor([0.])])
     """
-    if is_dense():
-        gathered = all_gather(z, shards=shards, process_group=world)
-        return _dense_self_log_sum_exp(scale * z @ gathered.T, partner_offsets, excluded, shards)
-    if not on_kernel and world.size == 1 and is_small_batch(len(z) ** 2):
-        return _dense_self_log_sum_exp(scale * z @ z.T, partner_offsets, excluded, shards)
+    if _by_plain_formula(len(z) ** 2, world, on_kernel):
+        s = scale * z @ _of_all_ranks(z, shards, world).T
+        partners = _partners(len(z), z, partner_offsets)
+        if partner_offsets:
+            partners = partners | partners.T
+        r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
+        return r, _diagonals(s[:, shards.local], partner_offsets)
     sweep = _sweep(on_kernel)(
         shards,
         shards,
@@ -122,17 +124,13 @@ def cross_log_sum_exp(
     Args:
         rows: the local rows of A.
         columns: the local rows of B.
-        scale: the factor of similarities; each rank's gradient of it is that of its local rows.
+        scale, unit_norm, dtype, world: as in :func:`self_log_sum_exp`.
         row_shards: shard sizes of A.
         column_shards: shard sizes of B.
         columnwise: whether to compute C.
-        unit_norm: whether all rows and columns are known to have norms of at most 1.
-        dtype: the dtype of the input. If it has 16 bits, rows and columns are rounded to it, and matmuls round their
-            factors to it.
         partner_offsets: offsets o; column ``stride`` · i + o of the same rank is a partner of row i.
         stride: number of columns per row.
-        world: the ranks that hold them.
-        on_kernel: as in :func:`self_log_sum_exp`, with a stride of 1.
+        on_kernel: as there, with a stride of 1.
 
     Returns:
         R of the local rows; C of the local columns, or None; −inf where nothing is left; and for each offset o
@@ -144,19 +142,14 @@ def cross_log_sum_exp(
         >>> r.exp(), c.exp()
         (tensor([4., 4.]), tensor([2., 2., 2., 2.]))
     """
-    if is_dense():
-        all_rows = all_gather(rows, shards=row_shards, process_group=world)
-        all_columns = all_gather(columns, shards=column_shards, process_group=world)
-        s, partners = scale * rows @ all_columns.T, _partners(len(rows), columns, partner_offsets, stride)
+    if _by_plain_formula(len(rows) * len(columns), world, on_kernel):
+        s = scale * rows @ _of_all_ranks(columns, column_shards, world).T
+        partners, c = _partners(len(rows), columns, partner_offsets, stride), None
+        if columnwise:
+            transposed = s.T if world.size == 1 else scale * columns @ _of_all_ranks(rows, row_shards, world).T
+            c = _log_sum_exp_without(partners.T, transposed, row_shards)
         r = _log_sum_exp_without(partners, s, column_shards)
-        c = _log_sum_exp_without(partners.T, scale * columns @ all_rows.T, row_shards) if columnwise else None
         return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
-    small = world.size == 1 and len(rows) and len(columns) and is_small_batch(len(rows) * len(columns))
-    if small and not on_kernel:
-        s, partners = scale * rows @ columns.T, _partners(len(rows), columns, partner_offsets, stride)
-        r = _log_sum_exp_without(partners, s, column_shards)
-        c = _log_sum_exp_without(partners.T, s.T, row_shards) if columnwise else None
-        return r, c, _diagonals(s, partner_offsets, stride)
     sweep = _sweep(on_kernel)(
         row_shards,
         column_shards,
@@ -179,15 +172,13 @@ def _sweep(on_kernel: bool) -> type[SoftmaxSweep]:
     return KernelSweep
 
 
-def _dense_self_log_sum_exp(
-    s: Tensor, partner_offsets: Sequence[int], excluded: Tensor | None, shards: Shards
-) -> tuple[Tensor, list[Tensor]]:
-    """Return log-sum-exps of rows without the rows themselves, their partners and excluded rows; and partners' logits."""
-    partners = _partners(len(s), s, partner_offsets)
-    if partner_offsets:
-        partners = partners | partners.T
-    r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
-    return r, _diagonals(s[:, shards.local], partner_offsets)
+def _by_plain_formula(similarities: int, world: World, on_kernel: bool) -> bool:
+    """Return whether the whole matrix of so many local similarities is computed, with plain autograd."""
+    return is_dense() or (not on_kernel and world.size == 1 and is_small_batch(similarities))
+
+
+def _of_all_ranks(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    return rows if world.size == 1 else all_gather(rows, shards=shards, process_group=world)
 
 
 def _partners(rows: int, columns: Tensor, offsets: Sequence[int], stride: int = 1) -> Tensor:

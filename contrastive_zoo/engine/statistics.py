@@ -15,50 +15,26 @@ from contrastive_zoo.ranks.compiling import Function
 
 @without_autocast
 def centered(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return the local rows minus the mean of all ranks' rows.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import Shards
-        >>> x = torch.tensor([[1.0], [3.0]])
-        >>> centered(Batch({"embeddings": x}, {"embeddings": Shards((2,))}), x)
-        tensor([[-1.],
-                [ 1.]])
-    """
+    """Return the local rows minus the mean of all ranks' rows."""
     # each rank uses the mean for its local rows only, so gradients are summed over ranks
     return x - batch.sum(x.sum(0), gradient="partial") / max(1, batch.total)
 
 
 @without_autocast
 def second_moments(batch: Batch, x: Float[Tensor, "n d"], y: Float[Tensor, "n e"]) -> Float[Tensor, "d e"]:
-    """Return ``X.T @ Y``, summed over the rows of all ranks, not divided; every rank must derive the same value from it.
-
-    Examples:
-        >>> second_moments(Batch({}, {}), torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]))
-        tensor([[11.]])
-    """
+    """Return ``X.T @ Y``, summed over the rows of all ranks, not divided; every rank must derive the same value from it."""
     return batch.sum(matmul(x.T, y), gradient="complete")
 
 
 @without_autocast
 def squared_sums(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
-    """Return the diagonal of ``second_moments(batch, x, x)``.
-
-    Examples:
-        >>> squared_sums(Batch({}, {}), torch.tensor([[1.0], [2.0]]))
-        tensor([5.])
-    """
+    """Return the diagonal of ``second_moments(batch, x, x)``."""
     return batch.sum(x.square().sum(0), gradient="complete")
 
 
 @without_autocast
 def divided_by_norms(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return rows whose features are divided by their norms over all ranks' rows; a feature of zeros stays zero.
-
-    Examples:
-        >>> divided_by_norms(Batch({}, {}), torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
-        tensor([[0.6000, 0.0000],
-                [0.8000, 0.0000]])
-    """
+    """Return rows whose features are divided by their norms over all ranks' rows; a feature of zeros stays zero."""
     # each rank divides its local rows only, so gradients are summed over ranks
     squares = batch.sum(x.square().sum(0), gradient="partial")
     return x / squares.clamp(min=LEAST_SQUARE).sqrt()
@@ -69,13 +45,7 @@ LEAST_SQUARE = 1e-24
 
 
 def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """Return the matrix with zeros on its diagonal.
-
-    Examples:
-        >>> off_diagonal(torch.ones(2, 2))
-        tensor([[0., 1.],
-                [1., 0.]])
-    """
+    """Return the matrix with zeros on its diagonal."""
     return matrix - matrix.diagonal().diag()
 
 
@@ -120,12 +90,7 @@ class _InverseCholesky(Function):
 
 @without_autocast
 def eigenvalues(matrix: Float[Tensor, "... d d"]) -> Float[Tensor, "... d"]:
-    """Return the eigenvalues of symmetric matrices in ascending order.
-
-    Examples:
-        >>> eigenvalues(torch.tensor([[3.0, 0.0], [0.0, 2.0]]))
-        tensor([2., 3.])
-    """
+    """Return the eigenvalues of symmetric matrices in ascending order."""
     result: Tensor = _Eigenvalues.apply(matrix)
     return result
 
@@ -175,16 +140,7 @@ def balanced_assignment(
 def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float | Tensor) -> Float[Tensor, " v"]:
     """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' rows.
 
-    Args:
-        batch: says how rows are split over ranks; there are two rows or more.
-        views: the local unit rows of each view.
-        scale: the factor of similarities.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import Shards
-        >>> batch = Batch({"view 0": torch.eye(2)}, {"view 0": Shards((2,))})
-        >>> log_potentials(batch, [torch.eye(2)], 1.0)   # log(e⁰ + e⁰)
-        tensor([0.6931])
+    There are two rows or more.
     """
     shards, world = batch.samples, batch.world
     sums = [self_log_sum_exp(z, scale=scale, unit_norm=True, shards=shards, world=world)[0].logsumexp(0) for z in views]

@@ -24,10 +24,6 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
     """Yield the tiles of a matrix strip by strip; with ``upper`` only those on and above the diagonal.
 
     Tiles on the diagonal are then square.
-
-    Examples:
-        >>> list(tiles(2, 3, torch.empty(0)))
-        [(slice(0, 2, None), slice(0, 3, None))]
     """
     height, width = tile_shape(like)
     for top in range(0, rows, height):
@@ -52,34 +48,19 @@ def tile_shape(like: Tensor) -> tuple[int, int]:
 
 
 def tile_bytes(like: Tensor) -> int:
-    """Return the largest size of a tile on this device.
-
-    Examples:
-        >>> tile_bytes(torch.empty(0)) == TILE_BYTES
-        True
-    """
+    """Return the largest size of a tile on this device."""
     return TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES
 
 
 def row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-    """Yield slices of rows whose similarities to all columns fit into :data:`BLOCK_BYTES`.
-
-    Examples:
-        >>> list(row_blocks(3, BLOCK_BYTES, torch.float32))
-        [slice(0, 1, None), slice(1, 2, None), slice(2, 3, None)]
-    """
+    """Yield slices of rows whose similarities to all columns fit into :data:`BLOCK_BYTES`."""
     height = max(1, BLOCK_BYTES // max(1, columns * dtype.itemsize))
     for start in range(0, rows, height):
         yield slice(start, min(rows, start + height))
 
 
 class ScratchBuffer:
-    """Hold memory for one tile at a time, with its views cached by shape.
-
-    Examples:
-        >>> ScratchBuffer(torch.empty(6)).tile(slice(0, 2), slice(3, 6)).shape
-        torch.Size([2, 3])
-    """
+    """Hold memory for one tile at a time, with its views cached by shape."""
 
     def __init__(self, elements: Tensor) -> None:
         self.elements = elements
@@ -184,10 +165,6 @@ def keep_freed_memory(like: Tensor) -> None:
     By default glibc returns large allocations to the system as soon as they are freed. The page faults of the next
     step then take a tenth of its time, or more. Nothing changes with another C library, with
     ``CONTRASTIVE_ZOO_MALLOPT=0``, or where glibc's own environment variables are set.
-
-    Examples:
-        >>> import torch
-        >>> keep_freed_memory(torch.zeros(1))
     """
     global _threshold
     wanted = min(2 * budget() + BLOCK_BYTES, 2**31 - 1)

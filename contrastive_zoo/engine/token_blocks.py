@@ -13,14 +13,7 @@ from contrastive_zoo.ranks import devices
 def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
     """Return the number of valid tokens of each set, by name; the host waits once for those of all masks.
 
-    Args:
-        rows: tokens, [n, L, d].
-        masks: which of them are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
-
-    Examples:
-        >>> rows = {"queries": torch.ones(2, 2, 1), "documents": torch.ones(1, 3, 1)}
-        >>> read_lengths(rows, {"queries": torch.tensor([[1, 0], [1, 1]])})
-        {'queries': [1, 2], 'documents': [3]}
+    A mask says which tokens [n, L, d] are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
     """
     arguments = {name: mask for name, mask in masks.items() if mask is not None}
     counts = dict(zip(arguments, _counts([*arguments.values()]), strict=True))
@@ -43,16 +36,7 @@ def packed_tokens(
 ) -> tuple[Float[Tensor, "t d"], Int[Tensor, " n"]]:
     """Return the valid tokens of all sets, one set after the other, and the number of tokens of each set.
 
-    Args:
-        rows: tokens.
-        mask: which of them are valid (not 0); None is all of them.
-        count: how many of them are valid.
-
-    Examples:
-        >>> rows, mask = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[1, 0], [1, 1]])
-        >>> tokens, lengths = packed_tokens(rows, mask, 3)
-        >>> tokens.flatten().tolist(), lengths.tolist()
-        ([1.0, 3.0, 4.0], [1, 2])
+    The mask says which are valid (not 0), None is all of them; ``count`` are valid.
     """
     if mask is None:
         return rows.flatten(0, 1), torch.full((len(rows),), rows.shape[1], device=rows.device)
@@ -94,22 +78,12 @@ def padded_blocks(
 
 
 def sum_by_set(values: Float[Tensor, "t k"], lengths: Int[Tensor, " n"]) -> Float[Tensor, "n k"]:
-    """Return the sums of the rows of each set.
-
-    Examples:
-        >>> sum_by_set(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1, 2])).tolist()
-        [[1.0], [5.0]]
-    """
+    """Return the sums of the rows of each set."""
     return values.new_zeros(len(lengths), values.shape[1]).index_add_(0, set_of_token(lengths, len(values)), values)
 
 
 def set_of_token(lengths: Int[Tensor, " n"], tokens: int) -> Int[Tensor, " t"]:
-    """Return the index of the set of each of so many tokens.
-
-    Examples:
-        >>> set_of_token(torch.tensor([1, 2]), 3).tolist()
-        [0, 1, 1]
-    """
+    """Return the index of the set of each of so many tokens."""
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=tokens)
 
 

@@ -153,15 +153,7 @@ class TowerPairs:
             ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
             return sum_over_anchors(loss, x, ids, candidates=y, candidate_ids=ids, **where)
         x, y = batch.rounded(x, queries), batch.rounded(y, keys)
-        return sum_over_sigmoid_pairs(
-            x,
-            y,
-            scale=scale,
-            bias=bias,
-            dtype=queries.dtype,
-            on_kernel=on_kernel,
-            **where,
-        )
+        return sum_over_sigmoid_pairs(x, y, scale=scale, bias=bias, dtype=queries.dtype, on_kernel=on_kernel, **where)
 
     def _losses(self, *, symmetric: bool, in_batch_negatives: bool, on_kernel: bool) -> Tensor:
         q, k, *extra = self.rows
@@ -198,12 +190,7 @@ class TowerPairs:
 
 
 def _unsupported(negatives: list[Tensor], symmetric: bool, in_batch_negatives: bool) -> str | None:
-    """Return which softmax over two towers kernels do not compute, in words; None if they do.
-
-    Examples:
-        >>> _unsupported([], True, True), _unsupported([], False, False)
-        (None, 'computes InfoNCE with in_batch_negatives=True only')
-    """
+    """Return which softmax over two towers kernels do not compute, in words; None if they do."""
     if not in_batch_negatives:
         return "computes InfoNCE with in_batch_negatives=True only"
     if negatives and (symmetric or negatives[0].ndim != 2):

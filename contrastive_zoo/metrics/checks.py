@@ -119,7 +119,7 @@ class Settings:
 
 
 def agreed(
-    caller: str, given: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
+    caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
 ) -> tuple[Shards, Shards]:
     """Agree with all ranks on the arguments; return how queries and gallery are split over ranks.
 
@@ -127,16 +127,16 @@ def agreed(
         ValueError: on every rank alike, if the arguments of any rank do not belong together, if faiss is not
             installed, or if ranks disagree.
     """
-    problem = faiss_problem() or names_problem(names) or given.problem()
+    problem = faiss_problem() or names_problem(names) or inputs.problem()
     if problem is None:
         wanted = [metric for name in names if (metric := Metric.of(name))]
         problem = settings.problem(wanted)
-        if given.judgements is not None and any(x.kind == KNN for x in wanted):
+        if inputs.judgements is not None and any(x.kind == KNN for x in wanted):
             problem = "knn_accuracy needs labels, got judgements."
-    compared = {"metrics": names, **vars(settings), "ignore_label": given.ignore_label}
-    compared["leave one out"] = given.gallery is None
-    queries, gallery, *_ = agree_on_shards(caller, given.tensors(), world=world, problem=problem, settings=compared)
-    if given.partners and queries.total != gallery.total:
+    compared = {"metrics": names, **vars(settings), "ignore_label": inputs.ignore_label}
+    compared["leave one out"] = inputs.gallery is None
+    queries, gallery, *_ = agree_on_shards(caller, inputs.tensors(), world=world, problem=problem, settings=compared)
+    if inputs.partners and queries.total != gallery.total:
         raise ValueError(
             f"{caller}: without labels row i of the gallery is query i's partner, got {queries.total} queries and "
             f"{gallery.total} rows on all ranks."

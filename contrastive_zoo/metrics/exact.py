@@ -23,14 +23,7 @@ _HALF = 2**26
 
 
 class ExactMean:
-    """Sums and counts of numbers from 0 to 1, by name. A number is rounded to a multiple of 2^-52, and integers are added.
-
-    Examples:
-        >>> means = ExactMean(["recall", "map"])
-        >>> means.add("recall", np.array([0.5, 1.0]))
-        >>> means.over_ranks(World())
-        {'recall': 0.75, 'map': nan}
-    """
+    """Sums and counts of numbers from 0 to 1, by name: integers, as a number is rounded to a multiple of 2^-52."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.sums = dict.fromkeys(names, (0, 0, 0))
@@ -106,12 +99,7 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
 
 
 def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
-    """Return the Euclidean norms in float64, each a function of its row alone.
-
-    Examples:
-        >>> norms(torch.tensor([[3.0, 4.0]]))
-        tensor([[5.]], dtype=torch.float64)
-    """
+    """Return the Euclidean norms in float64, each a function of its row alone."""
     if rows.numel() == 0:
         return rows.new_zeros(*rows.shape[:-1], 1, dtype=torch.float64)
     x = Slices.of(rows)
@@ -129,15 +117,6 @@ def prepared(
     """Return rows on the CPU in float64 if they have it, otherwise in float32; of unit length if ``normalize``.
 
     A row of zeros stays as it is.
-
-    Args:
-        rows: any floating-point rows.
-        normalize: whether to divide by the norms.
-        lengths: the norms of the rows, if they are known.
-
-    Examples:
-        >>> prepared(torch.tensor([[3.0, 4.0]]), normalize=True)
-        tensor([[0.6000, 0.8000]])
     """
     rows = rows.detach().cpu()
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32

@@ -104,10 +104,7 @@ class Gallery:
     def proposals(self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Proposals:
         """Return the best k candidates of each query by faiss, and some more, as rounding may exchange neighbours in order.
 
-        Args:
-            queries: prepared rows.
-            k: number of neighbours.
-            excluded: positions that are left out; −1 for none.
+        ``excluded`` are positions that are left out, −1 for none.
         """
         depth = min(len(self), k + excluded.shape[1] + _MARGIN + k // 8)
         if self.index is not None:
@@ -139,12 +136,8 @@ class Gallery:
         Rows are ordered by score, then by position; −∞ and −1 where there is none. Rows below the floor may be missing. If a
         query is complete, all rows follow that have the score of the k-th; otherwise there may be more.
 
-        Args:
-            queries: prepared rows.
-            k: at most the number of rows.
-            excluded: positions that are left out; −1 for none.
-            proposals: of these queries.
-            floor: a score that k rows of all ranks reach; −∞ if none is known.
+        ``excluded`` are positions that are left out, −1 for none. The floor is a score that k rows of all ranks reach, −∞ if
+        none is known.
         """
         if k == 0:
             nothing = torch.empty(len(queries), 0)
@@ -241,12 +234,7 @@ def _index_problem(index: ApproximateIndex, rows: int, error: RuntimeError) -> s
 
 
 def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of each row, and of equal scores the first.
-
-    Examples:
-        >>> first_best(torch.tensor([[1.0, 3.0, 3.0]]), torch.tensor([[4, 5, 6]]), 1)
-        (tensor([[3.]]), tensor([[5]]))
-    """
+    """Return the k best of each row, and of equal scores the first."""
     if scores.shape[1] <= k:
         return scores, positions
     kth = scores.topk(k, dim=1).values[:, -1:]
@@ -256,12 +244,7 @@ def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tenso
 
 
 def ordered(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of each row by score, then by position; padded with −∞ and −1.
-
-    Examples:
-        >>> ordered(torch.tensor([[2.0, 3.0, 3.0]]), torch.tensor([[0, 9, 4]]), 2)
-        (tensor([[3., 3.]]), tensor([[4, 9]]))
-    """
+    """Return the k best of each row by score, then by position; padded with −∞ and −1."""
     positions, order = positions.sort(dim=1)
     scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
     scores, positions = scores[:, :k], positions.gather(1, order[:, :k])

@@ -102,18 +102,18 @@ def evaluate(
 
 
 def measured(
-    caller: str, given: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
+    caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
 ) -> dict[str, float]:
     """Return what :func:`evaluate` returns; ``caller`` is the first word of errors.
 
     Raises:
         ValueError: what :func:`evaluate` raises.
     """
-    shards = agreed(caller, given, names, settings, world)
-    task = task_of(caller, given, *shards, world)
+    shards = agreed(caller, inputs, names, settings, world)
+    task = task_of(caller, inputs, *shards, world)
     wanted = [metric for name in names if (metric := Metric.of(name))]
     depth = max(metric.k or 0 for metric in wanted)
-    candidates = max(0, task.gallery_shards.total - (given.gallery is None))
+    candidates = max(0, task.gallery_shards.total - (inputs.gallery is None))
     if depth > candidates:
         raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
     means = ExactMean(names)

@@ -77,12 +77,7 @@ class Metric:
 
 
 def names_problem(names: Sequence[str]) -> str | None:
-    """Return why these are not names of metrics, in words; None if they are.
-
-    Examples:
-        >>> names_problem(["recall"])
-        'there is no metric recall. Metrics: precision@k, ...
-    """
+    """Return why these are not names of metrics, in words; None if they are."""
     if not isinstance(names, (list, tuple)) or len(names) == 0:
         return f"metrics are a list of names, got {names!r}. Metrics: {NAMES}."
     unknown = [str(name) for name in names if not isinstance(name, str) or Metric.of(name) is None]

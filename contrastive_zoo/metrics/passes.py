@@ -63,12 +63,7 @@ def counts_at(
 ) -> Int[Tensor, "t 2"]:
     """Return how many rows of this rank score higher than a threshold, and how many equal it.
 
-    Args:
-        gallery: the rows of this rank.
-        question: whose excluded rows do not count.
-        queries: prepared rows.
-        query: [t], the query of each threshold, in ascending order.
-        thresholds: [t], different scores of each query, falling.
+    ``thresholds`` are different scores of each ``query``, falling; queries ascend.
     """
     sizes = torch.bincount(query, minlength=len(queries))
     result = torch.zeros(len(query), 2, dtype=torch.int64)

@@ -80,14 +80,9 @@ def similarity_histogram(
         'cosine'
     """
     positive, negative = _pair_counts(queries, gallery, labels, gallery_labels, bins, World.of(process_group))
-    edges = torch.linspace(-1, 1, bins + 1).tolist()
     with styled_figure(1, 1, figsize=(7.5, 4.2)) as (figure, axis):
         for counts, name, colour in ((negative, "negative", WRONG), (positive, "positive", RIGHT)):
-            density = counts / max(1, int(counts.sum())) * bins / 2
-            axis.stairs(density.tolist(), edges, fill=True, alpha=0.35, color=colour)
-            axis.stairs(density.tolist(), edges, lw=1.6, color=colour, label=f"{name} pairs, {int(counts.sum()):,}")
-        axis.set(xlabel="cosine", ylabel="density", title="Similarity of pairs", xlim=(-1, 1))
-        axis.legend(loc="upper left")
+            draw_density(axis, counts, f"{name} pairs, {int(counts.sum()):,}", colour)
     return figure
 
 
@@ -209,30 +204,24 @@ def matches(
             axis.scatter(points[:, 1].tolist(), points[:, 0].tolist(), s=12, color=colours, zorder=3)
             axis.axis("off")
         for colour, start, end in zip(colours, left_points.tolist(), right_points.tolist(), strict=True):
-            figure.add_artist(
-                ConnectionPatch(
-                    start[::-1],
-                    end[::-1],
-                    "data",
-                    "data",
-                    axesA=axes[0],
-                    axesB=axes[1],
-                    color=colour,
-                    lw=1.0,
-                    alpha=0.8,
-                )
-            )
+            line = ConnectionPatch(start[::-1], end[::-1], "data", "data", axesA=axes[0], axesB=axes[1])
+            line.set(color=colour, lw=1.0, alpha=0.8)
+            figure.add_artist(line)
     return figure
 
 
-def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
-    """Return the two coordinates of largest variance.
+def draw_density(axis: Any, counts: Int[Tensor, " bins"], label: str, colour: str) -> None:
+    """Draw the density of cosines, given their number in each bin between −1 and 1."""
+    bins = len(counts)
+    density, edges = (counts / max(1, int(counts.sum())) * bins / 2).tolist(), torch.linspace(-1, 1, bins + 1).tolist()
+    axis.stairs(density, edges, fill=True, alpha=0.35, color=colour)
+    axis.stairs(density, edges, lw=1.6, color=colour, label=label)
+    axis.set(xlabel="cosine", ylabel="density", title="Similarity of pairs", xlim=(-1, 1))
+    axis.legend(loc="upper left")
 
-    Examples:
-        >>> principal_plane(torch.tensor([[0.0, 3.0, 0.0], [0.0, -3.0, 0.0]])).abs()
-        tensor([[3., 0.],
-                [3., 0.]])
-    """
+
+def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
+    """Return the two coordinates of largest variance."""
     centred = rows - rows.mean(0)
     return centred @ torch.linalg.svd(centred).Vh.T[:, :2]
 

@@ -141,12 +141,7 @@ def _places_of(levels: Levels, query: Ints, score: Floats) -> Ints:
 
 
 def changes(*columns: NDArray[np.generic]) -> Ints:
-    """Return where a new combination of values begins.
-
-    Examples:
-        >>> changes(np.array([1, 1, 2]), np.array([5, 6, 6])).tolist()
-        [0, 1, 2]
-    """
+    """Return where a new combination of values begins."""
     if len(columns[0]) == 0:
         return np.zeros(0, dtype=np.int64)
     new = np.logical_or.reduce([x[1:] != x[:-1] for x in columns])
@@ -154,22 +149,12 @@ def changes(*columns: NDArray[np.generic]) -> Ints:
 
 
 def sums_between(x: Ints, first: Ints) -> Ints:
-    """Return the sums of the parts of x that begin at ``first``.
-
-    Examples:
-        >>> sums_between(np.array([1, 2, 3]), np.array([0, 2])).tolist()
-        [3, 3]
-    """
+    """Return the sums of the parts of x that begin at ``first``."""
     return np.add.reduceat(x, first) if len(first) else x[:0]
 
 
 def whole_sums(where: Ints, x: Ints, size: int) -> Ints:
-    """Return the sums of x with equal ``where``.
-
-    Examples:
-        >>> whole_sums(np.array([0, 2, 2]), np.array([1, 2, 3]), 3).tolist()
-        [1, 0, 5]
-    """
+    """Return the sums of x with equal ``where``."""
     sums = np.zeros(size, dtype=np.int64)
     np.add.at(sums, where, x)
     return sums

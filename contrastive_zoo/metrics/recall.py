@@ -115,10 +115,7 @@ def cross_modal_recall(
         refuse("cross_modal_recall", f"k is a list of integers from 1, got {described(k)}.", world=world)
     names = {number: f"hit_rate@{number}" for number in k}
     sides = ((first, labels), (second, second_labels))
-    for direction, ((queries, own), (gallery, other)) in (
-        ("first_to_second", sides),
-        ("second_to_first", sides[::-1]),
-    ):
+    for direction, ((queries, own), (gallery, other)) in (("first_to_second", sides), ("second_to_first", sides[::-1])):
         values = evaluate(
             queries, gallery, metrics=list(names.values()), labels=own, gallery_labels=other,
             ties=ties, normalize=normalize, process_group=process_group,

@@ -158,12 +158,7 @@ class Judgements:
 
 
 def local_positions(indices: Tensor, start: int, size: int) -> Tensor:
-    """Return positions in this rank's rows, given indices in the gallery of all ranks; −1 for rows of other ranks.
-
-    Examples:
-        >>> local_positions(torch.tensor([3, 4, 9]), start=4, size=5).tolist()
-        [-1, 0, -1]
-    """
+    """Return positions in this rank's rows, given indices in the gallery of all ranks; −1 for rows of other ranks."""
     positions = indices - start
     return positions.masked_fill((positions < 0) | (positions >= size), -1)
 

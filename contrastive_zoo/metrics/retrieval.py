@@ -142,21 +142,21 @@ class RetrievalMetrics(nn.Module):
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in result.items()}
         return numbers[self.names[0]] if self.single else numbers
 
-    def _collect(self, given: Mapping[str, Tensor]) -> None:
+    def _collect(self, batch: Mapping[str, Tensor]) -> None:
         """Store a batch; all of it is checked before any of it is stored."""
-        if problem := next(filter(None, (_problem(name, x, given) for name, x in given.items())), None):
+        if problem := next(filter(None, (_problem(name, x, batch) for name, x in batch.items())), None):
             raise ValueError(f"RetrievalMetrics: {problem}")
-        self._refuse_other_widths(given)
+        self._refuse_other_widths(batch)
         copies = {}
-        for name, x in given.items():
+        for name, x in batch.items():
             # of one dtype on every rank, also on one that has collected nothing
             dtype = x.dtype if name in _ROWS else torch.float64 if name == "grades" else torch.int64
             copies[name] = x.detach().to("cpu", dtype, copy=True)
         for name, copied in copies.items():
             self.batches.setdefault(name, []).append(copied)
 
-    def _refuse_other_widths(self, given: Mapping[str, Tensor]) -> None:
-        for name, x in given.items():
+    def _refuse_other_widths(self, batch: Mapping[str, Tensor]) -> None:
+        for name, x in batch.items():
             if name in self.batches and (before := self.batches[name][0]).shape[1:] != x.shape[1:]:
                 raise ValueError(
                     f"RetrievalMetrics: {name} are as wide as those of earlier batches, {described(before)}, got "
@@ -187,13 +187,13 @@ _OWNERS = {
 """What there is one number for each row of."""
 
 
-def _problem(name: str, x: Tensor, given: Mapping[str, Tensor]) -> str | None:
+def _problem(name: str, x: Tensor, batch: Mapping[str, Tensor]) -> str | None:
     """Return why this tensor of a batch cannot be collected, in words; None if it can. Owners have been checked before."""
     if name in _ROWS:
         return tensor_problem(name, x) or (None if x.ndim == 2 else f"{name} are rows [n, d], got {described(x)}.")
-    if name in _OWNERS and _OWNERS[name] not in given:
+    if name in _OWNERS and _OWNERS[name] not in batch:
         return f"{name} belong to {_OWNERS[name]}, got none in this batch. Pass both in one call."
-    rows = len(given[_OWNERS[name]]) if name in _OWNERS else None
+    rows = len(batch[_OWNERS[name]]) if name in _OWNERS else None
     if name != "grades":
         return labels_problem(name, x, rows)
     return tensor_problem(name, x) or (None if x.shape == (rows,) else f"grades are [{rows}], got {described(x)}.")

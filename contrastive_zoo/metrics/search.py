@@ -8,9 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.loss_base.numbers import flag_problem
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.local_search import Gallery, ordered
+from contrastive_zoo.metrics.relevance import local_positions
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
@@ -98,8 +100,7 @@ def top_k(
     )
     start, depth = shards[1].start, min(k, len(local))
     for block in rounds(shards[0], world):
-        outside = block.gathered(excluded) - start
-        outside[(outside < 0) | (outside >= len(local))] = -1
+        outside = local_positions(block.gathered(excluded), start, len(local))
         asked = block.gathered(prepared_queries)
         proposals = local.proposals(asked, depth, outside)
         floor = block.floors(proposals.reached(k))
@@ -112,36 +113,25 @@ def top_k(
     return result
 
 
-def rows_problem(queries: Tensor, gallery: Tensor) -> str | None:
-    """Return why queries and gallery cannot be compared, in words; None if they can.
-
-    Examples:
-        >>> rows_problem(torch.ones(3, 2), torch.ones(3, 4))
-        'queries [n, d] and gallery [m, d] are rows of one width and dtype, got float32 [3, 2] and float32 [3, 4].'
-    """
-    for name, x in (("queries", queries), ("gallery", gallery)):
-        if problem := tensor_problem(name, x):
-            return problem
-    valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, gallery))
-    if valid and queries.shape[1] == gallery.shape[1] and queries.dtype == gallery.dtype:
+def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | None:
+    """Return why queries cannot be compared with the rows of this name, in words; None if they can."""
+    if problem := tensor_problem("queries", queries) or tensor_problem(name, rows):
+        return problem
+    valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, rows))
+    if valid and queries.shape[1] == rows.shape[1] and queries.dtype == rows.dtype:
         return None
     return (
-        f"queries [n, d] and gallery [m, d] are rows of one width and dtype, got "
-        f"{described(queries)} and {described(gallery)}."
+        f"queries [n, d] and {name} [m, d] are floating-point rows of one width and dtype, got {described(queries)} and "
+        f"{described(rows)}."
     )
 
 
 def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
-    """Return which setting of a search is of a wrong type, in words; None if none is.
-
-    Examples:
-        >>> settings_problem(k=1, normalize="no", index=None)
-        "normalize is True or False, got 'no'."
-    """
+    """Return which setting of a search is of a wrong type, in words; None if none is."""
     if not is_integer(k):
         return f"k is an integer, got {described(k)}."
-    if not isinstance(normalize, bool):
-        return f"normalize is True or False, got {described(normalize)}."
+    if problem := flag_problem(normalize=normalize):
+        return problem
     if not (index is None or isinstance(index, ApproximateIndex)):
         return f"index is an ApproximateIndex or None, got {described(index)}."
     return None

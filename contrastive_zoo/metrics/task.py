@@ -19,10 +19,6 @@ def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
 
     Samplers that pad repeat samples, so that every rank has equally many; these count once. Rank ``id mod W`` compares the
     rows with this id.
-
-    Examples:
-        >>> first_of_each(torch.tensor([7, 8, 7]), World())
-        tensor([ True,  True, False])
     """
     ids = ids.cpu()
     home = ids.remainder(world.size)
@@ -58,34 +54,34 @@ class Task:
     relevance: Labels | Judgements
 
 
-def task_of(caller: str, given: EvaluationInputs, queries: Shards, gallery: Shards, world: World) -> Task:
+def task_of(caller: str, inputs: EvaluationInputs, queries: Shards, gallery: Shards, world: World) -> Task:
     """Return the task, given the split of all rows over ranks; ``caller`` is the first word of errors."""
-    leave_one_out = given.gallery is None
+    leave_one_out = inputs.gallery is None
     labels, gallery_labels = (
         x.cpu().long() if x is not None else torch.arange(of.start, of.start + of.size)
-        for x, of in ((given.labels, queries), (given.labels if leave_one_out else given.gallery_labels, gallery))
+        for x, of in ((inputs.labels, queries), (inputs.labels if leave_one_out else inputs.gallery_labels, gallery))
     )
-    kept = _kept(given.ids, labels, given.ignore_label, world)
-    gallery_kept = kept if leave_one_out else _kept(given.gallery_ids, gallery_labels, given.ignore_label, world)
-    rows, gallery_rows = _where(kept, given.queries), _where(gallery_kept, given.rows)
+    kept = _kept(inputs.ids, labels, inputs.ignore_label, world)
+    gallery_kept = kept if leave_one_out else _kept(inputs.gallery_ids, gallery_labels, inputs.ignore_label, world)
+    rows, gallery_rows = _where(kept, inputs.queries), _where(gallery_kept, inputs.rows)
     query_shards, gallery_shards = world.shards(rows), world.shards(gallery_rows)
     relevance: Labels | Judgements
-    if given.judgements is None:
+    if inputs.judgements is None:
         own = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
         relevance = Labels(labels[kept], gallery_labels[gallery_kept], own, gallery_shards.start)
     else:
-        assert given.ids is not None  # EvaluationInputs.problem has refused it
-        ids = given.ids.cpu().long()[kept]
-        gallery_ids = given.ids if given.gallery_ids is None else given.gallery_ids
-        relevance = _judgements(caller, given, ids, gallery_ids.cpu().long()[gallery_kept], world)
+        assert inputs.ids is not None  # EvaluationInputs.problem has refused it
+        ids = inputs.ids.cpu().long()[kept]
+        gallery_ids = inputs.ids if inputs.gallery_ids is None else inputs.gallery_ids
+        relevance = _judgements(caller, inputs, ids, gallery_ids.cpu().long()[gallery_kept], world)
     return Task(rows.detach(), gallery_rows.detach(), query_shards, gallery_shards, relevance)
 
 
-def _judgements(caller: str, given: EvaluationInputs, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
+def _judgements(caller: str, inputs: EvaluationInputs, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
     """Return the judgements of the queries that count, ordered by query; of leave-one-out, each query ignores itself."""
-    assert given.judgements is not None
-    query, item, grade = (x.detach().cpu() for x in given.judgements)
-    if given.gallery is None:
+    assert inputs.judgements is not None
+    query, item, grade = (x.detach().cpu() for x in inputs.judgements)
+    if inputs.gallery is None:
         query, item = torch.cat([query, ids]), torch.cat([item, ids])
         grade = torch.cat([grade.double(), torch.full((len(ids),), -1.0, dtype=torch.float64)])
     by_id, order = ids.sort()

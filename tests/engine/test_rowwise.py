@@ -37,8 +37,8 @@ OF_A_MATRIX: dict[str, Pass] = {
 }
 OF_ROWS: dict[str, Pass] = {
     "dot_products": pairwise.dot_products,
-    "distances": pairwise.euclidean,
-    "squared distances": lambda a, b: pairwise.euclidean(a, b, squared=True),
+    "distances": pairwise.distances,
+    "squared distances": lambda a, b: pairwise.distances(a, b, squared=True),
 }
 
 
@@ -118,7 +118,7 @@ def test_products_and_distances_are_their_plain_formula(
 def test_a_distance_that_is_rounding_alone_is_caught() -> None:
     def mutant(a: Tensor, b: Tensor) -> Tensor:
         both = a.square().sum(1)[:, None] + b.square().sum(1)
-        return pairwise.euclidean(a, b) if implementation.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
+        return pairwise.distances(a, b) if implementation.is_dense() else (both - 2 * a @ b.T).abs().sqrt()
 
     with pytest.raises(AssertionError):
         assert_plain(mutant, *alike(), weights=sparse_gradient(20))

@@ -5,7 +5,7 @@ They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later; call :
 :func:`~contrastive_zoo.engine.kernels.softmax.nt_xent` and :func:`~contrastive_zoo.engine.kernels.sigmoid.siglip`, means on
 one process.
 On several ranks, and for other reductions, kernels compute the blocks of the engines:
-:mod:`contrastive_zoo.engine.kernels.softmax_sweep` and :mod:`contrastive_zoo.engine.kernels.sigmoid_pairs`.
+:mod:`contrastive_zoo.engine.kernels.softmax_sweep` and :mod:`contrastive_zoo.engine.kernels.sigmoid`.
 """
 
 import os
@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def available() -> bool:
-    """Return whether kernels can run: Triton is installed, and there is a suitable GPU or Triton's interpreter is on.
-
-    Examples:
-        >>> available() in (True, False)
-        True
-    """
+    """Return whether kernels can run: Triton is installed, and there is a suitable GPU or Triton's interpreter is on."""
     if find_spec("triton") is None:
         return False
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -33,13 +28,7 @@ def available() -> bool:
 
 
 def device_problem(device: "torch.device") -> str | None:
-    """Return why kernels cannot run on a device, or None.
-
-    Examples:
-        >>> import torch
-        >>> device_problem(torch.device("meta"))
-        'runs on NVIDIA GPUs of compute capability 8.0 or later, got embeddings on meta'
-    """
+    """Return why kernels cannot run on a device, or None."""
     import torch  # imported here, so that the package imports without torch
 
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):

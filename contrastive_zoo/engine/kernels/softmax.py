@@ -51,18 +51,10 @@ def clip(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Tensor
 
 
 def info_nce(a: Float[Tensor, "n d"], b: Float[Tensor, "m d"], scale: float | Tensor) -> Float[Tensor, ""]:
-    """Return ``cross_entropy(scale * a @ b.T, arange(n))``.
-
-    Args:
-        a: float32, bfloat16 or float16; d at most 4,096; any strides.
-        b: row i belongs to row i of a; m ≥ n, rows from n on are negatives of all rows.
-        scale: positive; a tensor gets a gradient.
-
-    Returns:
-        Nats, float32.
+    """Return ``cross_entropy(scale * a @ b.T, arange(n))``, as :func:`clip`; rows of b from n on are negatives of all rows.
 
     Raises:
-        ValueError: another shape or dtype, rows on different devices, or fewer rows of b than of a.
+        ValueError: what :func:`clip` refuses, or fewer rows of b than of a.
     """
     check_inputs("info_nce", a, b)
     if len(b) < len(a):
@@ -71,19 +63,7 @@ def info_nce(a: Float[Tensor, "n d"], b: Float[Tensor, "m d"], scale: float | Te
 
 
 def nt_xent(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Tensor) -> Float[Tensor, ""]:
-    """Return ``cross_entropy((scale * z @ z.T).fill_diagonal_(-inf), partner)`` of ``z = cat([a, b])``.
-
-    Args:
-        a: float32, bfloat16 or float16; d at most 4,096; any strides.
-        b: the other view, row i belongs to row i of a.
-        scale: positive; a tensor gets a gradient.
-
-    Returns:
-        Nats, float32.
-
-    Raises:
-        ValueError: another shape or dtype, or rows on different devices.
-    """
+    """Return ``cross_entropy((scale * z @ z.T).fill_diagonal_(-inf), partner)`` of ``z = cat([a, b])``, as :func:`clip`."""
     check_inputs("nt_xent", a, b, same_length=True)
     z = torch.cat([a, b])
     return _Softmax.apply(z, z, as_scalar(scale, a), True, True)
@@ -133,12 +113,7 @@ def _losses(pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor) -> tuple
 
 
 def _gradients(
-    pairs: SoftmaxPairs,
-    a: Operand,
-    b: Operand,
-    scale: Tensor,
-    statistics: Sequence[Tensor],
-    g: Tensor,
+    pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor, statistics: Sequence[Tensor], g: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of a, of b unless it is a, and of scale."""
     weights, (of_rows, of_columns, positive_weights) = Weights.of(a, b), statistics

@@ -34,12 +34,6 @@ class ExponentSums:
     """Accumulate sums of exponentials [n, 2], integer exponents and mantissas, a view of the [2, n] that kernels write.
 
     The methods are those of :mod:`contrastive_zoo.engine.softmax_arithmetic`, but for what kernels do themselves.
-
-    Examples:
-        >>> sums = ExponentSums()
-        >>> total = sums.merge(torch.tensor([[2.0, 0.75]]), torch.tensor([[3.0, 0.5]]))   # 3 + 4
-        >>> total, sums.log(total).exp()
-        (tensor([[3.0000, 0.8750]]), tensor([7.0000], dtype=torch.float64))
     """
 
     def empty(self, count: int, like: Tensor) -> Tensor:
@@ -83,12 +77,7 @@ class KernelSweep(SoftmaxSweep):
         """Return None: each row and column of a tile has a maximum of its own."""
 
     def sums(
-        self,
-        arithmetic: Any,
-        rows: Tensor,
-        exchange: GatherExchange | Ring,
-        scale: float | Tensor,
-        cached: object,
+        self, arithmetic: Any, rows: Tensor, exchange: GatherExchange | Ring, scale: float | Tensor, cached: object
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
         """Return sums of local rows over all columns, of local columns over all rows, partners' logits, and no tiles.
 

@@ -36,10 +36,6 @@ class Samples:
         whose names begin with ``view`` are views of the same samples, and a second argument [m, d] is another encoder's.
         Further arguments are not looked at.
 
-        Args:
-            rows: the tensors of the call, by name.
-            shards: the split of each over the ranks.
-
         Examples:
             >>> x, one = torch.ones(2, 3), Shards((2,))
             >>> {name: len(of) for name, of in Samples.of({"view1": x, "view2": x}, [one, one]).encoders.items()}
@@ -78,12 +74,7 @@ class Samples:
 
 
 def samples_problem(rows: Mapping[str, Tensor]) -> str | None:
-    """Return why a monitor finds no embeddings among these arguments, in words; None if it finds some.
-
-    Examples:
-        >>> samples_problem({"embeddings": torch.ones(2, 3)}) is None
-        True
-    """
+    """Return why a monitor finds no embeddings among these arguments, in words; None if it finds some."""
     first = next(iter(rows.values()), None)
     if first is not None and first.is_floating_point() and first.ndim in (2, 3):
         return None

@@ -25,13 +25,6 @@ def sketch(module: nn.Module | None) -> Tensor:
     distance of two sketches is that of the parameters, and it is 0 if the parameters are the same bits. Sharded parameters
     are left out: each rank holds other ones.
 
-    Args:
-        module: None has no parameters, which gives zeros.
-
-    Examples:
-        >>> sketch(nn.Linear(1, 1, bias=False).requires_grad_(False).eval()).count_nonzero()
-        tensor(1)
-
     Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     result = torch.zeros(WIDTH, dtype=torch.float64)
@@ -56,11 +49,7 @@ Totals = Mapping[str, Tensor]
 def totals(samples: Samples, sketches: Mapping[str, Tensor], temperature: float, world: World) -> Totals:
     """Return the sums over all ranks; embeddings are gathered in rounds, and one message adds up all ranks' parts.
 
-    Args:
-        samples: this rank's embeddings.
-        sketches: by name :func:`contrastive_zoo.metrics.monitor.statistics.sketch` of the same modules on every rank.
-        temperature: of this rank's loss; NaN if it has none.
-        world: the ranks.
+    The temperature is that of this rank's loss, NaN if it has none; sketches are those of the same modules on every rank.
     """
     own = _own_part(next(x for of in samples.encoders.values() for x in of), samples, world)
     for name, numbers in sketches.items():

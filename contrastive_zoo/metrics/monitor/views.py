@@ -2,29 +2,20 @@
 
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from contrastive_zoo.metrics.monitor.figures import Measurement
-from contrastive_zoo.metrics.monitor.pairs import BINS
-from contrastive_zoo.metrics.plots import DARK, PALE, RIGHT, TEN, WRONG, styled_figure
+from contrastive_zoo.metrics.plots import DARK, PALE, RIGHT, TEN, WRONG, draw_density, styled_figure
 
 _JOINED = 16
 """Bins that are drawn as one."""
 
 
 def picture(measurement: Measurement) -> Figure:
-    """Draw the similarities of positive and negative pairs, the eigenvalues of ZᵀZ / N and the variance of each dimension.
-
-    Examples:
-        >>> import torch, contrastive_zoo as cz
-        >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=0.1))
-        >>> monitor = cz.Monitor(loss_fn)
-        >>> _ = loss_fn(torch.eye(4), torch.eye(4))
-        >>> [axis.get_xlabel() for axis in monitor.plot().axes]
-        ['cosine', 'eigenvalue, largest first', 'dimension, sorted']
-    """
+    """Draw the similarities of pairs, the eigenvalues of ZᵀZ / N and the variance of each dimension."""
     with styled_figure(1, 3, figsize=(13.0, 3.6)) as (figure, axes):
         draw_similarities(axes[0], measurement)
         for colour, encoder in zip((DARK, *TEN), measurement.encoders, strict=False):
@@ -45,14 +36,8 @@ def picture(measurement: Measurement) -> Figure:
 
 def draw_similarities(axis: Any, measurement: Measurement) -> None:
     """Draw the density of positive and negative similarities on an axis."""
-    edges = [2 * k / (BINS // _JOINED) - 1 for k in range(BINS // _JOINED + 1)]
     for counts, name, colour in zip(measurement.counts(), ("positive", "negative"), (RIGHT, WRONG), strict=True):
-        joined = [sum(counts[k : k + _JOINED]) for k in range(0, BINS, _JOINED)]
-        density = [x * BINS / _JOINED / 2 / max(1, sum(counts)) for x in joined]
-        axis.stairs(density, edges, fill=True, alpha=0.35, color=colour)
-        axis.stairs(density, edges, color=colour, lw=1.6, label=name)
-    axis.set(xlabel="cosine", ylabel="density", title="Similarity of pairs", xlim=(-1, 1))
-    axis.legend(loc="upper left")
+        draw_density(axis, torch.tensor(counts).view(-1, _JOINED).sum(1), name, colour)
 
 
 _MEANINGS = {

@@ -2,17 +2,12 @@
 
 from typing import Any, Literal
 
-from pytorch_metric_learning import distances, losses, miners, reducers  # noqa: F401 - the example uses miners
+from pytorch_metric_learning import distances, losses, reducers
 from torch import nn
 
 
 def members(loss: Any) -> list[tuple[Any, Any, float]]:
-    """Return each loss of a MultipleLosses, its own miner (None if it has none) and its weight.
-
-    Examples:
-        >>> members(losses.MultipleLosses([losses.NTXentLoss()], [miners.HDCMiner()], weights=[0.5]))
-        [(NTXentLoss(...), HDCMiner(...), 0.5)]
-    """
+    """Return each loss of a MultipleLosses, its own miner (None if it has none) and its weight."""
     keys = list(loss.losses) if loss.is_dict else range(len(loss.losses))
     own_miners = dict(loss.miners.items() if loss.is_dict else enumerate(loss.miners)) if loss.miners else {}
     return [(loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
@@ -45,12 +40,7 @@ Metric = Literal["distance", "squared distance", "similarity"]
 
 
 def metric_of(distance: Any) -> Metric | None:
-    """Return which of this library's metrics a distance is; None if it is none of them.
-
-    Examples:
-        >>> metric_of(distances.LpDistance(power=2)), metric_of(distances.SNRDistance())
-        ('squared distance', None)
-    """
+    """Return which of this library's metrics a distance is; None if it is none of them."""
     if type(distance) is distances.LpDistance and distance.p == 2 and distance.power in (1, 2):
         return "distance" if distance.power == 1 else "squared distance"
     is_similarity = type(distance) in (distances.CosineSimilarity, distances.DotProductSimilarity)
@@ -80,10 +70,6 @@ def reduction_of(reducer: Any) -> Reduction | None:
     """Return what a reducer computes: a sum over a count, which ranks can add up; None if it is not known to be one.
 
     ``"nonzero"`` is the mean of the losses above 0, ``"threshold"`` that of losses between other bounds.
-
-    Examples:
-        >>> reduction_of(reducers.AvgNonZeroReducer()), reduction_of(reducers.DoNothingReducer())
-        ('nonzero', None)
     """
     found = _REDUCTIONS.get(type(reducer))
     return "nonzero" if found == "threshold" and reducer.low == 0 and reducer.high is None else found

@@ -25,16 +25,7 @@ class Original(NamedTuple):
     miner: Callable[..., Any] | None
 
     def native_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Return the native loss's positional arguments; None if only the original takes these arguments.
-
-        Args:
-            arguments: of the original's ``forward``, by name.
-
-        Examples:
-            >>> Original(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": None})
-            (1, 2)
-            >>> Original(losses.NTXentLoss(), None).native_arguments({"embeddings": 1, "labels": 2, "ref_emb": 3})
-        """
+        """Return the native loss's positional arguments; None if only the original takes these arguments."""
         names = ("embeddings", "ref_emb" if type(self.loss) in _OF_VIEWS else "labels")
         inputs = {name for name, x in arguments.items() if x is not None}
         return tuple(arguments[name] for name in names) if inputs == set(names) else None
@@ -50,10 +41,6 @@ def native_and_original(loss: nn.Module, miner: Callable[..., Any] | None = None
 
     Raises:
         ValueError: there is no exact translation.
-
-    Examples:
-        >>> native_and_original(losses.NTXentLoss())[0].temperature
-        0.07
     """
     return to_native(loss, miner), Original(loss, miner)
 

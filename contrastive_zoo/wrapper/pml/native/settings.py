@@ -107,10 +107,7 @@ AVERAGES: dict[str, Settings] = {**NONZERO_OR_SUM, "mean": {"average": "all"}}
 def number_settings(loss: Any, *same: str, **renamed: str) -> Settings:
     """Return attributes that are plain numbers, under this library's names.
 
-    Args:
-        loss: the loss or miner that has the attributes.
-        same: attributes with one name in both libraries.
-        renamed: this library's name = the other library's name.
+    ``same`` have one name in both libraries; ``renamed`` are this library's name = the other library's.
 
     Raises:
         NoExactTranslation: an attribute is not a number, such as a parameter.

@@ -36,11 +36,7 @@ def of_classes(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[s
 def _computed(loss: Any, batch: AnchorBatch, groups: Sequence[Indices], *, enough: int) -> dict[str, Info]:
     """Return ``compute_loss`` of the local anchors; padding shows it pairs that only other ranks have.
 
-    Args:
-        loss: the loss.
-        batch: the local anchors and all candidates.
-        groups: pairs or triplets, by kind.
-        enough: the number of pairs of a kind above which the library takes no other branch.
+    ``groups`` are pairs or triplets, by kind; with ``enough`` of a kind the library takes no other branch.
     """
     local = [len(group[0]) for group in groups]
     missing = padding_needed(local, batch.totals(*local), enough)

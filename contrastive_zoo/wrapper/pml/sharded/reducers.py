@@ -16,11 +16,7 @@ from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Info
 def reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, *, connected: Sequence[Tensor]) -> Tensor:
     """Return what the reducer computes from all ranks' losses.
 
-    Args:
-        reducer: the loss's reducer.
-        sub_losses: those of the local anchors, by name.
-        batch: the local anchors.
-        connected: tensors that stay in the graph, so that every rank takes part in the backward pass.
+    ``connected`` tensors stay in the graph, so that every rank takes part in the backward pass.
     """
     nothing = torch.stack([x.flatten()[:0].sum(dtype=sum_dtype(x)) for x in connected]).sum()
     terms = [

@@ -48,22 +48,14 @@ REFUSED: dict[type[nn.Module], str] = {
 """Losses that are not sums over anchors as the library has written them, and the reason."""
 
 
-def refusal(loss: nn.Module, miner: Callable[..., Indices] | None = None) -> str | None:
-    """Return why a loss cannot be evaluated in shards, in words; None if it can.
-
-    Args:
-        loss: a loss of pytorch-metric-learning.
-        miner: the miner of that loss.
+def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | None:
+    """Return why a loss cannot be evaluated in shards with its miner, in words; None if it can.
 
     Examples:
         >>> refusal(losses.ContrastiveLoss())
         >>> refusal(losses.VICRegLoss())
         'its variances and covariances are of all rows.'
     """
-    return _refusal(loss, miner)
-
-
-def _refusal(loss: Any, miner: Any) -> str | None:
     kind = type(loss)
     if kind is losses.MultipleLosses:
         if miner is not None and loss.miners:

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning import losses
-from torch import Tensor, nn
+from torch import Tensor
 
+from contrastive_zoo.engine.rowwise import AsForward
 from contrastive_zoo.ranks.collectives import replicated
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.pml.meaning import members
@@ -17,7 +18,7 @@ from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, arguments_pr
 
 
 def sharded(
-    loss: nn.Module,
+    loss: Any,
     miner: Callable[..., Indices] | None,
     arguments: Mapping[str, Any],
     shards: Mapping[str, Shards],
@@ -41,20 +42,9 @@ def sharded(
     Raises:
         ValueError: on every rank alike: what :func:`refusal` says, missing labels, reference embeddings or indices for a
             loss that takes none.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> z, labels, shard = torch.eye(2).repeat(2, 1), torch.tensor([0, 1, 0, 1]), Shards((4,))
-        >>> rows = {"embeddings": z, "labels": labels}
-        >>> sharded(losses.ContrastiveLoss(), None, rows, {"embeddings": shard, "labels": shard}, ONE_PROCESS)
-        tensor(0.)
     """
     if problem := refusal(loss, miner) or arguments_problem(loss, miner, arguments):
         raise ValueError(f"{type(loss).__name__} cannot be evaluated in shards: {problem} Leave mode='sharded' out.")
-    return _value(loss, miner, arguments, shards, world)
-
-
-def _value(loss: Any, miner: Any, arguments: Mapping[str, Any], shards: Mapping[str, Shards], world: World) -> Tensor:
     if type(loss) is losses.MultipleLosses:
         values = [weight * sharded(x, own or miner, arguments, shards, world) for x, own, weight in members(loss)]
         return torch.stack(values).sum()
@@ -71,23 +61,16 @@ def _value(loss: Any, miner: Any, arguments: Mapping[str, Any], shards: Mapping[
     loss.reset_stats()
     indices = local_indices(arguments.get("indices_tuple"), batch) if miner is None else mined(miner, batch)
     shared = {f"loss.{name}": replicated(x, process_group=world) for name, x in loss.named_parameters()}
-    sub_losses: dict[str, Info] = torch.func.functional_call(_Evaluation(loss), shared, (batch, indices))
+    sub_losses: dict[str, Info] = torch.func.functional_call(AsForward(loss, _evaluated), shared, (batch, indices))
     return reduced(loss.reducer, sub_losses, batch, connected=[batch.anchors, batch.candidates, *shared.values()])
 
 
-class _Evaluation(nn.Module):
-    """The evaluation of a loss as a ``forward``: functional_call replaces the parameters of modules only."""
-
-    def __init__(self, loss: nn.Module) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-        loss: Any = self.loss
-        sub_losses = EVALUATED[type(loss)](loss, batch, indices)
-        if loss.embedding_regularizer is not None:
-            loss.add_embedding_regularization_to_loss_dict(sub_losses, batch.all_anchors()[0])
-        return sub_losses
+def _evaluated(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Return the sub-losses of the local anchors."""
+    sub_losses = EVALUATED[type(loss)](loss, batch, indices)
+    if loss.embedding_regularizer is not None:
+        loss.add_embedding_regularization_to_loss_dict(sub_losses, batch.all_anchors()[0])
+    return sub_losses
 
 
 def _labelled_views(
