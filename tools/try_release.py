@@ -24,11 +24,7 @@ print("contrastive_zoo", cz.__version__, "NTXent", f"{loss.item():.4f}")
 
 COMMANDS = {
     "": [["python", "-c", VALUE]],
-    "cli": [
-        ["contrastive-zoo", "--version"],
-        ["contrastive-zoo", "list"],
-        ["contrastive-zoo", "vectors", "--out", "v"],
-    ],
+    "cli": [["contrastive-zoo", "--version"], ["contrastive-zoo", "list"]],
     "testing": [["contrastive-zoo", "check", "nt-xent", "--world-size", "1", "2", "--examples", "3"]],
     "pml": [
         ["contrastive-zoo", "check", "pytorch_metric_learning.losses:ContrastiveLoss", "--wrap", "--examples", "3"]
