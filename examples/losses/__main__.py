@@ -10,6 +10,7 @@ from pathlib import Path
 
 from contrastive_zoo.testing.worlds import Worlds
 from examples.losses.result import difference, draw
+from tools.pages import PAGES, fill, table
 
 TITLES = {
     "simclr": "SimCLR (NTXent)",
@@ -29,8 +30,7 @@ LOSSES = {
 }
 """What each example trains with, for the table."""
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "pages" / "examples.md"
-BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
+COLUMNS = ("example", "loss", "recall@1 before", "after", "difference, W = 2 from W = 1")
 TOLERANCE = 1e-8
 """Largest difference between one process and two; rounding grows over the steps of a training."""
 
@@ -45,7 +45,7 @@ def main() -> int:
     if unknown := set(given.name) - set(TITLES):
         parser.error(f"no such example: {', '.join(sorted(unknown))}; there are {', '.join(TITLES)}")
     failed, rows = 0, []
-    folder = PAGE.parent / "figures" if given.docs else given.out
+    folder = PAGES / "figures" if given.docs else given.out
     print(f"{'example':<24} {'recall@1 before':>15} {'after':>8} {'difference':>11} {'seconds':>8}")
     with Worlds(timeout=300) as worlds:
         for name in given.name or TITLES:
@@ -58,21 +58,15 @@ def main() -> int:
                 f"{time.perf_counter() - start:>8.0f}",
                 flush=True,
             )
-            numbers = f"{one.recall_before:.3f} | {one.recall_after:.3f} | {far:.0e}"
-            rows.append(f"| `{name}` | {LOSSES[name]} | {numbers} |")
+            rows.append(
+                [f"`{name}`", LOSSES[name], f"{one.recall_before:.3f}", f"{one.recall_after:.3f}", f"{far:.0e}"]
+            )
             if folder:
                 folder.mkdir(parents=True, exist_ok=True)
                 draw(TITLES[name], one, several, folder / f"example-{name.replace('_', '-')}.png")
     if given.docs and len(rows) == len(TITLES):
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        fill(PAGES / "examples.md", {"results": table(COLUMNS, rows)})
     return min(failed, 1)
-
-
-def with_table(page: str, rows: list[str]) -> str:
-    """Return the page with these rows in its table."""
-    head = "| example | loss | recall@1 before | after | difference, W = 2 from W = 1 |\n|---|---|---|---|---|\n"
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + head + "\n".join(rows) + "\n" + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
