@@ -24,10 +24,11 @@ import torch
 from scaling import write_scaling
 from suite.cases import BARE, CASES, GEMM, Case
 from suite.harness import Absent, StoppingRule, extra_memory, machine, relative_error, time_interleaved
-from suite.report import Results, load_results, summary, versions, write_benchmarks, write_readme
+from suite.report import Results, headline, load_results, summary, versions, write_benchmarks
 from torch import Tensor
 
 from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import ROOT, fill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULTS = Path(__file__).parent / "results"
@@ -198,7 +199,7 @@ def main() -> None:
         write_benchmarks(by_device)
         if "cpu" in by_device:
             write_scaling(by_device["cpu"])
-            write_readme(by_device["cpu"])
+            fill(ROOT / "README.md", {"speed": headline(by_device["cpu"])})
     print(summary(load_results(file)))
 
 

@@ -17,7 +17,9 @@ import numpy as np
 from scipy.optimize import nnls
 from suite.cases import CASES
 from suite.harness import quartiles
-from suite.report import PAGES, number, picture, table
+from suite.report import number, picture
+
+from tools.pages import PAGES, table
 
 FLOAT = 4
 """Bytes of an element."""
@@ -248,18 +250,23 @@ least squares of the relative errors over {count} measurements; the median relat
 errors of the model: it ignores caches and contention between ranks that share a core.
 
 {rates}
+
 {fit}
+
 ## Extrapolated to many GPUs
 
 Nothing below was measured. The model assumes two towers of width {width} and two matmul rates: TF32, which torch uses for
 float32 embeddings under `torch.set_float32_matmul_precision("high")`, and bf16, for bf16 embeddings. Assumptions for one
 rank:
 
-{assumed} The loss may use half of the memory. Ring transfers overlap the previous block's compute; a gather does not. bf16
+{assumed}
+
+The loss may use half of the memory. Ring transfers overlap the previous block's compute; a gather does not. bf16
 embeddings are sent in 2 bytes, their gradients in 4. *mesh* is the ring of two levels, in which (M − 1) of W − 1 shards come
 from outside the machine, for M machines. The fastest option that fits:
 
 {paper}
+
 ![seconds a step by ranks](figures/scaling.svg)
 
 The limits:

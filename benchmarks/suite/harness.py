@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from suite.processes import peak
+
 Runner = Callable[[], object]
 Round = dict[str, float]
 """Seconds per call, by implementation, of those measured in the round."""
@@ -142,15 +144,7 @@ def extra_memory(small: Runner, large: Runner) -> float:
         large()
         synchronize()
         return torch.cuda.max_memory_allocated() - before
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    large()
-    return _resident("VmHWM") - before
-
-
-def _resident(what: str) -> float:
-    status = Path("/proc/self/status").read_text().splitlines()
-    return 1024.0 * next(int(line.split()[1]) for line in status if line.startswith(what))
+    return 2**20 * peak(large)[0]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
