@@ -216,9 +216,8 @@ def test_pages_have_the_times_of_the_model(page: str) -> None:
 def test_pages_are_written_from_stored_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
     page_file = tmp_path / "benchmarks.md"
-    page_file.write_text(
-        "<!-- short answer: begin --><!-- short answer: end -->\n<!-- results: begin --><!-- results: end -->\n"
-    )
+    parts = ("short answer", "results")
+    page_file.write_text("\n".join(f"<!-- {part}: begin -->\n<!-- {part}: end -->" for part in parts))
     for module in (report, scaling):
         monkeypatch.setattr(module, "PAGES", tmp_path)
     results: dict[str, Any] = {
