@@ -30,7 +30,7 @@ SLOW = 1.0
 
 
 class Absent(Exception):
-    """A peer, a compiler or a device is not available."""
+    """A peer or a compiler is not available."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ def reading(run: Runner, calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         run()
-    synchronize()
     return slowest(time.perf_counter() - start) / calls
 
 
@@ -106,12 +105,6 @@ def slowest(seconds: float) -> float:
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
-
-
-def synchronize() -> None:
-    """Wait until the GPU is done, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def ratio(rounds: list[Round], name: str, to: str) -> list[float]:
@@ -132,18 +125,11 @@ def relative_spread(values: list[float]) -> float:
 
 
 def extra_memory(small: Runner, large: Runner) -> float:
-    """Return the peak memory of ``large`` in bytes, minus the memory before it; ``small`` warms up (Linux, CUDA).
+    """Return the peak memory of ``large`` in bytes, minus the memory before it; ``small`` warms up (Linux).
 
     Use a new process: memory that was freed but not returned to the system hides the peak.
     """
     small()
-    synchronize()
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        large()
-        synchronize()
-        return torch.cuda.max_memory_allocated() - before
     return 2**20 * peak(large)[0]
 
 
@@ -154,9 +140,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def machine() -> dict[str, Any]:
     """Describe the machine: device, cores, memory and torch version."""
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(0)
-        return {"device": gpu.name, "cores": 1, "memory": round(gpu.total_memory / 2**30), "torch": torch.__version__}
     kilobytes = next(int(x.split()[1]) for x in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in x)
     cores = torch.get_num_threads()
     return {

@@ -12,7 +12,7 @@ from suite.harness import DOUBTFUL, quartiles, ratio, relative_spread
 from tools.pages import PAGES, fill, table
 
 Results = dict[str, Any]
-"""Results of one device: machine, whether the run was full, and measurements by group and case."""
+"""Results of a run: machine, whether the run was full, and measurements by group and case."""
 
 PEERS = ("pytorch-metric-learning", "lightly", "open_clip_torch", "sentence-transformers")
 
@@ -23,46 +23,27 @@ GROUPS = {
     "ranks": "Ranks, one thread each",
     "adversarial": "Inputs that are hard",
     "size": "NT-Xent by size",
-    "gpu": "On the GPU",
 }
 
-NOT_MEASURED = (
-    "Not measured by the command of this page. The times of the kernels on one H100 are in "
-    "[On an accelerator](accelerator.md#kernels)."
-)
 
-
-def write_benchmarks(by_device: dict[str, Results]) -> None:
+def write_benchmarks(results: Results) -> None:
     """Write the parts of the page, and its figures."""
-    first = headline(by_device["cpu"]) if "cpu" in by_device else ""
+    first = headline(results)
     least, *_, most = sorted(re.findall(r"(\d+\.\d)×", first), key=float) or ["?", "?"]
     answer = (
         f"**Short answer.** On a CPU a step takes {least} to {most} times less time than with the losses of other "
         "libraries below. No\npair loss holds the N × N matrix. The first table compares this library with others; all "
         f"tables are one run of one command.\n\n{first}"
     )
-    found = []
-    for device in ("cpu", "cuda"):
-        found += [
-            f"## {device.upper()}",
-            *(blocks(device, by_device[device]) if device in by_device else [NOT_MEASURED]),
-        ]
-    fill(PAGES / "benchmarks.md", {"short answer": answer, "results": "\n\n".join(found)})
-
-
-def blocks(device: str, results: Results) -> list[str]:
-    """Return the figures and tables of a device."""
     found = [description(results)]
     for name, draw in FIGURES.items():
-        if picture(draw, results, PAGES / "figures" / f"bench-{device}-{name}.svg"):
-            found.append(f"![{draw.__doc__}](figures/bench-{device}-{name}.svg)")
+        if picture(draw, results, PAGES / "figures" / f"bench-cpu-{name}.svg"):
+            found.append(f"![{draw.__doc__}](figures/bench-cpu-{name}.svg)")
     for group, title in GROUPS.items():
         if group in results["cases"]:
             found += [f"### {title}", times(results, group)]
-    found += ["### Memory", memory(results)]
-    if any(group in results["cases"] for group in ("softmax", "rows", "small", "ranks", "memory")):
-        found += ["### Targets and measurements", targets(results)]
-    return found
+    found += ["### Memory", memory(results), "### Targets and measurements", targets(results)]
+    fill(PAGES / "benchmarks.md", {"short answer": answer, "results": "\n\n".join(found)})
 
 
 def headline(results: Results) -> str:
@@ -260,11 +241,11 @@ def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y:
 
 
 def by_rows(results: Results, of: Callable[[dict[str, Any]], dict[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of NT-Xent on one process, of the width with the most sizes."""
+    """Return the points of NT-Xent on one process, of width 128."""
     points: dict[str, list[tuple[float, float]]] = {}
     for case in CASES:
         found = results["cases"].get(case.group, {}).get(case.name)
-        if case.loss == "NT-Xent" and case.width in (128, 768) and not case.shards and not case.clustered and found:
+        if case.loss == "NT-Xent" and case.width == 128 and not case.shards and not case.clustered and found:
             for implementation, value in of(found).items():
                 points.setdefault(implementation, []).append((case.rows, value))
     return points
@@ -320,11 +301,10 @@ def time_by_ranks(axes: Any, results: Results) -> bool:
 def multiples(axes: Any, results: Results) -> bool:
     """Time in multiples of a bare GEMM."""
     lines: list[tuple[str, tuple[float, float, float] | None]] = []
-    for group in ("softmax", "gpu"):
-        for case, found in measured_cases(results, group):
-            lines.append((case.name, None))
-            every = {x: ratio(found["rounds"], x, "GEMM") for x in (*case.implementations, *case.full_implementations)}
-            lines += [(implementation, quartiles(values)) for implementation, values in every.items() if values]
+    for case, found in measured_cases(results, "softmax"):
+        lines.append((case.name, None))
+        every = {x: ratio(found["rounds"], x, "GEMM") for x in (*case.implementations, *case.full_implementations)}
+        lines += [(implementation, quartiles(values)) for implementation, values in every.items() if values]
     axes.figure.set_size_inches(5.4, 1 + 0.21 * len(lines))
     for height, (name, spread_of_times) in enumerate(reversed(lines)):
         if spread_of_times is None:
