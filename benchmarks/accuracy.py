@@ -103,44 +103,33 @@ def exact_clip(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     return F.softplus(both, threshold=100).mean()
 
 
-def our_nt_xent(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return NT-Xent."""
-    return cz.NTXent(temperature=temperature).forward(*rows, world=world)
+def per_class(samples: int, make: Callable[[float], Any], *, towers: bool = False) -> Loss:
+    """Return a loss of this library whose labels are the numbers of samples, so many samples to a class."""
+
+    def loss(*rows: Tensor, world: World, temperature: float) -> Tensor:
+        shards = world.shards(rows[0])
+        labels = (torch.arange(shards.total) // samples)[shards.local]
+        inputs = (*rows, labels) if towers else (torch.cat(rows), labels.repeat(2))
+        return make(temperature).forward(*inputs, world=world)
+
+    return loss
 
 
-def our_clip(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return CLIP's loss."""
-    return cz.Clip(temperature=temperature).forward(*rows, world=world)
-
-
-def our_sup_con(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return SupCon, each sample a class of two."""
-    shards = world.shards(rows[0])
-    labels = torch.arange(shards.total)[shards.local].repeat(2)
-    return cz.SupCon(temperature=temperature).forward(torch.cat(rows), labels, world=world)
-
-
-def our_nca(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return NCA, two samples a class, at twice the temperature: it divides squared distances."""
-    shards = world.shards(rows[0])
-    labels = (torch.arange(shards.total) // 2)[shards.local].repeat(2)
-    return cz.NCA(temperature=2 * temperature).forward(torch.cat(rows), labels, world=world)
-
-
-def our_multi_positive(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return MultiPositive in both directions, with an id for each sample: CLIP's loss."""
-    shards = world.shards(rows[0])
-    loss = cz.MultiPositive(temperature=temperature, symmetric=True)
-    return loss.forward(*rows, torch.arange(shards.total)[shards.local], world=world)
+def of_views(make: Callable[..., Any]) -> Loss:
+    """Return a loss of this library that takes views."""
+    return lambda *rows, world, temperature: make(temperature=temperature).forward(*rows, world=world)
 
 
 LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
-    "NTXent": (our_nt_xent, plain_nt_xent, exact_nt_xent),
-    "CLIP": (our_clip, plain_clip, exact_clip),
-    "SupCon": (our_sup_con, plain_sup_con, exact_nt_xent),
-    "NCA": (our_nca, plain_nca, exact_nca),
-    "MultiPositive": (our_multi_positive, plain_clip, exact_clip),
-}
+    "NTXent": (of_views(cz.NTXent), plain_nt_xent, exact_nt_xent),
+    "CLIP": (of_views(cz.Clip), plain_clip, exact_clip),
+    "SupCon": (per_class(1, lambda t: cz.SupCon(temperature=t)), plain_sup_con, exact_nt_xent),
+    "NCA": (per_class(2, lambda t: cz.NCA(temperature=2 * t)), plain_nca, exact_nca),  # of squared distances
+    "MultiPositive": (
+        per_class(1, lambda t: cz.MultiPositive(temperature=t, symmetric=True), towers=True), plain_clip, exact_clip,
+    ),
+}  # fmt: skip
+"""By name: this library's loss, its plain definition, and the exact one in float64."""
 
 
 @contextmanager
