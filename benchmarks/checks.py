@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from suite.cases import Case, nt_xent, recipe
-from suite.harness import reading
+from suite.harness import in_rounds
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
@@ -141,16 +141,9 @@ def measure(encoder: str, seconds: float) -> dict[str, float]:
         runners[name] = (
             loss_step(construct()) if encoder == ONE_PROCESS else training_step(ENCODERS[encoder], construct())
         )
-    found: dict[str, list[float]] = {name: [] for name in runners}
-    names, remaining = list(runners), seconds
-    for run in runners.values():  # warms up
-        reading(run, 2)
-    while remaining > 0:  # readings are equal on all ranks
-        for name in names:
-            found[name].append(reading(runners[name], 1))
-            remaining -= found[name][-1]
-        names = [*names[1:], names[0]]
-    return {name: float(np.quantile(x, 0.1)) for name, x in found.items()}
+    in_rounds(runners, rounds=2)  # warms up
+    found = in_rounds(runners, seconds=seconds)
+    return {name: float(np.quantile([x[name] for x in found], 0.1)) for name in runners}
 
 
 def lines(encoder: str, step: dict[str, float], alone: dict[str, float]) -> list[list[str]]:

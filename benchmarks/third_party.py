@@ -10,7 +10,6 @@ Errors are those of a smaller batch in float64, against the loss without wrapper
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
+from suite.harness import Round, in_rounds
 from suite.processes import peak
 from torch import Tensor, nn
 
@@ -103,21 +103,12 @@ def construct(name: str, implementation: str) -> nn.Module:
     return IMPLEMENTATIONS[implementation](subject.loss(), subject.miner and subject.miner())
 
 
-def times(name: str, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds per step of each implementation, interleaved."""
-    given, implementations = (
-        local_inputs(SUBJECTS[name].rows),
-        {implementation: construct(name, implementation) for implementation in IMPLEMENTATIONS},
-    )
-    found: dict[str, list[float]] = {implementation: [] for implementation in IMPLEMENTATIONS}
-    for repeat in range(repeats + 1):  # the first warms up
-        for implementation, loss in implementations.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(loss, *given)
-            if repeat:
-                found[implementation].append(time.perf_counter() - start)
-    return found
+def times(name: str, repeats: int) -> list[Round]:
+    """Return the seconds per step of each implementation, of the slower rank, by round."""
+    given = local_inputs(SUBJECTS[name].rows)
+    losses_by_name = {x: construct(name, x) for x in IMPLEMENTATIONS}
+    runners = {x: lambda loss=loss: step(loss, *given) for x, loss in losses_by_name.items()}
+    return in_rounds(runners, rounds=repeats + 1)[1:]  # the first warms up
 
 
 def memory(name: str, implementation: str) -> float:
@@ -150,13 +141,13 @@ def relative_error(found: Tensor, expected: Tensor) -> str:
 
 def lines(name: str, repeats: int, worlds: Worlds) -> list[list[str]]:
     """Return the rows of the table for one loss."""
-    took = worlds.run(RANKS, times, name, repeats, timeout=3600.0)
+    rounds = worlds.run(RANKS, times, name, repeats, timeout=3600.0)[0]
     found, expected = worlds.run(RANKS, results, name, timeout=600.0), truth(name)
     rows = []
     for implementation in IMPLEMENTATIONS:
         with Worlds() as fresh:
             megabytes = max(fresh.run(RANKS, memory, name, implementation, timeout=600.0))
-        seconds = statistics.median(max(pair) for pair in zip(*(x[implementation] for x in took), strict=True))
+        seconds = statistics.median(x[implementation] for x in rounds)
         value, gradient = (
             max((x[implementation][i] for x in found), key=lambda y: (y - expected[i]).norm()) for i in (0, 1)
         )

@@ -98,6 +98,16 @@ def reading(run: Runner, calls: int) -> float:
     return slowest(time.perf_counter() - start) / calls
 
 
+def in_rounds(runners: Mapping[str, Runner], *, rounds: float = math.inf, seconds: float = math.inf) -> list[Round]:
+    """Return the seconds of one call of each implementation, in rotated order, for so many rounds or seconds."""
+    names, found, spent = list(runners), list[Round](), 0.0
+    while len(found) < rounds and spent < seconds:  # readings are equal on all ranks
+        found.append({name: reading(runners[name], 1) for name in names})
+        spent += sum(found[-1].values())
+        names = [*names[1:], names[0]]
+    return found
+
+
 def slowest(seconds: float) -> float:
     """Return the largest value of all ranks."""
     if not dist.is_initialized():
