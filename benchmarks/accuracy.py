@@ -1,4 +1,4 @@
-"""The error of the gradient of solved batches, ours and plain torch's, against float64: writes docs/pages/accuracy.md.
+"""The error of the gradient of solved batches, ours and plain torch's, against float64, in docs/pages/accuracy.md.
 
 python benchmarks/accuracy.py [--quick]
 
@@ -9,13 +9,12 @@ machine differ from another's in the last digit, because matmuls add in another 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.report import PAGES, picture, table
+from suite.report import picture
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -25,13 +24,13 @@ from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import ONE_PROCESS, World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
+from tools.pages import PAGES, fill, table
 
 ROWS, WIDTH = 700, 24
 NOISE = (0.3, 0.1)
 TEMPERATURES = (0.05, 0.02, 0.01)
 FIGURE_TEMPERATURES = (0.2, 0.14, 0.1, 0.07, 0.05, 0.03, 0.02, 0.014, 0.01)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GOAL = 2e-5
 
 Loss = Callable[..., Tensor]
 
@@ -104,44 +103,33 @@ def exact_clip(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     return F.softplus(both, threshold=100).mean()
 
 
-def our_nt_xent(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return NT-Xent."""
-    return cz.NTXent(temperature=temperature).forward(*rows, world=world)
+def per_class(samples: int, make: Callable[[float], Any], *, towers: bool = False) -> Loss:
+    """Return a loss of this library whose labels are the numbers of samples, so many samples to a class."""
+
+    def loss(*rows: Tensor, world: World, temperature: float) -> Tensor:
+        shards = world.shards(rows[0])
+        labels = (torch.arange(shards.total) // samples)[shards.local]
+        inputs = (*rows, labels) if towers else (torch.cat(rows), labels.repeat(2))
+        return make(temperature).forward(*inputs, world=world)
+
+    return loss
 
 
-def our_clip(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return CLIP's loss."""
-    return cz.Clip(temperature=temperature).forward(*rows, world=world)
-
-
-def our_sup_con(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return SupCon, each sample a class of two."""
-    shards = world.shards(rows[0])
-    labels = torch.arange(shards.total)[shards.local].repeat(2)
-    return cz.SupCon(temperature=temperature).forward(torch.cat(rows), labels, world=world)
-
-
-def our_nca(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return NCA, two samples a class, at twice the temperature: it divides squared distances."""
-    shards = world.shards(rows[0])
-    labels = (torch.arange(shards.total) // 2)[shards.local].repeat(2)
-    return cz.NCA(temperature=2 * temperature).forward(torch.cat(rows), labels, world=world)
-
-
-def our_multi_positive(*rows: Tensor, world: World, temperature: float) -> Tensor:
-    """Return MultiPositive in both directions, with an id for each sample: CLIP's loss."""
-    shards = world.shards(rows[0])
-    loss = cz.MultiPositive(temperature=temperature, symmetric=True)
-    return loss.forward(*rows, torch.arange(shards.total)[shards.local], world=world)
+def of_views(make: Callable[..., Any]) -> Loss:
+    """Return a loss of this library that takes views."""
+    return lambda *rows, world, temperature: make(temperature=temperature).forward(*rows, world=world)
 
 
 LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
-    "NTXent": (our_nt_xent, plain_nt_xent, exact_nt_xent),
-    "CLIP": (our_clip, plain_clip, exact_clip),
-    "SupCon": (our_sup_con, plain_sup_con, exact_nt_xent),
-    "NCA": (our_nca, plain_nca, exact_nca),
-    "MultiPositive": (our_multi_positive, plain_clip, exact_clip),
-}
+    "NTXent": (of_views(cz.NTXent), plain_nt_xent, exact_nt_xent),
+    "CLIP": (of_views(cz.Clip), plain_clip, exact_clip),
+    "SupCon": (per_class(1, lambda t: cz.SupCon(temperature=t)), plain_sup_con, exact_nt_xent),
+    "NCA": (per_class(2, lambda t: cz.NCA(temperature=2 * t)), plain_nca, exact_nca),  # of squared distances
+    "MultiPositive": (
+        per_class(1, lambda t: cz.MultiPositive(temperature=t, symmetric=True), towers=True), plain_clip, exact_clip,
+    ),
+}  # fmt: skip
+"""By name: this library's loss, its plain definition, and the exact one in float64."""
 
 
 @contextmanager
@@ -245,72 +233,23 @@ def curves(n: int) -> dict[str, list[float]]:
     return found
 
 
-TEXT = """# Gradients of solved batches
-
-How many digits of the gradient are right where the loss is almost 0? For people who train at low temperatures.
-
-**Short answer.** In float32 at the temperature 0.01 the relative error of plain torch is {plain_least} to {plain_most}.
-That of this library is {ours_least} to {ours_most}. No setting is needed.
-
-{short}A contrastive loss of a solved batch is small: at the temperature 0.01 it is 1e-9 to 1e-12 nats. The common formula
-computes it as the difference of two numbers of about 100, log Σ exp(s) and the positive's logit, and the positive's weight
-in the gradient as p − 1 with p close to 1. Float32 has 7 digits, so none of the loss or of the gradient remains. A batch is
-solved where training converges, and where positives are easy: duplicates, weak augmentations, distillation.
-
-contrastive_zoo computes the same functions without these differences:
-
-- The loss is softplus(log Σ_{{j≠p}} exp(s_j) − s_p). The log-sum-exp leaves the positive out.
-- The weight of the positive is minus the sum of the weights of the others.
-- With several positives the softmax runs over their log-sum-exp; MIL-NCE and the joint MNRL follow.
-- SupCon leaves the positive out where an anchor has one. Where it has several, SupCon uses the common formula.
-
-This holds on every path: tiled, cached, small batches, over ranks and in a ring, and under `cz.engine.plain_formulas()`.
-NTXent, InfoNCE, CLIP, MNRL, MILNCE, MultiPositive, NCA, NPairs, GIST and SupCon use these formulas. SINCERE and
-TupletMargin are written so from the start. DCL has no positive in its denominator. Where an anchor has several positives
-that differ, their spread is most of the gradient, and the common formula keeps digits.
-
-![Relative error of the gradient over the temperature](figures/accuracy.svg)
-
-## Errors
-
-The relative error ‖g − g₆₄‖ / ‖g₆₄‖ of the gradient with respect to both views of {n} samples in {width} dimensions. The
-second view is the first plus noise times a normal vector. For SupCon and MultiPositive each sample is a class, for NCA
-two are; the temperature of NCA, which divides squared distances, is 2 t. g₆₄ is computed in float64 from the same inputs.
-The target in float32 is {goal:.0e} at every temperature. Rows of 16 bits are rounded to unit rows of 16 bits, which moves a
-logit by up to 1 at the temperature 0.01; sums and weights are in float32. NCA and MultiPositive
-round no unit rows. Plain torch computes everything in the dtype of the rows.
-The last rounding is that of the gradient to the dtype of its rows: in float16 numbers below 6e-8 are 0, which a GradScaler
-prevents and this table does not.
-
-<details markdown="1">
-<summary>All {lines} errors: losses, dtypes, temperatures and noise</summary>
-
-{table}
-</details>
-
-`python benchmarks/accuracy.py` repeats the table and the figure.
-"""
-
-
-def page(lines: list[list[str]]) -> str:
-    """Return the page: float32 at the lowest temperature first, then all errors."""
+def parts(lines: list[list[str]]) -> dict[str, str]:
+    """Return the parts of the page: float32 at the lowest temperature, and all errors."""
     low = f"{min(TEMPERATURES):g}"
     first = [line for line in lines if line[1] == "float32" and line[2] == low]
     ours, plain = [x for line in first for x in line[4:-1]], [line[-1] for line in first]
-    head = ["loss", "dtype", "t", "noise", *PATHS, "plain torch"]
-    short = [[name, noise, max(paths, key=float), plain] for name, _, _, noise, *paths, plain in first]
-    return TEXT.format(
-        n=ROWS,
-        width=WIDTH,
-        goal=GOAL,
-        plain_least=min(plain, key=float),
-        plain_most=max(plain, key=float),
-        ours_least=min(ours, key=float),
-        ours_most=max(ours, key=float),
-        short=table(["loss", "noise", "this library, worst path", "plain torch"], short),
-        table=table(head, lines).rstrip("\n") + "\n",
-        lines=len(lines) * (len(PATHS) + 1),
+    short = [[name, noise, max(paths, key=float), error] for name, _, _, noise, *paths, error in first]
+    answer = (
+        f"**Short answer.** In float32 at the temperature {low} the relative error of plain torch is "
+        f"{min(plain, key=float)} to {max(plain, key=float)}.\n"
+        f"That of this library is {min(ours, key=float)} to {max(ours, key=float)}. No setting is needed.\n\n"
     )
+    count = f"<summary>All {len(lines) * (len(PATHS) + 1)} errors: losses, dtypes, temperatures and noise</summary>"
+    errors = table(["loss", "dtype", "t", "noise", *PATHS, "plain torch"], lines)
+    return {
+        "short answer": answer + table(["loss", "noise", "this library, worst path", "plain torch"], short),
+        "errors": f'<details markdown="1">\n{count}\n\n{errors}\n\n</details>',
+    }
 
 
 def main() -> None:
@@ -324,7 +263,7 @@ def main() -> None:
         return
     found = curves(ROWS)
     picture(lambda axes, _: draw(axes, found), {}, PAGES / "figures" / "accuracy.svg")
-    Path(PAGES / "accuracy.md").write_text(page(lines), encoding="utf-8")
+    fill(PAGES / "accuracy.md", parts(lines))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 python benchmarks/bench.py [--full] [--docs] [--peers FOLDER] [--only TEXT …]
 
 The losses of lightly and open_clip are read from their files, because the packages import torchvision:
-pip install --no-deps --target FOLDER lightly open_clip_torch. A peer that is not installed is reported as absent. With a
-CUDA device only the cases of the group "gpu" run, on the GPU. Results are stored in benchmarks/results; --only measures the
+pip install --no-deps --target FOLDER lightly open_clip_torch. A peer that is not installed is reported as absent.
+Everything runs on the CPU; gpu.py measures kernels. Results are stored in benchmarks/results/cpu.json; --only measures the
 cases whose name or group contains a text, --pages measures none.
 """
 
@@ -24,13 +24,13 @@ import torch
 from scaling import write_scaling
 from suite.cases import BARE, CASES, GEMM, Case
 from suite.harness import Absent, StoppingRule, extra_memory, machine, relative_error, time_interleaved
-from suite.report import Results, load_results, summary, versions, write_benchmarks, write_readme
+from suite.report import Results, headline, load_results, summary, versions, write_benchmarks
 from torch import Tensor
 
 from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import ROOT, fill
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "cpu.json"
 QUICK, FULL = StoppingRule(rounds=2, seconds=5.0), StoppingRule(rounds=7, seconds=60.0)
 MANY = ("small", "scaling")
 """Groups of many cases; a case of these or of few rows gets a quarter of the time."""
@@ -41,12 +41,12 @@ ROWS_FOR_ERRORS = 1024
 def measure_times(case: Case, implementations: Sequence[str], rule: StoppingRule) -> dict[str, Any]:
     """Measure the times of the implementations and report the absent ones; runs in this process or on a rank."""
     found: dict[str, Any] = {"absent": {}}
-    runners = {GEMM: case.bare(GEMM, DEVICE)}
+    runners = {GEMM: case.bare(GEMM)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of peers
         for implementation in implementations:
             try:
-                runners[implementation] = (case.bare if implementation in BARE else case.step)(implementation, DEVICE)
+                runners[implementation] = (case.bare if implementation in BARE else case.step)(implementation)
             except Absent as why:
                 found["absent"][implementation] = str(why)
         found["rounds"] = time_interleaved(runners, rule)
@@ -63,7 +63,7 @@ def errors(case: Case, implementations: Sequence[str]) -> dict[str, tuple[float,
     """Return the largest relative errors of value and gradient against the dense formula in float64."""
     if case.group != "adversarial":
         case = replace(case, rows=min(case.rows, ROWS_FOR_ERRORS))
-    whole = [in_float64(x) for x in replace(case, shards=()).inputs(DEVICE)]
+    whole = [in_float64(x) for x in replace(case, shards=()).inputs()]
     truth = replace(case, dtype="float64", shards=()).function("dense")(*whole)
     truth.backward()
     found = {}
@@ -72,7 +72,7 @@ def errors(case: Case, implementations: Sequence[str]) -> dict[str, tuple[float,
         for implementation in implementations:
             if implementation in BARE:
                 continue
-            inputs = case.inputs(DEVICE)
+            inputs = case.inputs()
             try:
                 value = case.function(implementation)(*inputs)
             except Absent:
@@ -105,7 +105,7 @@ def step_memory(case: Case, implementation: str) -> float:
     """Return the peak memory of one step in this process, in bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return extra_memory(replace(case, rows=SMALL).step(implementation, DEVICE), case.step(implementation, DEVICE))
+        return extra_memory(replace(case, rows=SMALL).step(implementation), case.step(implementation))
 
 
 def memory_in_new_process(case: Case, implementation: str, folders: Sequence[str]) -> float | str:
@@ -139,10 +139,10 @@ def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[
             implementation: [max(x[implementation][i] for x in by_rank) for i in (0, 1)]
             for implementation in by_rank[0]
         }
-    elif case.group in ("softmax", "rows", "adversarial", "gpu"):
+    elif case.group in ("softmax", "rows", "adversarial"):
         found["errors"] = errors(case, implementations)
     if case.memory_of:
-        with ThreadPoolExecutor(2 if DEVICE == "cpu" and case.rows <= 32768 else 1) as pool:
+        with ThreadPoolExecutor(2 if case.rows <= 32768 else 1) as pool:
             memory = dict(
                 zip(
                     case.memory_of,
@@ -162,7 +162,7 @@ def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[
 def is_selected(case: Case, given: argparse.Namespace) -> bool:
     """Return whether to measure a case in this run."""
     named = not given.only or any(text == case.group or text in case.name for text in given.only)
-    return named and (case.group == "gpu") == (DEVICE == "cuda") and (given.full or not case.full)
+    return named and (given.full or not case.full)
 
 
 def main() -> None:
@@ -179,27 +179,24 @@ def main() -> None:
     if given.memory_of:
         print(step_memory(CASES[int(given.memory_of[0])], given.memory_of[1]))
         return
-    file = RESULTS / ("cuda.json" if DEVICE == "cuda" else "cpu.json")
     if not given.pages:
         cases = [case for case in CASES if is_selected(case, given)]
         if not cases:
             parser.error(f"no case has any of {', '.join(given.only)} in its name")
-        cases_before = load_results(file)["cases"] if given.only and file.exists() else {}
+        cases_before = load_results(RESULTS)["cases"] if given.only and RESULTS.exists() else {}
         results: Results = {"machine": machine() | {"peers": versions()}, "full": given.full, "cases": cases_before}
-        file.parent.mkdir(exist_ok=True)
         with Worlds() as worlds:
             for case in cases:
                 start = time.perf_counter()
                 results["cases"].setdefault(case.group, {})[case.name] = measure_case(case, worlds, given)
                 print(f"{time.perf_counter() - start:6.1f} s  {case.name}", file=sys.stderr, flush=True)
-                file.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
+                RESULTS.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
     if given.docs or given.pages:
-        by_device = {x.stem: load_results(x) for x in sorted(RESULTS.glob("*.json"))}
-        write_benchmarks(by_device)
-        if "cpu" in by_device:
-            write_scaling(by_device["cpu"])
-            write_readme(by_device["cpu"])
-    print(summary(load_results(file)))
+        stored = load_results(RESULTS)
+        write_benchmarks(stored)
+        write_scaling(stored)
+        fill(ROOT / "README.md", {"speed": headline(stored)})
+    print(summary(load_results(RESULTS)))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ difference to "nothing agreed": of the loss alone, from given embeddings, as a s
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from suite.cases import Case, nt_xent, recipe
-from suite.harness import reading
+from suite.harness import in_rounds
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
@@ -28,9 +27,9 @@ from contrastive_zoo.ranks.session import UNCHECKED, Session
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
 from examples.demo.training import Digits
+from tools.pages import PAGES, fill, table
 
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "when-a-rank-fails.md"
-MARK = "<!-- measured by benchmarks/checks.py -->\n"
+PAGE = PAGES / "when-a-rank-fails.md"
 RANKS, ROWS, WIDTH, TEMPERATURE = 2, 256, 256, 0.2
 PIXELS = 8
 
@@ -142,27 +141,19 @@ def measure(encoder: str, seconds: float) -> dict[str, float]:
         runners[name] = (
             loss_step(construct()) if encoder == ONE_PROCESS else training_step(ENCODERS[encoder], construct())
         )
-    found: dict[str, list[float]] = {name: [] for name in runners}
-    names, remaining = list(runners), seconds
-    for run in runners.values():  # warms up
-        reading(run, 2)
-    while remaining > 0:  # readings are equal on all ranks
-        for name in names:
-            found[name].append(reading(runners[name], 1))
-            remaining -= found[name][-1]
-        names = [*names[1:], names[0]]
-    return {name: float(np.quantile(x, 0.1)) for name, x in found.items()}
+    in_rounds(runners, rounds=2)  # warms up
+    found = in_rounds(runners, seconds=seconds)
+    return {name: float(np.quantile([x[name] for x in found], 0.1)) for name in runners}
 
 
-def lines(encoder: str, step: dict[str, float], alone: dict[str, float]) -> list[str]:
+def lines(encoder: str, step: dict[str, float], alone: dict[str, float]) -> list[list[str]]:
     """Return the rows of the table for one encoder, given the seconds of a step and of the loss alone."""
     found = []
     for name in LOSSES:
         cost = 100 * (alone[name] - alone[REFERENCE]) / step[REFERENCE]
         shown = "" if name == REFERENCE else f"{cost:+.2f} %"
-        found.append(
-            f"| {'' if found else encoder} | {name} | {1000 * step[name]:,.1f} | {1000 * alone[name]:.2f} | {shown} |"
-        )
+        times = f"{1000 * step[name]:,.1f}", f"{1000 * alone[name]:.2f}"
+        found.append(["" if found else encoder, name, *times, shown])
     return found
 
 
@@ -172,15 +163,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="for each encoder")
     parser.add_argument("--docs", action="store_true", help=f"write the table into docs/pages/{PAGE.name}")
     given = parser.parse_args()
-    table = ["| encoder | loss | step, ms | loss alone, ms | cost |", "|---|---|---:|---:|---:|"]
+    found = []
     with Worlds() as worlds:
         alone = worlds.run(RANKS, measure, ONE_PROCESS, given.seconds, timeout=600.0)[0]
         for encoder in ENCODERS:
-            table += lines(encoder, worlds.run(RANKS, measure, encoder, given.seconds, timeout=600.0)[0], alone)
-    print("\n".join(table))
+            found += lines(encoder, worlds.run(RANKS, measure, encoder, given.seconds, timeout=600.0)[0], alone)
+    costs = table(["encoder", "loss", "step, ms", "loss alone, ms", "cost"], found)
+    print(costs)
     if given.docs:
-        before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
-        PAGE.write_text(f"{before}{MARK}\n{chr(10).join(table)}\n\n{MARK}{after}", encoding="utf-8")
+        fill(PAGE, {"checks": costs})
 
 
 if __name__ == "__main__":

@@ -19,25 +19,23 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
 from tests.extremes import GOAL, SITUATIONS, Comparison, Result, compare
 from tests.test_extremes import EVERY
+from tools.pages import PAGES, fill, table
 
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "extreme-numbers.md"
-MARKS = {
-    "situations": "<!-- situations, measured by benchmarks/extremes.py -->\n",
-    "float16": "<!-- float16, measured by benchmarks/extremes.py -->\n",
-}
+PAGE = PAGES / "extreme-numbers.md"
 LARGEST_FLOAT16, WORLD_SIZES = torch.finfo(torch.float16).max, (1, 8, 64, 512)
 
 
-def errors(found: Sequence[Comparison]) -> str:
+def errors(found: Sequence[Comparison]) -> list[str]:
     """Return the median error, and the largest one as a part of what is allowed."""
     defined = [x for x in found if x.exact is not None and isinstance(x.found, Result)]
-    return f"{median(x.error for x in defined):.0e} | {max(x.error / x.allowed for x in defined):.2f}"
+    return [f"{median(x.error for x in defined):.0e}", f"{max(x.error / x.allowed for x in defined):.2f}"]
 
 
-def situations() -> list[str]:
+def situations() -> str:
     """Return the table of all losses in each situation."""
-    lines = ["| batch | losses | formula undefined | float64: median error | largest / allowed "
-             "| float32: median error | largest / allowed |", "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    head = ["batch", "losses", "formula undefined", "float64: median error", "largest / allowed"]
+    head += ["float32: median error", "largest / allowed"]
+    lines = []
     for name, situation in SITUATIONS.items():
         entries = EVERY[::4] if "65,536" in name else EVERY  # pair by pair, such rows take minutes
         by_dtype = {
@@ -45,13 +43,13 @@ def situations() -> list[str]:
         }
         of_double = by_dtype[torch.float64]
         undefined = sum(x.exact is None for x in of_double)
-        columns = " | ".join(errors(found) for found in by_dtype.values())
-        lines.append(f"| {name} | {len(of_double)} | {undefined} | {columns} |")
-        print(lines[-1], file=sys.stderr, flush=True)
-    return lines
+        columns = [column for found in by_dtype.values() for column in errors(found)]
+        lines.append([name, str(len(of_double)), str(undefined), *columns])
+        print(*lines[-1], sep=" | ", file=sys.stderr, flush=True)
+    return table(head, lines, texts=1)
 
 
-def float16() -> list[str]:
+def float16() -> str:
     """Return the table of what float16 keeps of the gradient of embeddings, at the largest scale without an overflow.
 
     The gradient of a rank's embeddings is rounded to float16 and multiplied by W. Training with a loss of each rank's
@@ -64,15 +62,15 @@ def float16() -> list[str]:
     cz.Clip(temperature=0.05)(*views).backward()
     gradient = torch.cat([x.grad for x in views if x.grad is not None])
     largest = gradient.abs().max().item()
-    lines = ["| W | scale | gradients that become 0 | relative error of the gradient |", "|---:|---:|---:|---:|"]
+    lines = []
     for size in WORLD_SIZES:
         scale = 2.0 ** int(torch.tensor(LARGEST_FLOAT16 / (size * largest)).log2().floor())
         found = (scale * gradient).half() * size
         assert found.isfinite().all()
         lost = ((found == 0) & (gradient != 0)).double().mean().item()
         relative = ((found.double() / scale / size - gradient).norm() / gradient.norm()).item()
-        lines.append(f"| {size} | 2^{torch.tensor(scale).log2().int().item()} | {lost:.1e} | {relative:.1e} |")
-    return lines
+        lines.append([str(size), f"2^{torch.tensor(scale).log2().int().item()}", f"{lost:.1e}", f"{relative:.1e}"])
+    return table(["W", "scale", "gradients that become 0", "relative error of the gradient"], lines, texts=0)
 
 
 def main() -> None:
@@ -82,13 +80,9 @@ def main() -> None:
     options = parser.parse_args()
     implementation.SMALL_BATCH_ELEMENTS = -1  # the engines, not plain autograd
     tables = {"situations": situations(), "float16": float16()}
-    print("\n\n".join("\n".join(table) for table in tables.values()))
+    print("\n\n".join(tables.values()))
     if options.docs:
-        page = PAGE.read_text(encoding="utf-8")
-        for name, mark in MARKS.items():
-            before, _, after = page.split(mark)
-            page = f"{before}{mark}\n{chr(10).join(tables[name])}\n\n{mark}{after}"
-        PAGE.write_text(page, encoding="utf-8")
+        fill(PAGE, tables)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from faulty_trainings import FAULTS, LINK_CUT, TIMEOUT, Training
 from hosts import INTERFACE, Host, two_hosts
 
+from tools.pages import PAGES, fill, table
+
 __all__ = ["FAULTS", "LINK_CUT", "Run", "run_fault"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "when-a-rank-fails.md"
-MARK = "<!-- measured by benchmarks/faults.py -->\n"
+PAGE = PAGES / "when-a-rank-fails.md"
 LONGEST = 220
 """Characters of a text in the page's table."""
 
@@ -153,7 +153,7 @@ def rows(name: str, world_size: int) -> Iterator[tuple[str, str, str, str]]:
 
 def shortened(text: str) -> str:
     """Return what happened, without what usually causes it, and without the name of the usual error."""
-    text = text.removeprefix("CommunicationError: ").replace("|", "\\|")
+    text = text.removeprefix("CommunicationError: ")
     happened, _, causes = text.partition(" Usually ")
     long = len(happened) > LONGEST
     return happened[:LONGEST].rpartition(" ")[0] + " …" if long else happened + (" …" if causes else "")
@@ -161,10 +161,11 @@ def shortened(text: str) -> str:
 
 def page_table(found: Sequence[tuple[str, str, str, str]]) -> str:
     """Return the page's table of two ranks: a line for each fault."""
-    lines = ["| fault on rank 1 | rank 0 ends after | rank 0 says | rank 1 says |", "|---|---:|---|---|"]
-    for (name, _, seconds, text), (_, _, _, failing_rank) in zip(found[::2], found[1::2], strict=True):
-        lines.append(f"| {name} | {seconds} s | {shortened(text)} | {shortened(failing_rank)} |")
-    return "\n".join(lines)
+    lines = [
+        (name, f"{seconds} s", shortened(text), shortened(failing_rank))
+        for (name, _, seconds, text), (_, _, _, failing_rank) in zip(found[::2], found[1::2], strict=True)
+    ]
+    return table(["fault on rank 1", "rank 0 ends after", "rank 0 says", "rank 1 says"], lines, texts=4)
 
 
 def main() -> None:
@@ -188,8 +189,7 @@ def main() -> None:
             found.append(row)
             print(f"| {' | '.join(row)} |", flush=True)
     if options.docs:
-        before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
-        PAGE.write_text(f"{before}{MARK}\n{page_table(found)}\n\n{MARK}{after}", encoding="utf-8")
+        fill(PAGE, {"faults": page_table(found)})
 
 
 if __name__ == "__main__":

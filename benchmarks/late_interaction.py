@@ -13,21 +13,19 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.processes import resident
-from suite.report import number, table
+from suite.processes import peak
+from suite.report import number
 from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import PAGES, fill, table
 
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "late_interaction.md"
-BEGIN, END = "<!-- figures: benchmarks/late_interaction.py --docs -->\n", "<!-- end of figures -->\n"
 STEPS = {"PyLate's formula": 1, "dense": 1}
 """Measured steps of implementations that take most of a minute; others take 3."""
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -95,10 +93,8 @@ def measured(way: str, uneven: bool, sizes: tuple[int, int, int, int], threads: 
         return time.perf_counter() - start, value.item()
 
     run(8)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    before = resident("VmRSS")
-    found = [run(pairs // dist.get_world_size()) for _ in range(STEPS.get(way, 3))]
-    return resident("VmHWM") - before, statistics.median(x for x, _ in found), found[-1][1]
+    megabytes, found = peak(lambda: [run(pairs // dist.get_world_size()) for _ in range(STEPS.get(way, 3))])
+    return megabytes, statistics.median(x for x, _ in found), found[-1][1]
 
 
 def measure(ranks: int, way: str, uneven: bool, sizes: tuple[int, int, int, int]) -> list[float]:
@@ -140,9 +136,7 @@ def main() -> None:
         )
     print(json.dumps({"sizes": sizes, "results": results}, indent=1))
     if given.docs:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        PAGE.write_text(before + BEGIN + "\n" + as_markdown(results) + "\n" + END + after, encoding="utf-8")
+        fill(PAGES / "late_interaction.md", {"times": as_markdown(results)})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.processes import resident
+from suite.processes import peak
 from torch import Tensor
 
 from contrastive_zoo.data import mine_hard_negatives
@@ -37,11 +37,9 @@ def rows(queries: int, corpus: int, width: int) -> tuple[Tensor, Tensor]:
 
 def measured(job: Callable[[], Any]) -> tuple[float, float, Any]:
     """Return the seconds, the MB at the peak beyond those before, and the result."""
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # the peak is counted from here
-    before, start = resident("VmRSS"), time.perf_counter()
-    result = job()
-    return time.perf_counter() - start, resident("VmHWM") - before, result
+    start = time.perf_counter()
+    megabytes, result = peak(job)
+    return time.perf_counter() - start, megabytes, result
 
 
 def ours(queries: int, corpus: int, width: int) -> tuple[float, float, str]:

@@ -1,6 +1,6 @@
 """What a monitor adds to a training step: two gloo ranks of one thread, n = 256 samples a rank, d = 256, float32.
 
-python -m benchmarks.monitor [--rounds 20]
+python benchmarks/monitor.py [--rounds 20]
 
 The step is a forward and a backward pass of a small convolutional encoder of 32 × 32 images under DDP, and Adam. Steps with
 a measurement, whose figures are read, run interleaved with steps without, in rotated order; a time is that of the slower
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from suite.harness import Round, in_rounds
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
@@ -46,7 +46,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 """By name the loss, and whether it takes labels."""
 
 
-def measure(name: str, rounds: int) -> list[dict[str, float]]:
+def measure(name: str, rounds: int) -> list[Round]:
     """Return the seconds of a plain and of a measured step in each round."""
     make, labelled = LOSSES[name]
     encoder = make_encoder()
@@ -67,25 +67,9 @@ def measure(name: str, rounds: int) -> list[dict[str, float]]:
         if loss_fn is watched:
             assert monitor.take()
 
-    steps = {"plain": plain, "measured": watched}
-    for loss_fn in steps.values():
-        step(loss_fn)
-    found = []
-    for index in range(rounds):
-        seconds = {}
-        for kind in list(steps)[:: 1 if index % 2 else -1]:
-            dist.barrier()
-            start = time.perf_counter()
-            step(steps[kind])
-            seconds[kind] = _slowest(time.perf_counter() - start)
-        found.append(seconds)
-    return found
-
-
-def _slowest(seconds: float) -> float:
-    number = Tensor([seconds])
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return number.item()
+    runners = {"plain": lambda: step(plain), "measured": lambda: step(watched)}
+    in_rounds(runners, rounds=1)  # warms up
+    return in_rounds(runners, rounds=rounds)
 
 
 def main() -> None:

@@ -99,6 +99,29 @@ def unit(*views: Tensor) -> list[Tensor]:
     return [F.normalize(view, dim=1) for view in views]
 
 
+def same(ours: Any, *numbers: float) -> tuple[str, Callable[[Any], Any]]:
+    """Return how our loss is written, and the pair of it and a peer that takes unit rows, and these numbers, or views."""
+
+    def pair(cls: Any) -> Any:
+        return (lambda *views: cls()(*unit(*views), *numbers)) if numbers else cls(), ours
+
+    return repr(ours), pair
+
+
+def both_directions(cls: Any) -> Any:
+    """Compare the sum of both views' predictions of the other one."""
+    loss = cz.NegativeCosine()
+    return (
+        lambda a, b: cls()(a, b.detach()) + cls()(b, a.detach()),
+        lambda a, b: loss(a, b) + loss(b, a),
+    )
+
+
+def in_a_list(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss of a list of views as one of views."""
+    return lambda *views: loss(list(views))
+
+
 def swav(cls: Any) -> Any:
     """Apply the prototypes, which are a layer before the peer's loss."""
     prototypes = rows(seed=99).detach()
@@ -201,71 +224,22 @@ def mmcr(cls: Any) -> Any:
 
 
 ORACLES = [
-    Oracle(
-        "lightly.loss.ntx_ent_loss",
-        "NTXentLoss",
-        "NTXent(temperature=0.5)",
-        lambda theirs: (theirs(), cz.NTXent(temperature=0.5)),
-    ),
-    Oracle(
-        "lightly.loss.dcl_loss", "DCLLoss", "DCL(temperature=0.1)", lambda theirs: (theirs(), cz.DCL(temperature=0.1))
-    ),
-    Oracle(
-        "lightly.loss.dcl_loss",
-        "DCLWLoss",
-        "DCLW(temperature=0.1)",
-        lambda theirs: (theirs(), cz.DCLW(temperature=0.1)),
-    ),
-    Oracle(
-        "lightly.loss.barlow_twins_loss",
-        "BarlowTwinsLoss",
-        "BarlowTwins(lambda_=5e-3)",
-        lambda theirs: (theirs(), cz.BarlowTwins(lambda_=5e-3)),
-    ),
-    Oracle("lightly.loss.vicreg_loss", "VICRegLoss", "VICReg()", lambda theirs: (theirs(), cz.VICReg())),
-    Oracle(
-        "lightly.loss.hypersphere_loss",
-        "HypersphereLoss",
-        "AlignUniform(t=1.0)",
-        lambda theirs: (theirs(), cz.AlignUniform(t=1.0)),
-    ),
-    Oracle(
-        "lightly.loss.negative_cosine_similarity",
-        "NegativeCosineSimilarity",
-        "NegativeCosine()",
-        lambda theirs: (
-            lambda a, b: theirs()(a, b.detach()) + theirs()(b, a.detach()),
-            lambda a, b: cz.NegativeCosine()(a, b) + cz.NegativeCosine()(b, a),
-        ),
-    ),
+    Oracle("lightly.loss.ntx_ent_loss", "NTXentLoss", *same(cz.NTXent(temperature=0.5))),
+    Oracle("lightly.loss.dcl_loss", "DCLLoss", *same(cz.DCL(temperature=0.1))),
+    Oracle("lightly.loss.dcl_loss", "DCLWLoss", *same(cz.DCLW(temperature=0.1))),
+    Oracle("lightly.loss.barlow_twins_loss", "BarlowTwinsLoss", *same(cz.BarlowTwins(lambda_=5e-3))),
+    Oracle("lightly.loss.vicreg_loss", "VICRegLoss", *same(cz.VICReg())),
+    Oracle("lightly.loss.hypersphere_loss", "HypersphereLoss", *same(cz.AlignUniform(t=1.0))),
+    Oracle("lightly.loss.negative_cosine_similarity", "NegativeCosineSimilarity", "NegativeCosine()", both_directions),
     Oracle("lightly.loss.tico_loss", "TiCoLoss", "TiCo(d)", tico),
-    Oracle(
-        "lightly.loss.frossl_loss",
-        "FroSSLLoss",
-        "FroSSL()",
-        lambda theirs: (lambda *views: theirs()(list(views)), cz.FroSSL()),
-        views=3,
-    ),
+    Oracle("lightly.loss.frossl_loss", "FroSSLLoss", "FroSSL()", lambda cls: (in_a_list(cls()), cz.FroSSL()), views=3),
     Oracle("lightly.loss.lejepa_loss", "SIGReg", "SIGReg(d)", sigreg),
     Oracle("lightly.loss.lejepa_loss", "LeJEPALoss", "LeJEPA(d, lambda_=0.3)", lejepa, views=3),
     Oracle("lightly.loss.mmcr_loss", "MMCRLoss", "MMCR(lambda_=0.5, eps=1e-24)", mmcr, views=4),
     Oracle("lightly.loss.swav_loss", "SwaVLoss", "SwAV(k, d)(a, b, small)", swav, views=3),
     Oracle("lightly.loss.dino_loss", "DINOLoss", "DINO(d, teacher_temperature=2**-5)", dino, views=3),
-    Oracle(
-        "open_clip.loss",
-        "ClipLoss",
-        "Clip(temperature=0.2)",
-        lambda theirs: (lambda *x: theirs()(*unit(*x), 5.0), cz.Clip(temperature=0.2)),
-    ),
-    Oracle(
-        "open_clip.loss",
-        "SigLipLoss",
-        "SigLIP(temperature=0.2, logit_bias=-3.0)",
-        lambda theirs: (
-            lambda *x: theirs()(*unit(*x), 5.0, -3.0),
-            cz.SigLIP(temperature=0.2, logit_bias=-3.0),
-        ),
-    ),
+    Oracle("open_clip.loss", "ClipLoss", *same(cz.Clip(temperature=0.2), 5.0)),
+    Oracle("open_clip.loss", "SigLipLoss", *same(cz.SigLIP(temperature=0.2, logit_bias=-3.0), 5.0, -3.0)),
     Oracle("open_clip.loss", "DistillClipLoss", "2 * ClipDistillation(…)", distilled),
 ]
 

@@ -6,39 +6,24 @@ Needs the two libraries, not what they depend on (pip install --no-deps open_cli
 its file, past the packages' imports of torchvision.
 """
 
-import importlib
 import sys
-import types
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from contract import errors
 from rich.console import Console
 from rich.table import Table
+from suite.cases import peer
+from suite.harness import Absent
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.trial import Case
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 
-
-def module(name: str) -> Any:
-    """Import a module without the ``__init__`` of its packages."""
-    package = name.partition(".")[0]
-    if package not in sys.modules:
-        spec = find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise SystemExit(f"{package} is not installed: pip install --no-deps open_clip_torch lightly")
-        root = Path(next(iter(spec.submodule_search_locations)))
-        for path in (root, *(x for x in root.rglob("*") if x.is_dir() and x.name.isidentifier())):
-            hollow = types.ModuleType(".".join((package, *path.relative_to(root).parts)))
-            hollow.__path__ = [str(path)]
-            sys.modules[hollow.__name__] = hollow
-    return importlib.import_module(name)
+SPLITS = [(7,), (3, 4), (0, 7), (1, 6, 4), (5, 0, 5), (2, 3, 0, 4), (4, 4, 4, 4)]
 
 
 class WithScale(nn.Module):
@@ -57,24 +42,43 @@ class WithScale(nn.Module):
 
 def ntxent(trainer: str) -> Any:
     """Construct lightly's loss without its own gather."""
-    if (
-        "torchvision" not in sys.modules and find_spec("torchvision") is None
-    ):  # of which one class is imported and none used
-        hollow = types.ModuleType("torchvision.ops")
-        hollow.StochasticDepth = nn.Identity
-        sys.modules |= {"torchvision": types.ModuleType("torchvision"), hollow.__name__: hollow}
-    loss = module("lightly.loss.ntx_ent_loss").NTXentLoss(gather_distributed=False)
+    loss = peer("lightly", "lightly.loss.ntx_ent_loss").NTXentLoss(gather_distributed=False)
     return cz.DistributedLoss(loss, grad_reduction=trainer)
 
 
 def open_clip(name: str, trainer: str) -> Any:
     """Construct open_clip's loss for one process."""
-    loss = cz.DistributedLoss(getattr(module("open_clip.loss"), name)(), grad_reduction=trainer)
+    loss = cz.DistributedLoss(getattr(peer("open_clip", "open_clip.loss"), name)(), grad_reduction=trainer)
     return WithScale(loss, bias=name == "SigLipLoss")
+
+
+def errors(case: Case, worlds: Worlds) -> list[float]:
+    """Return the largest errors of value, encoder and parameter gradient over all splits."""
+    worst = [0.0, 0.0, 0.0]
+    for seed, shards in enumerate(SPLITS):
+        trial = Trial(case, GlobalBatch(shards, d=3, seed=seed), worlds)
+        alone, by_rank = trial.on_one_process(), trial.on_ranks()
+        values = torch.tensor([x.value for x in by_rank], dtype=torch.float64)
+        of_trial = [error(values, torch.full_like(values, alone.value))]
+        for kind in ("encoder", "parameters"):
+            reduced = trial.reduced(kind)
+            of_trial.append(max((error(reduced[name], x) for name, x in getattr(alone, kind).items()), default=0.0))
+        worst = list(map(max, worst, of_trial))
+    return worst
+
+
+def error(measured: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the larger of 1 and the largest expected element."""
+    return ((measured - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
 
 
 def main() -> None:
     """Print a row for each loss and trainer."""
+    try:
+        peer("open_clip", "open_clip.loss")
+        peer("lightly", "lightly.loss.ntx_ent_loss")
+    except Absent as absent:
+        sys.exit(f"{absent}: pip install --no-deps open_clip_torch lightly")
     table = Table("loss", "trainer", "value", "encoder gradient", "parameter gradient", box=None)
     makers = {
         "open_clip ClipLoss": partial(open_clip, "ClipLoss"),

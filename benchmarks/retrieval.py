@@ -11,19 +11,18 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import faiss
 import torch
 import torch.distributed as dist
 from suite.alternating import Group, in_turns, start_line
-from suite.processes import resident
+from suite.processes import peak
 
 import contrastive_zoo as cz
+from tools.pages import PAGES, fill, table
 
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "evaluation.md"
-MARK = "<!-- measured by benchmarks/retrieval.py -->\n"
+HEAD = ("", "W", "seconds", "faiss in turns with it", "ratio", "additional MB per rank (rows: MB)")
 CLASSES = 10_000
 
 
@@ -87,13 +86,10 @@ def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Na
     queries, gallery = data(given, rank, world_size)
     run = CASES[case](queries, gallery, given)
     cz.metrics.top_k(queries[:64], gallery[:256], k=min(given.k, 100))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    before = resident("VmRSS")
     if world_size > 1:
         dist.barrier()
     start_line()
-    run()
-    extra = torch.tensor(resident("VmHWM") - before)
+    extra = torch.tensor(peak(run)[0])
     if world_size > 1:
         dist.all_reduce(extra, dist.ReduceOp.MAX)
     if rank == 0:
@@ -129,7 +125,7 @@ def beside_faiss(case: str, world_size: int, given: argparse.Namespace) -> tuple
     return ours, bare, extra, rows
 
 
-def approximate(given: argparse.Namespace, probes: int) -> str:
+def approximate(given: argparse.Namespace, probes: int) -> list[str]:
     """Return a table line of an index of inverted lists: seconds of building and searching, and its recall."""
     queries, gallery = data(given, 0, 1)
     index = cz.metrics.ApproximateIndex("IVF1024,Flat", f"nprobe={probes}")
@@ -137,7 +133,8 @@ def approximate(given: argparse.Namespace, probes: int) -> str:
     cz.metrics.top_k(queries, gallery, k=given.k, index=index)
     seconds = time.perf_counter() - start
     recall = cz.metrics.index_recall(queries[:500], gallery, k=given.k, index=index)
-    return f"| `top_k`, {index.factory}, {index.parameters}, with training | 1 | {seconds:.1f} | | | recall {recall:.3f} |\n"
+    title = f"`top_k`, {index.factory}, {index.parameters}, with training"
+    return [title, "1", f"{seconds:.1f}", "", "", f"recall {recall:.3f}"]
 
 
 def main() -> None:
@@ -150,20 +147,17 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write the table into docs/pages/evaluation.md")
     parser.add_argument("--approximate", action="store_true", help="also an index of inverted lists")
     given = parser.parse_args()
-    table = "| | W | seconds | faiss in turns with it | ratio | additional MB per rank (rows: MB) |\n"
-    table += "|---|---:|---:|---:|---:|---:|\n"
+    lines = []
     for case, world_size in itertools.product(("top_k", "evaluate, four metrics at k"), (1, 2)):
         seconds, bare, extra, rows = beside_faiss(case, world_size, given)
-        ratio = f"{seconds:.1f} | {bare:.1f} | {seconds / bare:.2f}"
-        table += f"| {case} | {world_size} | {ratio} | {extra:.0f} ({rows:.0f}) |\n"
+        times = f"{seconds:.1f}", f"{bare:.1f}", f"{seconds / bare:.2f}"
+        lines.append([case, str(world_size), *times, f"{extra:.0f} ({rows:.0f})"])
         print(f"{case}, W = {world_size}: {seconds:.1f} s, faiss {bare:.1f} s", flush=True)
     if given.approximate:
-        table += approximate(given, 32) + approximate(given, 256)
-    print(table)
+        lines += [approximate(given, probes) for probes in (32, 256)]
+    print(table(HEAD, lines, texts=1))
     if given.docs:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARK)
-        after = rest.partition(MARK)[2]
-        PAGE.write_text(before + MARK + "\n" + table + "\n" + MARK + after, encoding="utf-8")
+        fill(PAGES / "evaluation.md", {"search": table(HEAD, lines, texts=1)})
 
 
 if __name__ == "__main__":

@@ -27,17 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from suite.processes import resident
-from suite.report import number, table
+from suite.processes import peak
+from suite.report import number
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import anchor_block
+from tools.pages import PAGES, fill, table
 
 RESULTS = Path(__file__).parent / "results" / "row_losses.json"
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "accelerator.md"
-BEGIN, END = "<!-- figures: benchmarks/row_losses.py --docs -->\n", "<!-- end of figures -->\n"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 3
 BREAKING = ("Triplet, semi-hard",)
@@ -93,10 +92,7 @@ def megabytes(name: str, implementation: str, rows: int, width: int) -> float:
         before = torch.cuda.memory_allocated() / 2**20
         step(name, implementation, rows, width)
         return torch.cuda.max_memory_allocated() / 2**20 - before
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    step(name, implementation, rows, width)
-    return resident("VmHWM") - before
+    return peak(lambda: step(name, implementation, rows, width))[0]
 
 
 class Traffic(TorchDispatchMode):
@@ -188,16 +184,14 @@ def main() -> None:
             results.setdefault(name, {})[str(rows)] = measured(name, rows, given.width)
         if DEVICE == "cpu":
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    found = as_markdown(results)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{device}, float32, d = {given.width}\n\n{found}")
+    found = f"{device}, float32, d = {given.width}\n\n{as_markdown(results)}"
+    print(found)
     if given.out:
         with given.out.open("a", encoding="utf-8") as page:
-            page.write(f"\n## Row losses, uncompiled and compiled\n\n{device}, float32, d = {given.width}\n\n{found}")
+            page.write(f"\n## Row losses, uncompiled and compiled\n\n{found}\n")
     if given.docs:
-        text = PAGE.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        PAGE.write_text(before + BEGIN + "\n" + found + END + after, encoding="utf-8")
+        fill(PAGES / "accelerator.md", {"row losses": as_markdown(results)})
 
 
 if __name__ == "__main__":

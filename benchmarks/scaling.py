@@ -2,8 +2,8 @@
 
 python benchmarks/scaling.py
 
-Reads benchmarks/results/cpu.json, fits five rates to its cases of the group "scaling", and writes docs/pages/scaling.md
-with the same formulas at the rates of :data:`GPUS`, which are assumptions.
+Reads benchmarks/results/cpu.json, fits five rates to its cases of the group "scaling", and writes the parts of
+docs/pages/scaling.md with the same formulas at the rates of :data:`GPUS`, which are assumptions.
 """
 
 import json
@@ -17,7 +17,9 @@ import numpy as np
 from scipy.optimize import nnls
 from suite.cases import CASES
 from suite.harness import quartiles
-from suite.report import PAGES, number, picture, table
+from suite.report import number, picture
+
+from tools.pages import PAGES, fill, table
 
 FLOAT = 4
 """Bytes of an element."""
@@ -209,61 +211,17 @@ def mesh_gain(towers: int, gpu: Gpu) -> float:
 
 # --------------------------------------------------------------------------------------------------------------- page
 
-TEXT = """# Scaling
-
-How does the time of a step grow with the number of ranks, and which options fit a given batch?
-For people who plan a training on many GPUs.
-
-**Short answer.** The work of a rank grows with b · N, its local anchors times all candidates; its traffic grows with N. So
-the network limits ranks with few anchors: with the GPUs assumed below, fewer than {balance}. Cache the logits if they fit;
-gather the candidates if they fit, otherwise use the ring; between machines use a ring of two levels.
-
-```bash
-python benchmarks/scaling.py    # this page, from benchmarks/results/cpu.json; make bench writes both
-```
-
-## The model
-
-The amounts for one rank of a softmax loss, with b local anchors, width d, W ranks, N = b W, elements of 4 bytes:
-
-| | two towers | one tower |
-|---|---|---|
-| similarities computed by a rank | b N | b N / 2, half ring |
-| dot products per similarity, 2 d FLOP each | 4 tiled, 3 kept | 4 tiled, 3 kept |
-| elements read or written per similarity, element-wise passes | 10 tiled, 8 kept | 10 tiled, 8 kept |
-| elements of candidates received, gathered | (N − b) d once | (N − b) d once |
-| elements of candidates received, ring of one or two levels | (N − b) d, forward and backward | half of that |
-| elements of gradients sent to their ranks | (N − b) d | (N − b) d / 2 |
-| statistics | 3 (N − b) | 3 (N − b) |
-| messages, without 4 log₂ W small ones | 4 (W − 1), ring 5 (W − 1) | 4 (W − 1), ring 3.5 (W − 1) |
-| elements held beyond the inputs | 8 b d; 2 N d, ring 3 b d, mesh 5 b d; b N kept | 8 b d; 1.5 N d or 3 b d; b N / 2 kept |
-
-The time of a step is the sum of each amount times its rate, plus a fixed cost. On these CPUs communication does not overlap
-with compute, because gloo uses the same cores.
-
-## Fitted to what was measured
-
+FIT = """\
 Measured on {machine}; one thread per rank; if there are more ranks than cores, ranks share cores. The rates are fitted by
 least squares of the relative errors over {count} measurements; the median relative error is {typical:.0%}. Large errors are
-errors of the model: it ignores caches and contention between ranks that share a core.
+errors of the model: it ignores caches and contention between ranks that share a core."""
 
-{rates}
-{fit}
-## Extrapolated to many GPUs
+SHORT_ANSWER = """\
+**Short answer.** The work of a rank grows with b · N, its local anchors times all candidates; its traffic grows with N. So
+the network limits ranks with few anchors: with the GPUs assumed below, fewer than {balance}. Cache the logits if they fit;
+gather the candidates if they fit, otherwise use the ring; between machines use a ring of two levels."""
 
-Nothing below was measured. The model assumes two towers of width {width} and two matmul rates: TF32, which torch uses for
-float32 embeddings under `torch.set_float32_matmul_precision("high")`, and bf16, for bf16 embeddings. Assumptions for one
-rank:
-
-{assumed} The loss may use half of the memory. Ring transfers overlap the previous block's compute; a gather does not. bf16
-embeddings are sent in 2 bytes, their gradients in 4. *mesh* is the ring of two levels, in which (M − 1) of W − 1 shards come
-from outside the machine, for M machines. The fastest option that fits:
-
-{paper}
-![seconds a step by ranks](figures/scaling.svg)
-
-The limits:
-
+LIMITS_IN_WORDS = """\
 - **Passes over tiles.** Element-wise operations read or write each similarity ten times, {tile_bytes} bytes, against
   {flop_cell:,} FLOP at d = {width}. On a CPU tiles fit in the cache. On a GPU they are larger than the cache, so these
   passes take {touch_share:.0%} of a tiled step in bf16 with 2²⁰ samples on 8 ranks. A kernel that keeps a tile in on-chip
@@ -275,64 +233,58 @@ The limits:
   levels sends a shard to each machine once and not once for each of its {machine_ranks} ranks, so between machines the limit
   is {mesh_balance} rows.
 - **Memory.** Gathering holds 2 N d elements: {gather_gb:.0f} GB at 16,777,216 samples, for every W. The ring holds 3 b d,
-  with two levels 5 b d.
+  with two levels 5 b d."""
 
-## Which option to take
-
+OPTIONS_IN_WORDS = """\
 - **kept (cached logits) or tiled (recomputed logits)**: `memory_budget(bytes)`. Caching saves one matmul of four and the
-  second exponential. It needs 4 b N bytes (one tower: 2 b N); the library caches as many logits as fit. {budget} GB per
+  second exponential. It needs 4 b N bytes (one tower: 2 b N); the library caches as many logits as fit. {budget:.0f} GB per
   rank hold all logits up to {kept}.
-- **gathered or ring**: `DistributedLoss(loss, ring=True)`. Gathering is the default: one message in each direction, and the
-  candidates stay in memory for the backward pass. Use the ring if 2 N d elements do not fit; with two towers it sends half
-  as much again, which overlaps with the matmuls if a rank has enough anchors.
 - **a ring of one level or of two**: `DistributedLoss(loss, ring=mesh)` with a 2-d mesh of machines and their ranks. It pays
   where ranks stand in several machines and hold fewer than F / B rows: with {mesh_rows:,} rows on {mesh_ranks:,} ranks the
   model has {mesh_gain} times the speed of the plain ring, with one tower {mesh_gain_of_one} times. With more rows per rank
-  the transfers are hidden either way. With one tower the shards of two machines are sent from one to the other, not back.
-- **bf16** speeds up the matmuls and halves what candidates take on the wire. If passes over tiles are the limit, it saves
-  little time.
-- **one tower or two**: a loss that compares one set of embeddings with itself (NT-Xent, SupCon) computes each similarity
-  once; there is no option to set.
-- **more ranks**: with a fixed global batch, until b is near F / B. With fixed b a step takes W times as long.
-"""
+  the transfers are hidden either way. With one tower the shards of two machines are sent from one to the other, not back."""
 
 
 def write_scaling(results: dict[str, Any]) -> None:
-    """Write the page and its figure; do nothing if the results have no case of the group."""
+    """Write the parts of the page and its figure; do nothing if the results have no case of the group."""
     measured = points(results)
     if not measured:
         return
     rates = fitted(measured)
-    wrong = [abs(x.seconds(rates) / x.measured - 1) for x in measured]
+    errors = [abs(x.seconds(rates) / x.measured - 1) for x in measured]
+    fit = FIT.format(machine=results["machine"]["device"], count=len(measured), typical=float(np.median(errors)))
     gpu, plain = GPUS["bf16"], forecast(Option(towers=2), 2**20, 8, GPUS["bf16"])
     links = {"inside a machine": gpu.inside, "between machines": gpu.outside}
     balance = " and ".join(f"{round(gpu.flop / link, -2):,.0f} rows {name}" for name, link in links.items())
-    budget = 8e9
-    page = TEXT.format(
-        balance=balance,
-        machine=results["machine"]["device"],
-        count=len(measured),
-        typical=float(np.median(wrong)),
-        rates=rate_table(rates),
-        fit=fit_table(measured, rates),
-        width=WIDTH,
-        assumed=assumption_table(),
-        paper=paper_table(),
-        tile_bytes=10 * FLOAT,
-        flop_cell=8 * WIDTH,
-        touch_share=plain.shares[1],
-        machine_ranks=gpu.machine,
-        mesh_balance=f"{round(gpu.flop / gpu.outside / gpu.machine, -2):,.0f}",
-        mesh_rows=MESH_EXAMPLE[0],
-        mesh_ranks=MESH_EXAMPLE[1],
-        mesh_gain=number(mesh_gain(2, gpu)),
-        mesh_gain_of_one=number(mesh_gain(1, gpu)),
-        gather_gb=bytes_held(Option(towers=2), 2**14, WIDTH, 2**10) / 1e9,
-        budget=f"{budget / 1e9:.0f}",
-        kept=", ".join(f"{math.isqrt(int(budget / FLOAT * w)) // 1000:,},000 rows on {w:,} ranks" for w in RANKS),
-    )
+    budget = 8
     picture(draw, results, PAGES / "figures" / "scaling.svg")
-    (PAGES / "scaling.md").write_text(page, encoding="utf-8")
+    parts = {
+        "short answer": SHORT_ANSWER.format(balance=balance),
+        "fit": "\n\n".join((fit, rate_table(rates), fit_table(measured, rates))),
+        "assumptions": assumption_table(),
+        "forecast": paper_table(),
+        "limits": LIMITS_IN_WORDS.format(
+            balance=balance,
+            width=WIDTH,
+            tile_bytes=10 * FLOAT,
+            flop_cell=8 * WIDTH,
+            touch_share=plain.shares[1],
+            machine_ranks=gpu.machine,
+            mesh_balance=f"{round(gpu.flop / gpu.outside / gpu.machine, -2):,.0f}",
+            gather_gb=bytes_held(Option(towers=2), 2**14, WIDTH, 2**10) / 1e9,
+        ),
+        "options": OPTIONS_IN_WORDS.format(
+            budget=budget,
+            kept=", ".join(
+                f"{math.isqrt(int(budget * 1e9 / FLOAT * w)) // 1000:,},000 rows on {w:,} ranks" for w in RANKS
+            ),
+            mesh_rows=MESH_EXAMPLE[0],
+            mesh_ranks=MESH_EXAMPLE[1],
+            mesh_gain=number(mesh_gain(2, gpu)),
+            mesh_gain_of_one=number(mesh_gain(1, gpu)),
+        ),
+    }
+    fill(PAGES / "scaling.md", parts)
 
 
 def rate_table(rates: Rates) -> str:

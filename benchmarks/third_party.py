@@ -10,23 +10,24 @@ Errors are those of a smaller batch in float64, against the loss without wrapper
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
-from suite.processes import resident
+from suite.harness import Round, in_rounds
+from suite.processes import peak
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import PAGES, fill, table
 
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "native-and-sharded.md"
-MARK = "<!-- measured by benchmarks/third_party.py -->\n"
+HEAD = (
+    "loss", "implementation", "ms per step", "peak MB", "relative error, value", "relative error, gradient",
+)  # fmt: skip
 RANKS, WIDTH, OF_A_CLASS, ROWS_FOR_ERRORS = 2, 128, 4, 64
 
 
@@ -102,31 +103,19 @@ def construct(name: str, implementation: str) -> nn.Module:
     return IMPLEMENTATIONS[implementation](subject.loss(), subject.miner and subject.miner())
 
 
-def times(name: str, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds per step of each implementation, interleaved."""
-    given, implementations = (
-        local_inputs(SUBJECTS[name].rows),
-        {implementation: construct(name, implementation) for implementation in IMPLEMENTATIONS},
-    )
-    found: dict[str, list[float]] = {implementation: [] for implementation in IMPLEMENTATIONS}
-    for repeat in range(repeats + 1):  # the first warms up
-        for implementation, loss in implementations.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(loss, *given)
-            if repeat:
-                found[implementation].append(time.perf_counter() - start)
-    return found
+def times(name: str, repeats: int) -> list[Round]:
+    """Return the seconds per step of each implementation, of the slower rank, by round."""
+    given = local_inputs(SUBJECTS[name].rows)
+    losses_by_name = {x: construct(name, x) for x in IMPLEMENTATIONS}
+    runners = {x: lambda loss=loss: step(loss, *given) for x, loss in losses_by_name.items()}
+    return in_rounds(runners, rounds=repeats + 1)[1:]  # the first warms up
 
 
 def memory(name: str, implementation: str) -> float:
     """Return the peak memory of one step minus the memory before it, in MB (Linux)."""
     loss, given = construct(name, implementation), local_inputs(SUBJECTS[name].rows)
     step(loss, *local_inputs(16))
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
-    step(loss, *given)
-    return resident("VmHWM") - before
+    return peak(lambda: step(loss, *given))[0]
 
 
 def results(name: str) -> dict[str, tuple[Tensor, Tensor]]:
@@ -150,22 +139,22 @@ def relative_error(found: Tensor, expected: Tensor) -> str:
     return "0" if error == 0 else f"{error:.0e}" if error < 1e-6 else f"**{100 * error:.0f} %**"
 
 
-def lines(name: str, repeats: int, worlds: Worlds) -> list[str]:
+def lines(name: str, repeats: int, worlds: Worlds) -> list[list[str]]:
     """Return the rows of the table for one loss."""
-    took = worlds.run(RANKS, times, name, repeats, timeout=3600.0)
+    rounds = worlds.run(RANKS, times, name, repeats, timeout=3600.0)[0]
     found, expected = worlds.run(RANKS, results, name, timeout=600.0), truth(name)
     rows = []
     for implementation in IMPLEMENTATIONS:
         with Worlds() as fresh:
-            peak = max(fresh.run(RANKS, memory, name, implementation, timeout=600.0))
-        seconds = statistics.median(max(pair) for pair in zip(*(x[implementation] for x in took), strict=True))
+            megabytes = max(fresh.run(RANKS, memory, name, implementation, timeout=600.0))
+        seconds = statistics.median(x[implementation] for x in rounds)
         value, gradient = (
             max((x[implementation][i] for x in found), key=lambda y: (y - expected[i]).norm()) for i in (0, 1)
         )
-        errors = f"{relative_error(value, expected[0])} | {relative_error(gradient, expected[1])}"
+        errors = relative_error(value, expected[0]), relative_error(gradient, expected[1])
         title = f"`{name}`, {SUBJECTS[name].rows:,} rows" if not rows else ""
-        rows.append(f"| {title} | {implementation} | {1000 * seconds:,.0f} | {peak:,.0f} | {errors} |")
-        print(rows[-1], file=sys.stderr, flush=True)
+        rows.append([title, implementation, f"{1000 * seconds:,.0f}", f"{megabytes:,.0f}", *errors])
+        print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     return rows
 
 
@@ -178,15 +167,11 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.names) - set(SUBJECTS):
         parser.error(f"no loss is called {', '.join(sorted(unknown))}")
-    table = ["| loss | implementation | ms per step | peak MB | relative error, value | relative error, gradient |"]
-    table += ["|---|---|---:|---:|---:|---:|"]
     with Worlds() as worlds:
-        for name in given.names or SUBJECTS:
-            table += lines(name, given.repeats, worlds)
-    print("\n".join(table))
+        found = table(HEAD, [line for name in given.names or SUBJECTS for line in lines(name, given.repeats, worlds)])
+    print(found)
     if given.docs:
-        before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
-        PAGE.write_text(f"{before}{MARK}\n{chr(10).join(table)}\n\n{MARK}{after}", encoding="utf-8")
+        fill(PAGES / "native-and-sharded.md", {"times": found})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from suite.cases import CASES, Case
-from suite.harness import Round, reading
+from suite.harness import Round, in_rounds
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -86,12 +86,7 @@ def measure(case: Case, before: str | None, rounds: int) -> Found:
         for _ in range(10):
             run()
     calls = {name: calls_per_step(run) for name, run in runners.items()}
-    found: list[Round] = []
-    for index in range(rounds):
-        names = list(runners)
-        turn = index % len(names)
-        found.append({name: reading(runners[name], 1) for name in [*names[turn:], *names[:turn]]})
-    return Found(found, calls)
+    return Found(in_rounds(runners, rounds=rounds), calls)
 
 
 def calls_per_step(run: Callable[[], object]) -> float:

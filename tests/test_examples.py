@@ -16,7 +16,7 @@ from examples.reference import Trained
 from examples.run import EXAMPLES, Outcome, measure, recipe_of, setups
 from examples.setup import Deviation, Setup
 from tests.interpreter import torchrun
-from tools.trainers_page import filled, listing, right_table, wrong_table
+from tools.trainers_page import listing, right_table, wrong_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
 
@@ -104,7 +104,6 @@ def test_tables_separate_mistakes_from_right_set_ups() -> None:
         "| X | bad | m | f | 12 % | 100 % | times W |",
         "| X | stopped | m | f | refused | refused | — |",
     ]
-    assert filled("no markers", "example", "text") == "no markers"
 
 
 def test_an_example_without_its_library_is_skipped(

@@ -14,14 +14,14 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from examples.losses.__main__ import TITLES, TOLERANCE
+from examples.losses.__main__ import LOSSES, TOLERANCE
 from examples.losses.result import difference, draw
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "pages" / "examples.md"
 
 
-@pytest.mark.parametrize("name", TITLES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_two_processes_train_as_one(name: str, worlds: Any, tmp_path: Path) -> None:
     if name == "pml_miner":
         pytest.importorskip("pytorch_metric_learning")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests import fuzzing
-
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "how-it-is-tested.md"
-BEGIN, END = "<!-- fuzz: begin -->", "<!-- fuzz: end -->"
+from tools import pages
 
 
 def errors_of(name: str, examples: int, first: int) -> tuple[int, Counter[str]]:
@@ -52,15 +49,14 @@ def table(results: Mapping[str, tuple[int, Mapping[str, int]]]) -> str:
     Examples:
         >>> print(table({"NTXent": (300, {}), "SupCon": (299, {"KeyError at losses/sup_con.py:1": 2})}))
         | entry point | examples | internal errors |
-        |---|---:|---:|
+        | --- | ---: | ---: |
         | `NTXent` | 300 | 0 |
         | `SupCon` | 299 | 2 |
         | all 2 | 599 | 2 |
     """
     rows = [(f"`{name}`", tried, sum(found.values())) for name, (tried, found) in results.items()]
     rows.append((f"all {len(rows)}", sum(x[1] for x in rows), sum(x[2] for x in rows)))
-    head = ["| entry point | examples | internal errors |", "|---|---:|---:|"]
-    return "\n".join([*head, *(f"| {name} | {tried} | {errors} |" for name, tried, errors in rows)])
+    return pages.table(["entry point", "examples", "internal errors"], [[*map(str, row)] for row in rows], texts=1)
 
 
 def main() -> None:
@@ -84,9 +80,7 @@ def main() -> None:
     ordered = {name: results[name] for name in fuzzing.TARGETS if name in results}
     print(table(ordered))
     if options.docs:
-        page = PAGE.read_text(encoding="utf-8")
-        text = f"{BEGIN}\n{table(ordered)}\n{END}"
-        PAGE.write_text(re.sub(f"(?s){BEGIN}.*?{END}", lambda _: text, page), encoding="utf-8")
+        pages.fill(pages.PAGES / "how-it-is-tested.md", {"fuzz": table(ordered)})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ rows. Exits with 1 if a right set-up exceeds its bound or a mistake goes unnotic
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,7 @@ from types import MappingProxyType
 
 from contrastive_zoo.testing.check import examine
 from examples.run import EXAMPLES, Outcome, measure, recipe_of
-
-ROOT = Path(__file__).parent.parent
-PAGES = ROOT / "docs" / "pages"
+from tools.pages import PAGES, ROOT, fill, table
 
 Diagnoses = Mapping[tuple[str, str], str]
 """The doctor's diagnosis by example and set-up."""
@@ -27,17 +24,6 @@ _WRONG = ("mistake", "what happens", "fix", "encoder", "loss parameters", "docto
 
 NO_FINDING, NOT_EXAMINED = "no finding", "—"
 """What the table says of a mistake outside of the step, and of one in a trainer that owns the step."""
-
-
-def filled(page: str, part: str, text: str) -> str:
-    """Return the page with the text between the markers of the part; unchanged if it has no such markers.
-
-    Examples:
-        >>> filled("<!-- code: begin --> old <!-- code: end -->", "code", "new")
-        '<!-- code: begin -->\\nnew\\n<!-- code: end -->'
-    """
-    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
-    return re.sub(f"(?s){begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", page)
 
 
 def listing(example: str) -> str:
@@ -55,7 +41,7 @@ def right_table(outcomes: Iterable[Outcome], titles: dict[str, str] | None = Non
             found = [f"{x:.0e}" for x in deviation] if deviation else ["failed", "failed"]
             bound = f"{setup.bound:.0e}{f': {setup.note}' if setup.note else ''}"
             rows.append([*_trainer(titles, example), setup.name, str(setup.processes), setup.shards, *found, bound])
-    return _table([*_trainer(titles), *_RIGHT], rows)
+    return table([*_trainer(titles), *_RIGHT], rows, texts=len(_RIGHT) + 1)
 
 
 def wrong_table(
@@ -68,7 +54,7 @@ def wrong_table(
             found = [_percent(x) for x in deviation] if deviation else ["refused", "refused"]
             doctor = diagnoses.get((example, setup.name), NOT_EXAMINED)
             rows.append([*_trainer(titles, example), setup.name, setup.mistake, setup.fix, *found, doctor])
-    return _table([*_trainer(titles), *_WRONG], rows)
+    return table([*_trainer(titles), *_WRONG], rows, texts=len(_WRONG) + 1)
 
 
 def diagnosed(outcomes: Iterable[Outcome]) -> Diagnoses:
@@ -91,11 +77,6 @@ def _percent(x: float) -> str:
     return f"{float(f'{100 * x:.2g}'):g} %"
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def title(example: str) -> str:
     """Return a link to the page of an example, or of the trainer whose mistakes these are."""
     path = PAGES / "trainers" / f"{recipe_of(example)}.md"
@@ -108,26 +89,22 @@ def write_listings(pages: Path = PAGES) -> None:
     for example in EXAMPLES:
         path = pages / "trainers" / f"{example}.md"
         if path.exists():
-            page = path.read_text(encoding="utf-8")
-            path.write_text(filled(page, "example", listing(example)), encoding="utf-8")
+            fill(path, {"example": listing(example)})
 
 
 def write_tables(outcomes: Sequence[Outcome], diagnoses: Diagnoses, pages: Path = PAGES) -> None:
     """Write the deviations into the overview and into the page of each example."""
     titles = {example: title(example) for example in EXAMPLES}
-    overview = pages / "trainers.md"
-    page = overview.read_text(encoding="utf-8")
-    page = filled(page, "right set-ups", right_table(outcomes, titles))
-    overview.write_text(filled(page, "mistakes", wrong_table(outcomes, titles, diagnoses)), encoding="utf-8")
+    tables = {"right set-ups": right_table(outcomes, titles), "mistakes": wrong_table(outcomes, titles, diagnoses)}
+    fill(pages / "trainers.md", tables)
     for example in EXAMPLES:
         path = pages / "trainers" / f"{example}.md"
         own = [outcome for outcome in outcomes if recipe_of(outcome.example) == example]
         if path.exists() and own:
-            tables = [right_table(own)]
+            deviations = right_table(own)
             if any(outcome.setup.mistake for outcome in own):
-                tables.append(wrong_table(own, None, diagnoses))
-            page = path.read_text(encoding="utf-8")
-            path.write_text(filled(page, "deviations", "\n\n".join(tables)), encoding="utf-8")
+                deviations += f"\n\n{wrong_table(own, None, diagnoses)}"
+            fill(path, {"deviations": deviations})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from contrastive_zoo.testing.catalogue import CATALOGUE
+from tools.pages import PAGES, ROOT, filled
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "pages" / "troubleshooting.md"
-BEGIN, END = "<!-- messages: begin -->", "<!-- messages: end -->"
+PAGE = PAGES / "troubleshooting.md"
 
 GROUPS = {
     "The wrapper, and what ranks disagree on": ("wrapper", "ranks"),
@@ -86,13 +85,12 @@ def as_markdown() -> str:
             for module in (x for x in modules if str(x) not in of_zoo):
                 where = ".".join(module.relative_to(path.parent).with_suffix("").parts).removesuffix(".__init__")
                 lines += [f"- ``{message}`` – {where}" for message in messages(module)]
-    return "\n".join(lines).strip() + "\n"
+    return "\n".join(lines).strip()
 
 
 def with_messages(page: str) -> str:
     """Return the page with the list of today's messages."""
-    head, _, rest = page.partition(BEGIN)
-    return f"{head}{BEGIN}\n{as_markdown()}{END}{rest.partition(END)[2]}"
+    return filled(page, "messages", as_markdown())
 
 
 if __name__ == "__main__":

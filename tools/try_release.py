@@ -24,11 +24,7 @@ print("contrastive_zoo", cz.__version__, "NTXent", f"{loss.item():.4f}")
 
 COMMANDS = {
     "": [["python", "-c", VALUE]],
-    "cli": [
-        ["contrastive-zoo", "--version"],
-        ["contrastive-zoo", "list"],
-        ["contrastive-zoo", "vectors", "--out", "v"],
-    ],
+    "cli": [["contrastive-zoo", "--version"], ["contrastive-zoo", "list"]],
     "testing": [["contrastive-zoo", "check", "nt-xent", "--world-size", "1", "2", "--examples", "3"]],
     "pml": [
         ["contrastive-zoo", "check", "pytorch_metric_learning.losses:ContrastiveLoss", "--wrap", "--examples", "3"]
@@ -52,6 +48,19 @@ def size(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
+def run(*command: object, folder: Path = ROOT) -> str:
+    """Run a command, and return the last line that it prints.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; what it printed is shown.
+    """
+    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-8000:], done.stderr[-4000:], sep="\n")
+    done.check_returncode()
+    return (done.stdout.strip().splitlines() or [""])[-1]
+
+
 def try_wheel(wheel: Path, folder: Path, extras: Iterable[str]) -> None:
     """Install the wheel with each extra into one empty environment, and run its commands there.
 
@@ -63,16 +72,13 @@ def try_wheel(wheel: Path, folder: Path, extras: Iterable[str]) -> None:
     for extra in extras:
         start = time.perf_counter()
         target = f"{wheel}[{extra}]" if extra else str(wheel)
-        pip = [str(bin_folder / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-c", str(ROOT / ".ci" / "constraints.txt"), target], check=True)
+        pip = [bin_folder / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        run(*pip, "-c", ROOT / ".ci" / "constraints.txt", target)
         print(f"[{extra or 'no extra'}] installed in {time.perf_counter() - start:.0f} s, "
               f"environment {size(folder / 'env'):,.0f} MB", flush=True)  # fmt: skip
         for name, *arguments in COMMANDS[extra]:
-            done = subprocess.run([str(bin_folder / name), *arguments], cwd=folder, capture_output=True, text=True)
-            if done.returncode:
-                print(done.stdout, done.stderr, sep="\n")
-            done.check_returncode()
-            print(f"  {name} {' '.join(arguments).strip().splitlines()[0]}: {(done.stdout.splitlines() or [''])[-1]}")
+            said = run(bin_folder / name, *arguments, folder=folder)
+            print(f"  {name} {' '.join(arguments).strip().splitlines()[0]}: {said}")
 
 
 def main() -> None:

@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.try_release import VALUE
-
-ROOT = Path(__file__).resolve().parent.parent
+from tools.pages import ROOT
+from tools.try_release import VALUE, run
 
 EXTRAS = "cli,testing,pml,mining,plot"
 TEST_TOOLS = ("beartype>=0.20", "psutil>=6", "scipy>=1.13", "jsonschema>=4.23", "scikit-learn>=1.5")
@@ -53,19 +52,6 @@ MATRIX = (
     Row("3.12", "torch==2.13.0"),
     Row("3.13", "torch"),
 )
-
-
-def run(*command: str | Path) -> str:
-    """Run a command in the checkout, and return its last line.
-
-    Raises:
-        subprocess.CalledProcessError: it failed; its output has been printed.
-    """
-    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        print(done.stdout[-8000:], done.stderr[-4000:], sep="\n")
-    done.check_returncode()
-    return (done.stdout.strip().splitlines() or [""])[-1]
 
 
 def try_row(row: Row, tests: tuple[str, ...]) -> None:

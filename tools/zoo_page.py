@@ -1,82 +1,12 @@
-"""Print the page of the catalogue: ``python -m tools.zoo_page > docs/pages/zoo.md``."""
+"""Write the sections of all losses into the page of the catalogue: ``python -m tools.zoo_page``."""
 
 import inspect
 import re
 from pathlib import Path
 
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
+from tools.pages import PAGES, fill, table
 from tools.troubleshooting_page import messages
-
-_HEAD = """# The zoo
-
-Which losses does the library have, what are their formulas and settings, and what do other libraries call them?
-For people who choose a loss. `python -m tools.zoo_page` generates this page from the code.
-
-Under `DistributedLoss` every loss is the same function on any number of processes, and none holds the N × N matrix. GEMM
-counts are forward + backward, in units of one N × d × N matmul; *cached* means with cached logits. [Coming from another
-library](coming-from.md) lists the changes line by line.
-
-## Which loss should I use? { #which }
-
-"""
-
-ADVICE = (
-    (
-        "two augmented views of each sample, no labels",
-        ("NTXent", "DCL", "VICReg"),
-        "Start with NTXent at temperature 0.1 to 0.5 and a large global batch. With small batches try DCL, which "
-        "needs fewer negatives. VICReg and BarlowTwins need no negatives at all, but wide embeddings.",
-    ),
-    (
-        "two towers: images and texts, queries and documents",
-        ("Clip", "SigLIP", "MNRL"),
-        "Clip learns its temperature; log it. SigLIP has a bias and does not depend on the batch through a softmax. "
-        "Use MNRL for queries with hard negatives, and MultiPositive if a key has several queries.",
-    ),
-    (
-        "class labels, few classes, many samples of each",
-        ("SupCon", "NormalizedSoftmax", "ArcFace"),
-        "SupCon needs two samples of each class in the batch: use `MPerClassBatchSampler`. A classifier such as "
-        "NormalizedSoftmax does not. ArcFace adds a margin; begin with a small one.",
-    ),
-    (
-        "class labels, many classes, few samples of each",
-        ("ProxyAnchor", "MultiSimilarity", "Triplet"),
-        "ProxyAnchor needs no pairs in the batch. MultiSimilarity and Triplet(mining='semi-hard') need m samples per "
-        "class in each batch. With millions of classes split the weights over ranks: `shard_over=`.",
-    ),
-    (
-        "pairs with scores, such as sentence similarity",
-        ("CoSENT", "AnglE", "MarginMSE"),
-        "CoSENT uses the order of the scores only, AnglE adds angles. With a teacher's scores of a positive and of "
-        "negatives take MarginMSE or ScoreDistillation. For pairs labelled 0 or 1 take OnlineContrastive.",
-    ),
-    (
-        "retrieval measured by average precision",
-        ("SmoothAP", "FastAP", "RankedList"),
-        "SmoothAP and FastAP optimise a smooth form of the metric. RankedList separates positives from negatives by a "
-        "margin. All profit from a large global batch, and from a model that another loss has trained first.",
-    ),
-    (
-        "embeddings of tokens or patches: ColBERT, ColPali",
-        ("MaxSim", "MaxSimPairwise"),
-        "MaxSim compares a query with the documents of all ranks. MaxSimPairwise compares it with its hardest document "
-        "only. Numbers of tokens may differ between ranks.",
-    ),
-    (
-        "a teacher network or a momentum encoder",
-        ("InfoNCE", "DINO", "NegativeCosine"),
-        "InfoNCE with a `MemoryQueue` is MoCo. DINO and NegativeCosine need no negatives; the teacher has no "
-        "gradient. ClipDistillation has a teacher of two towers.",
-    ),
-    (
-        "a small batch that memory limits",
-        ("NTXent", "SupCon"),
-        "`GradCache` computes the loss of a batch whose activations do not fit. A `CrossBatchMemory` adds samples of "
-        "earlier batches. Both are exact on any number of processes.",
-    ),
-)
-"""What one has, losses to try, and three lines of advice."""
 
 
 def anchor(cls: str) -> str:
@@ -143,13 +73,6 @@ def errors(cls: type) -> list[str]:
     return messages(Path(inspect.getfile(cls)))
 
 
-def _advice() -> list[str]:
-    lines = ["| you have | try | advice |", "|---|---|---|"]
-    for have, losses, advice in ADVICE:
-        lines.append(f"| {have} | {', '.join(f'[{x}](#{anchor(x)})' for x in losses)} | {advice} |")
-    return [*lines, ""]
-
-
 def _section(entries: list[Entry]) -> list[str]:
     """Return the section of one class, which several entries may have."""
     first = entries[0]
@@ -171,25 +94,23 @@ def _section(entries: list[Entry]) -> list[str]:
 
 
 def as_markdown() -> str:
-    """Return the documentation page of the catalogue, with a section per family and per loss.
+    """Return a table of the families of the catalogue, and a section per family and per loss.
 
     Examples:
         >>> as_markdown().splitlines()[0]
-        '# The zoo'
+        '## All losses'
     """
-    families = list(dict.fromkeys(entry.family for entry in CATALOGUE.values()))
-    members = {family: [entry for entry in CATALOGUE.values() if entry.family == family] for family in families}
-    lines = [_HEAD.rstrip() + "\n", *_advice(), "## All losses\n", "| family | losses |", "|---|---|"]
-    for family, entries in members.items():
-        classes = dict.fromkeys(entry.cls for entry in entries)
-        lines.append(f"| {family} | {', '.join(f'[{cls}](#{anchor(cls)})' for cls in classes)} |")
-    lines.append("")
-    for family, entries in members.items():
+    families: dict[str, dict[str, list[Entry]]] = {}
+    for entry in CATALOGUE.values():
+        families.setdefault(entry.family, {}).setdefault(entry.cls, []).append(entry)
+    links = [[family, ", ".join(f"[{cls}](#{anchor(cls)})" for cls in by_cls)] for family, by_cls in families.items()]
+    lines = ["## All losses\n", table(["family", "losses"], links), ""]
+    for family, by_cls in families.items():
         lines.append(f"## {family.capitalize()}\n")
-        for cls in dict.fromkeys(entry.cls for entry in entries):
-            lines += _section([entry for entry in entries if entry.cls == cls])
-    return "\n".join(lines).rstrip() + "\n"
+        for entries in by_cls.values():
+            lines += _section(entries)
+    return "\n".join(lines).rstrip()
 
 
 if __name__ == "__main__":
-    print(as_markdown(), end="")
+    fill(PAGES / "zoo.md", {"zoo": as_markdown()})

@@ -44,7 +44,7 @@ IN_TILES = "products of tiles"
 BARE = (GEMM, ALLOCATING, IN_TILES)
 
 Function = Callable[..., Tensor]
-Group = Literal["softmax", "rows", "small", "ranks", "adversarial", "size", "scaling", "memory", "gpu"]
+Group = Literal["softmax", "rows", "small", "ranks", "adversarial", "size", "scaling", "memory"]
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,14 @@ class Case:
         """Return the number of ranks; 1 for one process."""
         return max(1, len(self.shards))
 
-    def inputs(self, device: str = "cpu") -> list[Tensor]:
+    def inputs(self) -> list[Tensor]:
         """Return the local inputs, equal for all implementations; embeddings are leaves."""
         torch.manual_seed(0)
         inputs = LOSSES[self.loss].inputs(self)
         if self.shards:
             inputs = [x.split([size * len(x) // self.rows for size in self.shards])[dist.get_rank()] for x in inputs]
         dtype = getattr(torch, self.dtype)
-        return [
-            x.detach().to(device, dtype).requires_grad_() if x.is_floating_point() else x.to(device) for x in inputs
-        ]
+        return [x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs]
 
     def scale(self) -> nn.Parameter:
         """Return a learnable log(1/t), rounded to float32 for every dtype."""
@@ -112,11 +110,9 @@ class Case:
         """Construct an implementation; raise Absent if its package is not installed."""
         return LOSSES[self.loss].implementations[implementation](self)
 
-    def step(self, implementation: str, device: str = "cpu") -> Callable[[], Tensor]:
+    def step(self, implementation: str) -> Callable[[], Tensor]:
         """Return a function that runs forward and backward."""
-        inputs, loss = self.inputs(device), self.function(implementation)
-        if isinstance(loss, nn.Module):
-            loss.to(device)
+        inputs, loss = self.inputs(), self.function(implementation)
 
         def step() -> Tensor:
             for x in inputs:
@@ -127,15 +123,15 @@ class Case:
 
         return step
 
-    def bare(self, implementation: str, device: str = "cpu") -> Callable[[], object]:
+    def bare(self, implementation: str) -> Callable[[], object]:
         """Return a function of matmuls alone: local times all embeddings, or those of a tiled step."""
         dtype, rows = getattr(torch, self.dtype), max(self.shards, default=self.rows)
-        a, b = (torch.randn(n, self.width, device=device, dtype=dtype) for n in (rows, self.rows))
+        a, b = (torch.randn(n, self.width, dtype=dtype) for n in (rows, self.rows))
         if implementation == ALLOCATING:
             return lambda: a @ b.T
         if implementation == IN_TILES:
             return in_tiles(a, b if LOSSES[self.loss].inputs is pairs else a)
-        out = torch.empty(rows, self.rows, device=device, dtype=dtype)
+        out = torch.empty(rows, self.rows, dtype=dtype)
         return lambda: torch.mm(a, b.T, out=out)
 
     def bound(self, implementation: str) -> float:
@@ -259,7 +255,7 @@ def compiled(formula: Function) -> Callable[[Case], Function]:
     """Return a constructor of the dense formula, compiled for the shapes of the case."""
 
     def implementation(case: Case) -> Function:
-        if case.dtype == "float32" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise Absent("no C++ compiler")
         return torch.compile(Dense(formula, case), dynamic=False)
 
@@ -268,18 +264,18 @@ def compiled(formula: Function) -> Callable[[Case], Function]:
 
 def clip(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     s = scale * a @ b.T
-    partner = torch.arange(len(a), device=a.device)
+    partner = torch.arange(len(a))
     return (F.cross_entropy(s, partner) + F.cross_entropy(s.T, partner)) / 2
 
 
 def info_nce(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    return F.cross_entropy(scale * a @ b.T, torch.arange(len(a), device=a.device))
+    return F.cross_entropy(scale * a @ b.T, torch.arange(len(a)))
 
 
 def nt_xent(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     z = torch.cat([a, b])
     s = (scale * z @ z.T).fill_diagonal_(-torch.inf)
-    return F.cross_entropy(s, torch.arange(len(z), device=a.device).roll(len(a)))
+    return F.cross_entropy(s, torch.arange(len(z)).roll(len(a)))
 
 
 def sup_con(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
@@ -482,7 +478,6 @@ _RANKS = (
 _WRAPPER = ("ours", "ours, static shapes", "by hand")
 _COMPILED = ("dense, compiled",)
 _ROWS = ("ours", "dense", "pml")
-_GPU = ("ours", *_KEPT_OR_NOT, "dense", "dense, compiled")
 
 CASES = [
     # softmax losses on one process
@@ -546,12 +541,6 @@ CASES = [
     *(Case("memory", name, 16384, 128, memory_of=("ours",)) for name in SOFTMAX),
     *(Case("memory", "NT-Xent", n, 128, memory_of=("ours, tiled",)) for n in (16384, 32768)),
     Case("memory", "NT-Xent", 131072, 128, memory_of=("ours, tiled",), full=True),
-    # only these on a machine with a GPU
-    *(
-        Case("gpu", loss, n, 768, _GPU, memory_of=("ours", "dense"), dtype="bfloat16")
-        for loss in ("CLIP", "NT-Xent")
-        for n in (8192, 32768, 65536)
-    ),
 ]
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from suite.processes import peak
+
 Runner = Callable[[], object]
 Round = dict[str, float]
 """Seconds per call, by implementation, of those measured in the round."""
@@ -28,7 +30,7 @@ SLOW = 1.0
 
 
 class Absent(Exception):
-    """A peer, a compiler or a device is not available."""
+    """A peer or a compiler is not available."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,17 @@ def reading(run: Runner, calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         run()
-    synchronize()
     return slowest(time.perf_counter() - start) / calls
+
+
+def in_rounds(runners: Mapping[str, Runner], *, rounds: float = math.inf, seconds: float = math.inf) -> list[Round]:
+    """Return the seconds of one call of each implementation, in rotated order, for so many rounds or seconds."""
+    names, found, spent = list(runners), list[Round](), 0.0
+    while len(found) < rounds and spent < seconds:  # readings are equal on all ranks
+        found.append({name: reading(runners[name], 1) for name in names})
+        spent += sum(found[-1].values())
+        names = [*names[1:], names[0]]
+    return found
 
 
 def slowest(seconds: float) -> float:
@@ -104,12 +115,6 @@ def slowest(seconds: float) -> float:
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
-
-
-def synchronize() -> None:
-    """Wait until the GPU is done, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def ratio(rounds: list[Round], name: str, to: str) -> list[float]:
@@ -130,27 +135,12 @@ def relative_spread(values: list[float]) -> float:
 
 
 def extra_memory(small: Runner, large: Runner) -> float:
-    """Return the peak memory of ``large`` in bytes, minus the memory before it; ``small`` warms up (Linux, CUDA).
+    """Return the peak memory of ``large`` in bytes, minus the memory before it; ``small`` warms up (Linux).
 
     Use a new process: memory that was freed but not returned to the system hides the peak.
     """
     small()
-    synchronize()
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        large()
-        synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    large()
-    return _resident("VmHWM") - before
-
-
-def _resident(what: str) -> float:
-    status = Path("/proc/self/status").read_text().splitlines()
-    return 1024.0 * next(int(line.split()[1]) for line in status if line.startswith(what))
+    return 2**20 * peak(large)[0]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -160,9 +150,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def machine() -> dict[str, Any]:
     """Describe the machine: device, cores, memory and torch version."""
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(0)
-        return {"device": gpu.name, "cores": 1, "memory": round(gpu.total_memory / 2**30), "torch": torch.__version__}
     kilobytes = next(int(x.split()[1]) for x in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in x)
     cores = torch.get_num_threads()
     return {

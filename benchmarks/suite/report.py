@@ -1,4 +1,4 @@
-"""Write docs/pages/benchmarks.md: a table of targets, a table for each group of cases, and figures."""
+"""Write docs/pages/benchmarks.md: a table for each group of cases, figures, and a table of targets."""
 
 import json
 import re
@@ -7,16 +7,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from contrastive_zoo.engine.tiling import budget
-from suite.cases import CASES, OF_A_CLASS, TARGETS, Case, Target
+from suite.cases import CASES, TARGETS, Case, Target
 from suite.harness import DOUBTFUL, quartiles, ratio, relative_spread
+from tools.pages import PAGES, fill, table
 
 Results = dict[str, Any]
-"""Results of one device: machine, whether the run was full, and measurements by group and case."""
+"""Results of a run: machine, whether the run was full, and measurements by group and case."""
 
-PAGES = Path(__file__).parent.parent.parent / "docs" / "pages"
-README = PAGES.parent.parent / "README.md"
-BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 PEERS = ("pytorch-metric-learning", "lightly", "open_clip_torch", "sentence-transformers")
 
 GROUPS = {
@@ -26,98 +23,27 @@ GROUPS = {
     "ranks": "Ranks, one thread each",
     "adversarial": "Inputs that are hard",
     "size": "NT-Xent by size",
-    "gpu": "On the GPU",
 }
 
-TEXT = """# Benchmarks
 
-How fast are the losses, and how much memory do they need, compared with other libraries?
-For people who choose a library, and for those who change this one.
-
-**Short answer.** On a CPU a step takes {least} to {most} times less time than with the losses of other libraries below. No
-pair loss holds the N × N matrix. The first table compares this library with others; all tables are one run of one command.
-
-{headline}
-```bash
-pip install --no-deps --target peers lightly open_clip_torch   # their losses are read from their files
-python benchmarks/bench.py --docs --peers peers                # make bench: a few minutes
-python benchmarks/bench.py --docs --peers peers --full         # make bench-full: more cases, more repeats
-```
-
-## How it is measured
-
-One step is forward and backward: it computes the gradients of the embeddings, which are leaves, and of a learnable scale.
-Implementations of a case run interleaved in one process, in rotated order. *× GEMM* is the time of an implementation
-divided by the time of one matmul N × d × N in the same process and the same round, into preallocated memory (for a rank:
-its local anchors times all candidates). The figure is the median over rounds, with the first and third quartile in
-brackets. An implementation is repeated until its quartiles are within 3 % or its time is spent, and up to four times longer
-if they are more than {doubtful:.0%} apart; a ? marks those that stay so. A reading of an implementation faster than 20 ms
-contains many calls.
-
-- *ours* is this library with the default budget, which caches up to {budget} MiB of logits: all logits in most cases here.
-  *Tiled* caches none (`memory_budget(0)`) and recomputes them; *kept* caches all. With several ranks it is
-  `DistributedLoss`, *ring* with `ring=True` and *static shapes* with `static_shapes=True`.
-- *Target* is the limit that the project sets itself: times less than another library, or a multiple of *products of tiles*.
-- *A @ B.T* is the plain matmul, which allocates its result each time; the allocation costs about as much as the arithmetic
-  if d is small. *Products of tiles* are all matmuls of a tiled step, without exponentials and sums: the lower bound of its
-  time on this machine.
-- All implementations benefit from the malloc setting that the library enables, because they share one process.
-- *dense* is the formula in plain torch with the whole matrix and autograd; *compiled* is the same under `torch.compile`.
-- OpenCLIP's `ClipLoss` receives normalised embeddings and a learnable scale, as in its training. With several ranks it is
-  measured in its default mode (its gradients of the embeddings are W times too small), with `gather_with_grad`, and with
-  `local_loss` and `gather_with_grad`.
-- *by hand* is the fastest correct hand-written recipe: one all-gather of both towers, the loss of all samples on every
-  rank, W times the local slice as gradient.
-- Losses with labels have {of_a_class} samples per class. Losses of pytorch-metric-learning and of this library have their
-  default settings.
-- *MB* is the peak memory during a step minus the memory before it, inputs included, in a new process that has run a small
-  step first. The bound is 8 · b · d · 4 bytes, where b is the number of anchors, plus the cached logits ({budget} MiB;
-  tiled none), plus two tiles.
-- Errors are the largest difference from the dense formula in 64 bits, relative to its largest element: of the value, and of
-  the gradients of the embeddings. They are measured with at most 1,024 samples, except for the hard inputs.
-- Ranks are processes on this machine, one thread each, over gloo. If there are more ranks than cores, ranks share cores.
-
-"""
-
-
-NOT_MEASURED = (
-    "Not measured by the command of this page. The times of the kernels on one H100 are in "
-    "[On an accelerator](accelerator.md#kernels)."
-)
-
-
-def write_benchmarks(by_device: dict[str, Results]) -> None:
-    """Write the page and its figures."""
-    first = headline(by_device["cpu"]) if "cpu" in by_device else ""
+def write_benchmarks(results: Results) -> None:
+    """Write the parts of the page, and its figures."""
+    first = headline(results)
     least, *_, most = sorted(re.findall(r"(\d+\.\d)×", first), key=float) or ["?", "?"]
-    parts = [
-        TEXT.format(
-            headline=first, least=least, most=most, doubtful=DOUBTFUL, of_a_class=OF_A_CLASS, budget=budget() // 2**20
-        )
-    ]
-    for device in ("cpu", "cuda"):
-        if device not in by_device:
-            parts += [f"## {device.upper()}\n\n{NOT_MEASURED}\n\n"]
-            continue
-        results = by_device[device]
-        parts += [f"## {device.upper()}\n\n", description(results)]
-        for name, draw in FIGURES.items():
-            if picture(draw, results, PAGES / "figures" / f"bench-{device}-{name}.svg"):
-                parts += [f"![{draw.__doc__}](figures/bench-{device}-{name}.svg)\n\n"]
-        for group, title in GROUPS.items():
-            if group in results["cases"]:
-                parts += [f"### {title}\n\n", times(results, group)]
-        parts += ["### Memory\n\n", memory(results)]
-        if any(group in results["cases"] for group in ("softmax", "rows", "small", "ranks", "memory")):
-            parts += ["### Targets and measurements\n\n", targets(results)]
-    (PAGES / "benchmarks.md").write_text("".join(parts).rstrip("\n") + "\n", encoding="utf-8")
-
-
-def write_readme(results: Results) -> None:
-    """Replace the table of the README."""
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    text = before + BEGIN + headline(results) + END + rest.split(END)[1]
-    README.write_text(text, encoding="utf-8")
+    answer = (
+        f"**Short answer.** On a CPU a step takes {least} to {most} times less time than with the losses of other "
+        "libraries below. No\npair loss holds the N × N matrix. The first table compares this library with others; all "
+        f"tables are one run of one command.\n\n{first}"
+    )
+    found = [description(results)]
+    for name, draw in FIGURES.items():
+        if picture(draw, results, PAGES / "figures" / f"bench-cpu-{name}.svg"):
+            found.append(f"![{draw.__doc__}](figures/bench-cpu-{name}.svg)")
+    for group, title in GROUPS.items():
+        if group in results["cases"]:
+            found += [f"### {title}", times(results, group)]
+    found += ["### Memory", memory(results), "### Targets and measurements", targets(results)]
+    fill(PAGES / "benchmarks.md", {"short answer": answer, "results": "\n\n".join(found)})
 
 
 def headline(results: Results) -> str:
@@ -128,27 +54,20 @@ def headline(results: Results) -> str:
         rounds, held = found.get("rounds", []), found.get("memory", {})
         if not target.at_least or target.what != "time" or not ratio(rounds, target.to, target.of):
             continue
-        seconds = (
-            quartiles([x[implementation] for x in rounds if implementation in x])[1]
-            for implementation in (target.to, target.of)
-        )
+        both = (target.to, target.of)
+        times = [f"{1000 * quartiles([x[y] for x in rounds if y in x])[1]:,.0f}" for y in both]
         less = quartiles(ratio(rounds, target.to, target.of))[1]
-        megabytes = (
-            f"{held[implementation] / 2**20:,.0f}" if implementation in held else ""
-            for implementation in (target.to, target.of)
-        )
-        times = [f"{1000 * x:,.0f}" for x in seconds]
+        megabytes = (f"{held[y] / 2**20:,.0f}" if y in held else "" for y in both)
         lines.append([target.case, f"{target.to} {times[0]}", times[1], f"{less:.1f}×", *megabytes])
     machine = results["machine"]
     titles = ["anchors × d", "other library, ms", "this library, ms", "faster", "other library, MB", "this library, MB"]
-    return table(titles, lines) + (
-        f"Forward and backward in float32 on {machine['device']}, torch {machine['torch']}. `make bench` measures it.\n"
-    )
+    where = f"on {machine['device']}, torch {machine['torch']}"
+    return f"{table(titles, lines)}\n\nForward and backward in float32 {where}. `make bench` measures it."
 
 
 def summary(results: Results) -> str:
     """Return the summary for the terminal."""
-    return description(results) + targets(results)
+    return f"{description(results)}\n\n{targets(results)}"
 
 
 def description(results: Results) -> str:
@@ -156,7 +75,7 @@ def description(results: Results) -> str:
     machine, kind = results["machine"], "full" if results["full"] else "quick"
     return (
         f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}; a {kind} run. "
-        f"Peers: {', '.join(f'{x} {y}' for x, y in machine['peers'].items()) or 'none'}.\n\n"
+        f"Peers: {', '.join(f'{x} {y}' for x, y in machine['peers'].items()) or 'none'}."
     )
 
 
@@ -177,12 +96,6 @@ def results_of(results: Results, name: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
-
-
-def table(head: list[str], lines: list[list[str]]) -> str:
-    """Return a Markdown table; all columns but the first two are numbers."""
-    rule = ["---", "---", *["---:"] * (len(head) - 2)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *lines]) + "\n"
 
 
 def targets(results: Results) -> str:
@@ -328,11 +241,11 @@ def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y:
 
 
 def by_rows(results: Results, of: Callable[[dict[str, Any]], dict[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of NT-Xent on one process, of the width with the most sizes."""
+    """Return the points of NT-Xent on one process, of width 128."""
     points: dict[str, list[tuple[float, float]]] = {}
     for case in CASES:
         found = results["cases"].get(case.group, {}).get(case.name)
-        if case.loss == "NT-Xent" and case.width in (128, 768) and not case.shards and not case.clustered and found:
+        if case.loss == "NT-Xent" and case.width == 128 and not case.shards and not case.clustered and found:
             for implementation, value in of(found).items():
                 points.setdefault(implementation, []).append((case.rows, value))
     return points
@@ -388,11 +301,10 @@ def time_by_ranks(axes: Any, results: Results) -> bool:
 def multiples(axes: Any, results: Results) -> bool:
     """Time in multiples of a bare GEMM."""
     lines: list[tuple[str, tuple[float, float, float] | None]] = []
-    for group in ("softmax", "gpu"):
-        for case, found in measured_cases(results, group):
-            lines.append((case.name, None))
-            every = {x: ratio(found["rounds"], x, "GEMM") for x in (*case.implementations, *case.full_implementations)}
-            lines += [(implementation, quartiles(values)) for implementation, values in every.items() if values]
+    for case, found in measured_cases(results, "softmax"):
+        lines.append((case.name, None))
+        every = {x: ratio(found["rounds"], x, "GEMM") for x in (*case.implementations, *case.full_implementations)}
+        lines += [(implementation, quartiles(values)) for implementation, values in every.items() if values]
     axes.figure.set_size_inches(5.4, 1 + 0.21 * len(lines))
     for height, (name, spread_of_times) in enumerate(reversed(lines)):
         if spread_of_times is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tools.mutants.changes import ROOT
+from tools import pages
 from tools.mutants.equivalent import EQUIVALENT
 
-PAGE = ROOT / "docs" / "pages" / "how-it-is-tested.md"
-BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 COLUMNS = ("caught", "timed out", "equivalent", "survived")
 
 
@@ -32,17 +29,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     Examples:
         >>> print(table([{"path": "engine/ring.py", "place": ["f", 1, 1], "change": "1 → 2", "verdict": "caught"}]))
         | module | mutants | caught | timed out | equivalent | survived |
-        |---|---:|---:|---:|---:|---:|
+        | --- | ---: | ---: | ---: | ---: | ---: |
         | `engine/ring.py` | 1 | 1 | 0 | 0 | 0 |
         | all | 1 | 1 | 0 | 0 | 0 |
     """
-    lines = [f"| module | mutants | {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (1 + len(COLUMNS))]
+    lines = []
     paths = sorted({x["path"] for x in results})
     groups = [(f"`{path}`", [x for x in results if x["path"] == path]) for path in paths]
     for name, group in [*groups, ("all", list(results))]:
         counts = Counter(map(outcome, group))
-        lines.append(f"| {name} | {len(group)} | {' | '.join(str(counts[x]) for x in COLUMNS)} |")
-    return "\n".join(lines)
+        lines.append([name, str(len(group)), *(str(counts[x]) for x in COLUMNS)])
+    return pages.table(["module", "mutants", *COLUMNS], lines, texts=1)
 
 
 def summary(results: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> str:
@@ -69,5 +66,4 @@ def survivors(results: Sequence[dict[str, Any]]) -> str:
 def write_page(results: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> None:
     """Write score and table to the page."""
     text = f"{summary(results, controls)}\n\n{table(results)}"
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(re.sub(f"(?s){BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{text}\n{END}", page), encoding="utf-8")
+    pages.fill(pages.PAGES / "how-it-is-tested.md", {"mutants": text})

@@ -11,15 +11,16 @@ import argparse
 from pathlib import Path
 
 from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import fill
 from tools.pml_matrix.cases import cases
 from tools.pml_matrix.measurement import measure
-from tools.pml_matrix.page import BEGIN, END, page, written
+from tools.pml_matrix.page import page
 
 
 def main() -> None:
     """Measure all cases, print the differences, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--docs", type=Path, help=f"the page to write to, between {BEGIN} and {END}")
+    parser.add_argument("--docs", type=Path, help="the page with the part `matrix`")
     path = parser.parse_args().docs
     with Worlds() as worlds:
         rows = measure(worlds, cases())
@@ -29,7 +30,7 @@ def main() -> None:
     compared = sum(len(row.verdicts) for row in rows)
     print(f"{len(rows)} cases, {compared} comparisons, {sum(len(row.wrong) for row in rows)} different")
     if path is not None:
-        path.write_text(written(path.read_text(encoding="utf-8"), page(rows)), encoding="utf-8")
+        fill(path, {"matrix": page(rows)})
 
 
 if __name__ == "__main__":

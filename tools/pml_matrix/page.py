@@ -100,17 +100,3 @@ def page(rows: Sequence[Row]) -> str:
             *left_out,
         ]
     )
-
-
-BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
-
-
-def written(text: str, table: str) -> str:
-    """Return the page with the text between the markers replaced.
-
-    Examples:
-        >>> written("<!-- matrix: begin -->old<!-- matrix: end -->", "new")
-        '<!-- matrix: begin -->\\nnew\\n<!-- matrix: end -->'
-    """
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
