@@ -23,7 +23,7 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, local_shard, numbers
 from tests.losses import zoo_softmax
-from tests.test_contract import WHOLE_ZOO
+from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.zoo import ZOO, BatchHard, Entry, dense_nt_xent, dense_sup_con
 
 LOSSES = [entry for entry in ZOO if entry.name in ("NTXent", "CLIP", "SupCon", "RowLoss, labels")]

@@ -11,7 +11,7 @@ from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
 from contrastive_zoo.losses.triplet import Triplet
 from tests.helpers import close, numbers
 from tests.losses import zoo_softmax
-from tests.test_contract import WHOLE_ZOO
+from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.zoo import Entry
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
