@@ -23,8 +23,7 @@ from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import close, common_error, numbers
-from tests.losses.zoo_compositions import info_nce
-from tests.zoo import dense_nt_xent, dense_sup_con
+from tests.zoo import dense_info_nce, dense_nt_xent, dense_sup_con
 
 
 class Hinge(cz.RowLoss):
@@ -208,7 +207,7 @@ def test_a_matryoshka_is_a_sum_over_prefixes(weights: list[float] | None) -> Non
     found = [ours[0](z, y), ours[1](a, keys=b)]
     expected = [
         sum(w * dense_sup_con(z[:, :m], y, temperature=0.3) for w, m in zip(c, dims, strict=True)),
-        sum(w * info_nce(a[:, :m], b[:, :m], temperature=0.3) for w, m in zip(c, dims, strict=True)),
+        sum(w * dense_info_nce(a[:, :m], b[:, :m], temperature=0.3) for w, m in zip(c, dims, strict=True)),
     ]
     for x, value, wanted in zip((z, a), found, expected, strict=True):
         close(value, wanted)
@@ -225,7 +224,7 @@ def test_negatives_are_cut_as_well() -> None:
 def test_a_sum_is_a_sum() -> None:
     a, b = numbers(5, 3, seed=0).requires_grad_(), numbers(5, 3, seed=1)
     found = WeightedSum([cz.NTXent(temperature=0.3), cz.InfoNCE(temperature=0.2)], weights=[2.0, -0.5])(a, b)
-    expected = 2 * dense_nt_xent(a, b, temperature=0.3) - 0.5 * info_nce(a, b, temperature=0.2)
+    expected = 2 * dense_nt_xent(a, b, temperature=0.3) - 0.5 * dense_info_nce(a, b, temperature=0.2)
     close(found, expected)
     close(torch.autograd.grad(found, a)[0], torch.autograd.grad(expected, a)[0])
 

@@ -16,11 +16,7 @@ from contrastive_zoo.losses.online_contrastive import OnlineContrastive
 from contrastive_zoo.losses.score_distillation import ScoreDistillation
 from tests.losses import zoo_softmax
 from tests.losses.zoo_statistics import given
-from tests.zoo import Entry
-
-
-def unit(z: Tensor) -> Tensor:
-    return F.normalize(z, dim=1)
+from tests.zoo import Entry, unit
 
 
 class CoSENTOfLabels(CoSENT):

@@ -27,11 +27,7 @@ from contrastive_zoo.losses.sincere import SINCERE
 from contrastive_zoo.losses.sup_con import SupCon
 from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
-from tests.zoo import Entry, dense_clip
-
-
-def unit(z: Tensor) -> Tensor:
-    return F.normalize(z, dim=1)
+from tests.zoo import Entry, dense_clip, dense_siglip, unit
 
 
 def mean(losses: list[Tensor], *connected: Tensor) -> Tensor:
@@ -50,16 +46,6 @@ def others(labels: Tensor, i: int) -> tuple[list[int], list[int]]:
 
 
 # --------------------------------------------------------------------------------------------------------- two towers
-
-
-def dense_siglip(x: Tensor, y: Tensor, temperature: Any, bias: float = -10.0) -> Tensor:
-    x, y = unit(x), unit(y)
-    losses = [
-        -F.logsigmoid((1 if i == j else -1) * (x[i] @ y[j] / temperature + bias))
-        for i in range(len(x))
-        for j in range(len(y))
-    ]
-    return torch.stack(losses).sum() / len(x)
 
 
 def second_tower(z: Tensor) -> Tensor:
