@@ -21,9 +21,9 @@ from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
+from tests.extremes import nudged, ordinary
 from tests.helpers import EVERY_CASE, close, local_shard, numbers
-from tests.losses import zoo_softmax
-from tests.losses.whole_zoo import WHOLE_ZOO
+from tests.losses import whole_zoo, zoo_softmax
 from tests.zoo import ZOO, BatchHard, Entry, dense_nt_xent, dense_sup_con
 
 LOSSES = [entry for entry in ZOO if entry.name in ("NTXent", "CLIP", "SupCon", "RowLoss, labels")]
@@ -31,11 +31,7 @@ by_entry = pytest.mark.parametrize("entry", LOSSES, ids=str)
 
 
 def rows_of(entry: Entry, n: int, d: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Embeddings around a few centres, partners close by, as an encoder in training makes them; and labels."""
-    labels = torch.arange(n) % max(2, n // 4)
-    centres = numbers(n, d, seed=1)[labels]
-    views = [(centres + 0.7 * numbers(n, d, seed=2 + view)).to(dtype).requires_grad_() for view in range(entry.views)]
-    return views if entry.call == "views" else [views[0], labels]
+    return like(ordinary(entry, n, d), dtype)
 
 
 def floating(rows: Sequence[Tensor]) -> list[Tensor]:
@@ -224,7 +220,7 @@ def test_decompositions_keep_their_digits_in_a_backward_pass_under_autocast(name
 # ------------------------------------------------------------------------------------------- rounding, the whole zoo
 
 # the one whose keys are functions of queries that 16 bits round; the others' are made exact below
-EVERY = [entry for entry in (*WHOLE_ZOO, *zoo_softmax.ORDERED) if entry.name != "MultiPositive, several targets"]
+EVERY = [entry for entry in whole_zoo.EVERY if entry.name != "MultiPositive, several targets"]
 NARROW = [name for name in INPUTS if name != "float32"]
 every_loss = pytest.mark.parametrize("entry", EVERY, ids=str)
 EPS = torch.finfo(torch.float32).eps
@@ -253,12 +249,6 @@ def formula(entry: Entry, rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[T
         return evaluated(lambda *x: entry.dense(*x, temperature=0.1), like(rows, dtype))
 
 
-def off_in_the_last_bit(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Of 32, each number by chance up or down."""
-    signs = [numbers(*x.shape, seed=90 + i).sign() if x.is_floating_point() else 0 for i, x in enumerate(rows)]
-    return [x.double() * (1 + EPS * sign) if x.is_floating_point() else x for x, sign in zip(rows, signs, strict=True)]
-
-
 @dataclass(frozen=True)
 class Bound:
     """What 32 bits may cost: twice the error of the dense formula in float32 on the same rows.
@@ -279,7 +269,7 @@ class Bound:
     def of(cls, entry: Entry, dtype: torch.dtype) -> "Bound":
         rows, last = short_rows(entry, dtype), torch.finfo(dtype)
         plain, plain_gradients = formula(entry, rows, torch.float64)
-        near, near_gradients = formula(entry, off_in_the_last_bit(rows), torch.float64)
+        near, near_gradients = formula(entry, nudged(like(rows, torch.float64), torch.float32), torch.float64)
         with narrowed(entry, dtype):
             exact, gradients = formula(entry, rows, torch.float64)
             dense, dense_gradients = formula(entry, rows, torch.float32)

@@ -37,6 +37,35 @@ class Entry:
         return self.name
 
 
+def taking(make: Callable[..., Any], *names: str, **fixed: Any) -> Callable[..., Any]:
+    """``make`` with these settings fixed, and with those of the others that have these names."""
+    return lambda **settings: make(**fixed, **{name: x for name, x in settings.items() if name in names})
+
+
+# -------------------------------------------------------------------------------------------- parts of formulas
+
+
+def unit(z: Tensor) -> Tensor:
+    return F.normalize(z, dim=1)
+
+
+def anchors(labels: Tensor) -> list[tuple[int, list[int], list[int]]]:
+    """Each row with its positives and its negatives."""
+    every = range(len(labels))
+    alike = [[j for j in every if j != i and labels[j] == labels[i]] for i in every]
+    return [(i, alike[i], [j for j in every if labels[j] != labels[i]]) for i in every]
+
+
+def mean(losses: list[Tensor], *connected: Tensor, count: int | None = None) -> Tensor:
+    """Of those found; a zero that hangs in the graph if there are none."""
+    zero = sum(0 * x.sum() for x in connected)
+    return torch.stack(losses).sum() / max(1, len(losses) if count is None else count) + zero if losses else zero
+
+
+def log_sum(x: list[Tensor]) -> Tensor:
+    return torch.stack(x).logsumexp(0)
+
+
 # ------------------------------------------- formulas of rows as they are; a reduction "none" keeps the losses of anchors
 
 
@@ -73,10 +102,6 @@ def nt_xent(a: Tensor, b: Tensor, scale: Any) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------ the same of unit rows
-
-
-def unit(z: Tensor) -> Tensor:
-    return F.normalize(z, dim=1)
 
 
 def dense_info_nce(queries: Tensor, keys: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:
