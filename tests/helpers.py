@@ -56,6 +56,17 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
 
 
+def assert_same(
+    ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *rows: Tensor, tolerance: float = EXACT
+) -> None:
+    """Assert that two functions have the same value, and the same gradients of the rows that require one."""
+    leaves, values = [x for x in rows if x.requires_grad], (ours(*rows), theirs(*rows))
+    close(*values, tolerance)
+    gradients = (torch.autograd.grad(x, leaves, allow_unused=True, materialize_grads=True) for x in values)
+    for x, y in zip(*gradients, strict=True):
+        close(x, y, tolerance)
+
+
 def split(x: Tensor, shards: Sequence[int]) -> list[Tensor]:
     """Return the shards of all ranks."""
     return list(x.split(list(shards)))

@@ -24,9 +24,9 @@ from contrastive_zoo.wrapper.step import splitting
 from tests.adapters.test_sharded import ONE_PROCESS, PAIRS, Rows
 from tests.device_entries import ENTRIES as OTHERS
 from tests.helpers import EVERY_CASE, EXACT, distance, error_message
+from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.test_accelerator import may_read
-from tests.test_contract import WHOLE_ZOO
 from tests.test_devices import LEFT_OUT
 from tests.zoo import Entry
 

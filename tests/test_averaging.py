@@ -81,17 +81,6 @@ def test_without_averaging_gradients_differ(worlds: Worlds) -> None:
     assert not torch.allclose(one["first.weight"], other["first.weight"])
 
 
-def test_a_small_bucket_means_many_messages(worlds: Worlds) -> None:
-    def job(bucket_bytes: int) -> list[list[torch.dtype]]:
-        parameters = list(Mixed().parameters())
-        with patch.object(averaging, "BUCKET_BYTES", bucket_bytes):
-            return [[x.dtype for x in bucket] for bucket in averaging._buckets(parameters)]
-
-    few, many = job(2**20), job(1)
-    assert all(len(set(bucket)) == 1 for bucket in few)
-    assert len(many) == len(list(Mixed().parameters())) > len(few)
-
-
 def test_gradients_of_any_layout_are_averaged(worlds: Worlds) -> None:
     def job() -> Tensor:
         model = nn.Linear(3, 4).double()

@@ -19,7 +19,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
-from tests.test_contract import WHOLE_ZOO
+from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.zoo import Entry
 
 ENTRANCES = [

@@ -16,7 +16,6 @@ from contrastive_zoo.testing.gallery.recipe import GALLERY
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
-    TOLERANCE,
     Broken,
     Invariant,
     finite_at_extremes,
@@ -27,15 +26,14 @@ from contrastive_zoo.testing.strategies import dtypes, global_batches, temperatu
 from contrastive_zoo.testing.trial import Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, drawn
-from tests.losses import zoo_compositions, zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_tokens, zoo_weights
+from tests.losses import zoo_softmax
+from tests.losses.whole_zoo import EVERY, WHOLE_ZOO
 from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
 
-LEARNABLE = [entry for entry in ZOO if not entry.name.startswith("RowLoss")]
-FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_compositions, zoo_tokens)
-WHOLE_ZOO = ZOO + [entry for family in FAMILIES for entry in family.ENTRIES]
+LEARNABLE = [entry for entry in ZOO + zoo_softmax.ENTRIES if not entry.name.startswith("RowLoss")]
 
 
-@pytest.mark.parametrize("entry", [*WHOLE_ZOO, *zoo_softmax.ORDERED], ids=str)
+@pytest.mark.parametrize("entry", EVERY, ids=str)
 @given(
     batch=global_batches(),
     temperature=temperatures(),
@@ -188,63 +186,6 @@ def test_no_invariant_accuses_the_right_recipes(recipe, batch, worlds: Worlds) -
     trial = Trial(recipe.case, batch, worlds)
     for invariant in CONTRACT:
         invariant(trial)
-
-
-@pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
-@given(batch=global_batches((1,)), temperature=temperatures(), dense=st.booleans())
-def test_one_process_computes_the_formula(entry: Entry, batch, temperature, dense: bool) -> None:
-    views = batch.samples(entry.views) if entry.call == "views" else [*batch.samples(), batch.classes()]
-    for x in views:
-        x.requires_grad_(x.is_floating_point())
-    floating = [x for x in views if x.requires_grad]
-    loss = entry.make(temperature=temperature).double()
-    with cz.engine.plain_formulas() if dense else torch.enable_grad():
-        ours = loss(*views)
-    gradients = torch.autograd.grad(ours, floating)
-    expected = entry.dense(*views, temperature=temperature)
-    torch.testing.assert_close(ours, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    for found, wanted in zip(gradients, torch.autograd.grad(expected, floating), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE * 100)
-
-
-@pytest.mark.parametrize("entry", ZOO, ids=str)
-@given(batch=global_batches((1, 2, 3)))
-def test_dense_evaluation_keeps_the_contract(entry: Entry, batch, worlds: Worlds) -> None:
-    make = entry.make
-
-    def under_dense():
-        loss = cz.DistributedLoss(make(temperature=0.5))
-
-        class Dense(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.loss = loss
-
-            def forward(self, *rows):
-                with cz.engine.plain_formulas():
-                    return self.loss(*rows)
-
-        return Dense()
-
-    case = Entry(entry.name, make, entry.dense, entry.call, entry.views).case()
-    case = type(case)(under_dense, case.call, "mean", case.views, name="dense")
-    for invariant in CONTRACT:
-        invariant(Trial(case, batch, worlds))
-
-
-def test_small_panels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = GlobalBatch((7,), d=3)
-    for entry, panel_bytes in itertools.product(ZOO, (8, 200)):
-        views = batch.samples(entry.views) if entry.call == "views" else [*batch.samples(), batch.classes()]
-        floating = [x.requires_grad_() for x in views if x.is_floating_point()]
-        loss = entry.make(temperature=0.3).double()
-        found = []
-        for size in (2**20, panel_bytes):
-            monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", size)
-            value = loss(*views)
-            found.append([value, *torch.autograd.grad(value, floating)])
-        for x, y in zip(*found, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("entry", "few"), drawn(WHOLE_ZOO, [-1, 10**6], one_in=2), ids=str)

@@ -16,8 +16,8 @@ from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.device_entries import ENTRIES
 from tests.helpers import EVERY_CASE, common_error
+from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import Put, device, draws_of_a_device, on_cpu, put_by, value_and_gradients
-from tests.test_contract import WHOLE_ZOO
 from tests.zoo import Entry
 
 # ----------------------------------------------------------------------------------------------------------- losses

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
-from contrastive_zoo.ranks import world as worlds_module
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
+from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.arguments import GlobalIndices
 from contrastive_zoo.wrapper.call_history import EVERY_NTH_CALL
@@ -446,23 +446,9 @@ def test_a_loss_that_holds_its_encoder_is_sent_to_its_adapter() -> None:
 
 def messages(job: Callable[[], Any]) -> int:
     """How many collectives this rank takes part in."""
-    names = ["all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv"]
-    sent, before = [], {name: getattr(dist, name) for name in names}
-    gather = worlds_module.all_gather_single
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (sent.append(call), call(*args, **kwargs))[1]
-
-    try:
-        for name, call in before.items():
-            setattr(dist, name, counted(call))
-        worlds_module.all_gather_single = counted(gather)
+    with Messages() as recorded:
         job()
-    finally:
-        for name, call in before.items():
-            setattr(dist, name, call)
-        worlds_module.all_gather_single = gather
-    return len(sent)
+    return len(recorded.sent)
 
 
 def test_few_rows_take_few_messages(worlds: Worlds) -> None:

@@ -14,11 +14,8 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.extremes import GOAL, SITUATIONS, Result, compare, deviation, formula, loss, nudged, ordinary
 from tests.helpers import EVERY_CASE, local_shard, numbers
-from tests.losses import zoo_softmax
-from tests.test_contract import WHOLE_ZOO
+from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry, dense_clip
-
-EVERY = [*WHOLE_ZOO, *zoo_softmax.ORDERED]
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

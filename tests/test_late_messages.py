@@ -23,8 +23,8 @@ from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE
+from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import value_and_gradients
-from tests.test_contract import WHOLE_ZOO
 from tests.zoo import Entry
 
 

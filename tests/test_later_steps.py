@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,10 +76,10 @@ def a_training(
         alone = theirs(*all_args, **all_kwargs, world=Session.of(World()))
         alone.backward()
         found, expected = [value.detach()], [alone.detach()]
-        for mine_, whole in zip(args, all_args, strict=True):
+        for local, whole in zip(args, all_args, strict=True):
             if whole.requires_grad:
-                own = mine_.grad / len(sizes) if trainer == "mean" else mine_.grad
-                found.append(own)
+                gradient = torch.zeros_like(local) if local.grad is None else local.grad
+                found.append(gradient / len(sizes) if trainer == "mean" else gradient)
                 expected.append(local_shard(whole.grad, sizes))
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             found.append(reduced(p.grad, trainer, p))
@@ -92,9 +93,17 @@ def a_training(
     return errors
 
 
-def two_towers(step: int, sizes: Sequence[int]) -> Any:
-    whole = [numbers(sum(sizes), D, seed=10 * step + k).requires_grad_() for k in (1, 2)]
+def towers(count: int, step: int, sizes: Sequence[int]) -> Any:
+    whole = [numbers(sum(sizes), D, seed=10 * step + k).requires_grad_() for k in range(1, 1 + count)]
     return [local_shard(x, sizes).requires_grad_() for x in whole], {}, whole, {}
+
+
+two_towers, three_towers = partial(towers, 2), partial(towers, 3)
+
+
+def one_tensor_twice(step: int, sizes: Sequence[int]) -> Any:
+    part, _, whole, _ = towers(1, step, sizes)
+    return part * 2, {}, whole * 2, {}
 
 
 def labelled(step: int, sizes: Sequence[int]) -> Any:
@@ -120,21 +129,47 @@ def test_rank_local_arguments_inside_a_composition(worlds: Worlds) -> None:
         assert max(errors) < 1e-10, errors
 
 
-@pytest.mark.parametrize("trainer", ["mean", "sum"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
-        lambda: cz.Clip(**learnt(0.3)),
-        lambda: cz.SigLIP(**learnt(0.3)),
+class BothOrders(cz.NTXent):
+    """Two losses in one call, by a forward of its own."""
+
+    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
+        return super().forward(*views, world=world) + 2 * super().forward(*views[::-1], world=world)
+
+
+def hooked() -> nn.Module:
+    """Its hook passes other tensors than the caller's."""
+    loss = cz.InfoNCE(temperature=3.0, normalize=False)
+    loss.register_forward_pre_hook(lambda module, args, kwargs: (tuple(2 * x for x in args), kwargs), with_kwargs=True)
+    return loss
+
+
+def nested() -> nn.Module:
+    return cz.WeightedSum([cz.NTXent(), cz.Clip(), cz.Matryoshka(cz.InfoNCE(), (2, D))], weights=[1, 2, 0.5])
+
+
+TOWERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "nt-xent": (lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)), two_towers),
+    "three views": (lambda: cz.NTXent(temperature=0.3), three_towers),
+    "clip": (lambda: cz.Clip(**learnt(0.3)), two_towers),
+    "siglip": (lambda: cz.SigLIP(**learnt(0.3)), two_towers),
+    "negatives": (lambda: cz.InfoNCE(temperature=0.3), three_towers),
+    "without unit rows": (lambda: cz.InfoNCE(temperature=3.0, normalize=False, symmetric=True), two_towers),
+    "one tensor twice": (lambda: cz.InfoNCE(temperature=0.3), one_tensor_twice),
+    "both orders": (lambda: BothOrders(temperature=0.3), two_towers),
+    "hook": (hooked, two_towers),
+    "matryoshka": (
         lambda: cz.Matryoshka(cz.InfoNCE(temperature=cz.LearnableTemperature(0.4)), (1, D)),
-        lambda: cz.WeightedSum([cz.NTXent(), cz.Clip(), cz.Matryoshka(cz.InfoNCE(), (2, D))], weights=[1, 2, 0.5]),
-        lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.3), 5, D),
-    ],
-    ids=["nt-xent", "clip", "siglip", "matryoshka", "nested", "memory"],
-)
-def test_two_towers_at_every_step(make: Callable[[], nn.Module], trainer: str, worlds: Worlds) -> None:
-    for errors in worlds.run(2, a_training, make, two_towers, LONG, trainer):
+        two_towers,
+    ),
+    "nested": (nested, two_towers),
+    "memory": (lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.3), 5, D), two_towers),
+}
+
+
+@pytest.mark.parametrize("trainer", ["mean", "sum"])
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_at_every_step(name: str, trainer: str, worlds: Worlds) -> None:
+    for errors in worlds.run(2, a_training, *TOWERS[name], LONG, trainer):
         assert max(errors) < 1e-10, errors
 
 
@@ -169,10 +204,6 @@ def test_a_setting_that_changes_is_evaluated_as_often_as_on_one_process(
 
 
 # ------------------------------------------------------------------------------------- parameters that ranks share out
-
-
-class Sharded(nn.Module):
-    """Whether the gradients of sharded class weights are one process's, alone and in a sum of losses."""
 
 
 @pytest.mark.parametrize("trainer", ["mean", "sum"])
@@ -244,6 +275,7 @@ def disagreeing(name: str, at: int) -> Callable[[], None]:
         losses: dict[str, Callable[[], Any]] = {
             "row setting": lambda: cz.Triplet(margin=0.1),
             "own setting": lambda: MyMargin(0.1),
+            "rows' normalize": lambda: MyMargin(0.1),
             "class": lambda: cz.Circle() if other and at == 0 else cz.Triplet(),
             "nested setting": lambda: cz.WeightedSum([cz.SupCon(), cz.Triplet(margin=0.1)]),
             "temperature": lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
@@ -257,7 +289,7 @@ def disagreeing(name: str, at: int) -> Callable[[], None]:
         if name == "temperature" and other:
             loss.temperature.log_scale.data.add_(0.01)
         wrapped = cz.DistributedLoss(loss)
-        by_label = name in ("row setting", "own setting", "class", "nested setting", "proxies")
+        by_label = name in ("row setting", "own setting", "rows' normalize", "class", "nested setting", "proxies")
         for call in range(at + 1):
             args: list[Any] = [z(seed=call), y() if by_label else z(seed=50 + call)]
             now = call == at and other
@@ -271,6 +303,10 @@ def disagreeing(name: str, at: int) -> Callable[[], None]:
                         args.append(z(seed=9))
                     case "reduction":
                         loss.reduction = "none"
+                    case "symmetric":
+                        loss.symmetric = True
+                    case "normalize" | "rows' normalize":
+                        loss.normalize = False
                     case "ring":
                         wrapped = cz.DistributedLoss(loss, ring=True)
                     case "static shapes":
@@ -303,12 +339,15 @@ class MyMargin(cz.RowLoss):
 WORDS = {
     "row setting": "ranks disagree on margin: rank 0 has 0.1, rank {other} has 0.9.",
     "own setting": "ranks disagree on margin: rank 0 has 0.1, rank {other} has 0.9.",
+    "rows' normalize": "ranks disagree on normalize: rank 0 has True, rank {other} has False.",
     "class": "ranks disagree on the loss: rank 0 has Triplet, rank {other} has Circle.",
     "nested setting": "ranks disagree on losses.1.margin: rank 0 has 0.1, rank {other} has 0.9.",
     "temperature": "parameters, buffers or settings differ between ranks: temperature.log_scale has norm",
     "proxies": "parameters, buffers or settings differ between ranks: weights has norm",
     "argument": "ranks disagree on what they bring: rank {other} brought negatives, rank 0 brought none.",
     "reduction": "ranks disagree on reduction: rank 0 has mean, rank {other} has none.",
+    "symmetric": "ranks disagree on symmetric: rank 0 has False, rank {other} has True.",
+    "normalize": "ranks disagree on normalize: rank 0 has True, rank {other} has False.",
     "ring": "ranks disagree on ring: rank 0 has False, rank {other} has True.",
     "static shapes": "ranks disagree on static_shapes: rank 0 has False, rank {other} has True.",
     "trainer": "ranks disagree on grad_reduction: rank 0 has mean, rank {other} has sum.",

@@ -21,9 +21,9 @@ from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
+from tests.extremes import nudged, ordinary
 from tests.helpers import EVERY_CASE, close, local_shard, numbers
-from tests.losses import zoo_softmax
-from tests.test_contract import WHOLE_ZOO
+from tests.losses import whole_zoo, zoo_softmax
 from tests.zoo import ZOO, BatchHard, Entry, dense_nt_xent, dense_sup_con
 
 LOSSES = [entry for entry in ZOO if entry.name in ("NTXent", "CLIP", "SupCon", "RowLoss, labels")]
@@ -31,11 +31,7 @@ by_entry = pytest.mark.parametrize("entry", LOSSES, ids=str)
 
 
 def rows_of(entry: Entry, n: int, d: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Embeddings around a few centres, partners close by, as an encoder in training makes them; and labels."""
-    labels = torch.arange(n) % max(2, n // 4)
-    centres = numbers(n, d, seed=1)[labels]
-    views = [(centres + 0.7 * numbers(n, d, seed=2 + view)).to(dtype).requires_grad_() for view in range(entry.views)]
-    return views if entry.call == "views" else [views[0], labels]
+    return like(ordinary(entry, n, d), dtype)
 
 
 def floating(rows: Sequence[Tensor]) -> list[Tensor]:
@@ -224,7 +220,7 @@ def test_decompositions_keep_their_digits_in_a_backward_pass_under_autocast(name
 # ------------------------------------------------------------------------------------------- rounding, the whole zoo
 
 # the one whose keys are functions of queries that 16 bits round; the others' are made exact below
-EVERY = [entry for entry in (*WHOLE_ZOO, *zoo_softmax.ORDERED) if entry.name != "MultiPositive, several targets"]
+EVERY = [entry for entry in whole_zoo.EVERY if entry.name != "MultiPositive, several targets"]
 NARROW = [name for name in INPUTS if name != "float32"]
 every_loss = pytest.mark.parametrize("entry", EVERY, ids=str)
 EPS = torch.finfo(torch.float32).eps
@@ -253,12 +249,6 @@ def formula(entry: Entry, rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[T
         return evaluated(lambda *x: entry.dense(*x, temperature=0.1), like(rows, dtype))
 
 
-def off_in_the_last_bit(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Of 32, each number by chance up or down."""
-    signs = [numbers(*x.shape, seed=90 + i).sign() if x.is_floating_point() else 0 for i, x in enumerate(rows)]
-    return [x.double() * (1 + EPS * sign) if x.is_floating_point() else x for x, sign in zip(rows, signs, strict=True)]
-
-
 @dataclass(frozen=True)
 class Bound:
     """What 32 bits may cost: twice the error of the dense formula in float32 on the same rows.
@@ -279,7 +269,7 @@ class Bound:
     def of(cls, entry: Entry, dtype: torch.dtype) -> "Bound":
         rows, last = short_rows(entry, dtype), torch.finfo(dtype)
         plain, plain_gradients = formula(entry, rows, torch.float64)
-        near, near_gradients = formula(entry, off_in_the_last_bit(rows), torch.float64)
+        near, near_gradients = formula(entry, nudged(like(rows, torch.float64), torch.float32), torch.float64)
         with narrowed(entry, dtype):
             exact, gradients = formula(entry, rows, torch.float64)
             dense, dense_gradients = formula(entry, rows, torch.float32)
@@ -429,50 +419,21 @@ def test_second_derivatives_under_dense_are_those_of_the_formula(entry: Entry, t
 
 @dataclass(frozen=True)
 class Function:
-    """A loss as a function, and what each anchor loses, written out.
+    """A loss as a function.
 
     Args:
         run: ``run(*rows, reduction=..., world=...)``.
-        anchors: the losses of all anchors on one process.
+        entry: has its formula.
         views: how many blocks of anchors each rank holds, one after the other.
     """
 
     run: Callable[..., Tensor]
-    anchors: Callable[..., Tensor]
     entry: Entry
     views: int = 1
 
-
-def _logits(a: Tensor, b: Tensor, t: float = 0.3) -> Tensor:
-    return F.normalize(a, dim=1) @ F.normalize(b, dim=1).T / t
-
-
-def _without_self(z: Tensor) -> Tensor:
-    return _logits(z, z).masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
-
-
-def nt_xent_anchors(a: Tensor, b: Tensor) -> Tensor:
-    n = len(a)
-    return F.cross_entropy(_without_self(torch.cat([a, b])), (torch.arange(2 * n) + n) % (2 * n), reduction="none")
-
-
-def clip_anchors(a: Tensor, b: Tensor) -> Tensor:
-    target = torch.arange(len(a))
-    both = [F.cross_entropy(_logits(x, y), target, reduction="none") for x, y in ((a, b), (b, a))]
-    return (both[0] + both[1]) / 2
-
-
-def sup_con_anchors(z: Tensor, labels: Tensor) -> Tensor:
-    positive = (labels[:, None] == labels) & ~torch.eye(len(z), dtype=torch.bool)
-    return -_without_self(z).log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-
-
-def batch_hard_anchors(z: Tensor, labels: Tensor) -> Tensor:
-    s = _logits(z, z, 1.0)
-    positive, negative = labels[:, None] == labels, labels[:, None] != labels
-    positive = positive & ~torch.eye(len(z), dtype=torch.bool)
-    nearest, farthest = s.masked_fill(~negative, -2).amax(1), s.masked_fill(~positive, 2).amin(1)
-    return F.softplus(nearest - farthest + BatchHard().margin.item()).where(positive.any(1) & negative.any(1), 0)
+    def anchors(self, *rows: Tensor) -> Tensor:
+        """Return the losses of all anchors on one process."""
+        return self.entry.dense(*rows, temperature=0.3, reduction="none")
 
 
 def batch_hard(*rows: Tensor, reduction: Any = "mean", world: World) -> Tensor:
@@ -484,10 +445,10 @@ def at(kind: Callable[..., Callable[..., Tensor]], **settings: Any) -> Callable[
 
 
 FUNCTIONS = {
-    "nt_xent": Function(at(cz.NTXent), nt_xent_anchors, LOSSES[0], views=2),
-    "info_nce": Function(at(cz.InfoNCE, symmetric=True), clip_anchors, LOSSES[1]),
-    "sup_con": Function(at(cz.SupCon), sup_con_anchors, LOSSES[2]),
-    "RowLoss": Function(batch_hard, batch_hard_anchors, LOSSES[3]),
+    "nt_xent": Function(at(cz.NTXent), LOSSES[0], views=2),
+    "info_nce": Function(at(cz.InfoNCE, symmetric=True), LOSSES[1]),
+    "sup_con": Function(at(cz.SupCon), LOSSES[2]),
+    "RowLoss": Function(batch_hard, LOSSES[3]),
 }
 SHARDS = [(5,), (3, 2), (0, 4, 1)]
 by_function = pytest.mark.parametrize("name", FUNCTIONS)

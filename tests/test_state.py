@@ -105,15 +105,6 @@ def test_the_positions_of_samplers_are_plain_numbers() -> None:
     assert sampler.step == 1
 
 
-@pytest.mark.parametrize("state", [None, [], {"epoch": 1}, {"epoch": 0, "step": 99}, {"epoch": -1, "step": 0}, "x"])
-def test_a_wrong_position_leaves_the_sampler_where_it_was(state: Any) -> None:
-    sampler = cz.data.GlobalBatchSampler(8, batch_size=2)
-    sampler.load_state_dict({"epoch": 3, "step": 2})
-    with pytest.raises(ValueError, match="GlobalBatchSampler: "):
-        sampler.load_state_dict(state)
-    assert (sampler.epoch, sampler.step) == (3, 2)
-
-
 def negatives() -> cz.data.RefreshedNegatives:
     return cz.data.RefreshedNegatives(rows, rows, torch.arange(4), corpus_size=4, every=2, num_negatives=2)
 

@@ -66,17 +66,9 @@ RECIPES = [
     Recipe("NTXent", lambda: cz.NTXent(temperature=0.5), "views"),
     Recipe("InfoNCE", info_nce, "views", learnt=True),
     Recipe("SupCon", lambda: cz.SupCon(temperature=0.3)),
-    pml("ContrastiveLoss"),
     pml("TripletMarginLoss", miner="TripletMarginMiner", margin=0.2),
-    pml("MultiSimilarityLoss", miner="MultiSimilarityMiner"),
-    pml("NTXentLoss", temperature=0.5),
-    pml("CircleLoss", gamma=8),
     pml("ProxyAnchorLoss", learnt=True, alpha=8),
-    pml("ProxyNCALoss", learnt=True),
     pml("ArcFaceLoss", learnt=True, scale=8),
-    pml("CosFaceLoss", learnt=True, scale=8),
-    pml("SoftTripleLoss", learnt=True),
-    pml("NormalizedSoftmaxLoss", learnt=True, temperature=0.5),
 ]
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 SOME = [BY_NAME[name] for name in ("InfoNCE", "SupCon", "ProxyAnchorLoss", "TripletMarginLoss + TripletMarginMiner")]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.two_hosts_rank import CUT_AT, SAVED, STEPS, TIMEOUT, Training
+from contrastive_zoo.testing.worlds import Worlds
+from tests.two_hosts_rank import CUT_AT, SAVED, STEPS, TIMEOUT, Training, continued
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -23,20 +24,6 @@ import hosts
 ROOT = Path(__file__).parent.parent
 PATIENCE = 100.0
 """Seconds for torchrun, its ranks and their imports, on a busy machine."""
-
-
-def on_two_hosts(folder: Path, processes: tuple[int, int], job: str) -> list[dict[str, Any]]:
-    """Run a job on new hosts, and return what each rank found."""
-    log, world_size = folder / f"{job}.log", sum(processes)
-    files, until = [folder / f"{job}-{rank}.json" for rank in range(world_size)], time.monotonic() + PATIENCE
-    program = ("-m", "tests.two_hosts_rank", job, str(folder))
-    with hosts.two_hosts() as both, hosts.torchrun(both, processes, log, *program) as agents:
-        while not all(file.exists() for file in files):
-            failed = any(agent.poll() for agent in agents)
-            if failed or time.monotonic() > until:
-                pytest.fail(log.read_text()[-5000:])
-            time.sleep(0.05)
-    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cut_off(folder: Path) -> list[dict[str, Any]]:
-    return on_two_hosts(folder, (2, 2), "cut_off")
-
-
-@pytest.fixture(scope="module")
-def continued(folder: Path, cut_off: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return on_two_hosts(folder, (1, 1), "continued")
+    """Run the training on new hosts, and return what each rank found."""
+    log, files, until = folder / "log", [folder / f"{rank}.json" for rank in range(4)], time.monotonic() + PATIENCE
+    program = ("-m", "tests.two_hosts_rank", str(folder))
+    with hosts.two_hosts() as both, hosts.torchrun(both, (2, 2), log, *program) as agents:
+        while not all(file.exists() for file in files):
+            failed = any(agent.poll() for agent in agents)
+            if failed or time.monotonic() > until:
+                pytest.fail(log.read_text()[-5000:])
+            time.sleep(0.05)
+    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +80,13 @@ def test_a_link_that_is_cut_is_an_error_on_both_hosts(cut_off: list[dict[str, An
         assert found["seconds"] < 2 * TIMEOUT, found
 
 
-def test_a_restart_on_fewer_ranks_continues_the_training(cut_off, continued, one_process, folder: Path) -> None:
+def test_a_restart_on_fewer_ranks_continues_the_training(cut_off, one_process, folder: Path, worlds: Worlds) -> None:
     values, state = one_process[0], dict(one_process[1])
     position = state.pop("sampler")
     for found in cut_off:
         assert found["values"] == pytest.approx(values[: len(found["values"])], rel=1e-9)
-    for rank, found in enumerate(continued):
-        assert found["values"] == pytest.approx(values[SAVED:], rel=1e-9)
+    for rank, continued_values in enumerate(worlds.run(2, continued, folder)):
+        assert continued_values == pytest.approx(values[SAVED:], rel=1e-9)
         end = torch.load(folder / f"end-{rank}.pt", weights_only=True)
         if rank > 0:  # its own stream
             end["random"] = state["random"]

@@ -1,4 +1,4 @@
-"""What a rank of tests/test_two_hosts.py runs under torchrun: a training that is cut off, or what continues it."""
+"""What a rank of tests/test_two_hosts.py runs: under torchrun a training that is cut off; what continues it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.wrapper.step import splitting
-from tests.helpers import numbers
+from tests.helpers import groups, numbers
 from tests.test_later_steps import a_training, labelled, two_towers
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -158,23 +158,25 @@ def cut_off(folder: Path) -> dict[str, Any]:
     return found
 
 
-def continued(folder: Path) -> dict[str, Any]:
-    """Train on from the checkpoint to the end."""
-    training = Training(dist.new_group())
-    torch.manual_seed(100 + dist.get_rank())
-    training.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True))
-    values = list(training.run(STEPS))
-    torch.save(training.state_dict(), folder / f"end-{dist.get_rank()}.pt")
-    return {"values": values}
+def continued(folder: Path) -> list[float]:
+    """Train on from the checkpoint to the end, on the ranks of a world."""
+    torch.set_default_dtype(torch.float32)
+    with groups(range(dist.get_world_size())) as group:
+        training = Training(group)
+        torch.manual_seed(100 + dist.get_rank())
+        training.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True))
+        values = list(training.run(STEPS))
+        torch.save(training.state_dict(), folder / f"end-{dist.get_rank()}.pt")
+    return values
 
 
 def main() -> None:
-    """Run one of the two, and write what it found."""
+    """Run the training that is cut off, and write what it found."""
     torch.set_num_threads(1)
-    job, folder = {"cut_off": cut_off, "continued": continued}[sys.argv[1]], Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found = job(folder)
-    file = folder / f"{job.__name__}-{dist.get_rank()}"
+    found = cut_off(folder)
+    file = folder / f"{dist.get_rank()}"
     file.write_text(json.dumps(found))
     file.rename(file.with_suffix(".json"))  # complete
     if "error" in found:

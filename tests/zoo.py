@@ -37,31 +37,92 @@ class Entry:
         return self.name
 
 
-def dense_nt_xent(*views: Tensor, temperature: Any) -> Tensor:
-    """Return NT-Xent, written from the paper, pair by pair."""
-    z = F.normalize(torch.cat(views), dim=1)
-    n, self_pair = len(views[0]), torch.eye(len(z), dtype=torch.bool)
-    logits = (z @ z.T / temperature).masked_fill(self_pair, -torch.inf)
-    positive = torch.eye(n).bool().repeat(len(views), len(views)) & ~self_pair
-    log_p = logits.log_softmax(1).where(positive, 0)
-    return -(log_p.sum(1) / (len(views) - 1)).mean()
+def taking(make: Callable[..., Any], *names: str, **fixed: Any) -> Callable[..., Any]:
+    """``make`` with these settings fixed, and with those of the others that have these names."""
+    return lambda **settings: make(**fixed, **{name: x for name, x in settings.items() if name in names})
 
 
-def dense_info_nce(queries: Tensor, keys: Tensor, temperature: Any) -> Tensor:
-    logits = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T / temperature
-    return F.cross_entropy(logits, torch.arange(len(logits)))
+# -------------------------------------------------------------------------------------------- parts of formulas
 
 
-def dense_clip(queries: Tensor, keys: Tensor, temperature: Any) -> Tensor:
-    return (dense_info_nce(queries, keys, temperature) + dense_info_nce(keys, queries, temperature)) / 2
+def unit(z: Tensor) -> Tensor:
+    return F.normalize(z, dim=1)
 
 
-def dense_sup_con(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    z, self_pair = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
-    log_p = (z @ z.T / temperature).masked_fill(self_pair, -torch.inf).log_softmax(1)
-    positive = (labels[:, None] == labels) & ~self_pair
-    losses = -log_p.where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-    return losses.sum() / positive.any(1).sum().clamp(min=1)
+def anchors(labels: Tensor) -> list[tuple[int, list[int], list[int]]]:
+    """Each row with its positives and its negatives."""
+    every = range(len(labels))
+    alike = [[j for j in every if j != i and labels[j] == labels[i]] for i in every]
+    return [(i, alike[i], [j for j in every if labels[j] != labels[i]]) for i in every]
+
+
+def mean(losses: list[Tensor], *connected: Tensor, count: int | None = None) -> Tensor:
+    """Of those found; a zero that hangs in the graph if there are none."""
+    zero = sum(0 * x.sum() for x in connected)
+    return torch.stack(losses).sum() / max(1, len(losses) if count is None else count) + zero if losses else zero
+
+
+def log_sum(x: list[Tensor]) -> Tensor:
+    return torch.stack(x).logsumexp(0)
+
+
+# ------------------------------------------- formulas of rows as they are; a reduction "none" keeps the losses of anchors
+
+
+def itself(z: Tensor) -> Tensor:
+    """[n, n]: where a row meets itself."""
+    return torch.eye(len(z), dtype=torch.bool, device=z.device)
+
+
+def info_nce(queries: Tensor, keys: Tensor, scale: Any, reduction: str = "mean") -> Tensor:
+    """Row i of keys belongs to row i of queries; more rows are negatives."""
+    logits = scale * queries @ keys.T
+    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device), reduction=reduction)
+
+
+def clip(a: Tensor, b: Tensor, scale: Any, reduction: str = "mean") -> Tensor:
+    return (info_nce(a, b, scale, reduction) + info_nce(b, a, scale, reduction)) / 2
+
+
+def siglip(a: Tensor, b: Tensor, scale: Any, bias: Any) -> Tensor:
+    logits = scale * a @ b.T + bias
+    positive = torch.eye(*logits.shape, dtype=torch.bool, device=logits.device)
+    return -F.logsigmoid(logits.where(positive, -logits)).sum() / len(a)
+
+
+def sup_con(z: Tensor, labels: Tensor, scale: Any, reduction: str = "mean") -> Tensor:
+    log_shares = (scale * z @ z.T).masked_fill(itself(z), -torch.inf).log_softmax(1)
+    positive = (labels[:, None] == labels) & ~itself(z)
+    losses = -log_shares.where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
+    return losses if reduction == "none" else losses.sum() / positive.any(1).sum().clamp(min=1)
+
+
+def nt_xent(a: Tensor, b: Tensor, scale: Any) -> Tensor:
+    return sup_con(torch.cat([a, b]), torch.arange(len(a), device=a.device).repeat(2), scale)
+
+
+# ------------------------------------------------------------------------------------------ the same of unit rows
+
+
+def dense_info_nce(queries: Tensor, keys: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:
+    return info_nce(unit(queries), unit(keys), 1 / temperature, reduction)
+
+
+def dense_clip(a: Tensor, b: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:
+    return clip(unit(a), unit(b), 1 / temperature, reduction)
+
+
+def dense_siglip(a: Tensor, b: Tensor, temperature: Any, bias: float = -10.0) -> Tensor:
+    return siglip(unit(a), unit(b), 1 / temperature, bias)
+
+
+def dense_sup_con(z: Tensor, labels: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:
+    return sup_con(unit(z), labels, 1 / temperature, reduction)
+
+
+def dense_nt_xent(*views: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:
+    """NT-Xent is SupCon of classes that are the views of one sample."""
+    return dense_sup_con(torch.cat(views), torch.arange(len(views[0])).repeat(len(views)), temperature, reduction)
 
 
 class Tempered(cz.RowLoss):
@@ -89,15 +150,13 @@ class BatchHard(cz.RowLoss):
         return F.softplus(nearest - farthest + self.margin), positive.any(1) & negative.any(1)
 
 
-def dense_batch_hard(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
-    z, self_pair = F.normalize(z, dim=1), torch.eye(len(z), dtype=torch.bool)
-    losses = []
-    for anchor in range(len(z)):
-        s = z @ z[anchor]
-        positives, negatives = s[(labels == labels[anchor]) & ~self_pair[anchor]], s[labels != labels[anchor]]
-        if len(positives) and len(negatives):
-            losses.append(F.softplus(negatives.max() - positives.min() + 0.25))
-    return torch.stack(losses).mean() if losses else 0 * z.sum()
+def dense_batch_hard(z: Tensor, labels: Tensor, temperature: Any = None, reduction: str = "mean") -> Tensor:
+    similarity = unit(z) @ unit(z).T
+    positive, negative = (labels[:, None] == labels) & ~itself(z), labels[:, None] != labels
+    farthest, nearest = similarity.masked_fill(~positive, 2).amin(1), similarity.masked_fill(~negative, -2).amax(1)
+    valid = positive.any(1) & negative.any(1)
+    losses = F.softplus(nearest - farthest + 0.25).where(valid, 0)
+    return losses if reduction == "none" else losses.sum() / valid.sum().clamp(min=1)
 
 
 ZOO = [

@@ -18,28 +18,9 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.kernels.sigmoid import siglip
 from contrastive_zoo.engine.kernels.softmax import clip, info_nce, nt_xent
+from tests import zoo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def dense_info_nce(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    return F.cross_entropy(scale * a @ b.T, torch.arange(len(a), device=a.device))
-
-
-def dense_clip(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    return (dense_info_nce(a, b, scale) + dense_info_nce(b, a, scale)) / 2
-
-
-def dense_nt_xent(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    z = torch.cat([a, b])
-    logits = (scale * z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool, device=a.device), -torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(z), device=a.device).roll(len(a)))
-
-
-def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    logits = scale * a @ b.T + bias
-    positive = torch.eye(*logits.shape, dtype=torch.bool, device=a.device)
-    return -F.logsigmoid(logits.where(positive, -logits)).sum() / len(a)
 
 
 def public(kind: Callable[..., Callable[..., Tensor]], **settings: Any) -> Callable[..., Tensor]:
@@ -59,14 +40,14 @@ def normalised(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "clip": (clip, dense_clip),
-    "info_nce": (info_nce, dense_info_nce),
-    "nt_xent": (nt_xent, dense_nt_xent),
-    "siglip": (siglip, dense_siglip),
-    "public clip": (public(cz.Clip), normalised(dense_clip)),
-    "public info_nce": (public(cz.InfoNCE), normalised(dense_info_nce)),
-    "public nt_xent": (public(cz.NTXent, normalize=False), dense_nt_xent),
-    "public siglip": (public(cz.SigLIP), normalised(dense_siglip)),
+    "clip": (clip, zoo.clip),
+    "info_nce": (info_nce, zoo.info_nce),
+    "nt_xent": (nt_xent, zoo.nt_xent),
+    "siglip": (siglip, zoo.siglip),
+    "public clip": (public(cz.Clip), normalised(zoo.clip)),
+    "public info_nce": (public(cz.InfoNCE), normalised(zoo.info_nce)),
+    "public nt_xent": (public(cz.NTXent, normalize=False), zoo.nt_xent),
+    "public siglip": (public(cz.SigLIP), normalised(zoo.siglip)),
 }
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.wrapper.step import splitting
+from tests import zoo
 from tests.helpers import learnt
-from tests.kernels.cases import DEVICE, dense_clip, dense_info_nce, dense_nt_xent, dense_siglip, interpret_bfloat16
+from tests.kernels.cases import DEVICE, interpret_bfloat16
 from tests.kernels.rank_mutants import (
     Mutant,
     mantissas_only,
@@ -33,30 +34,18 @@ from tests.kernels.rank_mutants import (
 )
 
 
-def dense_mnrl(queries: Tensor, documents: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
-    return dense_info_nce(queries, torch.cat([documents, negatives]), scale)
-
-
-def dense_negatives(queries: Tensor, keys: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
-    return dense_mnrl(queries, keys, negatives, scale)
-
-
-def dense_sup_con(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    own = torch.eye(len(z), dtype=torch.bool, device=z.device)
-    log_shares = (scale * z @ z.T).masked_fill(own, -torch.inf).log_softmax(1)
-    positive = (labels[:, None] == labels) & ~own
-    some = positive.any(1)
-    return -(log_shares.where(positive, 0).sum(1)[some] / positive.sum(1)[some]).mean()
+def of_negatives(queries: Tensor, keys: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
+    return zoo.info_nce(queries, torch.cat([keys, negatives]), scale)
 
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], int]] = {
-    "NTXent": (cz.NTXent, dense_nt_xent, 2),
-    "InfoNCE": (cz.InfoNCE, dense_info_nce, 2),
-    "InfoNCE, negatives": (cz.InfoNCE, dense_negatives, 3),
-    "Clip": (cz.Clip, dense_clip, 2),
-    "MNRL": (cz.MNRL, dense_mnrl, 3),
-    "SigLIP": (cz.SigLIP, dense_siglip, 2),
-    "SupCon": (cz.SupCon, dense_sup_con, 1),
+    "NTXent": (cz.NTXent, zoo.nt_xent, 2),
+    "InfoNCE": (cz.InfoNCE, zoo.info_nce, 2),
+    "InfoNCE, negatives": (cz.InfoNCE, of_negatives, 3),
+    "Clip": (cz.Clip, zoo.clip, 2),
+    "MNRL": (cz.MNRL, of_negatives, 3),
+    "SigLIP": (cz.SigLIP, zoo.siglip, 2),
+    "SupCon": (cz.SupCon, zoo.sup_con, 1),
 }
 """The loss, its dense formula, and the number of its rows; SupCon has labels, too."""
 

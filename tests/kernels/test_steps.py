@@ -12,9 +12,9 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.trial import whole_batch
+from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import value_and_gradients
 from tests.test_accelerator import may_read
-from tests.test_contract import WHOLE_ZOO
 from tests.test_devices import LEFT_OUT
 from tests.zoo import Entry
 

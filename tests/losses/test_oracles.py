@@ -1,7 +1,7 @@
-"""Formulas that nobody here wrote: sentence-transformers', pytorch-metric-learning's and torch's own, where they are ours.
+"""Formulas that nobody here wrote: sentence-transformers' and torch's own, where they are ours.
 
-Value and gradient in float64, on classes of unequal size, equal rows and equal similarities. What the other files of
-this folder compare with pytorch-metric-learning is not repeated. lightly and open_clip: ``benchmarks/oracles.py``.
+Value and gradient in float64, on classes of unequal size, equal rows and equal similarities. For
+pytorch-metric-learning see ``tests/adapters/test_native.py``; for lightly and open_clip ``benchmarks/oracles.py``.
 """
 
 import itertools
@@ -26,12 +26,11 @@ from contrastive_zoo.losses.matryoshka import Matryoshka
 from contrastive_zoo.losses.mil_nce import MILNCE
 from contrastive_zoo.losses.mnrl import MNRL
 from contrastive_zoo.losses.multi_positive import MultiPositive
-from contrastive_zoo.losses.multi_similarity import MultiSimilarity
 from contrastive_zoo.losses.siglip import SigLIP
 from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
 from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
 from contrastive_zoo.losses.triplet import Triplet
-from tests.helpers import close, numbers
+from tests.helpers import assert_same, numbers
 
 SEEDS = range(3)
 
@@ -51,16 +50,6 @@ def classes(seed: int, smallest: int = 1) -> Tensor:
         other = int((labels == labels[0]).nonzero()[-1])
         labels[[1, other]] = labels[[other, 1]]
     return labels
-
-
-def same(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *given: Tensor, tolerance: float = 1e-10) -> None:
-    """Value and gradients."""
-    floating = [x for x in given if x.requires_grad]
-    found, expected = ours(*given), theirs(*given)
-    close(found, expected, tolerance)
-    pairs = zip(torch.autograd.grad(found, floating), torch.autograd.grad(expected, floating), strict=True)
-    for x, y in pairs:
-        close(x, y, tolerance)
 
 
 # ----------------------------------------------------------------------------------------------- sentence-transformers
@@ -127,7 +116,7 @@ def test_multiple_negatives_ranking(directions: Any, partition: Any, hardness: A
     for seed in SEEDS:
         columns = [rows(7, 4, seed=10 * seed + k) for k in range(2 + mined)]
         columns[1].data[:2] = columns[0].data[1:3]  # documents that are other queries
-        same(ours, theirs, *columns)
+        assert_same(ours, theirs, *columns)
 
 
 def test_multiple_negatives_ranking_in_chunks() -> None:
@@ -138,7 +127,7 @@ def test_multiple_negatives_ranking_in_chunks() -> None:
         value: Tensor = MNRL(temperature=0.2)(q, d, x, torch.arange(7))
         return value
 
-    same(ours, lambda *x: theirs.calculate_loss([list(y.split(3)) for y in x]), *columns)
+    assert_same(ours, lambda *x: theirs.calculate_loss([list(y.split(3)) for y in x]), *columns)
 
 
 @pytest.mark.parametrize("strategy", ["absolute", "relative"])
@@ -160,7 +149,7 @@ def test_gist(strategy: Any, margin: float, contrast: tuple[bool, bool]) -> None
             value: Tensor = ours(a, p, guide[0], guide[1], *x, *guide[2:])
             return value
 
-        same(in_order, in_columns, *(rows(7, 4, seed=10 * seed + k) for k in range(columns)))
+        assert_same(in_order, in_columns, *(rows(7, 4, seed=10 * seed + k) for k in range(columns)))
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, 1.0, 2.0]])
@@ -170,7 +159,7 @@ def test_matryoshka(weights: list[float] | None) -> None:
     theirs = called(st.MatryoshkaLoss(model, inner, matryoshka_dims=[6, 4, 2], matryoshka_weights=weights))
     ours = Matryoshka(MNRL(temperature=0.2), (6, 4, 2), weights=weights)
     for seed in SEEDS:
-        same(ours, theirs, rows(7, 6, seed=seed), rows(7, 6, seed=seed + 10))
+        assert_same(ours, theirs, rows(7, 6, seed=seed), rows(7, 6, seed=seed + 10))
 
 
 NO_SINGLETON = 2
@@ -208,7 +197,7 @@ def test_triplets_of_a_batch(name: str) -> None:
         labels = classes(seed, smallest)
         again = [0, 0, 2, 2, *range(4, len(labels))]  # which of equal rows is the hardest one is anybody's choice
         z = numbers(len(labels), 4, seed=seed).requires_grad_()
-        same(
+        assert_same(
             lambda z, y, rows=again: ours(z[rows], y),
             lambda z, y, rows=again: labelled(theirs)(z[rows], y),
             z,
@@ -231,7 +220,7 @@ def test_triplets_one_by_one(metric: Any) -> None:
     for seed in SEEDS:
         labels = classes(seed)
         z = numbers(len(labels), 4, seed=seed).requires_grad_()  # their slope at distance 0 is NaN
-        same(ours, lambda z, y: theirs(*z[every_triplet(y)]), z, labels)
+        assert_same(ours, lambda z, y: theirs(*z[every_triplet(y)]), z, labels)
 
 
 def test_contrastive_pairs() -> None:
@@ -246,24 +235,7 @@ def test_contrastive_pairs() -> None:
 
     for seed in SEEDS:
         labels = classes(seed)
-        same(ours, pair_by_pair, rows(len(labels), 4, seed=seed), labels, tolerance=1e-7)
-
-
-# ------------------------------------------------------------------------------------------- pytorch-metric-learning
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.1])
-def test_nt_xent_is_self_supervised(temperature: float) -> None:
-    theirs = pml.SelfSupervisedLoss(pml.NTXentLoss(temperature=temperature))
-    for seed in SEEDS:
-        same(cz.NTXent(temperature=temperature), theirs, rows(6, 4, seed=seed), rows(6, 4, seed=seed + 10))
-
-
-def test_labelled_losses_of_views_are_self_supervised() -> None:
-    for seed in SEEDS:
-        a, b = rows(6, 4, seed=seed), rows(6, 4, seed=seed + 10)
-        same(MultiSimilarity(), pml.SelfSupervisedLoss(pml.MultiSimilarityLoss()), a, b)
-        same(Triplet(margin=0.3), pml.SelfSupervisedLoss(pml.TripletMarginLoss(margin=0.3)), a, b)
+        assert_same(ours, pair_by_pair, rows(len(labels), 4, seed=seed), labels, tolerance=1e-7)
 
 
 # ------------------------------------------------------------------------------------------------------------- torch
@@ -292,8 +264,8 @@ def test_sigmoids_are_binary_cross_entropies() -> None:
             logits, alike = 5 * z @ z.T - 2, y[:, None] == y
             return binary(logits[~own].view(11, 10), alike[~own].view(11, 10))
 
-        same(SigLIP().double(), towers, a, b, tolerance=1e-6)  # its scale starts at log 10 in 32 bits
-        same(SupSigmoid(temperature=0.2, logit_bias=-2.0), labelled, a, y)
+        assert_same(SigLIP().double(), towers, a, b, tolerance=1e-6)  # its scale starts at log 10 in 32 bits
+        assert_same(SupSigmoid(temperature=0.2, logit_bias=-2.0), labelled, a, y)
 
 
 def test_soft_targets_are_cross_entropies_with_probabilities() -> None:
@@ -305,7 +277,7 @@ def test_soft_targets_are_cross_entropies_with_probabilities() -> None:
             a, b = unit(a, b)
             return F.cross_entropy(a @ b.T / 0.3, alike / alike.sum(1, keepdim=True))
 
-        same(MultiPositive(temperature=0.3), several, a, b, y)
+        assert_same(MultiPositive(temperature=0.3), several, a, b, y)
         teacher = numbers(11, 4, seed=seed + 20)
         centred = DINO(4, temperature=0.2, teacher_temperature=0.5)
         centred.centre.copy_(torch.tensor([0.5, -0.25, 0.0, 1.0]))
@@ -315,7 +287,7 @@ def test_soft_targets_are_cross_entropies_with_probabilities() -> None:
         def taught(s: Tensor, targets: Tensor = targets) -> Tensor:
             return F.cross_entropy(s / 0.2, targets)
 
-        same(lambda s, t=teacher, loss=centred: loss(s, t), taught, a)
+        assert_same(lambda s, t=teacher, loss=centred: loss(s, t), taught, a)
 
 
 def test_a_video_of_one_text_is_half_of_both_directions() -> None:
@@ -327,7 +299,7 @@ def test_a_video_of_one_text_is_half_of_both_directions() -> None:
 
     for seed in SEEDS:
         v, t = rows(6, 4, seed=seed), rows(6, 4, seed=seed + 10)
-        same(lambda v, t: MILNCE()(v, t[:, None]), cross, v, t)
+        assert_same(lambda v, t: MILNCE()(v, t[:, None]), cross, v, t)
 
 
 def test_statistics_are_torchs() -> None:
@@ -347,9 +319,9 @@ def test_statistics_are_torchs() -> None:
             uniform = [(-2 * F.pdist(x).square()).logsumexp(0) for x in (a, b)]
             return 2 * F.mse_loss(a, b) * 2 + sum(uniform) / 2 - torch.tensor(28.0, dtype=torch.float64).log()
 
-        same(BarlowTwins(lambda_=0.1, eps=1e-15), correlated, a, b)
-        same(SpectralContrastive(mu=1e9), spectral, a, b)
-        same(AlignUniform(), spread, *(numbers(8, 4, seed=seed + k).requires_grad_() for k in (0, 10)))
+        assert_same(BarlowTwins(lambda_=0.1, eps=1e-15), correlated, a, b)
+        assert_same(SpectralContrastive(mu=1e9), spectral, a, b)
+        assert_same(AlignUniform(), spread, *(numbers(8, 4, seed=seed + k).requires_grad_() for k in (0, 10)))
 
 
 # ----------------------------------------------------------------------------------------------------------- a mutant
@@ -359,13 +331,13 @@ def test_a_slip_is_seen() -> None:
     """One settings apart, one pair too many, a sum for a mean."""
     a, b, y = rows(11, 4, seed=0), rows(11, 4, seed=10), classes(0)
     theirs = called(st.MultipleNegativesRankingLoss(EvaluationInputs(), scale=5.0))
-    wrong: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
+    slips: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
         (MNRL(temperature=0.2, normalize=False), theirs, (a, b)),
         (MNRL(temperature=0.2, directions=ALL[:2]), theirs, (a, b)),
         (Triplet(margin=1.0, average="all", normalize=False), labelled(BATCHWISE["all"][1]), (a, y)),
         (Triplet(margin=1.0, mining="hard", average="all", normalize=False), labelled(BATCHWISE["hard"][1]), (a, y)),
         (cz.InfoNCE(temperature=0.1), pml.SelfSupervisedLoss(pml.NTXentLoss(temperature=0.1)), (a, b)),
     ]
-    for ours, other, given in wrong:
+    for ours, other, rows_of_both in slips:
         with pytest.raises(AssertionError):
-            same(ours, other, *given, tolerance=1e-7)
+            assert_same(ours, other, *rows_of_both, tolerance=1e-7)

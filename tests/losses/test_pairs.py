@@ -1,6 +1,5 @@
-"""Losses of annotated pairs and of a teacher's scores: their definitions, sentence-transformers' code, numbers by hand."""
+"""Losses of annotated pairs and of a teacher's scores: sentence-transformers' code, numbers by hand."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,42 +18,14 @@ from contrastive_zoo.losses.online_contrastive import OnlineContrastive
 from contrastive_zoo.losses.orthogonal_regularization import OrthogonalRegularization
 from contrastive_zoo.losses.p2s_grad import P2SGrad
 from contrastive_zoo.losses.score_distillation import ScoreDistillation
-from contrastive_zoo.testing.batch import GlobalBatch
-from tests.helpers import close, numbers
+from tests.helpers import assert_same, close, numbers
 from tests.losses import zoo_softmax
-from tests.losses.zoo_pairs import ENTRIES
-from tests.zoo import Entry
 
 SEEDS = range(3)
 
 
-def same(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *given: Tensor) -> None:
-    """Value and gradients."""
-    floating = [x for x in given if x.requires_grad]
-    found, expected = ours(*given), theirs(*given)
-    close(found, expected)
-    for x, y in zip(torch.autograd.grad(found, floating), torch.autograd.grad(expected, floating), strict=True):
-        close(x, y)
-
-
 def rows(count: int, n: int = 9, d: int = 4, seed: int = 0) -> list[Tensor]:
     return [numbers(n, d, seed=7 * seed + i).requires_grad_() for i in range(count)]
-
-
-@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_it_is_the_definition(entry: Entry, dense: bool) -> None:
-    for seed, labels in enumerate(("mixed", "same", "distinct", "singletons")):
-        batch = GlobalBatch(((9, 1, 4, 6)[seed],), d=(4, 3, 2, 1)[seed], labels=labels, seed=seed)
-        given = batch.samples(entry.views) if entry.call == "views" else [*batch.samples(), batch.classes()]
-        loss = entry.make(temperature=0.2).double()
-
-        def ours(*x: Tensor, loss: Any = loss) -> Tensor:
-            with cz.engine.plain_formulas() if dense else torch.enable_grad():
-                return loss(*x)
-
-        leaves = [x.requires_grad_() if x.is_floating_point() else x for x in given]
-        same(ours, lambda *x: entry.dense(*x, temperature=0.2), *leaves)
 
 
 def peer(cls: Any, **settings: Any) -> nn.Module:
@@ -81,28 +52,28 @@ ANNOTATED = [
 def test_annotated_pairs_are_sentence_transformers(ours: Any, theirs: Any, y: Tensor) -> None:
     for seed in SEEDS:
         q, k = rows(2, d=4 + seed % 2, seed=seed)
-        same(lambda a, b: ours(a, b, y), lambda a, b: theirs.compute_loss_from_embeddings([a, b], y), q, k)
+        assert_same(lambda a, b: ours(a, b, y), lambda a, b: theirs.compute_loss_from_embeddings([a, b], y), q, k)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_hinges_and_teachers_are_sentence_transformers(seed: int) -> None:
     q, p, first, second = rows(4, seed=seed)
     mega = peer(st.MegaBatchMarginLoss, use_mini_batched_version=False)
-    same(MegaBatchMargin(), lambda a, b: mega.calculate_loss([[a], [b]]), q, p)
+    assert_same(MegaBatchMargin(), lambda a, b: mega.calculate_loss([[a], [b]]), q, p)
     y = numbers(9, 3, seed=90 + seed)
     margin, divergence = peer(st.MarginMSELoss), peer(st.DistillKLDivLoss, temperature=0.5)
-    same(
+    assert_same(
         lambda q, p, *n: MarginMSE()(q, p, torch.stack(n, 1), y[:, :1] - y[:, 1:]),
         lambda *x: margin.compute_loss_from_embeddings(list(x), y),
         q, p, first, second,
     )  # fmt: skip
-    same(
+    assert_same(
         lambda q, *c: ScoreDistillation(temperature=0.5, teacher_temperature=0.5)(q, torch.stack(c, 1), y),
         lambda *x: divergence.compute_loss_from_embeddings(list(x), y),
         q, p, first, second,
     )  # fmt: skip
     regularised = peer(st.GlobalOrthogonalRegularizationLoss)
-    same(
+    assert_same(
         OrthogonalRegularization(), lambda z: sum(regularised.compute_loss_from_embeddings([z]).values()), first
     )  # fmt: skip
 
@@ -111,21 +82,17 @@ def test_hinges_and_teachers_are_sentence_transformers(seed: int) -> None:
 def test_variances_and_cosines_are_pytorch_metric_learnings(seed: int) -> None:
     (z,) = rows(1, seed=seed)
     labels = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3])
-    same(lambda z: IntraPairVariance()(z, labels), lambda z: pml.IntraPairVarianceLoss()(z, labels), z)
+    assert_same(lambda z: IntraPairVariance()(z, labels), lambda z: pml.IntraPairVarianceLoss()(z, labels), z)
     ours, theirs = P2SGrad(5, 4).double(), pml.P2SGradLoss(4, 5).double()
     unit = nn.functional.normalize(ours.weights.data, dim=1)
     ours.weights.data, theirs.weight.data = unit, unit.T.clone()
-
-    def scaled_back(z: Tensor) -> Tensor:  # it rescales its weights in two steps, the first of which adds 1e-7
-        return ours(z, labels)
-
-    found, expected = scaled_back(z), theirs(z, labels)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    # it rescales its weights in two steps, the first of which adds 1e-7
+    torch.testing.assert_close(ours(z, labels), theirs(z, labels), rtol=1e-6, atol=1e-6)
 
 
 def test_all_views_of_a_sample_are_anchors() -> None:
     views = rows(3, n=4)
-    same(
+    assert_same(
         zoo_softmax.SupConOfViews(contrast_mode="all", temperature=0.2),
         lambda *x: zoo_softmax.dense_sup_con_of_views(*x, temperature=0.2, contrast_mode="all"),
         *views,

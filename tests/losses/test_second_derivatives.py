@@ -13,8 +13,7 @@ from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import close, error_message, numbers
-from tests.losses import zoo_softmax
-from tests.test_contract import WHOLE_ZOO
+from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
@@ -37,7 +36,7 @@ def called(entry: Entry, loss: Callable[..., Tensor], at: list[Tensor]) -> Tenso
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
-@pytest.mark.parametrize("entry", [*WHOLE_ZOO, *zoo_softmax.ORDERED], ids=str)
+@pytest.mark.parametrize("entry", EVERY, ids=str)
 def test_second_derivatives_are_those_of_the_definition(entry: Entry, outside: bool) -> None:
     """Also where the context has been left before the second is taken."""
     at, loss = rows(entry), entry.make(temperature=0.5).double()
@@ -51,7 +50,7 @@ def test_second_derivatives_are_those_of_the_definition(entry: Entry, outside: b
         close(x, y, 1e-9 if entry.name.startswith("SwAV") else 1e-10)
 
 
-ONE_BY_ONE = [entry for entry in WHOLE_ZOO if entry.name in ("Angular", "SmoothAP", "Triplet, soft")]
+ONE_BY_ONE = [entry for entry in EVERY if entry.name in ("Angular", "SmoothAP", "Triplet, soft")]
 
 
 @pytest.mark.parametrize("entry", ONE_BY_ONE, ids=str)

@@ -1,4 +1,4 @@
-"""Softmax and sigmoid losses over pairs: against their equations, their peers, numbers by hand, and over ranks."""
+"""Softmax and sigmoid losses over pairs: torch's own functions, each other, numbers by hand, and over ranks."""
 
 import math
 from collections.abc import Callable
@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning import reducers
 from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine import tiling
 from contrastive_zoo.losses.clip import Clip
 from contrastive_zoo.losses.clip_distillation import ClipDistillation
 from contrastive_zoo.losses.dcl import DCL, DCLW
@@ -28,111 +27,15 @@ from contrastive_zoo.losses.sup_con import SupCon
 from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS, finite_at_extremes
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.trial import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, numbers
-from tests.losses.zoo_softmax import ENTRIES as LISTED
-from tests.losses.zoo_softmax import ORDERED
-from tests.zoo import Entry
-
-ENTRIES = LISTED + ORDERED
-BATCHES = [
-    GlobalBatch((7,), d=3),
-    GlobalBatch((6,), d=3, labels="singletons", seed=1),
-    GlobalBatch((4,), d=2, labels="same", seed=2),
-    GlobalBatch((5,), d=4, labels="distinct", seed=3),
-    GlobalBatch((1,), d=2, seed=4),
-]
-TRAPS = ("MNRL, all directions", "MultiPositive, ignored", "GIST", "SINCERE, pairs")
-
-
-def rows_of(entry: Entry, batch: GlobalBatch) -> list[Tensor]:
-    rows = batch.samples(entry.views) if entry.call == "views" else [*batch.samples(), batch.classes()]
-    return [x.requires_grad_() if x.is_floating_point() else x for x in rows]
-
-
-def same_function(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], rows: list[Tensor]) -> None:
-    """Value and gradients."""
-    floating = [x for x in rows if x.requires_grad]
-    found, expected = ours(*rows), theirs(*rows)
-    close(found, expected)
-    for x, y in zip(gradients(found, floating), gradients(expected, floating), strict=True):
-        close(x, y)
-
-
-def gradients(value: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(value, rows, allow_unused=True, materialize_grads=True)
+from tests.helpers import Largest, assert_same, close, numbers
+from tests.losses.zoo_softmax import ENTRIES, ORDERED
 
 
 def pairs(*shape: int) -> list[Tensor]:
     """Two towers of unit rows."""
     return [F.normalize(numbers(*shape, seed=seed), dim=1).requires_grad_() for seed in (1, 2)]
-
-
-def labelled(seed: int, n: int = 12) -> list[Tensor]:
-    return [numbers(n, 4, seed=seed).requires_grad_(), GlobalBatch((n,), labels="singletons", seed=seed).classes()]
-
-
-# ----------------------------------------------------------------------------------------------------- the definition
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.1])
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_it_is_the_papers_equation(entry: Entry, temperature: float) -> None:
-    for batch in BATCHES:
-        same_function(
-            entry.make(temperature=temperature).double(),
-            lambda *rows: entry.dense(*rows, temperature=temperature),
-            rows_of(entry, batch),
-        )
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_reductions_and_dense_evaluation_agree(entry: Entry) -> None:
-    rows = rows_of(entry, BATCHES[1])
-    floating = [x for x in rows if x.requires_grad]
-    none, total = (entry.make(temperature=0.5, reduction=how).double()(*rows) for how in ("none", "sum"))
-    close(none.sum(), total)
-    for x, y in zip(gradients(none.sum(), floating), gradients(total, floating), strict=True):
-        close(x, y)
-    mean = entry.make(temperature=0.5).double()(*rows)
-    with cz.engine.plain_formulas():
-        again = entry.make(temperature=0.5).double()(*rows)
-    close(mean, again)
-    for x, y in zip(gradients(mean, floating), gradients(again, floating), strict=True):
-        close(x, y)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.02])
-def test_32_bits_are_enough_at_low_temperatures(temperature: float) -> None:
-    """Where exponentials of the logits overflow or vanish."""
-    for entry in ENTRIES:
-        rows = rows_of(entry, BATCHES[0])
-        exact = entry.make(temperature=temperature).double()(*rows).detach()
-        short = entry.make(temperature=temperature)(*(x.detach().float() if x.is_floating_point() else x for x in rows))
-        assert torch.isfinite(short), entry
-        assert abs(short.double() - exact) < 1e-4 * max(1.0, exact.abs().item()) / temperature, entry
-
-
-# -------------------------------------------------------------------------------------------------------------- peers
-
-EVERY_PAIR = {"reducer": reducers.MeanReducer()}
-PEERS = [
-    (NPairs(normalize=True), pml.NPairsLoss()),
-    (TupletMargin(), pml.TupletMarginLoss()),
-    (TupletMargin(temperature=1 / 8, margin=20.0), pml.TupletMarginLoss(margin=20, scale=8)),
-    (NCA(), pml.NCALoss()),
-    (NCA(temperature=1 / 3), pml.NCALoss(softmax_scale=3)),
-    (SINCERE(average="pairs", temperature=0.2), pml.NTXentLoss(temperature=0.2)),
-    (SupCon(temperature=0.2), pml.SupConLoss(temperature=0.2)),
-]
-
-
-@pytest.mark.parametrize(("ours", "theirs"), PEERS, ids=lambda x: type(x).__name__)
-def test_it_is_pytorch_metric_learnings(ours: cz.RowLoss, theirs: torch.nn.Module) -> None:
-    for seed in range(4):
-        same_function(ours, theirs, labelled(seed))
 
 
 def test_towers_are_torchs_functions() -> None:
@@ -146,13 +49,13 @@ def test_towers_are_torchs_functions() -> None:
     def open_siglip(a: Tensor, b: Tensor) -> Tensor:
         return -F.logsigmoid((2 * eye - 1) * (a @ b.T / t - 3.0)).sum() / 6
 
-    same_function(Clip(temperature=t, normalize=False), open_clip, rows)
-    same_function(
+    assert_same(Clip(temperature=t, normalize=False), open_clip, *rows)
+    assert_same(
         lambda *x: MultiPositive(temperature=t, normalize=False)(*x, y),
         lambda a, b: F.cross_entropy(a @ b.T / t, y),
-        rows,
+        *rows,
     )
-    same_function(SigLIP(temperature=t, logit_bias=-3.0, normalize=False), open_siglip, rows)
+    assert_same(SigLIP(temperature=t, logit_bias=-3.0, normalize=False), open_siglip, *rows)
     teacher = pairs(6, 3)
     taught = [ClipDistillation(temperature=t, weight=weight)(*rows, *teacher) for weight in (0.0, 0.5, 1.0)]
     close(taught[0], Clip(temperature=t)(*rows))
@@ -187,7 +90,7 @@ def test_families_are_added() -> None:
 def test_numbers_by_hand() -> None:
     eye, e = torch.eye(2, dtype=torch.float64), math.e
     one = {"temperature": 1.0}
-    found = {
+    expected = {
         "dcl": (DCL(**one)(eye, eye), math.log(2) - 1),
         "dcl, per view": (DCL(denominators="per_view", **one)(eye, eye), -1.0),
         "dclw, equal pairs weigh 1": (DCL(sigma=0.5, **one)(eye, eye), math.log(2) - 1),
@@ -198,7 +101,7 @@ def test_numbers_by_hand() -> None:
         "gist": (GIST(**one)(eye, eye, eye, eye), math.log(e + 3) - 1),
         "siglip": (SigLIP(logit_bias=0.0, **one)(eye, eye), math.log(1 + 1 / e) + math.log(2)),
     }
-    for name, (ours, by_hand) in found.items():
+    for name, (ours, by_hand) in expected.items():
         assert abs(ours.item() - by_hand) < 1e-10, name
     # two queries, three keys; query 0 wants key 1 three times as much as key 0, query 1 has no key
     keys = torch.cat([eye, -eye[:1]])
@@ -259,46 +162,6 @@ def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None
 # --------------------------------------------------------------------------------------------------------- over ranks
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_the_contract_holds(entry: Entry, worlds: Worlds) -> None:
-    for shards, trainer in (((2, 3), "mean"), ((0, 3, 2), "sum")):
-        case = entry.case(trainer, temperature=0.2)
-        trial = Trial(case, GlobalBatch(shards, d=3, labels="singletons", seed=5), worlds)
-        for invariant in CONTRACT:
-            invariant(trial)
-
-
-@pytest.mark.parametrize("entry", [x for x in ENTRIES if x.name in TRAPS], ids=str)
-def test_every_invariant_holds(entry: Entry, worlds: Worlds) -> None:
-    trial = Trial(entry.case(temperature=0.2), GlobalBatch((1, 4, 2), d=3, seed=6), worlds)
-    for invariant in INVARIANTS:
-        invariant(trial)
-
-
-@pytest.mark.parametrize("entry", [x for x in ENTRIES if x.name not in TRAPS], ids=str)
-def test_a_learnt_temperature_gets_its_whole_gradient(entry: Entry, worlds: Worlds) -> None:
-    def learnt() -> Any:
-        return entry.make(temperature=cz.LearnableTemperature(0.3))
-
-    trial = Trial(
-        Entry(entry.name, learnt, entry.dense, entry.call, entry.views).case(), GlobalBatch((3, 1), 3), worlds
-    )
-    for invariant in CONTRACT:
-        invariant(trial)
-    assert trial.on_one_process().parameters
-
-
-@pytest.mark.parametrize("kind", ["duplicates", "zeros", "huge", "tiny"])
-def test_extremes_stay_finite(kind: Any, worlds: Worlds) -> None:
-    for entry in ENTRIES:
-        for temperature in (1.0, 0.01):
-            trial = Trial(entry.case(temperature=temperature), GlobalBatch((5,), d=2, kind=kind, seed=7), worlds)
-            if "NPairs" not in entry.name:  # whose dot products overflow by themselves
-                assert math.isfinite(trial.on_one_process().value), entry
-                assert all(x.isfinite().all() for x in trial.on_one_process().encoder.values()), entry
-            finite_at_extremes(trial)
-
-
 def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
     """The number of negatives may differ between ranks, down to none, apart from the number of queries."""
     q, d, x = (numbers(5, 3, seed=seed) for seed in range(3))
@@ -322,31 +185,16 @@ def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
 
 def test_nothing_n_by_n_is_held() -> None:
     """In small blocks no tensor is nearly as large as the similarity matrix."""
-    from contrastive_zoo.engine import tiling
-
-    found: list[int] = []
-
-    class Listener(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            found.extend(
-                x.numel()
-                for x in torch.utils._pytree.tree_leaves(out)
-                if isinstance(x, Tensor) and x.is_floating_point()
-            )
-            return out
-
     n, threads = 120, torch.get_num_threads()
     torch.set_num_threads(1)  # small operations, and many
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "BLOCK_BYTES", 2**15)
         patch.setattr(tiling, "TILE_BYTES", 2**13)
-        for entry in [x for x in ENTRIES if "," not in x.name or "all" in x.name]:
-            rows = rows_of(entry, GlobalBatch((n,), d=4))
-            with Listener():
+        for entry in [x for x in ENTRIES + ORDERED if "," not in x.name or "all" in x.name]:
+            rows = [x.requires_grad_(x.is_floating_point()) for x in whole_batch(entry.case(), GlobalBatch((n,), d=4))]
+            with Largest() as largest:
                 entry.make(temperature=0.5).double()(*rows).backward()
-            assert max(found) < n * n / 3, entry
-            found.clear()
+            assert largest.elements < n * n / 3, entry
     torch.set_num_threads(threads)
 
 

@@ -1,5 +1,6 @@
 """Losses of annotated pairs, of all pairs' means, and of a teacher's scores, each written out pair by pair."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,7 @@ from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin
 from contrastive_zoo.losses.online_contrastive import OnlineContrastive
 from contrastive_zoo.losses.score_distillation import ScoreDistillation
 from tests.losses import zoo_softmax
-from tests.losses.zoo_statistics import given
-from tests.zoo import Entry
-
-
-def unit(z: Tensor) -> Tensor:
-    return F.normalize(z, dim=1)
+from tests.zoo import Entry, taking, unit
 
 
 class CoSENTOfLabels(CoSENT):
@@ -130,21 +126,21 @@ def dense_score_distillation(q: Tensor, *candidates: Tensor, temperature: Any = 
 
 
 ENTRIES = [
-    Entry("CoSENT", given(CoSENTOfLabels, "temperature"), dense_cosent, call="labels"),
+    Entry("CoSENT", taking(CoSENTOfLabels, "temperature"), dense_cosent, call="labels"),
     Entry(
         "AnglE",
-        given(CoSENTOfLabels, "temperature", similarity="angle"),
-        lambda *rows, temperature: dense_cosent(*rows, temperature=temperature, similarity="angle"),
+        taking(CoSENTOfLabels, "temperature", similarity="angle"),
+        partial(dense_cosent, similarity="angle"),
         call="labels",
     ),
-    Entry("OnlineContrastive", given(OnlineContrastiveOfLabels), dense_online_contrastive, call="labels"),
-    Entry("MegaBatchMargin", given(MegaBatchMargin, "reduction"), dense_mega_batch_margin),
-    Entry("IntraPairVariance", given(IntraPairVariance, "reduction"), dense_intra_pair_variance, call="labels"),
-    Entry("Histogram", given(Histogram, num_bins=7), dense_histogram, call="labels"),
-    Entry("MarginMSE", given(MarginMSEOfViews, "reduction"), dense_margin_mse, views=4),
+    Entry("OnlineContrastive", taking(OnlineContrastiveOfLabels), dense_online_contrastive, call="labels"),
+    Entry("MegaBatchMargin", taking(MegaBatchMargin, "reduction"), dense_mega_batch_margin),
+    Entry("IntraPairVariance", taking(IntraPairVariance, "reduction"), dense_intra_pair_variance, call="labels"),
+    Entry("Histogram", taking(Histogram, num_bins=7), dense_histogram, call="labels"),
+    Entry("MarginMSE", taking(MarginMSEOfViews, "reduction"), dense_margin_mse, views=4),
     Entry(
         "ScoreDistillation",
-        given(ScoreDistillationOfViews, "temperature", "reduction", teacher_temperature=0.7),
+        taking(ScoreDistillationOfViews, "temperature", "reduction", teacher_temperature=0.7),
         dense_score_distillation,
         views=4,
     ),

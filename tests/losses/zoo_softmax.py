@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,39 +28,9 @@ from contrastive_zoo.losses.sincere import SINCERE
 from contrastive_zoo.losses.sup_con import SupCon
 from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
 from contrastive_zoo.losses.tuplet_margin import TupletMargin
-from tests.zoo import Entry, dense_clip
-
-
-def unit(z: Tensor) -> Tensor:
-    return F.normalize(z, dim=1)
-
-
-def mean(losses: list[Tensor], *connected: Tensor) -> Tensor:
-    """Of what counts; a zero that hangs in the graph if nothing does."""
-    return torch.stack(losses).mean() if losses else sum(0 * x.sum() for x in connected)
-
-
-def log_sum(x: list[Tensor]) -> Tensor:
-    return torch.stack(x).logsumexp(0)
-
-
-def others(labels: Tensor, i: int) -> tuple[list[int], list[int]]:
-    """Positives and negatives of row i."""
-    every = range(len(labels))
-    return [p for p in every if p != i and labels[p] == labels[i]], [n for n in every if labels[n] != labels[i]]
-
+from tests.zoo import Entry, anchors, dense_clip, dense_siglip, log_sum, mean, unit
 
 # --------------------------------------------------------------------------------------------------------- two towers
-
-
-def dense_siglip(x: Tensor, y: Tensor, temperature: Any, bias: float = -10.0) -> Tensor:
-    x, y = unit(x), unit(y)
-    losses = [
-        -F.logsigmoid((1 if i == j else -1) * (x[i] @ y[j] / temperature + bias))
-        for i in range(len(x))
-        for j in range(len(y))
-    ]
-    return torch.stack(losses).sum() / len(x)
 
 
 def second_tower(z: Tensor) -> Tensor:
@@ -264,8 +235,7 @@ def dense_debiased(a: Tensor, b: Tensor, temperature: Any) -> Tensor:
 
 def dense_sup_con_in(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
     u, losses = unit(z), []
-    for i in range(len(u)):
-        positives, negatives = others(labels, i)
+    for i, positives, negatives in anchors(labels):
         if positives:
             every = log_sum([u[i] @ u[k] / temperature for k in positives + negatives])
             chances = [(u[i] @ u[p] / temperature - every).exp() for p in positives]
@@ -275,8 +245,7 @@ def dense_sup_con_in(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
 
 def dense_sincere(z: Tensor, labels: Tensor, temperature: Any, average: str = "anchors") -> Tensor:
     u, losses = unit(z), []
-    for i in range(len(u)):
-        positives, negatives = others(labels, i)
+    for i, positives, negatives in anchors(labels):
         hard = [u[i] @ u[k] / temperature for k in negatives]
         of_pairs = [log_sum([x, *hard]) - x for x in (u[i] @ u[p] / temperature for p in positives)]
         losses += of_pairs if average == "pairs" else [torch.stack(of_pairs).mean()] if of_pairs else []
@@ -285,8 +254,7 @@ def dense_sincere(z: Tensor, labels: Tensor, temperature: Any, average: str = "a
 
 def dense_tuplet_margin(z: Tensor, labels: Tensor, temperature: Any, margin: float = 5.73) -> Tensor:
     u, losses = unit(z), []
-    for i in range(len(u)):
-        positives, negatives = others(labels, i)
+    for i, positives, negatives in anchors(labels):
         for p in positives:
             cos = (u[i] @ u[p]).clamp(-1 + 1e-15, 1 - 1e-15)
             slack = (cos.acos() - math.radians(margin)).cos()
@@ -296,8 +264,7 @@ def dense_tuplet_margin(z: Tensor, labels: Tensor, temperature: Any, margin: flo
 
 def dense_nca(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
     u, losses = unit(z), []
-    for i in range(len(u)):
-        positives, negatives = others(labels, i)
+    for i, positives, negatives in anchors(labels):
         if positives:
             near = {k: -(u[i] - u[k]).square().sum() / temperature for k in positives + negatives}
             losses.append(log_sum(list(near.values())) - log_sum([near[p] for p in positives]))
@@ -322,11 +289,6 @@ def dense_sup_sigmoid(z: Tensor, labels: Tensor, temperature: Any, bias: float =
                 sign = 1 if labels[i] == labels[j] else -1
                 total = total - F.logsigmoid(sign * (u[i] @ u[j] / temperature + bias))
     return total / len(z)
-
-
-def fixed(cls: Any, **given: Any) -> Any:
-    """The class with some settings given."""
-    return lambda **settings: cls(**given, **settings)
 
 
 def learnt(cls: Any) -> Any:
@@ -391,13 +353,9 @@ def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
     return mean(losses)
 
 
-def variant(dense: Any, **given: Any) -> Any:
-    return lambda *rows, temperature: dense(*rows, temperature=temperature, **given)
-
-
-def row(name: str, cls: Any, dense: Any, call: str, views: int = 2, **given: Any) -> Entry:
-    """An entry whose settings mean the same to the loss and to its oracle."""
-    return Entry(name, fixed(cls, **given), variant(dense, **given), call, views)  # type: ignore[arg-type]  # a str
+def row(name: str, cls: Any, dense: Any, call: str, views: int = 2, **fixed: Any) -> Entry:
+    """An entry whose settings mean the same to the loss and to its formula."""
+    return Entry(name, partial(cls, **fixed), partial(dense, **fixed), call, views)  # type: ignore[arg-type]  # a str
 
 
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
@@ -422,7 +380,7 @@ ENTRIES: list[Entry] = [
     row("GIST", GISTOfViews, dense_gist, "views"),
     row("GIST, relative margin", GISTOfViews, dense_gist, "views", margin=0.3, margin_strategy="relative"),
     row("ClipDistillation", ClipDistillationOfViews, dense_distillation, "views"),
-    row("SupCon, in", fixed(SupCon, variant="in"), dense_sup_con_in, "labels"),
+    row("SupCon, in", partial(SupCon, variant="in"), dense_sup_con_in, "labels"),
     row("SupCon, one view's anchors", SupConOfViews, dense_sup_con_of_views, "views", 3),
     row("SupCon, mask", SupConOfMask, dense_sup_con_of_mask, "labels"),
     row("SINCERE", SINCERE, dense_sincere, "labels"),

@@ -1,7 +1,6 @@
 """Feature statistics, clusters and teachers for the table of losses under test, each with its paper's dense formula."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,7 @@ from contrastive_zoo.losses.w_mse import WMSE
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import Entry
+from tests.zoo import Entry, taking
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -123,11 +122,6 @@ def _widened(views: Any) -> Tensor:
 
 def ramp() -> Tensor:
     return torch.linspace(-1, 1, WIDTH, dtype=torch.float32).double()
-
-
-def given(make: Callable[..., Any], *takes: str, **fixed: Any) -> Callable[..., Any]:
-    """``make`` with those of the settings that it takes."""
-    return lambda **settings: make(**fixed, **{name: x for name, x in settings.items() if name in takes})
 
 
 def dense_vicreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
@@ -396,26 +390,26 @@ def dense_negative_cosine(a: Tensor, b: Tensor, temperature: Any = None) -> Tens
 
 
 ENTRIES = [
-    Entry("VICReg", given(VICReg), dense_vicreg),
-    Entry("BarlowTwins", given(BarlowTwins), dense_barlow_twins),
-    Entry("SpectralContrastive", given(SpectralContrastive), dense_spectral_contrastive),
-    Entry("AlignUniform", given(AlignUniform), dense_align_uniform),
-    Entry("VIbCReg", given(VIbCReg), dense_vibcreg),
-    Entry("FroSSL, three views", given(FroSSL), dense_frossl, views=3),
-    Entry("WMSE", given(WMSE, "reduction"), dense_w_mse),
-    Entry("WMSE, three views", given(WMSE, "reduction"), dense_w_mse, views=3),
-    Entry("MMCR, three views", given(MMCR, lambda_=0.5), dense_mmcr, views=3),
-    Entry("DynamicSoftMargin", given(dynamic_soft_margin, "reduction"), dense_dynamic_soft_margin),
-    Entry("NNCLR", given(NNCLROfViews, "temperature", "reduction"), dense_nnclr),
-    Entry("ReSSL", given(ReSSLOfAnyWidth, "temperature", "reduction"), dense_ressl),
-    Entry("LeJEPA, three views", given(LeJEPAOfAnyWidth), dense_lejepa, views=3),
-    Entry("TiCo", given(TiCoOfAnyWidth), dense_tico),
-    Entry("SIGReg", given(SIGRegOfViews), dense_sigreg),
-    Entry("KoLeo", given(KoLeoOfViews, "reduction"), dense_koleo),
-    Entry("OrthogonalRegularization", given(OrthogonalOfViews), dense_orthogonal),
-    Entry("NegativeCosine", given(NegativeCosineOfViews, "reduction"), dense_negative_cosine),
-    Entry("SwAV", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav),
-    Entry("SwAV, three views", given(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav, views=3),
-    Entry("DINO", given(DINOOfViews, "temperature", "reduction"), dense_dino),
-    Entry("DINO, three views", given(DINOOfViews, "temperature", "reduction"), dense_dino, views=3),
+    Entry("VICReg", taking(VICReg), dense_vicreg),
+    Entry("BarlowTwins", taking(BarlowTwins), dense_barlow_twins),
+    Entry("SpectralContrastive", taking(SpectralContrastive), dense_spectral_contrastive),
+    Entry("AlignUniform", taking(AlignUniform), dense_align_uniform),
+    Entry("VIbCReg", taking(VIbCReg), dense_vibcreg),
+    Entry("FroSSL, three views", taking(FroSSL), dense_frossl, views=3),
+    Entry("WMSE", taking(WMSE, "reduction"), dense_w_mse),
+    Entry("WMSE, three views", taking(WMSE, "reduction"), dense_w_mse, views=3),
+    Entry("MMCR, three views", taking(MMCR, lambda_=0.5), dense_mmcr, views=3),
+    Entry("DynamicSoftMargin", taking(dynamic_soft_margin, "reduction"), dense_dynamic_soft_margin),
+    Entry("NNCLR", taking(NNCLROfViews, "temperature", "reduction"), dense_nnclr),
+    Entry("ReSSL", taking(ReSSLOfAnyWidth, "temperature", "reduction"), dense_ressl),
+    Entry("LeJEPA, three views", taking(LeJEPAOfAnyWidth), dense_lejepa, views=3),
+    Entry("TiCo", taking(TiCoOfAnyWidth), dense_tico),
+    Entry("SIGReg", taking(SIGRegOfViews), dense_sigreg),
+    Entry("KoLeo", taking(KoLeoOfViews, "reduction"), dense_koleo),
+    Entry("OrthogonalRegularization", taking(OrthogonalOfViews), dense_orthogonal),
+    Entry("NegativeCosine", taking(NegativeCosineOfViews, "reduction"), dense_negative_cosine),
+    Entry("SwAV", taking(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav),
+    Entry("SwAV, three views", taking(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav, views=3),
+    Entry("DINO", taking(DINOOfViews, "temperature", "reduction"), dense_dino),
+    Entry("DINO, three views", taking(DINOOfViews, "temperature", "reduction"), dense_dino, views=3),
 ]

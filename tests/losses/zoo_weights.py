@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,37 +164,24 @@ def dense_instance(z: Tensor, labels: Tensor, temperature: Any = 1.0, normalize:
     return torch.stack([F.cross_entropy(tower @ w.T / temperature, labels) for tower in towers]).sum()
 
 
+def row(name: str, cls: type[ClassLoss], dense: Callable[..., Tensor], *takes: str, **fixed: Any) -> Entry:
+    """Of a loss that takes a reduction, and other settings by name."""
+    return Entry(name, of_any_width(cls, "reduction", *takes, **fixed), dense, call="labels")
+
+
 ENTRIES = [
-    Entry(
-        "NormalizedSoftmax",
-        of_any_width(NormalizedSoftmax, "temperature", "reduction"),
-        dense_normalized_softmax,
-        call="labels",
-    ),
-    Entry("ProxyNCA++", of_any_width(ProxyNCA, "temperature", "reduction"), dense_proxy_nca, call="labels"),
-    Entry("CosFace", of_any_width(CosFace, "reduction"), dense_cos_face, call="labels"),
-    Entry("ArcFace", of_any_width(ArcFace, "reduction"), dense_arc_face, call="labels"),
-    Entry(
-        "ArcFace, sub-centers",
-        of_any_width(ArcFace, "reduction", sub_centers=3),
-        lambda *rows, temperature=None: dense_arc_face(*rows, centers=3),
-        call="labels",
-    ),
-    Entry("SoftTriple", of_any_width(SoftTriple, "reduction", sub_centers=3), dense_soft_triple, call="labels"),
+    row("NormalizedSoftmax", NormalizedSoftmax, dense_normalized_softmax, "temperature"),
+    row("ProxyNCA++", ProxyNCA, dense_proxy_nca, "temperature"),
+    row("CosFace", CosFace, dense_cos_face),
+    row("ArcFace", ArcFace, dense_arc_face),
+    row("ArcFace, sub-centers", ArcFace, partial(dense_arc_face, centers=3), sub_centers=3),
+    row("SoftTriple", SoftTriple, dense_soft_triple, sub_centers=3),
     Entry("ProxyAnchor", of_any_width(ProxyAnchor), dense_proxy_anchor, call="labels"),
-    Entry("P2SGrad", of_any_width(P2SGrad, "reduction"), dense_p2s_grad, call="labels"),
-    Entry("Instance", of_any_width(InstanceOfLabels, "temperature", "reduction"), dense_instance, call="labels"),
-    Entry(
-        "Instance, unit rows",
-        of_any_width(InstanceOfLabels, "temperature", "reduction", normalize=True),
-        lambda *rows, temperature=1.0: dense_instance(*rows, temperature=temperature, normalize=True),
-        call="labels",
+    row("P2SGrad", P2SGrad, dense_p2s_grad),
+    row("Instance", InstanceOfLabels, dense_instance, "temperature"),
+    row(
+        "Instance, unit rows", InstanceOfLabels, partial(dense_instance, normalize=True), "temperature", normalize=True
     ),
-    Entry("LargeMarginSoftmax", of_any_width(LargeMarginSoftmax, "reduction"), dense_large_margin, call="labels"),
-    Entry(
-        "SphereFace",
-        of_any_width(SphereFace, "reduction", margin=3),
-        lambda *rows, temperature=None: dense_large_margin(*rows, margin=3, unit_weights=True),
-        call="labels",
-    ),
+    row("LargeMarginSoftmax", LargeMarginSoftmax, dense_large_margin),
+    row("SphereFace", SphereFace, partial(dense_large_margin, margin=3, unit_weights=True), margin=3),
 ]

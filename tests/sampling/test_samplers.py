@@ -204,13 +204,16 @@ def test_bad_arguments(make: Callable[..., Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
+        (None, "GlobalBatchSampler: "),
+        ([], "GlobalBatchSampler: "),
+        ("x", "GlobalBatchSampler: "),
         ({"epoch": 1}, r"a position has an epoch and a step, got \['epoch'\]"),
         ({"epoch": -1, "step": 0}, "an epoch is an integer of at least 0, got -1"),
         ({"epoch": 1, "step": 4}, r"0 … 3, the number of batches of epoch 1, got 4"),
         ({"epoch": 1, "step": 0, "digest": "?"}, "other data, another seed or other settings"),
     ],
 )
-def test_bad_positions_change_nothing(state: dict[str, Any], says: str) -> None:
+def test_bad_positions_change_nothing(state: Any, says: str) -> None:
     sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
     sampler.load_state_dict({"epoch": 2, "step": 1})
     with pytest.raises(ValueError, match=says):

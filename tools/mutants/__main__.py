@@ -42,7 +42,6 @@ FILES = [
     "tests/test_bad_input.py",
     "tests/test_collectives.py",
     "tests/test_distributed.py",
-    "tests/test_distributed_state.py",
     "tests/test_failed_calls.py",
     "tests/test_faults.py",
     "tests/test_gradcache.py",

@@ -1,0 +1,104 @@
+"""Every loss of the tables is its definition in plain torch, on one process: by every path, of random and of odd batches."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import tiling
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.strategies import global_batches, temperatures
+from tests.helpers import assert_same, close, numbers
+from tests.losses.whole_zoo import EVERY
+from tests.zoo import Entry
+
+every_loss = pytest.mark.parametrize("entry", EVERY, ids=str)
+
+
+@contextlib.contextmanager
+def low_blocks() -> Iterator[None]:
+    """Blocks and tiles of a few rows."""
+    with patch.object(tiling, "BLOCK_BYTES", 500), patch.object(tiling, "TILE_BYTES", 500):
+        yield
+
+
+PATHS: dict[str, Callable[[], Any]] = {
+    "engine": contextlib.nullcontext,
+    "low blocks": low_blocks,
+    "plain formulas": cz.engine.plain_formulas,
+    "accelerator": lambda: patch.object(devices, "on_cpu", lambda x: False),
+}
+ODD = [
+    GlobalBatch((9,), d=5, labels="singletons", seed=1),
+    GlobalBatch((4,), d=2, labels="same", seed=2),
+    GlobalBatch((5,), d=1, labels="distinct", seed=3),
+    GlobalBatch((1,), d=3, seed=4),
+]
+
+
+def rows_of(entry: Entry, batch: GlobalBatch) -> list[Tensor]:
+    views = entry.views if entry.call == "views" else 1
+    rows = [numbers(batch.total, batch.d, seed=10 * batch.seed + view).requires_grad_() for view in range(views)]
+    return rows if entry.call == "views" else [*rows, batch.classes()]
+
+
+SAMPLES = [
+    *((ODD[0], path) for path in PATHS),
+    (ODD[1], "engine"),
+    (ODD[2], "low blocks"),
+    *((ODD[3], x) for x in PATHS),
+]
+
+
+def on_odd_batches(test: Any) -> Any:
+    for batch, path in SAMPLES:
+        test = example(batch=batch, temperature=0.2, path=path)(test)
+    return test
+
+
+@every_loss
+@on_odd_batches
+@given(batch=global_batches((1,)), temperature=temperatures(), path=st.sampled_from(list(PATHS)))
+def test_a_loss_is_its_definition(entry: Entry, batch: GlobalBatch, temperature: float, path: str) -> None:
+    with PATHS[path]():
+        loss = entry.make(temperature=temperature).double()
+        assert_same(loss, partial(entry.dense, temperature=temperature), *rows_of(entry, batch))
+
+
+ADDITIVE = [x for x in EVERY if hasattr(x.make(temperature=0.5), "reduction") and x.name != "OnlineContrastive"]
+
+
+@pytest.mark.parametrize("entry", ADDITIVE, ids=str)
+def test_losses_of_anchors_add_up_to_the_sum(entry: Entry) -> None:
+    rows = rows_of(entry, ODD[0])
+
+    def reduced(*rows: Tensor, reduction: str) -> Tensor:
+        value: Tensor = entry.make(temperature=0.5, reduction=reduction).double()(*rows)
+        return value
+
+    assert reduced(*rows, reduction="none").ndim == 1
+    nu_beta = 0.125 if entry.name == "Margin" else 0.0
+    assert_same(
+        lambda *x: reduced(*x, reduction="none").sum() + nu_beta, lambda *x: reduced(*x, reduction="sum"), *rows
+    )
+
+
+@pytest.mark.parametrize("entry", [x for x in EVERY if x.call == "labels"], ids=str)
+def test_two_views_are_labelled_rows(entry: Entry) -> None:
+    """A loss of labelled rows takes views of samples as well."""
+    loss, rows = entry.make(temperature=0.5).double(), rows_of(entry, GlobalBatch((8,), d=5))[0]
+    if (
+        isinstance(loss, cz.RowLoss)
+        and not isinstance(loss, cz.LiftedStructure)
+        and not getattr(loss, "num_classes", 0)
+    ):
+        close(loss(*rows.chunk(2)), loss(rows, torch.arange(4).repeat(2)))
