@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from contrastive_zoo.testing.auditing.evidence import StepEvidence
+from contrastive_zoo.testing.auditing.step_evidence import StepEvidence
+from contrastive_zoo.testing.evidence import Ratio
+from contrastive_zoo.testing.report import Quantity
 
 NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 100.0
 """A tolerance is this often the largest difference between repetitions, plus this often the unit of rounding."""
@@ -19,65 +20,6 @@ LARGEST_TOLERANCE = 0.3
 """A quantity that repetitions change by more is not compared."""
 
 Group = Literal["encoder", "loss"]
-
-
-@dataclass
-class Ratio:
-    """A vector against a reference.
-
-    Attributes:
-        ratio: r = ⟨x, y⟩ / ⟨y, y⟩.
-        cosine: of the angle between x and y.
-        error: ‖x − y‖ / ‖y‖.
-        rest: ‖x − r y‖ / ‖y‖, the part of the error that is no factor.
-    """
-
-    ratio: float
-    cosine: float
-    error: float
-    rest: float = 0.0
-
-    @classmethod
-    def between(cls, x: Tensor, y: Tensor) -> Ratio:
-        """Compare x with the reference y.
-
-        Examples:
-            >>> Ratio.between(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
-            Ratio(ratio=2.0, cosine=1.0, error=1.0, rest=0.0)
-        """
-        x, y = x.double(), y.double()
-        norms = float(x.norm()), float(y.norm())
-        if norms[1] == 0:
-            return cls(1.0, 1.0, 0.0) if norms[0] == 0 else cls(math.inf, 0.0, math.inf, math.inf)
-        cosine = float(x @ y) / (norms[0] * norms[1]) if norms[0] else 0.0
-        ratio = float(x @ y) / norms[1] ** 2
-        return cls(ratio, cosine, float((x - y).norm()) / norms[1], float((x - ratio * y).norm()) / norms[1])
-
-
-@dataclass
-class Quantity:
-    """A row of the report.
-
-    Attributes:
-        name: of the quantity.
-        ratio: of the ranks to one process, of the rank with the largest error; None if it was not compared.
-        tolerance: largest relative error of a right training.
-        reason: why it was not compared.
-        step: the step of the largest error.
-        is_noted: whether a note explains a difference that is no mistake.
-    """
-
-    name: str
-    ratio: Ratio | None = None
-    tolerance: float = 0.0
-    reason: str = ""
-    step: int = 0
-    is_noted: bool = False
-
-    @property
-    def ok(self) -> bool | None:
-        """Whether the error is within the tolerance; None if it was not compared."""
-        return None if self.ratio is None else self.ratio.error <= self.tolerance
 
 
 def compared(steps: Sequence[StepEvidence]) -> list[Quantity]:
