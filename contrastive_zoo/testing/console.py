@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from contrastive_zoo.testing.catalogue import Entry
     from contrastive_zoo.testing.report import AuditReport, Report, Section
 
+_ANSWERS = {True: "yes", False: "no", None: "not compared"}
 _STYLES = {True: "green", False: "bold red", None: "yellow"}
 
 
@@ -41,9 +42,8 @@ def _show_section(section: Section, console: Console) -> None:
     if section.title:
         console.print(Text(section.title, "bold"))
     table = _table(section.headings)
-    words = {True: "yes", False: "no", None: section.unknown}
     for name, holds, measured in section.rows:
-        answer = Text(holds, "dim") if isinstance(holds, str) else Text(words[holds], _STYLES[holds])
+        answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])
         table.add_row(name, answer, *(Text(x) for x in measured))
     console.print(table)
     for problem in section.problems:

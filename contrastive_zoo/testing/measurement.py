@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples
 from contrastive_zoo.testing.messages import Messages
@@ -275,7 +276,7 @@ def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
         whole = [x[order] for x in whole]
     whole = edited(whole, batch.shards, plan.edit) if plan.edit else whole
     shards = plan.shards or batch.shards
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    rank = World.of().rank
     shard = plan.rank_order[rank] if plan.rank_order else rank
     first = sum(shards[:shard])
     return [x[first : first + shards[shard]] for x in whole]

@@ -25,7 +25,6 @@ class Section(NamedTuple):
     Attributes:
         headings: of the table.
         rows: of the table.
-        unknown: the word for a row of which that is not known.
         title: above the table.
         problems: what could not be compared.
         diagnoses: the mistakes.
@@ -34,7 +33,6 @@ class Section(NamedTuple):
 
     headings: tuple[str, ...]
     rows: list[Row]
-    unknown: str
     title: str = ""
     problems: Sequence[str] = ()
     diagnoses: Sequence[Diagnosis] = ()
@@ -124,15 +122,13 @@ class Report(_Result):
 
     def sections(self) -> list[Section]:
         """Return the report as the console prints it."""
-        rows = self._by_invariant().items()
-        return [
-            Section(
-                ("invariant", "holds", "smallest batch that breaks it"),
-                [(name, holds, [f"{x.batch}\n{x.message}" if x else ""]) for name, (holds, x) in rows],
-                "not tried",
-                diagnoses=[] if self.diagnosis is None else [self.diagnosis],
-            )
+        rows: list[Row] = [
+            (name, "not tried" if holds is None else holds, [f"{x.batch}\n{x.message}"] if x else [])
+            for name, (holds, x) in self._by_invariant().items()
         ]
+        headings = ("invariant", "holds", "smallest batch that breaks it")
+        title = f"{self.name} ({self.seconds:.1f} s)"
+        return [Section(headings, rows, title, diagnoses=[] if self.diagnosis is None else [self.diagnosis])]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report in plain types, for JSON."""
@@ -265,7 +261,6 @@ class WorldReport:
         return Section(
             ("compared with one process", "the same", "ratio", "cosine", "error", "tolerance"),
             [x.row() for x in self.quantities],
-            "not compared",
             f"{self.world_size} processes, {self.steps} steps{losses} ({self.seconds:.1f} s)",
             [*reasons, *filter(None, [self.problem])],
             self.findings,

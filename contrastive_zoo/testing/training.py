@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.faults import Fault, inject
 from contrastive_zoo.testing.measurement import UNCHANGED, Case, Measurement, Subject, local_shard
@@ -73,15 +74,15 @@ Outcome: TypeAlias = Measurement | StepError
 
 def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]:
     """Construct the loss once and run every step; return each step's outcome and all messages. Runs on every rank."""
-    subject = Subject(case, training.steps[0].d)
+    subject, world = Subject(case, training.steps[0].d), World.of()
     if training.seed_per_rank:
-        _seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        _seed(world.rank)
     outcomes: list[Outcome] = []
     messages = Messages()
     # one process may raise anything: the step is then left out. Several ranks may raise only a ValueError.
-    expected_errors = Exception if _world_size() == 1 else ValueError
+    expected_errors = Exception if world.size == 1 else ValueError
     for index, batch in enumerate(training.steps):
-        fault = training.fault if index in training.fault_steps and _is_last_rank() else None
+        fault = training.fault if index in training.fault_steps and world.rank == world.size - 1 else None
         arguments = local_shard(case, batch, UNCHANGED)[: -1 if fault == "argument" else None]
         # every second step takes the general path, in which ranks split the work
         path = splitting(always=case.shared and index % 2 == 0)
@@ -92,14 +93,6 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
                 outcomes.append(StepError(str(error)))
         _change([*subject.model.parameters(), *subject.parameters.values()])
     return outcomes, messages.sent
-
-
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def _is_last_rank() -> bool:
-    return torch.distributed.get_rank() == _world_size() - 1
 
 
 def _change(parameters: list[nn.Parameter]) -> None:

@@ -8,13 +8,13 @@ from functools import cached_property
 
 import torch
 
-from contrastive_zoo.testing.auditing.comparison import flat, tolerance
+from contrastive_zoo.testing.auditing.comparison import flat, reference
 from contrastive_zoo.testing.auditing.factors import explanation, factor
 from contrastive_zoo.testing.auditing.links import Outputs
 from contrastive_zoo.testing.auditing.merging import Merge, NotComparable
 from contrastive_zoo.testing.auditing.one_process import Repeated
 from contrastive_zoo.testing.auditing.records import Record
-from contrastive_zoo.testing.auditing.samples import sample_mistakes
+from contrastive_zoo.testing.auditing.samples import of_samples
 from contrastive_zoo.testing.auditing.step_evidence import StepEvidence
 from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients, Ratio
 from contrastive_zoo.testing.mistakes import Diagnosis, diagnose
@@ -39,10 +39,6 @@ def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Ite
     begun = [len(x.steps) for x in records]
     if any(count < max(begun) and not x.error for count, x in zip(begun, records, strict=True)):
         yield "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
-
-
-def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
-    yield from sample_mistakes(records)
 
 
 def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
@@ -139,7 +135,7 @@ class TrainingEvidence(Evidence):
             expected=torch.tensor(truth.values, dtype=torch.float64),
             encoder=self._gradients("encoder", truth),
             parameters=self._gradients("loss", truth),
-            tolerance=max(tolerance(self.step, "value"), 1e-12),
+            tolerance=max(reference(self.step, "value")[1], 1e-12),
         )
 
     def _gradients(self, group: str, truth: Repeated) -> Gradients | None:
@@ -148,7 +144,7 @@ class TrainingEvidence(Evidence):
         if not names or step.is_sharded(names) or step.lacks_terms(names) or unlinked:
             return None
         ranks = [(flat(x.gradients, names, step) - flat(x.stale, names, step)) / self.factor for x in step.ranks]
-        return Gradients.between(ranks, flat(truth.gradients, names, step), tolerance(step, group))
+        return Gradients.between(ranks, flat(truth.gradients, names, step), reference(step, group)[1])
 
     @property
     def is_right(self) -> bool:
@@ -179,7 +175,7 @@ class TrainingEvidence(Evidence):
 
 PROBES: tuple[Probe, ...] = (
     _of_process,
-    _of_samples,
+    of_samples,
     _of_start,
     _of_optimizer,
     _of_factor,
