@@ -18,6 +18,21 @@ Stage = Literal["start", "failure", "value", "gradient", "uneven", "other"]
 shards, only the gradient there, only unequal shards, or a promise outside the contract."""
 
 
+Factor = Literal["0", "1", "W", "W²", "1/W", "1/√W"]
+"""How much larger a value or a gradient is than it should be, by the number of ranks W."""
+
+
+def factor_of(factor: Factor, world_size: int) -> float:
+    """Return a factor as a number.
+
+    Examples:
+        >>> factor_of("1/W", 4)
+        0.25
+    """
+    w = world_size
+    return {"0": 0, "1": 1, "W": w, "W²": w * w, "1/W": 1 / w, "1/√W": w**-0.5}[factor]
+
+
 class Ratio(NamedTuple):
     """A vector x against a reference y.
 
@@ -224,17 +239,17 @@ class Evidence:
         """Return whether a statement holds for every batch on equal shards."""
         return all(map(holds, self.comparisons))
 
-    def is_scaled(self, encoder: Callable[[int], float], parameters: Callable[[int], float]) -> bool:
-        """Return whether both gradients have these factors, functions of W."""
-        return self.every(lambda x: x.is_scaled(encoder(x.world_size), parameters(x.world_size)))
+    def is_scaled(self, encoder: Factor, parameters: Factor) -> bool:
+        """Return whether both gradients have these factors."""
+        return self.every(lambda x: x.is_scaled(factor_of(encoder, x.world_size), factor_of(parameters, x.world_size)))
 
-    def passes_on(self, factor: Callable[[int], float]) -> bool:
+    def passes_on(self, factor: Factor) -> bool:
         """Return whether the embeddings of a training step get ``factor`` times the right gradient; True if not known."""
-        return self.every(lambda x: x.embeddings is None or x.embeddings.is_scaled(factor(x.world_size)))
+        return self.every(lambda x: x.embeddings is None or x.embeddings.is_scaled(factor_of(factor, x.world_size)))
 
-    def has_mean(self, factor: Callable[[int], float]) -> bool:
+    def has_mean(self, factor: Factor) -> bool:
         """Return whether the mean of the ranks' values is ``factor`` times the value of one process."""
-        return self.every(lambda x: x.has_mean(factor(x.world_size)))
+        return self.every(lambda x: x.has_mean(factor_of(factor, x.world_size)))
 
     @property
     def has_encoder(self) -> bool:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import sqrt
 
-from contrastive_zoo.testing.evidence import Comparison, Evidence, Stage
+from contrastive_zoo.testing.evidence import Comparison, Evidence, Factor, Stage
 
 Signature = Callable[[Evidence], bool]
 
@@ -109,20 +108,20 @@ def _is_gathered_first(e: Evidence) -> bool:
 def _is_summed(e: Evidence) -> bool:
     """Return whether a trainer sums gradients of a loss that expects a mean."""
     if not e.is_step:
-        return e.trainer == "sum" and e.is_scaled(lambda w: w, lambda w: w)
-    reduced = e.is_scaled(lambda w: w, lambda w: w) or e.is_scaled(lambda w: w, lambda w: 1)
-    return e.has_encoder and reduced and e.passes_on(lambda w: w)
+        return e.trainer == "sum" and e.is_scaled("W", "W")
+    reduced = e.is_scaled("W", "W") or e.is_scaled("W", "1")
+    return e.has_encoder and reduced and e.passes_on("W")
 
 
 def _is_averaged(e: Evidence) -> bool:
     """Return whether a trainer averages gradients of a loss that expects a sum."""
     is_known = e.option == "sum" or (e.has_parameters and not e.is_training)
-    return is_known and e.is_scaled(lambda w: 1 / w, lambda w: 1 / w) and e.passes_on(lambda w: 1)
+    return is_known and e.is_scaled("1/W", "1/W") and e.passes_on("1")
 
 
 def _keeps_own_slice(e: Evidence) -> bool:
-    is_scaled = e.has_encoder and e.is_scaled(lambda w: 1 / w, lambda w: 1)
-    return is_scaled and e.passes_on(lambda w: 1) and not e.calls_in_backward
+    is_scaled = e.has_encoder and e.is_scaled("1/W", "1")
+    return is_scaled and e.passes_on("1") and not e.calls_in_backward
 
 
 def _lacks_parameter_reduction(e: Evidence) -> bool:
@@ -133,11 +132,11 @@ def _lacks_parameter_reduction(e: Evidence) -> bool:
         return right and x.parameters is not None and x.parameters.lack_reduction
 
     # of a loss for a sum trainer each rank holds 1/W of the gradient
-    return e.is_step and (e.every(is_local) or (e.option == "sum" and _has_scaled_parameters(e, lambda w: 1 / w)))
+    return e.is_step and (e.every(is_local) or (e.option == "sum" and _has_scaled_parameters(e, "1/W")))
 
 
-def _has_scaled_parameters(e: Evidence, factor: Callable[[int], float]) -> bool:
-    return e.has_parameters and e.is_scaled(lambda w: 1, factor)
+def _has_scaled_parameters(e: Evidence, factor: Factor) -> bool:
+    return e.has_parameters and e.is_scaled("1", factor)
 
 
 def _averages_means(e: Evidence) -> bool:
@@ -268,7 +267,7 @@ _ENTRIES = (
         "detached",
         "the gathered embeddings carry no gradient: the encoder learns nothing from this loss.",
         "gather with contrastive_zoo.all_gather.",
-        {"gradient": lambda e: e.has_encoder and e.is_scaled(lambda w: 0, lambda w: 1)},
+        {"gradient": lambda e: e.has_encoder and e.is_scaled("0", "1")},
         of_training=True,
     ),
     Mistake(
@@ -295,7 +294,7 @@ _ENTRIES = (
         "ContrastiveTrainerMixin of contrastive_zoo.adapters.huggingface.",
         {
             "value": lambda e: e.every(lambda x: x.has_values(x.world_size)),
-            "gradient": lambda e: e.is_step and e.is_scaled(lambda w: w, lambda w: w) and e.passes_on(lambda w: w * w),
+            "gradient": lambda e: e.is_step and e.is_scaled("W", "W") and e.passes_on("W²"),
         },
         of_training=True,
     ),
@@ -331,7 +330,7 @@ _ENTRIES = (
         "each rank returns the mean over its local anchors, multiplied by W: the gather already sums gradients over "
         "ranks, so all gradients are W times too large.",
         "do not multiply the loss by W; return global sum / global count on every rank, as DistributedLoss does.",
-        {"value": lambda e: e.has_mean(lambda w: w) and e.is_scaled(lambda w: w, lambda w: w)},
+        {"value": lambda e: e.has_mean("W") and e.is_scaled("W", "W")},
     ),
     Mistake(
         "mean of means",
@@ -345,7 +344,7 @@ _ENTRIES = (
         "one rank, and on uneven shards samples of small shards have a larger weight.",
         "return global sum / global count on every rank, as DistributedLoss does.",
         {
-            "value": lambda e: e.has_mean(lambda w: 1) and e.is_scaled(lambda w: 1, lambda w: 1),
+            "value": lambda e: e.has_mean("1") and e.is_scaled("1", "1"),
             "uneven": _returns_local_means,
         },
     ),
@@ -377,14 +376,14 @@ _ENTRIES = (
         "counted W times",
         "every rank already holds the complete gradient, and the backward pass of the gather sums it over ranks again.",
         "pass all_gather(rows, gradient='complete') where every rank computes the same loss.",
-        {"gradient": lambda e: e.is_scaled(lambda w: w, lambda w: 1) and e.passes_on(lambda w: w * w)},
+        {"gradient": lambda e: e.is_scaled("W", "1") and e.passes_on("W²")},
     ),
     Mistake(
         "rescaled by batch size",
         "a hand-written backward pass multiplies the gradient by the square root of the local batch size: the encoder's "
         "gradient is √W times too small.",
         "return the derivative of the value; change the learning rate instead of the gradient.",
-        {"gradient": lambda e: e.is_scaled(lambda w: 1 / sqrt(w), lambda w: 1)},
+        {"gradient": lambda e: e.is_scaled("1/√W", "1")},
     ),
     Mistake(
         "parameters not reduced",
@@ -393,7 +392,7 @@ _ENTRIES = (
         "wrap the loss in DistributedLoss, whose parameters get equal gradients on all ranks, or reduce their gradients "
         "as the encoder's.",
         {
-            "value": lambda e: e.has_mean(lambda w: 1) and _lacks_parameter_reduction(e),
+            "value": lambda e: e.has_mean("1") and _lacks_parameter_reduction(e),
             "gradient": _lacks_parameter_reduction,
         },
         of_training=True,
@@ -402,7 +401,7 @@ _ENTRIES = (
         "parameters scaled",
         "the encoder's gradient is right; the gradient of the loss's own parameters is wrong by a factor.",
         "do not scale the loss; scale the gradient of the embeddings.",
-        {"gradient": lambda e: _has_scaled_parameters(e, lambda w: w) or _has_scaled_parameters(e, lambda w: 1 / w)},
+        {"gradient": lambda e: _has_scaled_parameters(e, "W") or _has_scaled_parameters(e, "1/W")},
         of_training=True,
     ),
     Mistake(
@@ -410,18 +409,14 @@ _ENTRIES = (
         "the gradient of the loss's own parameters differs between ranks before the gradient all-reduce; parameters "
         "outside the DDP model then diverge.",
         "pass the parameter through contrastive_zoo.collectives.replicated before it is used, or " + _WRAP_THE_LOSS,
-        {"gradient": lambda e: _has_scaled_parameters(e, lambda w: 1)},
+        {"gradient": lambda e: _has_scaled_parameters(e, "1")},
     ),
     Mistake(
         "detached candidates",
         "local anchors are compared with detached candidates: the gradient of other ranks' anchors with respect to the "
         "local embeddings is lost, and the direction of the gradient is wrong.",
         "gather with a gradient (contrastive_zoo.collectives.all_gather), or " + _WRAP_THE_LOSS,
-        {
-            "value": lambda e: (
-                e.has_mean(lambda w: 1) and e.calls("gather") and not e.calls_in_backward and not e.has_direction
-            )
-        },
+        {"value": lambda e: e.has_mean("1") and e.calls("gather") and not e.calls_in_backward and not e.has_direction},
     ),
     Mistake(
         "wrong direction",

@@ -143,7 +143,7 @@ class LossEvidence(Evidence):
             return ["failure"]
         if not self.every(lambda x: x.has_values(1.0)):
             return ["value"]
-        if not self.is_scaled(lambda w: 1, lambda w: 1):
+        if not self.is_scaled("1", "1"):
             return ["gradient"]
         if self.uneven is not None and not (self.uneven.has_values(1.0) and self.uneven.is_scaled(1, 1)):
             return ["uneven"]
