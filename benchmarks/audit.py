@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from contrastive_zoo.testing.auditing import console
+from contrastive_zoo.testing import console
 from contrastive_zoo.testing.auditing.launch import audit_script, environment
 from contrastive_zoo.testing.worlds import Worlds
 from tests.audit_random import audit_random_training

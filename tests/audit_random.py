@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.auditing.context import audit
-from contrastive_zoo.testing.auditing.report import AuditReport
+from contrastive_zoo.testing.report import AuditReport
 
 LOSSES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "NTXent": ("views", lambda: cz.NTXent(temperature=0.2)),

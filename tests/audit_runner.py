@@ -18,12 +18,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from contrastive_zoo.testing import mistakes
 from contrastive_zoo.testing._rank import prepared_forkserver
 from contrastive_zoo.testing.auditing import diagnosis
 from contrastive_zoo.testing.auditing.context import audit
 from contrastive_zoo.testing.auditing.launch import collected, environment
 from contrastive_zoo.testing.auditing.rank import Rank
-from contrastive_zoo.testing.auditing.report import AuditReport, WorldReport
+from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 TIMEOUT = 60.0
 """Seconds after which the audit of a set-up is ended."""
@@ -107,11 +108,11 @@ def audit_here(module: str, name: str, without: str = "") -> AuditReport:
         without: name of a probe or of a signature that is switched off.
     """
     probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
-    signatures = {key: x for key, x in diagnosis.SIGNATURES.items() if key != without}
+    known = {key: x for key, x in mistakes.MISTAKES.items() if key != without}
     with (
         patch.object(dist, "init_process_group"),
         patch.object(diagnosis, "PROBES", probes),
-        patch.object(diagnosis, "SIGNATURES", signatures),
+        patch.object(mistakes, "MISTAKES", known),
         audit(name=name) as report,
     ):
         training(module, name)()

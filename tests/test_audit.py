@@ -17,14 +17,14 @@ pytest.importorskip("sklearn")
 pytest.importorskip("pytorch_metric_learning")
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.auditing.comparison import Quantity, Ratio
 from contrastive_zoo.testing.auditing.context import audit
-from contrastive_zoo.testing.auditing.diagnosis import PROBES, SIGNATURES, Finding
+from contrastive_zoo.testing.auditing.diagnosis import PROBES
 from contrastive_zoo.testing.auditing.factors import explanation, weight
-from contrastive_zoo.testing.auditing.launch import audit_script
-from contrastive_zoo.testing.auditing.mistakes import MISTAKES, table
+from contrastive_zoo.testing.auditing.launch import audit_script, without_weights
 from contrastive_zoo.testing.auditing.records import Arguments, Call, MicroBatch, Step
-from contrastive_zoo.testing.auditing.report import AuditReport, WorldReport, without_weights
+from contrastive_zoo.testing.evidence import Ratio
+from contrastive_zoo.testing.mistakes import MISTAKES, Diagnosis, table
+from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 from contrastive_zoo.testing.worlds import Worlds
 from tests import audit_trainings
 from tests.audit_random import audit_random_training
@@ -90,7 +90,7 @@ IN_NEW_PROCESSES = {
 PACKAGES = {"huggingface": "transformers", "accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning"}
 
 
-def names(findings: list[Finding]) -> list[str]:
+def names(findings: list[Diagnosis]) -> list[str]:
     return [x.mistake for x in findings]
 
 
@@ -136,7 +136,7 @@ MUTANTS = {
     "_of_optimizer": ("examples.mistakes", "loss parameters never zeroed"),
     "_of_factor": ("examples.mistakes", "loss × W"),
     "_of_gathering": ("examples.mistakes", "gathered before the loss, not checked"),
-    "_of_samples": (OWN, "the same shard on every rank"),
+    "of_samples": (OWN, "the same shard on every rank"),
     "batch statistics": (OWN, "BatchNorm"),
     "local negatives": ("examples.mistakes", "local loss, parameters in DDP"),
     "trainer sums": ("examples.mistakes", '"mean" with a trainer that sums'),
@@ -148,7 +148,7 @@ MUTANTS = {
 
 def test_an_audit_without_a_probe_misses_its_mistake(worlds: Worlds) -> None:
     for probe, (module, name) in MUTANTS.items():
-        assert probe in SIGNATURES or probe in [x.__name__ for x in PROBES]
+        assert probe in MISTAKES or probe in [x.__name__ for x in PROBES]
         report = worlds.run(2, audit_here, module, name, probe)[0]
         assert not set(IN_A_POOL[module][name]) & set(names(report.findings)), f"{probe}: {report}"
 
@@ -160,9 +160,11 @@ def test_random_right_trainings_are_not_accused(worlds: Worlds) -> None:
 
 
 def test_every_diagnosis_has_a_reason_and_a_fix() -> None:
-    for name in {mistake for _, mistake in audit_trainings.names() if mistake} | set(SIGNATURES):
-        assert MISTAKES[name].why.endswith(".")
-        assert MISTAKES[name].fix.endswith(".")
+    for name, mistake in MISTAKES.items():
+        assert mistake.why.endswith("."), name
+        assert mistake.fix.endswith("."), name
+    of_training = {name for name, x in MISTAKES.items() if x.of_training}
+    assert {mistake for _, mistake in audit_trainings.names() if mistake} <= of_training
 
 
 # --- what cannot be compared ------------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ def test_a_factor_is_explained(found: float, micro_batches: int, world_size: int
 
 
 def test_a_factor_that_does_not_depend_on_the_number_of_processes_is_a_weight() -> None:
-    worlds = [WorldReport(size, findings=[Finding("times W", "")], factors=[2.0]) for size in (2, 4)]
+    worlds = [WorldReport(size, findings=[Diagnosis("times W")], factors=[2.0]) for size in (2, 4)]
     without_weights(worlds[:1])
     assert names(worlds[0].findings) == ["times W"]
     without_weights(worlds)

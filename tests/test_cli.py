@@ -12,8 +12,8 @@ import contrastive_zoo
 from contrastive_zoo.testing import cli, console, examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
-from contrastive_zoo.testing.diagnosis import DIAGNOSES
 from contrastive_zoo.testing.invariants import INVARIANTS
+from contrastive_zoo.testing.mistakes import Diagnosis
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -80,7 +80,7 @@ def test_a_loss_of_pytorch_metric_learning(wrap: bool, here: Here) -> None:
 def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     batch = GlobalBatch((1, 2))
     finding = Finding(INVARIANTS[0], "rank 1 died [/some/path.cc:537] [bold]", batch)
-    console.show(Report("a[b]c", (1, 2), "mean", 3, [finding], DIAGNOSES["hang"], 1.0))
+    console.show(Report("a[b]c", (1, 2), "mean", 3, [finding], Diagnosis("hang"), 1.0))
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/some/path.cc:537]" in shown
     assert "a[b]c is not" in shown

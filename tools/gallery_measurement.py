@@ -8,8 +8,9 @@ from functools import cached_property
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
+from contrastive_zoo.testing.evidence import CLOSE, Ratio, is_near
 from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe
-from contrastive_zoo.testing.probe import CLOSE, compare, is_near
+from contrastive_zoo.testing.probes import compare
 from contrastive_zoo.testing.trial import Case, Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tools.peers import PEERS
@@ -113,9 +114,13 @@ def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
     return Measured(
         world_size,
         tuple(x.value / expected.value for x in by_rank),
-        compare(trial.reduced("encoder"), expected.encoder),
-        compare(trial.reduced("parameters"), expected.parameters) if expected.parameters else None,
+        _numbers(compare(trial.reduced("encoder"), expected.encoder)),
+        _numbers(compare(trial.reduced("parameters"), expected.parameters)) if expected.parameters else None,
     )
+
+
+def _numbers(x: Ratio) -> tuple[float, float]:
+    return x.norms, x.cosine
 
 
 # --- in words -------------------------------------------------------------------------------------------------------

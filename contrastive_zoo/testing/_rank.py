@@ -94,7 +94,7 @@ def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
         "torch.distributed",
         "torch._dynamo",
         "contrastive_zoo.testing.check",
-        "contrastive_zoo.testing.probe",
+        "contrastive_zoo.testing.probes",
         "contrastive_zoo.testing.trial",
         "contrastive_zoo.wrapper.distributed",
     ]

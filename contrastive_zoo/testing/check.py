@@ -8,11 +8,12 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from contrastive_zoo.testing._pickling import dump_job, imported_by
-from contrastive_zoo.testing.diagnosis import diagnose
 from contrastive_zoo.testing.examination import DEFAULT_WIDTH, Examination
 from contrastive_zoo.testing.invariant import first_line
 from contrastive_zoo.testing.invariants import INVARIANTS, runs_on_every_split
 from contrastive_zoo.testing.measurement import Call, Case, GradReduction, call_form
+from contrastive_zoo.testing.mistakes import diagnose
+from contrastive_zoo.testing.probes import LossEvidence
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
@@ -157,13 +158,14 @@ def examine(
         report.tried = frozenset(examination.tried)
         if findings:
             failing = [finding.batch for finding in findings if finding.invariant is runs_on_every_split]
-            report.diagnosis = diagnose(
+            evidence = LossEvidence(
                 case,
                 [finding.invariant.name for finding in findings],
                 pool,
                 width=width or DEFAULT_WIDTH,
                 failing=failing[0] if failing else None,
             )
+            report.diagnosis = diagnose(evidence)
     report.seconds = time.monotonic() - start
     return report
 

@@ -108,10 +108,7 @@ def check(
     except Exception as error:  # exit status 1 is for a verdict
         typer.echo(f"{name}: could not be checked. {str(error).partition(chr(10))[0]}", err=True)
         raise typer.Exit(2) from None
-    console.show(report)
-    if json_file is not None:
-        _write(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
-    raise typer.Exit(0 if report.ok else 1)
+    raise typer.Exit(_shown(report, json_file))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -138,17 +135,13 @@ def audit(
     Exit status: 0 if the training is the same, 1 if it is not, 2 if that is not known.
     """
     _require("cli", "rich")
-    from contrastive_zoo.testing.auditing import console
     from contrastive_zoo.testing.auditing.launch import audit_script, audit_under_torchrun, is_under_torchrun
 
     _require_writable(json_file)
     command = [*(["-m", module] if module else []), *(script or [])]
 
     def show(report: Any) -> int:
-        console.show(report)
-        if json_file is not None:
-            _write(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
-        return int(report.status)
+        return _shown(report, json_file)
 
     try:
         if is_under_torchrun():
@@ -175,12 +168,18 @@ def _require_writable(file: Path | None) -> None:
         raise typer.BadParameter(f"--json: {file} cannot be written; does its folder exist?")
 
 
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        typer.echo(f"--json: {error}", err=True)
-        raise typer.Exit(2) from None
+def _shown(report: Any, json_file: Path | None) -> int:
+    """Print a report, write it as JSON if a file is given, and return the exit status."""
+    from contrastive_zoo.testing import console
+
+    console.show(report)
+    if json_file is not None:
+        try:
+            json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        except OSError as error:
+            typer.echo(f"--json: {error}", err=True)
+            return 2
+    return int(report.status)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -1,10 +1,13 @@
-"""Print the output of the command line: progress, the report of a check, the catalogue."""
+"""Print the output of the command line: progress, the report of a check or an audit, the catalogue."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -12,10 +15,10 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from contrastive_zoo.testing.catalogue import Entry
-    from contrastive_zoo.testing.check import Report
+    from contrastive_zoo.testing.report import AuditReport, Report, Section
 
-
-_VERDICTS = {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("not tried", "dim")}
+_ANSWERS = {True: "yes", False: "no", None: "not compared"}
+_STYLES = {True: "green", False: "bold red", None: "yellow"}
 
 
 @contextmanager
@@ -27,40 +30,39 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def show(report: "Report") -> None:
-    """Print a report: a table of invariants, the verdict, the diagnosis and the fix."""
-    from contrastive_zoo.testing.invariants import INVARIANTS
-    from contrastive_zoo.testing.report import processes
+def show(report: Report | AuditReport, console: Console | None = None) -> None:
+    """Print a report: tables, the mistakes and their fixes, and the verdict."""
+    console = console or Console()
+    for section in report.sections():
+        _show_section(section, console)
+    console.print(Text(report.verdict, _STYLES[report.ok]))
 
-    console = Console()
-    findings = {finding.invariant.name: finding for finding in report.findings}
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("invariant", "holds", "smallest batch that breaks it"):
-        table.add_column(heading)
-    for invariant in INVARIANTS:
-        finding = findings.get(invariant.name)
-        verdict = _VERDICTS[report.holds(invariant)]
-        table.add_row(invariant.name, verdict, Text("" if finding is None else f"{finding.batch}\n{finding.message}"))
+
+def _show_section(section: Section, console: Console) -> None:
+    if section.title:
+        console.print(Text(section.title, "bold"))
+    table = _table(section.headings)
+    for name, holds, measured in section.rows:
+        answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])
+        table.add_row(name, answer, *(Text(x) for x in measured))
     console.print(table)
-    console.print()
-    extent = f"{report.examples} global batches on {processes(report.world_sizes)}, in {report.seconds:.1f} s"
-    if report.diagnosis is None:
-        console.print(
-            Text.assemble((f"{report.name} is the same function on any number of processes", "green"), f" ({extent}).")
-        )
-        return
-    console.print(
-        Text.assemble((f"{report.name} is not the same function on any number of processes", "red"), f" ({extent}).")
-    )
-    text = Text.assemble(report.diagnosis.why, "\n\n", ("Fix: ", "bold"), report.diagnosis.fix)
-    console.print(Panel(text, title=report.diagnosis.mistake, title_align="left"))
+    for problem in section.problems:
+        console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
+    for x in section.diagnoses:
+        numbers = Text.assemble("\n", ("Measured: ", "bold"), x.measured) if x.measured else ""
+        text = Text.assemble(x.why, numbers, "\n", ("Fix: ", "bold"), x.fix)
+        console.print(Panel(text, title=x.mistake, title_align="left"))
+    for note in section.notes:
+        console.print(Padding(Text(f"Note: {note}.", "dim"), (0, 0, 0, 2)))
 
 
-def show_catalogue(entries: Iterable["Entry"]) -> None:
+def show_catalogue(entries: Iterable[Entry]) -> None:
     """Print the catalogue as a table."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("name", "class", "called with", "family", "engine", "source"):
-        table.add_column(heading)
+    table = _table(("name", "class", "called with", "family", "engine", "source"))
     for entry in entries:
         table.add_row(entry.name, entry.cls, entry.called_with, entry.family, entry.engine, entry.source)
     Console().print(table)
+
+
+def _table(headings: Iterable[str]) -> Table:
+    return Table(*headings, box=None, padding=(0, 2, 0, 0))

@@ -1,218 +1,276 @@
-"""The evidence of a diagnosis: the probes of one loss, and interventions on its samples that are measured when needed."""
+"""The evidence of a diagnosis: what W ranks computed, relative to one process. Check and audit collect it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contrastive_zoo.testing import invariants
-from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.measurement import Call, Case, Edit, Plan, starting_parameters, whole_batch
-from contrastive_zoo.testing.probe import Probe, Ratio, is_near, probe
-from contrastive_zoo.testing.trial import Trial, value_of
-from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
+CLOSE = 1e-6
+"""Largest relative difference between a measured ratio and the one that a mistake predicts; other mistakes differ more."""
 
-Selection = Callable[[list[Tensor], Sequence[int], int], list[Tensor]]
-"""A function of the samples of all ranks (one tensor per view, or samples and labels), the shard sizes and a rank."""
+Stage = Literal["start", "failure", "value", "gradient", "uneven", "other"]
+"""Where a training goes wrong first: parameters before the first step, a rank that raises or hangs, the value on equal
+shards, only the gradient there, only unequal shards, or a promise outside the contract."""
 
 
-def local_samples(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
-    """Return the samples of one rank."""
-    return [x.split(list(shards))[rank] for x in samples]
+Factor = Literal["0", "1", "W", "W²", "1/W", "1/√W"]
+"""How much larger a value or a gradient is than it should be, by the number of ranks W."""
 
 
-def local_rank_first(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
-    """Return all samples, those of one rank first."""
-    order = [rank, *(other for other in range(len(shards)) if other != rank)]
-    return [torch.cat([x.split(list(shards))[r] for r in order]) for x in samples]
+def factor_of(factor: Factor, world_size: int) -> float:
+    """Return a factor as a number.
+
+    Examples:
+        >>> factor_of("1/W", 4)
+        0.25
+    """
+    w = world_size
+    return {"0": 0, "1": 1, "W": w, "W²": w * w, "1/W": 1 / w, "1/√W": w**-0.5}[factor]
 
 
-def local_labels(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
-    """Return all samples, with the labels of one rank repeated."""
-    x, labels = samples
-    return [x, labels.split(list(shards))[rank].repeat(len(shards))]
+class Ratio(NamedTuple):
+    """A vector x against a reference y.
+
+    Attributes:
+        ratio: r = ⟨x, y⟩ / ⟨y, y⟩.
+        cosine: of the angle between x and y.
+        error: ‖x − y‖ / ‖y‖.
+        rest: ‖x − r y‖ / ‖y‖, the part of the error that is no factor.
+    """
+
+    ratio: float
+    cosine: float
+    error: float
+    rest: float = 0.0
+
+    @classmethod
+    def between(cls, x: Tensor, y: Tensor) -> Ratio:
+        """Compare x with the reference y.
+
+        Examples:
+            >>> Ratio.between(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
+            Ratio(ratio=2.0, cosine=1.0, error=1.0, rest=0.0)
+        """
+        x, y = x.double(), y.double()
+        norms = float(x.norm()), float(y.norm())
+        if norms[1] == 0:
+            return cls(1.0, 1.0, 0.0) if norms[0] == 0 else cls(math.inf, 0.0, math.inf, math.inf)
+        cosine = float(x @ y) / (norms[0] * norms[1]) if norms[0] else 0.0
+        ratio = float(x @ y) / norms[1] ** 2
+        return cls(ratio, cosine, float((x - y).norm()) / norms[1], float((x - ratio * y).norm()) / norms[1])
+
+    @property
+    def norms(self) -> float:
+        """The ratio of the norms of x and y."""
+        return math.hypot(self.ratio, self.rest)
+
+    def is_scaled(self, factor: float, tolerance: float = CLOSE) -> bool:
+        """Return whether x is ``factor`` times y."""
+        bound = tolerance * max(1.0, abs(factor))
+        return abs(self.ratio - factor) <= bound and self.rest <= bound
+
+    def __str__(self) -> str:
+        return f"×{self.norms:.3g}, cosine {self.cosine:.3g}"
 
 
-def blocks_as_views(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
-    """Return views that are split from one tensor of the ranks' blocks: P N P N read as P P N N."""
-    split = (x.split(list(shards)) for x in samples)
-    blocks = torch.cat([block for of_rank in zip(*split, strict=True) for block in of_rank])
-    return list(blocks.chunk(len(samples)))
+class Gradients(NamedTuple):
+    """The gradients of a group of parameters, relative to one process.
+
+    Attributes:
+        ranks: of each rank, as a step leaves it; of a loss, that after the gradient all-reduce.
+        mean: of their mean.
+        tolerance: of a right gradient.
+    """
+
+    ranks: tuple[Ratio, ...]
+    mean: Ratio
+    tolerance: float = CLOSE
+
+    @classmethod
+    def between(cls, ranks: Sequence[Tensor], expected: Tensor, tolerance: float = CLOSE) -> Gradients:
+        """Compare the gradients of all ranks with that of one process."""
+        mean = torch.stack(list(ranks)).mean(0)
+        return cls(tuple(Ratio.between(x, expected) for x in ranks), Ratio.between(mean, expected), tolerance)
+
+    def is_scaled(self, factor: float) -> bool:
+        """Return whether the gradient of every rank is ``factor`` times that of one process."""
+        return all(x.is_scaled(factor, self.tolerance) for x in self.ranks)
+
+    @property
+    def lack_reduction(self) -> bool:
+        """Whether the ranks' gradients are not right, and their mean is."""
+        return not self.is_scaled(1.0) and self.mean.is_scaled(1.0, self.tolerance)
+
+    def __str__(self) -> str:
+        return str(max(self.ranks, key=lambda x: x.error))
 
 
-def interleaved(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
-    """Return the views with the samples of all but the first interleaved over ranks."""
-    local_index = [index for n in shards for index in range(n)]
-    order = torch.tensor(sorted(range(len(local_index)), key=lambda sample: local_index[sample]))
-    return [samples[0], *(x[order] for x in samples[1:])]
+@dataclass(frozen=True)
+class Comparison:
+    """One batch on W ranks, compared with one process.
 
+    Attributes:
+        values: of the losses on each rank, [W, losses].
+        expected: of the losses in one process, [losses].
+        encoder: the gradients of the encoder; None if they were not compared.
+        parameters: the gradients of the loss's own parameters; None if it has none.
+        embeddings: the gradient at the inputs of the loss, before the gradient all-reduce; None if not known.
+        equal_parameters: whether all ranks hold the same gradient of the loss's own parameters.
+        gathered: whether the loss receives as many samples on each rank as on one process.
+        tolerance: of a right value.
+        shards: the number of samples on each rank; empty if not known.
+    """
 
-SELECTIONS: dict[Call, dict[str, tuple[Selection, ...]]] = {
-    "labels": {
-        "local negatives": (local_samples,),
-        "own rank first": (local_rank_first,),
-        "labels not gathered": (local_labels,),
-    },
-    "views": {
-        "local negatives": (local_samples,),
-        "own rank first": (local_rank_first,),
-        "views split wrongly": (blocks_as_views, interleaved),
-    },
-}
-"""By call form: the mistakes that compare the wrong samples, and the selections that they amount to."""
+    values: Tensor
+    expected: Tensor
+    encoder: Gradients | None
+    parameters: Gradients | None
+    embeddings: Ratio | None = None
+    equal_parameters: bool = True
+    gathered: bool = False
+    tolerance: float = CLOSE
+    shards: tuple[int, ...] = ()
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks W."""
+        return len(self.values)
 
-EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
-"""Shards of the probes: equal, unequal, and all samples on the last rank."""
+    def near(self, x: Tensor, y: Tensor) -> bool:
+        """Return whether values are equal up to the tolerance."""
+        return torch.allclose(x, y.expand_as(x), rtol=self.tolerance, atol=self.tolerance)
+
+    def has_values(self, factor: float) -> bool:
+        """Return whether all ranks returned ``factor`` times the value of one process."""
+        return self.near(self.values, factor * self.expected)
+
+    def has_mean(self, factor: float) -> bool:
+        """Return whether the mean of the ranks' values is ``factor`` times the value of one process."""
+        return self.near(self.values.mean(0), factor * self.expected)
+
+    @property
+    def equal_values(self) -> bool:
+        """Whether all ranks returned the same value."""
+        return self.near(self.values, self.values[0])
+
+    def is_scaled(self, encoder: float, parameters: float) -> bool:
+        """Return whether both gradients have these factors; one that was not compared has every factor."""
+        pairs = (self.encoder, encoder), (self.parameters, parameters)
+        return all(gradients is None or gradients.is_scaled(factor) for gradients, factor in pairs)
+
+    def __str__(self) -> str:
+        value = self.expected[:1].sum()
+        values = ", ".join(f"×{x / value:.3g}" if value else f"{x:.3g}" for x in self.values[:, :1].flatten())
+        parts = [f"values {values}"] if values else []
+        parts += [f"encoder gradient {self.encoder}"] if self.encoder else []
+        parts += [f"gradient of the loss's own parameters {self.parameters}"] if self.parameters else []
+        shards = f", shards {list(self.shards)}" if self.shards else ""
+        return f"on W={self.world_size}{shards}: {'; '.join(parts)}"
 
 
 class Evidence:
-    """The measurements from which a mistake is inferred; the same in every run, whatever batches a check has drawn.
+    """What the signatures of :mod:`contrastive_zoo.testing.mistakes` read; what was not measured is as in a right loss.
 
-    Args:
-        case: the loss.
-        broken: names of the invariants that a check found broken.
-        worlds: the process groups to run on.
-        width: width of the embeddings.
-        failing: a batch on which some rank failed.
+    Attributes:
+        stages: where the training goes wrong; the signatures of these stages are tried, stage by stage.
+        comparisons: of batches on equal shards, one for each W.
+        uneven: of a batch on unequal shards; None if not measured.
+        one_sided: of a batch whose samples are all on the last rank; None if not measured.
+        option: ``grad_reduction`` of the loss; None if it has none.
+        trainer: how the gradients of a loss are reduced; of a training step, ``"mean"``.
+        is_step: whether a whole training step is under test, not a loss.
+        is_training: whether the evidence is of a training that was audited.
+        broken: names of the broken invariants.
+        failure: ``"hang"``, ``"raises"`` or ``"uneven shards"`` if a rank fails on some batch.
+        calls_in_backward: whether a collective of embeddings or gradients is called in the backward pass of the loss.
     """
 
-    def __init__(
-        self, case: Case, broken: Sequence[str], worlds: Worlds, width: int, failing: GlobalBatch | None = None
-    ) -> None:
-        self.case, self.worlds, self.width, self.failing = case, worlds, width, failing
-        self.broken = set(broken) - {invariants.runs_on_every_split.name}
-        self.errors: dict[str, RankError] = {}
-        even = [self._probe("even", shards) for shards in EVEN]
-        self.even = [result for result in even if result is not None]
-        self.uneven = None if "even" in self.errors else self._probe("uneven", UNEVEN)
-        self.one_sided = None if "even" in self.errors else self._probe("empty", ONE_SIDED)
+    stages: Sequence[Stage] = ()
+    comparisons: Sequence[Comparison] = ()
+    uneven: Comparison | None = None
+    one_sided: Comparison | None = None
+    option: str | None = None
+    trainer: str = "mean"
+    is_step = True
+    is_training = False
+    broken: frozenset[str] = frozenset()
+    failure: str | None = None
+    calls_in_backward = False
 
-    def _probe(self, name: str, shards: tuple[int, ...]) -> Probe | None:
-        try:
-            return probe(self.case, GlobalBatch(shards, d=self.width, seed=7), self.worlds)
-        except RankError as error:
-            self.errors.setdefault(name, error)
-            return None
-
-    # --- failures -----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def failure(self) -> str | None:
-        """Return how ranks fail on shards that are not equal, or on the failing batch; None if they do not."""
-        error = self.errors.get("uneven") or self.errors.get("empty")
-        if error is None and self.failing is not None:
-            try:
-                Trial(self.case, self.failing, self.worlds).on_ranks()
-            except RankError as of_batch:
-                error = of_batch
-        if error is None:
-            return None
-        return "hang" if isinstance(error, WorldTimeout) else "uneven shards"
-
-    @cached_property
-    def starts_unequal(self) -> bool:
-        """Return whether the loss's own parameters differ between ranks before the first step."""
-        if self.even:
-            return not all(result.equal_start for result in self.even)
-        try:
-            start = self.worlds.run(2, starting_parameters, self.case, GlobalBatch(EVEN[0], d=self.width, seed=7))
-        except RankError:
-            return False
-        return any(result.keys() != start[0].keys() or not _equal(result, start[0]) for result in start)
-
-    # --- gradients ----------------------------------------------------------------------------------------------------
-
-    def every(self, holds: Callable[[Probe], bool]) -> bool:
-        """Return whether a statement holds for every probe on equal shards."""
-        return all(holds(result) for result in self.even)
-
-    def is_scaled(self, encoder: Callable[[int], float], parameters: Callable[[int], float]) -> bool:
-        """Return whether both gradients have these factors, functions of W, on equal shards."""
-        return self.every(lambda x: x.is_scaled(encoder(x.world_size), parameters(x.world_size)))
-
-    def passes_on(self, factor: Callable[[int], float]) -> bool:
-        """Return whether the embeddings of a training step get ``factor`` times the right gradient; True if not known."""
-        return self.every(lambda x: x.embeddings is None or x.embeddings.is_scaled(factor(x.world_size)))
+    # --- interventions: what happens when the samples of some ranks change -------------------------------------------
 
     @property
-    def has_parameters(self) -> bool:
-        """Return whether the loss has parameters of its own."""
-        return self.even[0].parameters is not None
+    def selection(self) -> str | None:
+        """The mistake that compares exactly the samples that every rank compares; None if there is none."""
+        return None
 
     @property
-    def option(self) -> str | None:
-        """Return the option ``grad_reduction`` of the loss; None if it has none."""
-        return self.even[0].measured.grad_reduction
+    def lacks_labels(self) -> bool:
+        """Whether the samples of other ranks have an effect and their labels have none."""
+        return False
+
+    @property
+    def lacks_offset(self) -> bool:
+        """Whether ranks take their own index for the global one: values are right if all ranks hold the same samples."""
+        return False
+
+    @property
+    def uses_positions(self) -> bool:
+        """Whether the order of the samples on a rank has an effect, unless it changes on all ranks."""
+        return False
+
+    @property
+    def depends_on_shard(self) -> bool:
+        """Whether one process that encodes the samples of each rank apart computes what the ranks do."""
+        return False
 
     def calls(self, name: str) -> bool:
         """Return whether a collective of such a name is called in the forward pass."""
-        return any(name in collective for collective in self.even[0].measured.collectives)
-
-    @property
-    def calls_in_backward(self) -> bool:
-        """Return whether a collective of embeddings or gradients is called in the backward pass of the loss."""
-        return bool(self.even[0].measured.backward_collectives)
-
-    # --- interventions ------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def selection(self) -> str | None:
-        """Return the mistake that compares exactly the samples that every rank compares; None if there is none."""
-        for mistake, selections in SELECTIONS[self.case.call].items():
-            if self.every(lambda x, s=selections: any(self._computes(x, select) for select in s)):  # type: ignore[misc]  # a default
-                return mistake
-        return None
-
-    def _computes(self, found: Probe, select: Callable[..., list[Any]]) -> bool:
-        samples, shards, d = whole_batch(self.case, found.batch), found.batch.shards, found.batch.d
-        return all(
-            is_near(value_of(self.case, select(samples, shards, rank), d, self.worlds), value)
-            for rank, value in enumerate(found.values)
-        )
-
-    def changes(self, edit: Edit) -> bool | None:
-        """Return whether an edit changes the value of rank 0, or of the last rank for an edit of its shard.
-
-        None if a rank fails, or if the value of one process does not change although it should.
-        """
-        try:
-            for result in self.even:
-                trial = Trial(self.case, result.batch, self.worlds)
-                value = [x.value for x in trial.on_ranks(Plan(edit=edit))]
-                rank = -1 if edit == "last shard reversed" else 0
-                if not is_near(value[rank], result.values[rank]):
-                    return True
-                if edit.startswith("other") and is_near(trial.on_one_process(Plan(edit=edit)).value, result.expected):
-                    return None
-        except RankError:
-            return None
         return False
 
-    @cached_property
-    def right_on_equal_samples(self) -> bool:
-        """Return whether every value is right if all ranks hold the same samples."""
-        plan = Plan(edit="equal shards")
-        try:
-            for result in self.even:
-                trial = Trial(self.case, result.batch, self.worlds)
-                expected = trial.on_one_process(plan).value
-                if not all(is_near(x.value, expected) for x in trial.on_ranks(plan)):
-                    return False
-        except RankError:
-            return False
-        return True
+    # --- what the comparisons say ------------------------------------------------------------------------------------
 
-    def signature(self) -> str:
-        """Return what was measured, relative to one process."""
-        probes = [*self.even, *(result for result in (self.uneven, self.one_sided) if result and not result.right)]
-        return ". ".join(str(result) for result in probes) or "no probe returned a value on several processes"
+    def every(self, holds: Callable[[Comparison], bool]) -> bool:
+        """Return whether a statement holds for every batch on equal shards."""
+        return all(map(holds, self.comparisons))
+
+    def is_scaled(self, encoder: Factor, parameters: Factor) -> bool:
+        """Return whether both gradients have these factors."""
+        return self.every(lambda x: x.is_scaled(factor_of(encoder, x.world_size), factor_of(parameters, x.world_size)))
+
+    def passes_on(self, factor: Factor) -> bool:
+        """Return whether the embeddings of a training step get ``factor`` times the right gradient; True if not known."""
+        return self.every(lambda x: x.embeddings is None or x.embeddings.is_scaled(factor_of(factor, x.world_size)))
+
+    def has_mean(self, factor: Factor) -> bool:
+        """Return whether the mean of the ranks' values is ``factor`` times the value of one process."""
+        return self.every(lambda x: x.has_mean(factor_of(factor, x.world_size)))
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the gradient of the encoder was compared."""
+        return self.every(lambda x: x.encoder is not None)
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the loss has parameters of its own, whose gradient was compared."""
+        return self.every(lambda x: x.parameters is not None)
+
+    @property
+    def has_direction(self) -> bool:
+        """Whether the gradient of the encoder has the right direction."""
+        return self.every(lambda x: x.encoder is not None and all(abs(y.cosine - 1) <= CLOSE for y in x.encoder.ranks))
+
+    def __str__(self) -> str:
+        wrong = [x for x in (self.uneven, self.one_sided) if x and not x.has_values(1.0)]
+        return ". ".join(map(str, [*self.comparisons, *wrong])) or "no probe returned a value on several processes"
 
 
-def _equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    return all(found[name].equal(expected[name]) for name in expected)
-
-
-__all__ = ["EVEN", "ONE_SIDED", "UNEVEN", "Evidence", "Ratio"]
+def is_near(x: float, y: float) -> bool:
+    """Return whether two ratios are equal up to :data:`CLOSE`."""
+    return abs(x - y) <= CLOSE * max(1.0, abs(y))

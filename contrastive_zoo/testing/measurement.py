@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples
 from contrastive_zoo.testing.messages import Messages
@@ -147,41 +148,11 @@ UNCHANGED = Plan()
 
 def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     """Construct the loss, call it on the local shard, run backward, and return the measurement; runs on every rank."""
-    with splitting(always=case.shared):
-        return _measure(case, batch, plan)
-
-
-def _measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
-    set_float64_and_seed()
-    loss = allow_repeated_samples(case.make())
     batches = [batch] if plan.second_seed is None else [batch, replace(batch, seed=plan.second_seed)]
-    if case.step:
-        model, step = loss
-        return _measure_step(model, step, case, batches, plan)
-    encoder = Encoder(batch.d)
-    if isinstance(loss, nn.Module):
-        loss = loss.double()
-    forward, backward, states = Messages(), Messages(), random_states()
-    with forward if plan.record_collectives else nullcontext():
-        values = [scalar(loss(*encoder.embed(local_shard(case, x, plan)))) for x in batches]
-    drew_random_numbers = random_states() != states
-    with backward if plan.record_collectives else nullcontext():
-        for value in values:
-            (plan.scale * value / len(values)).backward()
-    module = loss if isinstance(loss, nn.Module) else nn.Module()
-    replicated, sharded = split_parameters(module, gradients(module.named_parameters()))
-    return Measurement(
-        sum(float(value.detach()) for value in values) / len(values),
-        gradients(encoder.named_parameters()),
-        replicated,
-        sharded,
-        buffers(module),
-        forward.names_of_floats(),
-        backward.names_of_floats(),
-        drew_random_numbers,
-        split_parameters(module, copies(module.named_parameters()))[0],
-        grad_reduction=getattr(loss, "grad_reduction", None),
-    )
+    with splitting(always=case.shared):
+        subject = Subject(case, batch.d)
+        shards = [local_shard(case, x, plan) for x in batches]
+        return subject.measure(shards, plan.scale, record_collectives=plan.record_collectives)
 
 
 def set_float64_and_seed() -> None:
@@ -193,38 +164,81 @@ def set_float64_and_seed() -> None:
         torch.default_generator.manual_seed(0)
 
 
-def _measure_step(
-    model: nn.Module, step: Callable[..., Any], case: Case, batches: list[GlobalBatch], plan: Plan
-) -> Measurement:
-    model, messages = model.double(), Messages()
-    recorder = LossRecorder(count=lambda: len(messages.sent))
-    with recorder, messages if plan.record_collectives else nullcontext():
-        values = [float(scalar(step(model, *local_shard(case, x, plan))).detach()) for x in batches]
-    parameters = recorder.parameters
-    options = [getattr(call.loss, "grad_reduction", None) for call in recorder.calls]
-    return Measurement(
-        sum(values) / len(values),
-        gradients(encoder_parameters(model, parameters).items()),
-        gradients(parameters.items()),
-        state=buffers(model),
-        collectives=messages.names_of_floats(recorder.calls[-1].position if recorder.calls else 0),
-        start=copies(parameters.items()),
-        embeddings=[gradient for call in recorder.calls for gradient in call.embedding_gradients],
-        grad_reduction=next(iter(options), None),
-    )
+class Subject:
+    """A loss and an encoder, or a training step and its model, on this rank; in float64, with the same seed on every rank.
+
+    Args:
+        case: the loss or the training step.
+        d: width of the embeddings.
+    """
+
+    def __init__(self, case: Case, d: int) -> None:
+        set_float64_and_seed()
+        loss = allow_repeated_samples(case.make())
+        self.loss: Any = None if case.step else loss
+        model, step = loss if case.step else (Encoder(d), None)
+        self.model, self.step = model.double(), step
+        self.module = loss.double() if isinstance(loss, nn.Module) else nn.Module()
+        self.recorder = LossRecorder()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The loss's own parameters; those of a training step are known once it has called its loss."""
+        return {**dict(self.module.named_parameters()), **self.recorder.parameters}
+
+    def measure(
+        self, shards: Sequence[Sequence[Tensor]], scale: float = 1.0, *, record_collectives: bool = False
+    ) -> Measurement:
+        """Run forward and backward, and return the measurement.
+
+        Args:
+            shards: the samples of this rank, or those of several batches whose mean is the loss.
+            scale: factor of the loss before its backward pass.
+            record_collectives: whether to record collectives.
+        """
+        forward, backward, states = Messages(), Messages(), random_states()
+        self.recorder = LossRecorder(count=lambda: len(forward.sent))
+        with forward if record_collectives else nullcontext():
+            values = [self.value(x) for x in shards]
+        with backward if record_collectives else nullcontext():
+            for value in values if self.step is None else ():
+                (scale * value / len(values)).backward()
+        calls, known = self.recorder.calls, self.recorder.parameters
+        first = calls[0].loss if calls else self.loss
+        replicated, sharded = split_parameters(self.module, gradients(self.parameters.items()))
+        return Measurement(
+            sum(float(value.detach()) for value in values) / len(values),
+            gradients(encoder_parameters(self.model, known).items()),
+            replicated,
+            sharded,
+            copies((self.module if self.step is None else self.model).named_buffers()),
+            forward.names_of_floats(None if self.step is None else calls[-1].position if calls else 0),
+            backward.names_of_floats(),
+            random_states() != states,
+            self.start(),
+            [gradient for call in calls for gradient in call.embedding_gradients],
+            getattr(first, "grad_reduction", None),
+        )
+
+    def value(self, samples: Sequence[Tensor]) -> Tensor:
+        """Return the loss of these samples; a training step also runs backward."""
+        if self.step is None:
+            return scalar(self.loss(*self.model.embed(samples)))
+        with self.recorder:
+            return scalar(self.step(self.model, *samples))
+
+    def start(self) -> Gradients:
+        """Return copies of the loss's own parameters that are replicated on every rank."""
+        return split_parameters(self.module, copies(self.parameters.items()))[0]
 
 
 def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
     """Return the loss's own parameters before a step, also of a step that raises; runs on every rank."""
-    set_float64_and_seed()
-    loss = allow_repeated_samples(case.make())
-    if not case.step:
-        module = loss.double() if isinstance(loss, nn.Module) else nn.Module()
-        return split_parameters(module, copies(module.named_parameters()))[0]
-    model, step = loss
-    with LossRecorder() as recorder, suppress(Exception):
-        step(model.double(), *local_shard(case, batch, UNCHANGED))
-    return copies(recorder.parameters.items())
+    subject = Subject(case, batch.d)
+    if case.step:
+        with suppress(Exception):
+            subject.value(local_shard(case, batch, UNCHANGED))
+    return subject.start()
 
 
 def encoder_parameters(model: nn.Module, of_loss: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -262,7 +276,7 @@ def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
         whole = [x[order] for x in whole]
     whole = edited(whole, batch.shards, plan.edit) if plan.edit else whole
     shards = plan.shards or batch.shards
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    rank = World.of().rank
     shard = plan.rank_order[rank] if plan.rank_order else rank
     first = sum(shards[:shard])
     return [x[first : first + shards[shard]] for x in whole]
@@ -305,11 +319,6 @@ def random_states() -> tuple[Any, ...]:
     """Return the states of the global generators of torch, NumPy and Python."""
     numpy_state: Any = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), numpy_state[1].tobytes(), numpy_state[2], random.getstate()
-
-
-def buffers(module: nn.Module) -> Gradients:
-    """Return copies of the buffers of a module."""
-    return copies(module.named_buffers())
 
 
 def copies(named: Iterable[tuple[str, Tensor]]) -> Gradients:

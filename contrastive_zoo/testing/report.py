@@ -1,13 +1,54 @@
-"""The report of a check: the broken invariants, the smallest batches that show them, and the diagnosis."""
+"""The reports of a check and of an audit: what was compared, the mistakes, and what was not compared."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariants import INVARIANTS, Invariant
-from contrastive_zoo.testing.measurement import GradReduction
+from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.mistakes import Diagnosis
+
+if TYPE_CHECKING:  # they need cloudpickle, which an audit does not
+    from contrastive_zoo.testing.batch import GlobalBatch
+    from contrastive_zoo.testing.invariant import Invariant
+    from contrastive_zoo.testing.measurement import GradReduction
+
+Row = tuple[str, bool | str | None, Sequence[str]]
+"""A name, whether it holds (or words in place of yes and no), and what was measured."""
+
+
+class Section(NamedTuple):
+    """A part of a report, as the console prints it.
+
+    Attributes:
+        headings: of the table.
+        rows: of the table.
+        title: above the table.
+        problems: what could not be compared.
+        diagnoses: the mistakes.
+        notes: what is not a mistake, and is good to know.
+    """
+
+    headings: tuple[str, ...]
+    rows: list[Row]
+    title: str = ""
+    problems: Sequence[str] = ()
+    diagnoses: Sequence[Diagnosis] = ()
+    notes: Sequence[str] = ()
+
+
+class _Result:
+    ok: Any
+
+    @property
+    def status(self) -> int:
+        """The exit status of the command: 0 the same, 1 not the same, 2 not known."""
+        return {True: 0, False: 1, None: 2}[self.ok]
+
+
+# --- check ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -26,7 +67,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class Report(_Result):
     """The result of a check.
 
     Args:
@@ -37,6 +78,7 @@ class Report:
         findings: one for each broken invariant, the most basic first.
         diagnosis: the mistake and its fix; None if no invariant is broken.
         seconds: duration of the check.
+        tried: names of the invariants that applied to at least one batch.
     """
 
     name: str
@@ -47,7 +89,6 @@ class Report:
     diagnosis: Diagnosis | None = None
     seconds: float = 0.0
     tried: frozenset[str] = frozenset()
-    """Names of the invariants that applied to at least one batch."""
 
     def holds(self, invariant: Invariant) -> bool | None:
         """Return whether an invariant held on every batch; None if it was not tried."""
@@ -60,23 +101,38 @@ class Report:
         """Whether every invariant that was tried held on every batch."""
         return not self.findings
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
         trainer = f"a trainer that {'averages' if self.grad_reduction == 'mean' else 'sums'} gradients"
         extent = f"{self.examples} global batches on {processes(self.world_sizes)}, {trainer}"
-        if self.ok:
-            return f"{self.name} is the same function on any number of processes ({extent})."
-        lines = [f"{self.name} is not the same function on any number of processes ({extent}).", *self._diagnosis()]
-        lines += [
-            f"  {finding.invariant}: {finding.message}\n      at {finding.batch}   # {finding.batch!r}"
-            for finding in self.findings
-        ]
-        return "\n".join(lines)
+        return f"{self.name} is {'' if self.ok else 'not '}the same function on any number of processes ({extent})."
 
-    def _diagnosis(self) -> list[str]:
-        return [] if self.diagnosis is None else [f"Diagnosis: {self.diagnosis}"]
+    def _by_invariant(self) -> dict[str, tuple[bool | None, Finding | None]]:
+        """Return for every invariant whether it holds, and its finding if it is broken."""
+        from contrastive_zoo.testing.invariants import INVARIANTS
+
+        broken = {x.invariant.name: x for x in self.findings}
+        return {x.name: (self.holds(x), broken.get(x.name)) for x in INVARIANTS}
+
+    def __str__(self) -> str:
+        diagnosis = [] if self.diagnosis is None else [f"Diagnosis: {self.diagnosis}"]
+        broken = [f"  {x.invariant}: {x.message}\n      at {x.batch}   # {x.batch!r}" for x in self.findings]
+        return "\n".join([self.verdict, *diagnosis, *broken])
+
+    def sections(self) -> list[Section]:
+        """Return the report as the console prints it."""
+        rows: list[Row] = [
+            (name, "not tried" if holds is None else holds, [f"{x.batch}\n{x.message}"] if x else [])
+            for name, (holds, x) in self._by_invariant().items()
+        ]
+        headings = ("invariant", "holds", "smallest batch that breaks it")
+        title = f"{self.name} ({self.seconds:.1f} s)"
+        return [Section(headings, rows, title, diagnoses=[] if self.diagnosis is None else [self.diagnosis])]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report in plain types, for JSON."""
+        rows = self._by_invariant().items()
         return {
             "loss": self.name,
             "ok": self.ok,
@@ -84,17 +140,12 @@ class Report:
             "grad_reduction": self.grad_reduction,
             "examples": self.examples,
             "seconds": round(self.seconds, 2),
-            "invariants": {invariant.name: self._invariant_as_dict(invariant) for invariant in INVARIANTS},
-            "diagnosis": None
-            if self.diagnosis is None
-            else {"mistake": self.diagnosis.mistake, "why": self.diagnosis.why, "fix": self.diagnosis.fix},
+            "invariants": {
+                name: {"holds": holds, **({"message": x.message, "batch": repr(x.batch)} if x else {})}
+                for name, (holds, x) in rows
+            },
+            "diagnosis": self.diagnosis and self.diagnosis.as_dict(),
         }
-
-    def _invariant_as_dict(self, invariant: Invariant) -> dict[str, Any]:
-        for finding in self.findings:
-            if finding.invariant is invariant:
-                return {"holds": False, "message": finding.message, "batch": repr(finding.batch)}
-        return {"holds": self.holds(invariant)}
 
 
 def processes(world_sizes: Sequence[int]) -> str:
@@ -114,3 +165,170 @@ class NotInvariant(AssertionError):
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
+
+
+# --- audit ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Quantity:
+    """A quantity of a training that was compared with one process.
+
+    Attributes:
+        name: of the quantity.
+        ratio: of the ranks to one process, of the rank with the largest error; None if it was not compared.
+        tolerance: largest relative error of a right training.
+        reason: why it was not compared.
+        step: the step of the largest error.
+        is_noted: whether a note explains a difference that is no mistake.
+    """
+
+    name: str
+    ratio: Ratio | None = None
+    tolerance: float = 0.0
+    reason: str = ""
+    step: int = 0
+    is_noted: bool = False
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the error is within the tolerance; None if it was not compared."""
+        return None if self.ratio is None else self.ratio.error <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.ratio is None:
+            return f"not compared: {self.reason}"
+        numbers = "ratio {:.4g}, cosine {:.4f}, error {:.1e}".format(*self.ratio)
+        return f"{'same' if self.ok else 'differs'}, {numbers}, tolerance {self.tolerance:.1e}"
+
+    def row(self) -> Row:
+        """Return the row of the console's table."""
+        if self.ratio is None:
+            return self.name, None, ()
+        error = self.ratio.error
+        shown = f"{error:.1%}" if math.isfinite(error) and error >= 0.001 else f"{error:.0e}"
+        numbers = (f"{self.ratio.ratio:.4g}", f"{self.ratio.cosine:.4f}", shown, f"{self.tolerance:.0e}")
+        return self.name, "see note" if self.is_noted else self.ok, numbers
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the quantity in plain types, for JSON."""
+        numbers = {} if self.ratio is None else self.ratio._asdict()
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        tail = {"tolerance": self.tolerance, "reason": self.reason, "step": self.step + 1}
+        return {"name": self.name, "ok": self.ok, **finite, **tail}
+
+
+@dataclass
+class WorldReport:
+    """The audit of a training on W processes.
+
+    Attributes:
+        world_size: number of processes W.
+        steps: number of steps that all ranks finished.
+        losses: the classes of the losses.
+        quantities: what was compared, each at the step of its largest error.
+        findings: the mistakes.
+        notes: what is not a mistake, and is good to know.
+        problem: why nothing could be compared; empty if something was.
+        peak_bytes: largest resident memory of a process before the steps were repeated, and of the one that repeats them.
+        seconds: duration.
+        factors: the factor of each loss before its backward pass.
+    """
+
+    world_size: int
+    steps: int = 0
+    losses: list[str] = field(default_factory=list)
+    quantities: list[Quantity] = field(default_factory=list)
+    findings: list[Diagnosis] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problem: str = ""
+    peak_bytes: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+    factors: list[float] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the training is the same as on one process; None if something was not compared and no mistake found."""
+        if self.findings or any(x.ok is False and not x.is_noted for x in self.quantities):
+            return False
+        complete = self.quantities and all(x.ok is not None for x in self.quantities)
+        return True if complete and not self.problem else None
+
+    def section(self) -> Section:
+        """Return the report as the console prints it."""
+        reasons = dict.fromkeys(f"Not compared: {x.reason}." for x in self.quantities if x.ok is None)
+        losses = f", {', '.join(dict.fromkeys(self.losses))}" if self.losses else ""
+        return Section(
+            ("compared with one process", "the same", "ratio", "cosine", "error", "tolerance"),
+            [x.row() for x in self.quantities],
+            f"{self.world_size} processes, {self.steps} steps{losses} ({self.seconds:.1f} s)",
+            [*reasons, *filter(None, [self.problem])],
+            self.findings,
+            self.notes,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report in plain types, for JSON."""
+        return {
+            "world_size": self.world_size,
+            "ok": self.ok,
+            "steps": self.steps,
+            "losses": self.losses,
+            "quantities": [x.as_dict() for x in self.quantities],
+            "findings": [x.as_dict() for x in self.findings],
+            "notes": self.notes,
+            "problem": self.problem,
+            "peak_bytes": list(self.peak_bytes),
+            "seconds": round(self.seconds, 2),
+        }
+
+
+@dataclass
+class AuditReport(_Result):
+    """The audit of a script on several numbers of processes.
+
+    Attributes:
+        name: of the script.
+        worlds: the report of each number of processes.
+    """
+
+    name: str
+    worlds: list[WorldReport] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the training is the same on every number of processes; None if that is not known."""
+        result = [x.ok for x in self.worlds]
+        return False if False in result else None if None in result or not result else True
+
+    @property
+    def findings(self) -> list[Diagnosis]:
+        """The mistakes, each once."""
+        return list({x.mistake: x for world in self.worlds for x in world.findings}.values())
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        words = {
+            True: "the training is the same as on one process",
+            False: "the training is not the same as on one process",
+            None: "no mistake was found, but not everything was compared",
+        }
+        return f"{self.name}: {words[self.ok]}."
+
+    def sections(self) -> list[Section]:
+        """Return the report as the console prints it."""
+        return [x.section() for x in self.worlds]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report in plain types, for JSON."""
+        return {"name": self.name, "ok": self.ok, "worlds": [x.as_dict() for x in self.worlds]}
+
+    def __str__(self) -> str:
+        lines = [self.verdict]
+        for world in self.worlds:
+            lines.append(f"{world.world_size} processes, {world.steps} steps. {world.problem}".rstrip())
+            lines += [f"  {x.name}: {x}" for x in world.quantities]
+            lines += [f"  {x}" for x in world.findings]
+            lines += [f"  Note: {x}" for x in world.notes]
+        return "\n".join(lines)

@@ -1,32 +1,18 @@
 """A training of a few steps: one loss object, called with different shard sizes, and measured at every step."""
 
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.faults import Fault, inject
-from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples
-from contrastive_zoo.testing.measurement import (
-    UNCHANGED,
-    Case,
-    Encoder,
-    Measurement,
-    buffers,
-    encoder_parameters,
-    gradients,
-    local_shard,
-    random_states,
-    scalar,
-    set_float64_and_seed,
-    split_parameters,
-)
+from contrastive_zoo.testing.measurement import UNCHANGED, Case, Measurement, Subject, local_shard
 from contrastive_zoo.testing.messages import Message, Messages
 from contrastive_zoo.wrapper.step import splitting
 
@@ -88,59 +74,25 @@ Outcome: TypeAlias = Measurement | StepError
 
 def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]:
     """Construct the loss once and run every step; return each step's outcome and all messages. Runs on every rank."""
-    set_float64_and_seed()
-    loss = allow_repeated_samples(case.make())
+    subject, world = Subject(case, training.steps[0].d), World.of()
     if training.seed_per_rank:
-        _seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
-    loss, model, step = (nn.Module(), *loss) if case.step else (loss, Encoder(training.steps[0].d), None)
-    model, module = model.double(), loss.double() if isinstance(loss, nn.Module) else nn.Module()
+        _seed(world.rank)
     outcomes: list[Outcome] = []
-    messages, recorder = Messages(), LossRecorder()
+    messages = Messages()
     # one process may raise anything: the step is then left out. Several ranks may raise only a ValueError.
-    expected_errors = Exception if _world_size() == 1 else ValueError
+    expected_errors = Exception if world.size == 1 else ValueError
     for index, batch in enumerate(training.steps):
-        fault = training.fault if index in training.fault_steps and _is_last_rank() else None
+        fault = training.fault if index in training.fault_steps and world.rank == world.size - 1 else None
         arguments = local_shard(case, batch, UNCHANGED)[: -1 if fault == "argument" else None]
-        states = random_states()
         # every second step takes the general path, in which ranks split the work
         path = splitting(always=case.shared and index % 2 == 0)
-        with path, inject(fault, loss), messages if training.record_collectives else nullcontext():
+        with path, inject(fault, subject.loss), messages if training.record_collectives else nullcontext():
             try:
-                value = _backward(loss, model, arguments) if step is None else _run(step, model, arguments, recorder)
+                outcomes.append(subject.measure([arguments]))
             except expected_errors as error:
                 outcomes.append(StepError(str(error)))
-            else:
-                result = _measurement(value, model, module, recorder)
-                outcomes.append(replace(result, drew_random_numbers=random_states() != states))
-        _change([*model.parameters(), *module.parameters(), *recorder.parameters.values()])
+        _change([*subject.model.parameters(), *subject.parameters.values()])
     return outcomes, messages.sent
-
-
-def _run(step: Callable[..., Any], model: nn.Module, arguments: list[Tensor], recorder: LossRecorder) -> float:
-    recorder.calls.clear()
-    with recorder:
-        return float(scalar(step(model, *arguments)).detach())
-
-
-def _measurement(value: float, model: nn.Module, module: nn.Module, recorder: LossRecorder) -> Measurement:
-    of_loss = {**dict(module.named_parameters()), **recorder.parameters}
-    replicated, sharded = split_parameters(module, gradients(of_loss.items()))
-    encoder = gradients(encoder_parameters(model, recorder.parameters).items())
-    return Measurement(value, encoder, replicated, sharded, buffers(module))
-
-
-def _backward(loss: Any, encoder: Any, arguments: list[Tensor]) -> float:
-    value = scalar(loss(*encoder.embed(arguments)))
-    value.backward()
-    return float(value.detach())
-
-
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def _is_last_rank() -> bool:
-    return torch.distributed.get_rank() == _world_size() - 1
 
 
 def _change(parameters: list[nn.Parameter]) -> None:

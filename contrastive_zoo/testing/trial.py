@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.faults import Traits, traits
@@ -18,10 +18,9 @@ from contrastive_zoo.testing.measurement import (
     GradReduction,
     Measurement,
     Plan,
+    Subject,
     call_form,
     measure,
-    scalar,
-    set_float64_and_seed,
     whole_batch,
 )
 from contrastive_zoo.testing.messages import Message
@@ -118,14 +117,7 @@ def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float
 
 
 def _value(case: Case, samples: list[Tensor], d: int) -> float:
-    set_float64_and_seed()
-    loss = case.make()
-    if case.step:
-        model, step = loss
-        return float(scalar(step(model.double(), *samples)).detach())
-    if isinstance(loss, nn.Module):
-        loss = loss.double()
-    return float(scalar(loss(*Encoder(d).embed(samples))).detach())
+    return float(Subject(case, d).value(samples).detach())
 
 
 __all__ = [

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.diagnosis import diagnose
 from contrastive_zoo.testing.gallery.recipe import (
     GALLERY,
     TRAINING_STEPS,
@@ -20,7 +19,8 @@ from contrastive_zoo.testing.gallery.recipe import (
 )
 from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Call, Case
-from contrastive_zoo.testing.mistakes import NOT_RECOGNISED
+from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
+from contrastive_zoo.testing.probes import LossEvidence
 from contrastive_zoo.testing.worlds import Worlds
 
 WRONG_STEPS = [recipe for recipe in TRAINING_STEPS.values() if recipe.mistake is not None]
@@ -36,8 +36,12 @@ def rank() -> int:
     return torch.distributed.get_rank()
 
 
+def diagnosed(case: Case, worlds: Worlds) -> Diagnosis:
+    return diagnose(LossEvidence(case, CONTRACT_NAMES, worlds))
+
+
 def mistake(make: Callable[[], Any], worlds: Worlds, call: Call = "views", **settings: Any) -> str:
-    return diagnose(Case(make, call, **settings), CONTRACT_NAMES, worlds).mistake
+    return diagnosed(Case(make, call, **settings), worlds).mistake
 
 
 # --- recipes of users, which differ from those of the gallery ---------------------------------------------------------
@@ -100,15 +104,15 @@ UNKNOWN = (
 
 @pytest.mark.parametrize("loss", UNKNOWN, ids=lambda loss: loss.__name__)
 def test_a_mistake_in_no_table_is_not_recognised(loss: Callable[..., Any], impatient: Worlds) -> None:
-    found = diagnose(Case(lambda: loss, "views"), CONTRACT_NAMES, impatient)
+    found = diagnosed(Case(lambda: loss, "views"), impatient)
     assert found.mistake == NOT_RECOGNISED, str(found)
-    assert "on W=2, shards [3, 3]: values ×" in found.why
-    assert "encoder gradient ×" in found.why
-    assert "cosine" in found.why
+    assert "on W=2, shards [3, 3]: values ×" in found.measured
+    assert "encoder gradient ×" in found.measured
+    assert "cosine" in found.measured
 
 
 def test_a_gradient_of_wrong_direction_is_described_without_a_guess(impatient: Worlds) -> None:
-    found = diagnose(Case(lambda: one_detached_coordinate, "views"), CONTRACT_NAMES, impatient)
+    found = diagnosed(Case(lambda: one_detached_coordinate, "views"), impatient)
     assert found.mistake == "wrong direction"
     assert "or a part of the graph is detached" in found.why
 
@@ -118,14 +122,14 @@ def test_a_gradient_of_wrong_direction_is_described_without_a_guess(impatient: W
 
 @pytest.mark.parametrize("recipe", WRONG_STEPS, ids=lambda recipe: recipe.name)
 def test_the_mistake_of_a_training_step_is_the_same_on_every_run(recipe: Recipe, impatient: Worlds) -> None:
-    found = {diagnose(recipe.case, CONTRACT_NAMES, impatient).mistake for _ in range(RUNS)}
+    found = {diagnosed(recipe.case, impatient).mistake for _ in range(RUNS)}
     assert found == {recipe.mistake}
 
 
 @pytest.mark.skipif(RUNS == 2, reason="the long profile diagnoses every recipe five times")
 @pytest.mark.parametrize("recipe", GALLERY.values(), ids=lambda recipe: recipe.name)
 def test_the_diagnosis_of_a_loss_is_the_same_on_every_run(recipe: Recipe, impatient: Worlds) -> None:
-    assert len({str(diagnose(recipe.case, CONTRACT_NAMES, impatient)) for _ in range(RUNS)}) == 1
+    assert len({str(diagnosed(recipe.case, impatient)) for _ in range(RUNS)}) == 1
 
 
 @pytest.mark.parametrize("in_model", [True, False], ids=["loss in the model", "loss outside"])

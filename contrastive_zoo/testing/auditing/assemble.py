@@ -9,16 +9,17 @@ from itertools import pairwise
 
 import torch
 
-from contrastive_zoo.testing.auditing.comparison import Quantity, Ratio, compared, flat
-from contrastive_zoo.testing.auditing.diagnosis import Finding, diagnose
-from contrastive_zoo.testing.auditing.evidence import StepEvidence, gather_evidence
+from contrastive_zoo.testing.auditing.comparison import compared, flat
+from contrastive_zoo.testing.auditing.diagnosis import mistakes
 from contrastive_zoo.testing.auditing.factors import explanation, factor, is_near
 from contrastive_zoo.testing.auditing.merging import NotComparable
-from contrastive_zoo.testing.auditing.mistakes import NOT_RECOGNISED
 from contrastive_zoo.testing.auditing.one_process import OneProcess
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record
-from contrastive_zoo.testing.auditing.report import WorldReport
+from contrastive_zoo.testing.auditing.step_evidence import StepEvidence, gather_evidence
+from contrastive_zoo.testing.evidence import Ratio
+from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis
+from contrastive_zoo.testing.report import Quantity, WorldReport
 
 
 def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldReport:
@@ -37,7 +38,7 @@ def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldRepor
     steps = gather_evidence(records, one_process, reason)
     finished = min(x.finished for x in records)
     report = WorldReport(len(records), finished, records[0].loss_names)
-    report.findings = diagnose(records, steps)
+    report.findings = mistakes(records, steps)
     report.quantities = compared(steps[:finished])
     probes = (_notes, _notes_on_changes, _notes_on_dropout)
     report.notes = list(dict.fromkeys(note for probe in probes for note in probe(steps[:finished])))
@@ -51,7 +52,7 @@ def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldRepor
     return report
 
 
-def unexplained(quantities: Sequence[Quantity]) -> list[Finding]:
+def unexplained(quantities: Sequence[Quantity]) -> list[Diagnosis]:
     """Return a finding of no known mistake if a quantity is not the same.
 
     Examples:
@@ -62,7 +63,7 @@ def unexplained(quantities: Sequence[Quantity]) -> list[Finding]:
     """
     wrong = [x for x in quantities if x.ok is False and not x.is_noted and x.ratio]
     measured = "; ".join(f"{x.name} {x.ratio.error:.1%} off" for x in wrong if x.ratio)
-    return [Finding(NOT_RECOGNISED, measured)] if wrong else []
+    return [Diagnosis(NOT_RECOGNISED, measured)] if wrong else []
 
 
 def _problem(records: Sequence[Record]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from contrastive_zoo.testing.auditing.evidence import StepEvidence
+from contrastive_zoo.testing.auditing.step_evidence import StepEvidence
+from contrastive_zoo.testing.evidence import Ratio
+from contrastive_zoo.testing.report import Quantity
 
 NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 100.0
 """A tolerance is this often the largest difference between repetitions, plus this often the unit of rounding."""
@@ -18,66 +18,8 @@ NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 100.0
 LARGEST_TOLERANCE = 0.3
 """A quantity that repetitions change by more is not compared."""
 
-Group = Literal["encoder", "loss"]
-
-
-@dataclass
-class Ratio:
-    """A vector against a reference.
-
-    Attributes:
-        ratio: r = ⟨x, y⟩ / ⟨y, y⟩.
-        cosine: of the angle between x and y.
-        error: ‖x − y‖ / ‖y‖.
-        rest: ‖x − r y‖ / ‖y‖, the part of the error that is no factor.
-    """
-
-    ratio: float
-    cosine: float
-    error: float
-    rest: float = 0.0
-
-    @classmethod
-    def between(cls, x: Tensor, y: Tensor) -> Ratio:
-        """Compare x with the reference y.
-
-        Examples:
-            >>> Ratio.between(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
-            Ratio(ratio=2.0, cosine=1.0, error=1.0, rest=0.0)
-        """
-        x, y = x.double(), y.double()
-        norms = float(x.norm()), float(y.norm())
-        if norms[1] == 0:
-            return cls(1.0, 1.0, 0.0) if norms[0] == 0 else cls(math.inf, 0.0, math.inf, math.inf)
-        cosine = float(x @ y) / (norms[0] * norms[1]) if norms[0] else 0.0
-        ratio = float(x @ y) / norms[1] ** 2
-        return cls(ratio, cosine, float((x - y).norm()) / norms[1], float((x - ratio * y).norm()) / norms[1])
-
-
-@dataclass
-class Quantity:
-    """A row of the report.
-
-    Attributes:
-        name: of the quantity.
-        ratio: of the ranks to one process, of the rank with the largest error; None if it was not compared.
-        tolerance: largest relative error of a right training.
-        reason: why it was not compared.
-        step: the step of the largest error.
-        is_noted: whether a note explains a difference that is no mistake.
-    """
-
-    name: str
-    ratio: Ratio | None = None
-    tolerance: float = 0.0
-    reason: str = ""
-    step: int = 0
-    is_noted: bool = False
-
-    @property
-    def ok(self) -> bool | None:
-        """Whether the error is within the tolerance; None if it was not compared."""
-        return None if self.ratio is None else self.ratio.error <= self.tolerance
+SHARDED = "each rank holds a part of the parameters (FSDP)"
+"""Why the parameters of a group are not compared."""
 
 
 def compared(steps: Sequence[StepEvidence]) -> list[Quantity]:
@@ -103,45 +45,29 @@ def _severity(x: Quantity) -> tuple[bool, bool, float]:
 
 def _quantities(step: StepEvidence) -> Iterable[Quantity]:
     yield _value(step)
-    groups: tuple[Group, ...] = ("encoder", "loss")
-    for group in groups:
-        if names := step.names(group):
-            yield _gradient(step, group, names)
-    for group in groups:
-        if names := step.names(group):
-            yield _after(step, group, names)
-    for group in groups:
-        if names := step.names(group):
-            yield _agreement(step, group, names)
+    kinds = (("gradient of the {}", _gradient), ("{} after the step", _after), ("{} equal on all ranks", _agreement))
+    for text, compare in kinds:
+        for group in ("encoder", "loss"):
+            if names := step.names(group):
+                name, is_sharded = text.format(group), step.is_sharded(names)
+                yield Quantity(name, reason=SHARDED) if is_sharded else compare(name, step, group, names)
 
 
 def _value(step: StepEvidence) -> Quantity:
     name = "value of the loss"
     if step.truth is None:
         return Quantity(name, reason=step.reason)
-    expected = torch.tensor(step.truth.values, dtype=torch.float64)
-    noise = _noise(expected, [torch.tensor(x.values, dtype=torch.float64) for x in step.repetitions])
-    ratios = [Ratio.between(torch.tensor(values, dtype=torch.float64), expected) for values in step.values]
-    return _judged(name, ratios, noise, step.eps)
+    return _judged(name, [torch.tensor(x, dtype=torch.float64) for x in step.values], *reference(step, "value"))
 
 
-def _gradient(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:
-    name = f"gradient of the {group}"
+def _gradient(name: str, step: StepEvidence, group: str, names: Sequence[str]) -> Quantity:
     if step.truth is None or step.lacks_terms(names) or (group == "encoder" and step.truth.unlinked):
         return Quantity(name, reason=step.truth.unlinked if step.truth else step.reason)
-    if step.is_sharded(names):
-        return Quantity(name, reason="each rank holds a part of the parameters (FSDP)")
-    expected = flat(step.truth.gradients, names, step)
-    noise = _noise(expected, [flat(x.gradients, names, step) for x in step.repetitions])
-    ratios = [Ratio.between(flat(x.gradients, names, step), expected) for x in step.ranks]
-    return _judged(name, ratios, noise, step.eps)
+    return _judged(name, [flat(x.gradients, names, step) for x in step.ranks], *reference(step, group))
 
 
-def _after(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:
-    name = f"{group} after the step"
+def _after(name: str, step: StepEvidence, group: str, names: Sequence[str]) -> Quantity:
     reason = step.reason if step.truth is None else step.truth.unlinked or step.truth.problem
-    if step.is_sharded(names):
-        reason = "each rank holds a part of the parameters (FSDP)"
     if step.truth is None or reason or not (step.truth.after and step.ranks[0].after):
         return Quantity(name, reason=reason or "no optimizer step")
     names = [x for x in names if x in step.ranks[0].optimized]
@@ -151,11 +77,18 @@ def _after(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:
     if not kept.any():
         return Quantity(name, reason="all gradients are rounding")
     before = flat(step.ranks[0].state, names, step)[kept]
-    expected = flat(step.truth.after, names, step)[kept] - before
-    repeated = [flat(x.after, names, step)[kept] - before for x in step.repetitions if x.after]
-    ratios = [Ratio.between(flat(x.after, names, step)[kept] - before, expected) for x in step.ranks]
-    rounding = step.eps * float(before.double().norm()) / max(float(expected.double().norm()), 1e-300)
-    return _judged(name, ratios, max(_noise(expected, repeated), rounding / NOISE_FACTOR), step.eps)
+    truth, *repeated = [
+        flat(x.after, names, step)[kept] - before for x in (step.truth, *step.repetitions) if x is step.truth or x.after
+    ]
+    rounding = step.eps * float(before.norm()) / max(float(truth.norm()), 1e-300)
+    bound = max(_tolerance(truth, repeated, step.eps), rounding + ROUNDING_FACTOR * step.eps)
+    return _judged(name, [flat(x.after, names, step)[kept] - before for x in step.ranks], truth, bound)
+
+
+def _agreement(name: str, step: StepEvidence, group: str, names: Sequence[str]) -> Quantity:
+    """Compare the parameters of all ranks with those of rank 0 after the step."""
+    after = [flat(x.after, names, step) for x in step.ranks]
+    return _judged(name, after, after[0], ROUNDING_FACTOR * step.eps)
 
 
 def _above_noise(step: StepEvidence, names: Sequence[str]) -> Tensor:
@@ -167,43 +100,31 @@ def _above_noise(step: StepEvidence, names: Sequence[str]) -> Tensor:
     return gradient.abs() > bound
 
 
-def _agreement(step: StepEvidence, group: Group, names: Sequence[str]) -> Quantity:
-    """Compare the parameters of all ranks with those of rank 0 after the step."""
-    name = f"{group} equal on all ranks"
-    if step.is_sharded(names):
-        return Quantity(name, reason="each rank holds a part of the parameters (FSDP)")
-    first = flat(step.ranks[0].after, names, step)
-    ratios = [Ratio.between(flat(x.after, names, step), first) for x in step.ranks[1:]]
-    return _judged(name, ratios or [Ratio(1.0, 1.0, 0.0)], 0.0, step.eps)
-
-
 def flat(tensors: Mapping[str, Tensor], names: Sequence[str], step: StepEvidence) -> Tensor:
     """Return these parameters' tensors as one vector; a missing one counts as zero."""
     like = step.ranks[0].state
     return torch.cat([tensors.get(name, torch.zeros_like(like[name])).flatten().double() for name in names])
 
 
-def tolerance(step: StepEvidence, group: str) -> float:
-    """Return the largest relative error of a right ``"value"``, or of the right gradient of a group."""
+def reference(step: StepEvidence, of: str) -> tuple[Tensor, float]:
+    """Return the ``"value"`` of one process, or the gradient of a group, and the largest relative error of a right one."""
     assert step.truth is not None
-    if group == "value":
-        expected = torch.tensor(step.truth.values, dtype=torch.float64)
-        repeated = [torch.tensor(x.values, dtype=torch.float64) for x in step.repetitions]
-    else:
-        names = step.names(group)
-        expected = flat(step.truth.gradients, names, step)
-        repeated = [flat(x.gradients, names, step) for x in step.repetitions]
-    return NOISE_FACTOR * _noise(expected, repeated) + ROUNDING_FACTOR * step.eps
+    names = [] if of == "value" else step.names(of)
+    truth, *repeated = [
+        flat(x.gradients, names, step) if names else torch.tensor(x.values, dtype=torch.float64)
+        for x in (step.truth, *step.repetitions)
+    ]
+    return truth, _tolerance(truth, repeated, step.eps)
 
 
-def _noise(expected: Tensor, repeated: Sequence[Tensor]) -> float:
-    return max((Ratio.between(x, expected).error for x in repeated), default=0.0)
+def _tolerance(expected: Tensor, repeated: Sequence[Tensor], eps: float) -> float:
+    noise = max((Ratio.between(x, expected).error for x in repeated), default=0.0)
+    return NOISE_FACTOR * noise + ROUNDING_FACTOR * eps
 
 
-def _judged(name: str, ratios: Sequence[Ratio], noise: float, eps: float) -> Quantity:
+def _judged(name: str, ranks: Sequence[Tensor], expected: Tensor, tolerance: float) -> Quantity:
+    ratios = [Ratio.between(x, expected) for x in ranks]
     worst = max(ratios, key=lambda x: math.inf if math.isnan(x.error) else x.error)
-    tolerance = NOISE_FACTOR * noise + ROUNDING_FACTOR * eps
     if tolerance > LARGEST_TOLERANCE or math.isnan(tolerance):
-        reason = f"repetitions in one process differ by {noise:.1e}"
-        return Quantity(name, reason=reason)
+        return Quantity(name, reason=f"repetitions in one process differ: the tolerance would be {tolerance:.1e}")
     return Quantity(name, worst, tolerance)

@@ -14,7 +14,7 @@ from contrastive_zoo.testing.auditing.assemble import assemble, peak_bytes
 from contrastive_zoo.testing.auditing.modules import Kinds
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record
-from contrastive_zoo.testing.auditing.report import AuditReport, WorldReport
+from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 
 @contextmanager

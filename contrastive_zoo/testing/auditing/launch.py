@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.rank import Rank, named_loss, read, run_script
-from contrastive_zoo.testing.auditing.report import AuditReport, WorldReport, without_weights
+from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 LOG_LINES = 12
 """Lines of a rank's output that are shown if there is no report."""
@@ -51,6 +51,17 @@ def audit_script(
     report = AuditReport(name, [_audit(command, size, steps, losses, timeout) for size in world_sizes])
     without_weights(report.worlds)
     return report
+
+
+def without_weights(worlds: Sequence[WorldReport]) -> None:
+    """Drop findings of a factor that is equal for different numbers of processes: it is a weight."""
+    if len(worlds) < 2 or len({tuple(round(y, 4) for y in x.factors) for x in worlds}) > 1:
+        return
+    for world in worlds:
+        kept = [x for x in world.findings if x.mistake not in ("times W", "divided by W")]
+        if len(kept) < len(world.findings):
+            world.notes.append("the loss has the same factor for all numbers of processes: a weight, not a mistake")
+        world.findings = kept
 
 
 def _require_valid(command: Sequence[str], world_sizes: Sequence[int], steps: int) -> None:

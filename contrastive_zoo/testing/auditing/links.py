@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,8 @@ class Outputs:
         for leaf in sorted(range(len(self.leaves)), key=lambda i: i in used):
             if (source := self._whole(x, rank, leaf)) is not None:
                 return source
-        rows = x.reshape(len(x), -1) if len(x) else x.new_zeros(0, _width(x))
-        for table, is_local in ((self.table(_width(x), rank), True), (self.table(_width(x)), False)):
+        rows = x.reshape(len(x), -1) if len(x) else x.new_zeros(0, row_width(x))
+        for table, is_local in ((self.table(row_width(x), rank), True), (self.table(row_width(x)), False)):
             for transform in TRANSFORMS if table is not None else ():
                 assert table is not None
                 result = _search(rows, transform(table[0]).to(x.dtype))
@@ -91,7 +92,7 @@ class Outputs:
         y = self.leaves[leaf][rank]
         if y.ndim == 0 or y.numel() != x.numel() or len(y) != len(x) or not len(x):
             return None
-        earlier = [z for z in self.leaves[:leaf] if _is_batch(z, _width(y))]
+        earlier = [z for z in self.leaves[:leaf] if _is_batch(z, row_width(y))]
         start = sum(len(z) for ranks in earlier for z in ranks) + sum(map(len, self.leaves[leaf][:rank]))
         for transform in TRANSFORMS:
             if _equal(x.reshape(len(x), -1), transform(y.reshape(len(y), -1)).to(x.dtype)):
@@ -112,14 +113,12 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _is_batch(leaf: list[Tensor], width: int) -> bool:
-    return all(x.ndim > 0 and _width(x) == width for x in leaf)
+    return all(x.ndim > 0 and row_width(x) == width for x in leaf)
 
 
-def _width(x: Tensor) -> int:
-    width = 1
-    for n in x.shape[1:]:
-        width *= n
-    return width
+def row_width(x: Tensor) -> int:
+    """Return the number of elements of a row."""
+    return math.prod(x.shape[1:])
 
 
 def _search(rows: Tensor, table: Tensor) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import pickle
@@ -50,11 +49,9 @@ class LoaderWatch:
         is_watching: whether a loader that is started now belongs to the training.
 
     Examples:
-        >>> watch = LoaderWatch()
-        >>> watch.start()
-        >>> loader = DataLoader(range(5), batch_size=2)
-        >>> _ = list(loader), list(loader)
-        >>> watch.stop()
+        >>> watch, loader = LoaderWatch(), DataLoader(range(5), batch_size=2)
+        >>> watch.on_start(loader), watch.on_start(loader)
+        (None, None)
         >>> watch.epochs, watch.listed()[0].batches
         (2, [[0, 1], [2, 3], [4]])
     """
@@ -64,23 +61,12 @@ class LoaderWatch:
         self.loaders: list[DataLoader[Any]] = []
         self.epochs = 0
 
-    def start(self) -> None:
-        """Wrap ``DataLoader.__iter__``, for which torch has no hook."""
-        self._original = original = DataLoader.__iter__
-
-        @functools.wraps(original)
-        def start_epoch(loader: DataLoader[Any]) -> Any:
-            if self.is_watching() and torch.is_grad_enabled():  # not a validation
-                self.epochs += 1
-                if not any(loader is x for x in self.loaders):
-                    self.loaders.append(loader)
-            return original(loader)
-
-        DataLoader.__iter__ = start_epoch  # type: ignore[method-assign]  # until stop()
-
-    def stop(self) -> None:
-        """Restore ``DataLoader.__iter__``."""
-        DataLoader.__iter__ = self._original  # type: ignore[method-assign]  # as before
+    def on_start(self, loader: DataLoader[Any]) -> None:
+        """Note that a loader begins an epoch."""
+        if self.is_watching() and torch.is_grad_enabled():  # not a validation
+            self.epochs += 1
+            if not any(loader is x for x in self.loaders):
+                self.loaders.append(loader)
 
     def listed(self) -> list[Epoch]:
         """List an epoch of every loader over a dataset with indices; of the dataset, one sample is read."""

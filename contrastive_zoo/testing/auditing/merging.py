@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from contrastive_zoo.testing.auditing.links import Outputs, Source
+from contrastive_zoo.testing.auditing.links import Outputs, Source, row_width
 from contrastive_zoo.testing.auditing.records import Call
 
 
@@ -96,7 +96,7 @@ class Merge:
         return x.requires_grad_() if self.calls[0].arguments.trained[index] else x
 
     def _select(self, sources: Sequence[Source], like: Tensor) -> Tensor:
-        table = self.repeated.table(like[:1].numel() if len(like) else _numel(like))
+        table = self.repeated.table(row_width(like))
         assert table is not None
         rows = torch.cat([x.rows for x in sources])
         selected = sources[0].transform(table[0])[rows.to(table[0].device)]
@@ -142,10 +142,6 @@ def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
         return list(parts)
     length = max(x.shape[1] for x in parts)
     return [torch.nn.functional.pad(x, (*([0, 0] * (x.ndim - 2)), 0, length - x.shape[1])) for x in parts]
-
-
-def _numel(x: Tensor) -> int:
-    return x.new_zeros(1, *x.shape[1:]).numel()
 
 
 def _to(x: Any, device: torch.device) -> Any:

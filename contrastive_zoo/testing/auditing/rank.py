@@ -18,7 +18,7 @@ from contrastive_zoo.testing.auditing.assemble import assemble, peak_bytes
 from contrastive_zoo.testing.auditing.modules import Kinds
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record
-from contrastive_zoo.testing.auditing.report import WorldReport
+from contrastive_zoo.testing.report import WorldReport
 
 WAIT, GRACE = 120.0, 2.0
 """Seconds that a rank waits for the others: after the last step, and after its script has ended."""

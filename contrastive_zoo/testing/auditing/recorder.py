@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,57 +20,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.testing.auditing.loaders import LoaderWatch
 from contrastive_zoo.testing.auditing.modules import Kinds, contains_encoder, core_name, reduction_option
 from contrastive_zoo.testing.auditing.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
-from contrastive_zoo.testing.auditing.terms import TermWatch
+from contrastive_zoo.testing.auditing.watches import other_parameters, watched
 from contrastive_zoo.testing.loss_recorder import remove_hook
 
 FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 """The functions of ``torch.nn.utils`` that are watched; trainers call these, too."""
-
-
-class ClipWatch:
-    """Call ``on_clip(function, parameters, arguments)`` before gradients are clipped.
-
-    Examples:
-        >>> watch = ClipWatch(lambda name, parameters, rest: print(name, len(parameters), rest))
-        >>> parameter = torch.nn.Parameter(torch.ones(1))
-        >>> parameter.grad = torch.ones(1)
-        >>> watch.start()
-        >>> torch.nn.utils.clip_grad_norm_([parameter], 0.5)
-        clip_grad_norm_ 1 ((0.5,), {})
-        tensor(1.)
-        >>> watch.stop()
-    """
-
-    def __init__(self, on_clip: Callable[[str, list[Tensor], Any], None]) -> None:
-        self.on_clip = on_clip
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def start(self) -> None:
-        """Wrap the functions."""
-        for name in FUNCTIONS:
-            for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-                original = getattr(home, name)
-                self._originals.append((home, name, original))
-                setattr(home, name, self._wrapped(name, original))
-
-    def stop(self) -> None:
-        """Restore the functions."""
-        while self._originals:
-            setattr(*self._originals.pop())
-
-    def _wrapped(self, name: str, original: Any) -> Any:
-        @functools.wraps(original)
-        def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self.on_clip(name, listed, (args, kwargs))
-            return original(listed, *args, **kwargs)
-
-        return clip
 
 
 LARGEST_WEIGHT = 64.0
@@ -82,7 +43,6 @@ class Recorder:
     Args:
         kinds: which modules are losses and encoders.
         steps: number of steps to record.
-        on_step: called with every finished step and its index.
         on_finish: called when all steps are recorded.
         needs_group: whether to record only while torch.distributed is initialised.
     """
@@ -92,12 +52,11 @@ class Recorder:
         kinds: Kinds,
         steps: int,
         *,
-        on_step: Callable[[int, Step], None] = lambda index, step: None,
         on_finish: Callable[[], None] = lambda: None,
         needs_group: bool = True,
     ) -> None:
         self.kinds, self.steps = kinds, steps
-        self.on_step, self.on_finish, self.needs_group = on_step, on_finish, needs_group
+        self.on_finish, self.needs_group = on_finish, needs_group
         self.record = Record()
         self.encoders: list[nn.Module] = []
         self.losses: list[nn.Module] = []
@@ -106,8 +65,7 @@ class Recorder:
         self.step = Step()
         self.finished = False
         self._active: tuple[nn.Module, Arguments, Tensor] | None = None
-        self._clips = ClipWatch(self._on_clip)
-        self._terms = TermWatch(lambda: self._nodes, self._on_terms)
+        self._watches = ExitStack()
         self._nodes: set[Any] = set()
         self._stepped = False
 
@@ -119,17 +77,17 @@ class Recorder:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        self._clips.start()
-        self._terms.start()
-        self.loaders.start()
+        for name in FUNCTIONS:
+            for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+                self._watches.enter_context(watched(home, name, partial(self._on_clip, name)))
+        self._watches.enter_context(watched(torch.autograd, "backward", self._before_backward))
+        self._watches.enter_context(watched(DataLoader, "__iter__", self.loaders.on_start))
 
     def stop(self) -> Record:
         """Remove the hooks, close the last step and return the record."""
         for handle in self._handles:
             remove_hook(handle)
-        self._clips.stop()
-        self._terms.stop()
-        self.loaders.stop()
+        self._watches.close()
         if self._stepped and not self.finished:
             self._close_step()
         elif self.step.micro_batches and not self.finished:  # the script raised within a step
@@ -249,7 +207,11 @@ class Recorder:
             gradients = [(name, x.grad) for name, x in self._with_gradient() if x.grad is not None]
             self.step.stale = {name: snapshot(x) for name, x in gradients if bool(x.any())}
 
-    def _on_terms(self, parameters: list[Tensor]) -> None:
+    def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+        """Note which parameters get a gradient by another way than through a recorded loss."""
+        if in_backward():  # a pass within a pass, as of a cache of gradients
+            return
+        parameters = other_parameters([tensors] if isinstance(tensors, Tensor) else list(tensors), self._nodes)
         names = {id(x): name for name, x in self.parameters()}
         self.step.other_terms |= {names[id(x)] for x in parameters if id(x) in names}
 
@@ -261,13 +223,14 @@ class Recorder:
         begun = any(x.factor is not None for x in self.step.losses)
         return begun and next(self._with_gradient(), None) is None
 
-    def _on_clip(self, function: str, parameters: list[Tensor], arguments: Any) -> None:
-        if math.inf in [*arguments[0][:1], arguments[1].get("max_norm")]:
-            return  # Hugging Face's Trainer measures the norm in this way
-        names = {id(x): name for name, x in self.parameters()}
-        clipped = {names[id(x)]: x.grad for x in parameters if id(x) in names and x.grad is not None}
-        self.step.gradients = {name: snapshot(x) for name, x in clipped.items()} | self.step.gradients
-        self.step.clips.append(Clip(function, list(clipped), arguments))
+    def _on_clip(self, function: str, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if math.inf not in [*args[:1], kwargs.get("max_norm")]:  # Hugging Face's Trainer measures the norm in this way
+            names = {id(x): name for name, x in self.parameters()}
+            clipped = {names[id(x)]: x.grad for x in listed if id(x) in names and x.grad is not None}
+            self.step.gradients = {name: snapshot(x) for name, x in clipped.items()} | self.step.gradients
+            self.step.clips.append(Clip(function, list(clipped), (args, kwargs)))
+        return (listed, *args), kwargs
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Look at the gradients now; those of a closure, in which Lightning runs forward and backward, after it."""
@@ -314,7 +277,6 @@ class Recorder:
         self._nodes.clear()
         self.record.steps.append(self.step)
         self.record.parameters = self._groups()
-        self.on_step(self.record.finished, self.step)
         self.record.finished += 1
         self.step = Step()
         if self.record.finished == self.steps:

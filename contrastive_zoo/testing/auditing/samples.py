@@ -12,11 +12,10 @@ from contrastive_zoo.testing.auditing.loaders import Epoch
 from contrastive_zoo.testing.auditing.records import Call, Record, Step
 
 
-def sample_mistakes(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+def of_samples(records: Sequence[Record], steps: object) -> Iterator[tuple[str, str]]:
     """Yield the mistakes in the ranks' samples, each with what was measured."""
-    steps = [[_digests(step) for step in record.steps] for record in records]
-    count = min(map(len, steps))
-    together = [[rank[i] for rank in steps] for i in range(count)]
+    digests = [[_digests(step) for step in record.steps] for record in records]
+    together = [list(ranks) for ranks in zip(*digests, strict=False)]
     if len(records) > 1:
         if equal := [i for i, x in enumerate(together) if x[0] and all(y == x[0] for y in x)]:
             yield "same shard", f"all ranks have the same {len(together[equal[0]][0])} samples at step {equal[0] + 1}"

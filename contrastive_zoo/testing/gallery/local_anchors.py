@@ -66,18 +66,21 @@ class _Local(nn.Module):
         *,
         offset: bool = True,
         average: bool = False,
+        keys_too: bool = True,
         factor: Callable[[], float] = lambda: 1.0,
     ) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(3.0))
-        self.gather, self.offset, self.average, self.factor = gather, offset, average, factor
+        self.gather, self.offset, self.average, self.keys_too, self.factor = gather, offset, average, keys_too, factor
 
     def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
         a, b = F.normalize(view1, dim=1), F.normalize(view2, dim=1)
         positive = torch.arange(len(a)) + (sum(shard_sizes(a)[: rank_and_size()[0]]) if self.offset else 0)
         to_b = F.cross_entropy(self.scale * a @ self.gather(b).T, positive, reduction="sum")
-        to_a = F.cross_entropy(self.scale * b @ self.gather(a).T, positive, reduction="sum")
-        mean = self.factor() * (to_b + to_a) / 2 / max(len(a), 1)
+        total = to_b
+        if self.keys_too:
+            total = (to_b + F.cross_entropy(self.scale * b @ self.gather(a).T, positive, reduction="sum")) / 2
+        mean = self.factor() * total / max(len(a), 1)
         return all_reduce(mean, "mean") if self.average else mean
 
 
@@ -114,19 +117,7 @@ def _() -> Any:
 @recipe("queries only, × W", mistake="local loss × W")
 def _() -> Any:
     """local queries as the only anchors, documents gathered with gradient, loss × W (sentence-transformers, formerly)"""
-    return _QueriesOnly()
-
-
-class _QueriesOnly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, queries: Tensor, documents: Tensor) -> Tensor:
-        a, b = F.normalize(queries, dim=1), GatherLayer.apply(F.normalize(documents, dim=1))
-        positive = torch.arange(len(a)) + sum(shard_sizes(a)[: rank_and_size()[0]])
-        total = F.cross_entropy(self.scale * a @ b.T, positive, reduction="sum")
-        return rank_and_size()[1] * total / max(len(a), 1)
+    return _Local(GatherLayer.apply, keys_too=False, factor=lambda: rank_and_size()[1])
 
 
 @recipe("mean of means", mistake="mean of means")
