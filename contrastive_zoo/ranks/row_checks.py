@@ -160,17 +160,29 @@ def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | Non
 
     Examples:
         >>> labels_problem("labels", torch.tensor([0.5]))
-        'labels are one integer per row, got float32 [1]. Use labels.long().'
+        'labels are one integer per row, got float32 [1]. Use labels.long() if they are whole numbers.'
+        >>> labels_problem("labels", torch.tensor([[0], [1]]), 2)
+        'labels are one integer per row, got int64 [2, 1]. Use labels.flatten().'
     """
     if problem := tensor_problem(name, labels):
         return problem
     if labels.is_floating_point() or labels.is_complex() or labels.ndim != 1:
-        fix = "Use labels.argmax(1) if they are one-hot." if labels.ndim > 1 else "Use labels.long()."
-        return f"{name} are one integer per row, got {described(labels)}. {fix}"
+        return f"{name} are one integer per row, got {described(labels)}. {_labels_fix(name, labels, rows)}"
     if rows is not None and len(labels) != rows:
         fix = "Pass this rank's own labels with its own rows."
         return f"{name} are one per row, got {len(labels)} for {rows} rows. {fix}"
     return None
+
+
+def _labels_fix(name: str, labels: Tensor, rows: int | None) -> str:
+    """What makes integers, one per row, of these labels."""
+    is_whole = not (labels.is_floating_point() or labels.is_complex())
+    if labels.numel() == (len(labels) if rows is None and labels.ndim else rows):  # [n, 1], [1, n] or []
+        flat = f"{name}.flatten()" if labels.ndim != 1 else name
+        return f"Use {flat}." if is_whole else f"Use {flat}.long() if they are whole numbers."
+    if labels.ndim == 2:
+        return f"Use {name}.argmax(1) if they are one-hot."
+    return f"Pass one integer for each row, such as {name}[:, 0]." if labels.ndim > 2 else f"Use {name}.long()."
 
 
 def rows_problem(name: str, rows: Tensor) -> str | None:
