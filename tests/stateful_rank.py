@@ -69,6 +69,7 @@ class Rank:
         self.options: dict[str, Any] = {"grad_reduction": "mean"}
         self.precision: Precision = "float64"
         self.budget: int | None = None
+        self.hooked = False
         self.wrapper = self._wrapped()
         self.group: Any = None
 
@@ -151,6 +152,12 @@ class Rank:
         for loss in (self.loss, self.twin):
             loss.to(self._dtype)
 
+    def set_hook(self, on: bool) -> None:
+        """The user's code after every call, which sees the value of all ranks' embeddings; or no longer."""
+        self.hooked = on
+        for loss in (self.loss, self.twin):
+            _hook(loss, on)
+
     def set_budget(self, size: int | None) -> None:
         """Bytes of logits that may be held."""
         self.budget = size
@@ -167,13 +174,16 @@ class Rank:
         else:
             state, before = self.wrapper.state_dict(), self.loss
             self.loss = self._made().to(self._dtype)
+            _hook(self.loss, self.hooked)
             _set(self.loss, self.kind.setting[0], _get(before, self.kind.setting[0]))
             self.wrapper = self._wrapped()
             self.wrapper.load_state_dict(state)
 
     # ---------------------------------------------------------------------------------------------- what one rank does
 
-    def differ(self, batch: tuple[tuple[int, ...], int], what: Literal["setting", "option", "argument"]) -> None:
+    def differ(
+        self, batch: tuple[tuple[int, ...], int], what: Literal["setting", "option", "argument", "hook"]
+    ) -> None:
         """One rank has something of its own: every rank raises the same ValueError, and the training goes on."""
         rank, size, call = self._place("own")
         mine, at_fault = self._local(*batch, rank, size), _is_last()
@@ -183,6 +193,8 @@ class Rank:
             _set(self.loss, path, next(x for x in values if x != setting))
         elif at_fault and what == "option":
             self.wrapper.grad_reduction = "sum" if option == "mean" else "mean"
+        elif at_fault and what == "hook":
+            _hook(self.loss, not self.hooked)
         elif at_fault:
             mine = mine[:-1]
         try:
@@ -194,6 +206,7 @@ class Rank:
         finally:
             _set(self.loss, path, setting)
             self.wrapper.grad_reduction = option
+            _hook(self.loss, self.hooked)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -337,6 +350,16 @@ def _among(shards: Sequence[int], size: int) -> tuple[int, ...]:
     few = list(shards[-size:])
     few[-1] += not sum(few)
     return tuple(few)
+
+
+def _hook(loss: nn.Module, on: bool) -> None:
+    loss._forward_hooks.clear()
+    if on:
+        loss.register_forward_hook(_tripled)
+
+
+def _tripled(module: nn.Module, args: Any, value: Any) -> Any:
+    return 3 * value
 
 
 def _is_last() -> bool:

@@ -109,6 +109,11 @@ class Training(RuleBasedStateMachine):
     def set_precision(self, precision: str) -> None:
         self.then("set_precision", precision=precision)
 
+    @precondition(lambda self: not self.loss.sharded)
+    @rule(on=st.booleans())
+    def set_hook(self, on: bool) -> None:
+        self.then("set_hook", on=on)
+
     @rule(size=st.sampled_from([None, 0, 100]))
     def set_budget(self, size: int | None) -> None:
         self.then("set_budget", size=size)
@@ -130,9 +135,9 @@ class Training(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------------------------- one rank differs
 
-    @rule(data=st.data(), what=st.sampled_from(["setting", "option", "argument"]))
+    @rule(data=st.data(), what=st.sampled_from(["setting", "option", "argument", "hook"]))
     def differ(self, data: st.DataObject, what: str) -> None:
-        if what == "setting" and self.loss.third_party:
+        if what in ("setting", "hook") and self.loss.third_party:
             what = "option"  # what it was made with is its own affair; its values are compared a call later
         self.then("differ", batch=self.batch(data), what=what)
 

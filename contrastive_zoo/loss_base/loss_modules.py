@@ -77,6 +77,8 @@ class LossModules:
             for tensors in (module._parameters, module._buffers):
                 for name, x in tensors.items():
                     kind = "None" if x is None else str(x.dtype) if is_split or is_lazy(x) else tensor_kind(x)
+                    if x is not None and x.is_cpu and x.numel() == 1 and not x.is_floating_point():
+                        kind += f" {x.item()}"  # a count
                     lines[f"{path}.{name}" if path else name] = kind
         return lines
 
@@ -151,11 +153,13 @@ def _extends_this_library(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class StateSums:
-    """Numbers in words of two numbers: any that changes by a share of itself changes them by about that share.
+    """Any number of tensors as one number or two, for ranks to compare.
 
     Args:
-        level: the weighted sum of log(0.001 + norm) of every tensor, in the order of their names.
-        projection: their projection on a fixed direction, at calls that look closely: it sees signs and order, too.
+        level: Σ log(0.001 + size) over the tensors, in the order of their names, with weights between 1 and 2. The size of a
+            tensor x is 1.5 · |x| + x·v for a fixed unit vector v, so that a sign counts, too; of a large tensor, x·v is that
+            of some of its numbers. A tensor that grows by a share changes the level by about that share.
+        projection: Σ x·w with a fixed vector w for all numbers, as a share of the sizes, at calls that look closely.
     """
 
     level: float = 0.0
@@ -166,24 +170,51 @@ class StateSums:
         """Start to sum up; the result returns the sums.
 
         Examples:
-            >>> StateSums.of({"scale": torch.tensor(1 - _LEAST).double()}, closely=False)().projection is None
-            True
+            >>> StateSums.of({"scale": torch.tensor([0.0])}, closely=False)()
+            StateSums(level=-6.907755278982137, projection=None)
         """
         tensors = [numbers[name].detach() for name in sorted(numbers)]
         if all(x.is_cpu for x in tensors) and not closely:
-            norms = list(map(_norm, tensors))
-            return lambda: cls(_level(norms))
+            sizes = [_size_of_one(x.item()) if x.numel() == 1 else _size(x).item() for x in tensors]
+            return lambda: cls(_level(sizes))
         device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
         dtype = torch.float64 if has_float64(device) else torch.float32
-        sums = [vector_norm(as_floats(x)).to(device, dtype) for x in tensors]
-        projections = [_projection(x).to(device, dtype) for x in tensors if closely]
-        read = read_later(torch.stack([*sums, *projections])) if sums else list
+        sums = [f(x).to(device, dtype) for f in (_size, _projection)[: 1 + closely] for x in tensors]
+        read = read_later(torch.stack(sums)) if sums else list
 
         def finished() -> "StateSums":
             numbers = read()
-            return cls(_level(numbers[: len(tensors)]), sum(numbers[len(tensors) :]) if closely else None)
+            sizes, projections = numbers[: len(tensors)], numbers[len(tensors) :]
+            return cls(_level(sizes), sum(projections) / math.hypot(_LEAST, *sizes) if closely else None)
 
         return finished
+
+
+_LEAST = 1e-3
+"""Differences of sizes below it count as they are, not as a share."""
+
+_SAMPLE = 2**14
+"""Numbers of a tensor whose signs and order count at every call."""
+
+
+def _level(sizes: Sequence[float]) -> float:
+    return sum((1 + index / len(sizes)) * math.log(_LEAST + size) for index, size in enumerate(sizes))
+
+
+def _size_of_one(x: float) -> float:
+    return 1.5 * abs(x) + x
+
+
+def _size(x: Tensor) -> Tensor:
+    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    sample = x.flatten()[:: x.numel() // _SAMPLE + 1]
+    return 1.5 * vector_norm(x) + sample @ _unit_vector(len(sample), x.dtype, x.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _unit_vector(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    vector = torch.arange(1, count + 1, device=device, dtype=dtype).sin_()
+    return vector / vector_norm(vector)
 
 
 def _projection(x: Tensor) -> Tensor:
@@ -196,26 +227,8 @@ def _projection(x: Tensor) -> Tensor:
     return total
 
 
-_LEAST = 1e-3
-"""Differences of numbers below it count as they are, not as a share."""
-
-
-def _level(norms: Sequence[float]) -> float:
-    return sum((1 + index / len(norms)) * math.log(_LEAST + norm) for index, norm in enumerate(norms))
-
-
-def _norm(x: Tensor) -> float:
-    if x.numel() == 1:
-        return abs(float(x.item()))
-    return vector_norm(as_floats(x)).item() if x.numel() else 0.0
-
-
 def is_lazy(x: Tensor) -> bool:
     return isinstance(x, UninitializedTensorMixin)
-
-
-def as_floats(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def without_ddp(loss: Any) -> Any:

@@ -22,9 +22,8 @@ def values_difference(values: Sequence[float], tolerance: float) -> str | None:
     return None
 
 
-def numbers_differ(sums: Sequence[float], tolerance: float) -> bool:
-    """Whether what some rank's loss computes with differs from rank 0's, given a sum of it."""
-    bound = tolerance**0.5 * max(1, abs(sums[0]))
+def numbers_differ(sums: Sequence[float], bound: float) -> bool:
+    """Whether what some rank's loss computes with differs from rank 0's, given a sum of it and how far sums may differ."""
     return math.isfinite(sum(sums)) and any(abs(x - sums[0]) > bound for x in sums)
 
 

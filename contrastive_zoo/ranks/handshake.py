@@ -250,11 +250,15 @@ def _refuse_other_texts(
 
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
     """Raise if values, parameters or identical arguments differ between ranks, or if rows do not."""
-    values, *sums = (received[name] for name in ("last value", "level", "projection"))
+    values, levels, projections = (received[name] for name in ("last value", "level", "projection"))
     if _differ(values) and (difference := values_difference(from_bits(values), statement.tolerance)):
         raise ValueError(f"{statement.caller}: {difference}")
-    most = max(statement.tolerance, tolerance(statement.numbers.values()))
-    if any(_differ(bits) and numbers_differ(from_bits(bits), most) for bits in sums):
+    most = max(statement.tolerance, tolerance(statement.numbers.values())) ** 0.5
+    of_level = most * max(1, len(statement.numbers)) ** 0.5
+    if any(
+        _differ(bits) and numbers_differ(from_bits(bits), bound)
+        for bits, bound in ((levels, of_level), (projections, most))
+    ):
         norms = {name: float(x.detach().double().norm()) for name, x in statement.numbers.items()}
         texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in norms.items()))
         raise ValueError(f"{statement.caller}: {numbers_difference(texts)}")
