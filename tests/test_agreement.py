@@ -363,7 +363,7 @@ def test_a_number_of_one_rank_as_an_argument(worlds: Worlds) -> None:
 
 def test_a_method_may_name_its_object_as_it_likes() -> None:
     class Renamed(cz.SupCon):
-        def inputs(this, embeddings: Tensor, labels: Tensor) -> Any:  # noqa: N805
+        def inputs(this, embeddings: Tensor, labels: Tensor) -> Any:  # noqa: N805 - the point of the test
             return cz.SupCon.inputs(this, embeddings, labels)
 
     z = numbers(4, 2, seed=0)

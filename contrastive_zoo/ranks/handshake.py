@@ -143,6 +143,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     received = dict(zip(FIELDS, zip(*headers, strict=True), strict=False))
     if any(received["problem"]):
         _refuse_problems(statement, world)
+    if -1 in received["wrapper"] and max(received["wrapper"]) > -1:  # another function than the loss of a wrapper
+        refuse_out_of_step(world.caller, world)
     if max(received["asks"]) == ASKS > min(received["asks"]) > 0:
         return Agreed([], number=number, asked=True)
     _refuse_other_texts(statement, received, lines, world)
@@ -169,7 +171,7 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
     known = numbers - {0}
     if known == {-1} == numbers:
         return -1
-    are_different = len(known) > 1 or -1 in known
+    are_different = len(known) > 1
     if not known:  # the first call: two wrappers are met in one order on every rank
         orders = [{a > b for a, b in zip(made, other, strict=True)} for other in wrappers.values()]
         are_different = any(len(order) > 1 for order in orders)

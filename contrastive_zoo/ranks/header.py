@@ -6,18 +6,29 @@ It has the same length on every rank and for both, so that a rank in one meets a
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.group_state import state_of
-from contrastive_zoo.ranks.messages import lost
+from contrastive_zoo.ranks.messages import Member, lost
 
-if TYPE_CHECKING:
-    from contrastive_zoo.ranks.world import World
+
+class Group(Member, Protocol):
+    """The ranks as a header needs them; a World is one."""
+
+    @property
+    def opened(self) -> int: ...
+    @property
+    def on_accelerators(self) -> bool: ...
+    @property
+    def host_device(self) -> torch.device: ...
+    def start_host_gather(self, x: Tensor, message: str = ..., *, opens: bool = ...) -> Callable[[], Tensor]: ...
+    def exchange_text(self, text: str) -> list[str]: ...
+
 
 FIELDS = (
     "backward", "number", "problem", "asks", "wrapper", "made", "digest", "last value", "level", "projection", "fingerprint",
@@ -37,7 +48,7 @@ _OUT_OF_STEP = (
 
 
 def exchange_headers(
-    numbers: Sequence[int], payload: Sequence[Tensor], size: int, world: World
+    numbers: Sequence[int], payload: Sequence[Tensor], size: int, world: Group
 ) -> tuple[list[tuple[int, ...]], Tensor]:
     """Return all ranks' headers, and from the same message their payloads, [W, size]: zeros for one that does not fit.
 
@@ -58,7 +69,7 @@ def exchange_headers(
     return headers, received[:, _HEADER.size :]
 
 
-def refuse_out_of_step(place: str, world: World) -> None:
+def refuse_out_of_step(place: str, world: Group) -> None:
     """Raise on all ranks, which are not in one and the same call.
 
     Raises:
@@ -69,7 +80,7 @@ def refuse_out_of_step(place: str, world: World) -> None:
     raise lost(f"ranks are out of step: {by_rank}. {_OUT_OF_STEP}", world)
 
 
-def open_backward(world: World) -> None:
+def open_backward(world: Group) -> None:
     """Meet the other ranks before the first message of a loss in a backward pass; the next ones of the same loss do not.
 
     Raises:

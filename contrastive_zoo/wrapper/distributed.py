@@ -41,8 +41,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def broadcast_from_rank_0(modules: LossModules, world: World) -> None:
+def broadcast_from_rank_0(modules: LossModules, world: World, wrapper: int = 0) -> None:
     """Set parameters and buffers of a loss to rank 0's, as DDP does for a model at construction.
+
+    Args:
+        modules: of the loss.
+        world: the ranks.
+        wrapper: the number that all ranks know the wrapper by; 0 before its first call.
 
     Raises:
         ValueError: on every rank alike, ranks hold parameters of other names, dtypes or shapes.
@@ -54,7 +59,7 @@ def broadcast_from_rank_0(modules: LossModules, world: World) -> None:
     state = dict(modules.shared_state())
     compared = {"the loss": loss_name(modules.loss), "broadcast_parameters": "True"}
     compared |= {name: described(x) for name, x in state.items()}
-    statement = Statement(loss_name(modules.loss), compared, asks=ASKS)
+    statement = Statement(loss_name(modules.loss), compared, asks=ASKS, wrapper=wrapper)
     while shake_hands(statement, world).asked:
         pass  # ranks that have broadcast before are in a call, which they begin again by asking, too
     for x in state.values():
@@ -247,7 +252,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
         if self.broadcast_parameters and not self._history.has_broadcast and session.size > 1:
-            broadcast_from_rank_0(LossModules(bare), session)  # before a module that is a setting returns its value
+            broadcast_from_rank_0(
+                LossModules(bare), session, self._history.wrapper
+            )  # before a module that is a setting returns its value
             self._history.has_broadcast = True
         try:
             call, compared = self._call(bare, rows, named_rows)

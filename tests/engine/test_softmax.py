@@ -395,7 +395,7 @@ def test_the_backward_pass_gathers_nothing_again(worlds: Worlds) -> None:
         return forward, of_pass(lambda: r.sum().backward())[1]
 
     for forward, backward in worlds.run(2, job):
-        assert (forward, backward) == (1, 1)  # columns, and their gradients
+        assert (forward, backward) == (1, 2)  # columns; a header and their gradients
 
 
 def test_similarities_of_a_large_batch_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:

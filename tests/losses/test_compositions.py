@@ -112,10 +112,10 @@ class Sent:
     def __enter__(self) -> list[tuple[int, ...]]:
         self.real = World.start_gather
 
-        def listen(world: World, x: Tensor, *where: Any) -> Any:
+        def listen(world: World, x: Tensor, *where: Any, **how: Any) -> Any:
             if x.dtype == torch.uint8 and x.ndim == 2:
                 self.messages.append(tuple(x.shape))
-            return self.real(world, x, *where)
+            return self.real(world, x, *where, **how)
 
         World.start_gather = listen
         return self.messages
