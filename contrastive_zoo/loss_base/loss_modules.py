@@ -84,8 +84,9 @@ class LossModules:
 
     def _held(self, *, third_party: bool) -> Iterator[tuple[str, Any]]:
         """Attributes of the modules, or what a function holds, by name."""
-        if not self.by_path:
-            yield from held_by_function(self.loss).items() if third_party else ()
+        if not self.by_path and third_party:
+            for name, value in held_by_function(self.loss).items():
+                yield f"the loss's {name}", value
         for path, module in self.by_path.items():
             kind: Any = type(module)
             held: dict[str, Any] = vars(module)

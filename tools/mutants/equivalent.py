@@ -102,8 +102,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "derived(lambda x: x.to(dtype), columns, world=world) if True else columns",
     ): "A wider dtype of the input is that of the columns, which nothing converts.",
     (
-        "ranks/handshake.py",
-        "_exchange",
+        "ranks/header.py",
+        "exchange_headers",
         "header.to(world.host_device) if world.on_accelerators else header → "
         "header.to(world.host_device) if True else header",
     ): "The header of a group on CPUs is there already.",
