@@ -252,9 +252,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
         if self.broadcast_parameters and not self._history.has_broadcast and session.size > 1:
-            broadcast_from_rank_0(
-                LossModules(bare), session, self._history.wrapper
-            )  # before a module that is a setting returns its value
+            # before a module that is a setting returns its value
+            broadcast_from_rank_0(LossModules(bare), session, self._history.wrapper)
             self._history.has_broadcast = True
         try:
             call, compared = self._call(bare, rows, named_rows)
