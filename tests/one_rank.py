@@ -96,6 +96,19 @@ class OwnForward(cz.SupCon):
         return self.calls * super().forward(z - z.mean(0), labels)
 
 
+class EmptyBank(nn.Module):
+    """As lightly's losses are without a memory: buffers and parameters of no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.empty(0))
+        self.register_buffer("pointer", torch.empty(0, dtype=torch.long))
+        self.queue = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
 class OwnCall(cz.SupCon):
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,6 +175,7 @@ PAIRED: dict[str, Callable[[], Any]] = {
     "NTXent, tensor": lambda: cz.NTXent(temperature=torch.tensor(0.2, dtype=torch.float64)),
     "Clip": lambda: cz.Clip(temperature=learnt()),
     "SigLIP": lambda: cz.SigLIP(),
+    "an empty bank": EmptyBank,
     "VICReg": lambda: cz.VICReg(),
 }
 STATEFUL: dict[str, Callable[[], Any]] = {
@@ -237,7 +251,7 @@ def largest_error(ranks: Sequence[Outcome], whole: Outcome) -> float:
     errors = [x.value - whole.value for x in ranks if x.value is not None]
     errors += [torch.cat([x.rows[i] for x in ranks]) - gradient for i, gradient in enumerate(whole.rows)]
     errors += [x.parameters[i] - gradient for x in ranks for i, gradient in enumerate(whole.parameters)]
-    return max(float(x.abs().max() / (1 + x.abs().max())) for x in errors)
+    return max(float(x.abs().max() / (1 + x.abs().max())) for x in errors if x.numel())
 
 
 def alone(name: str) -> list[Outcome]:

@@ -26,7 +26,9 @@ def require_exact(ranks: list[list[Outcome]], whole: list[Outcome]) -> None:
         assert largest_error(outcomes, whole[step]) <= EXACT, f"step {step}"
 
 
-@pytest.mark.parametrize(("name", "splits"), drawn([*STATEFUL, *STATEFUL_PAIRS], (False, True), one_in=1))
+@pytest.mark.parametrize(
+    ("name", "splits"), drawn([*STATEFUL, *STATEFUL_PAIRS, "an empty bank"], (False, True), one_in=1)
+)
 def test_user_code_and_states_are_those_of_one_process(name: str, splits: bool, worlds: Worlds) -> None:
     """A setting that counts, a forward or hook of one's own: once a step, and of the rows of all ranks."""
     ranks = worlds.run(2, on_ranks, name, None, AT, splits=splits)

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ class StateSums:
             >>> StateSums.of({"scale": torch.tensor([0.0])}, closely=False)()
             StateSums(level=-6.907755278982137, projection=None)
         """
-        tensors = [numbers[name].detach() for name in sorted(numbers)]
+        tensors = [x.detach() for _, x in sorted(numbers.items(), key=itemgetter(0)) if x.numel()]
         if all(x.is_cpu for x in tensors) and not closely:
             sizes = [_size_of_one(x.item()) if x.numel() == 1 else _size(x).item() for x in tensors]
             return lambda: cls(_level(sizes))
