@@ -131,7 +131,7 @@ def test_a_mutant_is_caught(mutant: Callable[[Tensor], PairMasks], worlds: World
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "float ids": (lambda: cz.engine.pair_masks(torch.ones(2)), ("one integer per row", "float32 [2]", "labels.long()")),
+    "float ids": (lambda: cz.engine.pair_masks(torch.ones(2)), ("one integer per row", "float32 [2]", "ids.long()")),
     "one-hot ids": (
         lambda: cz.engine.pair_masks(torch.eye(2).long()),
         ("one integer per row", "int64 [2, 2]", "argmax(1)"),
