@@ -33,7 +33,7 @@ quick: .venv/.installed lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(QUICK)
 
 search: .venv/.installed
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_stateful_training.py
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_stateful_training.py tests/test_adversarial.py
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_contract.py tests/testing/test_check.py \
 		tests/testing/test_diagnosis.py tests/testing/test_worlds.py tests/adapters/test_pml_matrix.py tests/test_audit.py \
 		tests/test_compiling.py tests/test_precision.py tests/test_solved_batches.py tests/test_faults.py tests/test_training.py \
