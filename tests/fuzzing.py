@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.row_loss import AnchorLoss
 
 PACKAGE = str(Path(cz.__file__).parent)
 
@@ -221,7 +222,7 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any] = MADE) -
 
 def call_parameters(cls: type[Loss]) -> list[inspect.Parameter]:
     """The parameters of a call, with their shapes; a RowLoss's are of labels."""
-    inputs = cz.RowLoss.__base__.inputs if issubclass(cls, cz.RowLoss) else cls.inputs
+    inputs = AnchorLoss.inputs if issubclass(cls, cz.RowLoss) else cls.inputs
     return [x for x in parameters_of(inputs) if x.name != "self"]
 
 

@@ -11,12 +11,15 @@ import os
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import RankError, Worlds
+from contrastive_zoo.wrapper.arguments import Arguments
 from tests.stateful_losses import LOSSES, Loss
 from tests.stateful_rank import Action, play
 
@@ -205,3 +208,45 @@ def test_a_first_step_of_every_loss_is_that_of_one_process(name: str, worlds: Wo
     step = ("step", {"batches": [((3, 2), 1)]})
     worlds.run(2, LOSSES[name].make)
     assert worlds.run(2, play, name, {}, [step], timeout=TIMEOUT) == [[], []]
+
+
+OF_A_HOOK: list[Action] = [("set_hook", {"on": True}), ("step", {"batches": [((3, 3), 10), ((5, 1), 11)]})]
+
+
+def test_indices_of_rows_are_those_of_all_ranks_where_a_loss_has_a_hook(worlds: Worlds) -> None:
+    worlds.run(2, play, "MNRL", {}, OF_A_HOOK, timeout=TIMEOUT)
+
+
+def test_local_indices_among_the_rows_of_all_ranks_are_caught(worlds: Worlds) -> None:
+    with pytest.raises(RankError, match="value: error"):
+        worlds.run(2, _without_shift, "MNRL", {}, OF_A_HOOK, timeout=TIMEOUT)
+
+
+def _as_they_came(arguments: Arguments, agreed: Any, world: Any, indices: Any) -> dict[str, Any]:
+    return _GATHERED(arguments, agreed, world)
+
+
+_GATHERED = Arguments.gathered
+
+
+def _without_shift(name: str, thresholds: dict[str, int], program: list[Action]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arguments, "gathered", _as_they_came)
+        return play(name, thresholds, program)
+
+
+def _owner_of_another_rank() -> str:
+    import contrastive_zoo as cz
+
+    loss = cz.MNRL()
+    loss.register_forward_hook(lambda module, args, value: value)
+    rows = [torch.randn(2, 4) for _ in range(3)]
+    with pytest.raises(ValueError, match="owners are rows of this rank's 2") as caught:
+        cz.DistributedLoss(loss)(*rows, torch.tensor([0, 2 if dist.get_rank() else 1]))
+    with pytest.raises(ValueError, match="indices of local rows do not allow"):
+        cz.DistributedLoss(cz.WeightedSum([loss]))(*rows, torch.tensor([0, 1]))
+    return str(caught.value)
+
+
+def test_an_index_beyond_the_local_rows_is_refused_where_a_loss_has_a_hook(worlds: Worlds) -> None:
+    assert len(set(worlds.run(2, _owner_of_another_rank, timeout=TIMEOUT))) == 1

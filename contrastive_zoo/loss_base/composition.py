@@ -171,7 +171,10 @@ def _member_stated(
     rows = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     others = {name: x for name, x in arguments.items() if name not in rows}
     host = {"arguments": [*arguments][: len(args)], "named": [*named], "others": others}
-    return Stated(type(loss).__name__, Inputs(rows, whole=True, host=host), SimpleNamespace(), {}, None, NO_KERNELS)
+    indices = bool(loss.index_arguments(args, named))
+    return Stated(
+        type(loss).__name__, Inputs(rows, local=indices, whole=True, host=host), SimpleNamespace(), {}, None, NO_KERNELS
+    )
 
 
 def member_value(loss: Loss, batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType, SimpleNamespace
+from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol, overload
 
 from torch import Tensor, nn
@@ -110,6 +110,16 @@ class Loss(Settings, GraphModule):
     """Whether candidates can be exchanged in a ring, one shard at a time."""
     ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once, or sends no candidates"
     """Why they cannot, where they cannot."""
+    row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Arguments whose values are indices of this rank's rows of another argument, negative ones of none."""
+
+    def index_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
+        """Return the arguments of a call that :attr:`row_indices` names: their name, themselves, and the rows they mean."""
+        if not self.row_indices:
+            return []
+        by_name = {**dict(zip(inspect.signature(self.inputs).parameters, args, strict=False)), **named}
+        pairs = ((name, by_name.get(name), by_name.get(rows)) for name, rows in self.row_indices.items())
+        return [(name, x, rows) for name, x, rows in pairs if isinstance(x, Tensor) and isinstance(rows, Tensor)]
 
     def inputs(self, *args: Any, **named: Any) -> Inputs:
         """Return what a call brings, and what is wrong with it; the arguments are those of a call, all of them tensors.

@@ -1,7 +1,8 @@
 """Multiple negatives ranking: classify each query's document among all documents and hard negatives."""
 
 import math
-from typing import Annotated, Literal, get_args
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -83,6 +84,8 @@ class MNRL(Loss):
 
     has_kernels = True
     ring_refusal = "with hardness_mode or the direction doc_to_doc it compares an anchor with all candidates at once"
+
+    row_indices: ClassVar = MappingProxyType({"owners": "queries"})
 
     def settings_problem(self) -> str | None:
         directions = self.directions

@@ -147,9 +147,21 @@ class Arguments:
         pairs = itertools.combinations(list(self.rows.values())[:_COMPARED], 2)
         return 1 + sum((x is y) << index for index, (x, y) in enumerate(pairs))
 
-    def gathered(self, agreed: Agreed, world: World) -> dict[str, Any]:
-        """The arguments with the rows of all ranks as :meth:`gathered_rows` returns them."""
-        leaves = self.leaves | self.gathered_rows(agreed, world)
+    def gathered(
+        self, agreed: Agreed, world: World, indices: Sequence[tuple[str, Tensor, Tensor]] = ()
+    ) -> dict[str, Any]:
+        """The arguments with the rows of all ranks as :meth:`gathered_rows` returns them.
+
+        ``indices`` of this rank's rows, each with its name and these rows, become those of the same rows among all ranks'.
+        """
+        rows = self.gathered_rows(agreed, world)
+        shards = dict(zip(self.rows, agreed.shards, strict=False))
+        for _, x, of in indices:
+            path, other = (next(key for key, y in self.rows.items() if y is tensor) for tensor in (x, of))
+            starts = torch.tensor([0, *itertools.accumulate(shards[other].sizes)][:-1], device=x.device)
+            shift = starts.repeat_interleave(torch.tensor(shards[path].sizes, device=x.device))
+            rows[path] = torch.where(rows[path] < 0, rows[path], rows[path] + shift)
+        leaves = self.leaves | rows
         return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
 
     def gathered_rows(self, agreed: Agreed, world: World) -> dict[str, Tensor]:

@@ -38,7 +38,13 @@ class LossCall(NamedTuple):
     def problem(self, world: World) -> str | None:
         """Why the arguments cannot be used, in words; None if they can."""
         arguments = self.bound.arguments
-        return self.indices_problem(world) or unequal_problem(arguments) or paired_problem(arguments)
+        outside = next((problem for x in self.row_indices() if (problem := outside_problem(*x))), None)
+        return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(arguments)
+
+    def row_indices(self) -> list[tuple[str, Tensor, Tensor]]:
+        """The arguments that are indices of this rank's rows, as :meth:`Loss.index_arguments` returns them."""
+        bare = without_ddp(self.loss)
+        return bare.index_arguments(self.bound.args, self.bound.kwargs) if isinstance(bare, Loss) else []
 
     def indices_problem(self, world: World) -> str | None:
         """Why the call's ``indices_tuple`` cannot be used, in words; None if it can."""
@@ -52,6 +58,18 @@ class LossCall(NamedTuple):
                 "DistributedMiner(miner), and pass on what it returns as it is."
             )
         return None
+
+
+def outside_problem(name: str, indices: Tensor, rows: Tensor) -> str | None:
+    """Why indices cannot be those of this rank's rows, in words; None if they can.
+
+    Examples:
+        >>> outside_problem("owners", torch.tensor([0, 3]), torch.ones(2, 4))
+        "owners are rows of this rank's 2, or -1, got 0 … 3."
+    """
+    if indices.is_floating_point() or not len(indices) or -1 <= int(indices.min()) <= int(indices.max()) < len(rows):
+        return None
+    return f"{name} are rows of this rank's {len(rows)}, or -1, got {int(indices.min())} … {int(indices.max())}."
 
 
 def miner_arguments(arguments: Mapping[str, Any]) -> list[Any]:

@@ -334,7 +334,7 @@ class ThirdPartyStep(DistributedStep):
 
             shards = dict(zip(self.arguments.rows, agreed.shards, strict=True))
             return sharded(call.loss, call.miner, _scaled(call.bound.arguments, session), shards, session)
-        call.bound.arguments = self.arguments.gathered(agreed, session)
+        call.bound.arguments = self.arguments.gathered(agreed, session, call.row_indices())
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
             return self.all_or_none(call.mine_and_compute)
         with one_stream(session, self.arguments.device):
