@@ -2,7 +2,7 @@
 
 import math
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -85,7 +85,7 @@ class MNRL(Loss):
     has_kernels = True
     ring_refusal = "with hardness_mode or the direction doc_to_doc it compares an anchor with all candidates at once"
 
-    row_indices: ClassVar = MappingProxyType({"owners": "queries"})
+    row_indices = MappingProxyType({"owners": "queries"})
 
     def settings_problem(self) -> str | None:
         directions = self.directions

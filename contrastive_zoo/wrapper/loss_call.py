@@ -64,6 +64,7 @@ def outside_problem(name: str, indices: Tensor, rows: Tensor) -> str | None:
     """Why indices cannot be those of this rank's rows, in words; None if they can.
 
     Examples:
+        >>> import torch
         >>> outside_problem("owners", torch.tensor([0, 3]), torch.ones(2, 4))
         "owners are rows of this rank's 2, or -1, got 0 … 3."
     """
