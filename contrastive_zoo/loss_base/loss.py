@@ -60,6 +60,17 @@ class Stated:
         return Batch(rows, split, self.settings, world, self.kernels, own, inputs.parts, inputs.host, self.name)
 
 
+def has_user_code(module: nn.Module) -> bool:
+    """Whether a call of this module runs hooks, or a ``forward`` that was set on it alone.
+
+    Examples:
+        >>> has_user_code(nn.Identity())
+        False
+    """
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return "forward" in vars(module) or any(hooks)
+
+
 class _Takes(Protocol[P]):
     """What has a method ``inputs`` of these arguments."""
 
@@ -234,10 +245,7 @@ class Loss(Settings, GraphModule):
     def is_plain(self) -> bool:
         """Whether a call is nothing but :meth:`inputs` and :meth:`compute`: no ``forward`` of a subclass, no hooks."""
         return (
-            type(self).forward is Loss.forward
-            and type(self).__call__ is nn.Module.__call__
-            and "forward" not in self.__dict__
-            and not (self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
+            type(self).forward is Loss.forward and type(self).__call__ is nn.Module.__call__ and not has_user_code(self)
         )
 
     def replicable(self) -> bool:

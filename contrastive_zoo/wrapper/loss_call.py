@@ -41,6 +41,13 @@ class LossCall(NamedTuple):
         outside = next((problem for x in self.row_indices() if (problem := outside_problem(*x))), None)
         return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(arguments)
 
+    def sharded_problem(self) -> str | None:
+        """Why the loss cannot be evaluated in shards with these arguments, in words; None if it can."""
+        # imported here: pytorch-metric-learning is an optional dependency
+        from contrastive_zoo.wrapper.pml.sharded.refusals import call_problem
+
+        return call_problem(self.loss, self.miner, self.bound.arguments)
+
     def row_indices(self) -> list[tuple[str, Tensor, Tensor]]:
         """The arguments that are indices of this rank's rows, as :meth:`Loss.index_arguments` returns them."""
         bare = without_ddp(self.loss)

@@ -318,7 +318,7 @@ class ThirdPartyStep(DistributedStep):
             self.name,
             of_miner | arguments.compared,
             [*arguments.sizes, *arguments.padded_sizes],
-            call.problem(self.session),
+            call.problem(self.session) or (None if replicated else call.sharded_problem()),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
             replicable=replicated,

@@ -1,5 +1,6 @@
 """pytorch-metric-learning's losses in shards: the number and the gradients of one process, from 1/W of the work."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_metric_learning import distances as D
 from pytorch_metric_learning import losses as L
 from pytorch_metric_learning import miners as M
@@ -272,8 +274,13 @@ def test_each_rank_evaluates_its_own_anchors_only(worlds: Worlds) -> None:
     def job(case: Case, z: Tensor, labels: Tensor) -> list[tuple[int, int]]:
         world, seen = World.of(), []
         loss, miner = case.loss(), case.miner()
+
+        def of_sizes(compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+            seen.append((len(rows[0]), len(rows[1])))
+            return compute(*rows)
+
         for module in (loss, miner):
-            module.distance.register_forward_hook(lambda _, rows, __: seen.append((len(rows[0]), len(rows[1]))))
+            module.distance.compute_mat = functools.partial(of_sizes, module.distance.compute_mat)
         named = {"embeddings": z, "labels": labels}
         sharded(loss, miner, named, {name: world.shards(x) for name, x in named.items()}, world)
         return seen
@@ -397,6 +404,41 @@ def test_a_loss_that_cannot_be_sharded_is_refused_with_a_reason(loss: Callable[[
     assert why in (refusal(loss()) or "")
     with pytest.raises(ValueError, match=f"cannot be evaluated in shards: .*{why}.* Leave mode='sharded' out"):
         sharded(loss(), None, {"embeddings": torch.eye(2), "labels": torch.arange(2)}, {}, World())
+
+
+HOOKED: dict[str, Callable[[nn.Module], Any]] = {
+    "a forward hook": lambda x: x.register_forward_hook(lambda module, inputs, value: value),
+    "a forward pre-hook": lambda x: x.register_forward_pre_hook(lambda module, inputs: None),
+    "a backward hook": lambda x: x.register_full_backward_hook(lambda module, before, after: None),
+    "a patched forward": lambda x: setattr(x, "forward", x.forward),
+}
+PARTS: dict[str, Callable[[L.ContrastiveLoss, M.BatchHardMiner], nn.Module]] = {
+    "ContrastiveLoss": lambda loss, miner: loss,
+    "LpDistance": lambda loss, miner: loss.distance,
+    "AvgNonZeroReducer": lambda loss, miner: loss.reducer,
+    "BatchHardMiner": lambda loss, miner: miner,
+}
+
+
+def _hooked(hook: str, part: str) -> str:
+    """One rank's loss has a user's code from the second step on."""
+    loss, miner = L.ContrastiveLoss(), M.BatchHardMiner()
+    wrapper = cz.DistributedLoss(loss, miner=miner, mode="sharded")
+    torch.manual_seed(dist.get_rank())
+    z, labels = torch.randn(3, 4, requires_grad=True), torch.tensor([0, 0, 1])
+    wrapper(z, labels).backward()
+    if dist.get_rank() == 1:
+        HOOKED[hook](PARTS[part](loss, miner))
+    with pytest.raises(ValueError, match="has hooks or a forward of its own") as caught:
+        wrapper(z, labels)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("hook", "part"), [*zip(HOOKED, PARTS, strict=True)])
+def test_code_of_the_user_that_shards_would_leave_out_is_refused(hook: str, part: str, worlds: Worlds) -> None:
+    said = worlds.run(2, _hooked, hook, part)
+    assert said[0] == said[1]
+    assert part in said[0]
 
 
 def test_arguments_that_a_loss_does_not_take_are_refused() -> None:

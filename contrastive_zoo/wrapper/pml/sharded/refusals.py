@@ -6,6 +6,7 @@ from typing import Any
 from pytorch_metric_learning import losses, reducers
 from torch import Tensor, nn
 
+from contrastive_zoo.loss_base.loss import has_user_code
 from contrastive_zoo.wrapper.pml.meaning import (
     CLASSIFIERS,
     PAIR_LOSSES,
@@ -57,6 +58,8 @@ def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | Non
         'its variances and covariances are of all rows.'
     """
     kind = type(loss)
+    if problem := _user_code_problem(loss, miner):
+        return problem
     if kind is losses.MultipleLosses:
         if miner is not None and loss.miners:
             return "it has miners of its own."
@@ -75,6 +78,15 @@ def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | Non
     if type(loss.distance) not in PAIRWISE_DISTANCES:
         return f"{type(loss.distance).__name__} is not known to depend on two embeddings alone."
     return _reducer_refusal(loss.reducer, kind)
+
+
+def _user_code_problem(*modules: Any) -> str | None:
+    """Which module of the loss or its miner has code that a rank would call with its own anchors, or not at all."""
+    for module in modules:
+        for part in module.modules() if isinstance(module, nn.Module) else ():
+            if has_user_code(part):
+                return f"{type(part).__name__} has hooks or a forward of its own, which would not see the rows of all ranks."
+    return None
 
 
 def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
@@ -103,7 +115,13 @@ def _per_anchor_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
     return _reducer_refusal(reducer.reducer, kind)
 
 
-def arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> str | None:
+def call_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Return why a call cannot be evaluated in shards, in words; None if it can."""
+    problem = refusal(loss, miner) or _arguments_problem(loss, miner, arguments)
+    return None if problem is None else f"it cannot be evaluated in shards: {problem} Leave mode='sharded' out."
+
+
+def _arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a call's arguments, in words; None if nothing is. It is the same on every rank."""
     has_indices = arguments.get("indices_tuple") is not None
     if type(loss) is losses.MultipleLosses and loss.miners and has_indices:

@@ -14,7 +14,7 @@ from contrastive_zoo.wrapper.pml.meaning import members
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
 from contrastive_zoo.wrapper.pml.sharded.mining import local_indices, mined
 from contrastive_zoo.wrapper.pml.sharded.reducers import reduced
-from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, arguments_problem, refusal
+from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, call_problem
 
 
 def sharded(
@@ -31,7 +31,7 @@ def sharded(
     is 0.
 
     Args:
-        loss: one for which :func:`refusal` returns None.
+        loss: one for which :func:`refusals.refusal` returns None.
         miner: called on the local anchors and all candidates if it treats each anchor separately (TripletMarginMiner,
             BatchHardMiner, MultiSimilarityMiner, PairMarginMiner, AngularMiner); otherwise on all samples, on every rank.
         arguments: the local ``embeddings`` and ``labels``, optionally ``ref_emb`` and ``ref_labels``, as agreed by the
@@ -40,11 +40,11 @@ def sharded(
         world: the ranks of the process group.
 
     Raises:
-        ValueError: on every rank alike: what :func:`refusal` says, missing labels, reference embeddings or indices for a
-            loss that takes none.
+        ValueError: on every rank alike: what :func:`refusals.refusal` says, missing labels, reference embeddings or
+            indices for a loss that takes none.
     """
-    if problem := refusal(loss, miner) or arguments_problem(loss, miner, arguments):
-        raise ValueError(f"{type(loss).__name__} cannot be evaluated in shards: {problem} Leave mode='sharded' out.")
+    if problem := call_problem(loss, miner, arguments):
+        raise ValueError(f"{type(loss).__name__}: {problem}")
     if type(loss) is losses.MultipleLosses:
         values = [weight * sharded(x, own or miner, arguments, shards, world) for x, own, weight in members(loss)]
         return torch.stack(values).sum()
