@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.loss_modules import without_ddp
+from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import GlobalIndices
@@ -39,7 +39,16 @@ class LossCall(NamedTuple):
         """Why the arguments cannot be used, in words; None if they can."""
         arguments = self.bound.arguments
         outside = next((problem for x in self.row_indices() if (problem := outside_problem(*x))), None)
-        return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(arguments)
+        paired = {**arguments, "ref_emb": None} if self._takes_unequal_views else arguments
+        return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(paired)
+
+    @property
+    def _takes_unequal_views(self) -> bool:
+        """Whether views may differ in number: of rows without a partner the loss takes the distances to all others."""
+        views_are_partners = all(
+            self.bound.arguments.get(name) is None for name in ("labels", "indices_tuple", "ref_labels")
+        )
+        return views_are_partners and loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
 
     def sharded_problem(self) -> str | None:
         """Why the loss cannot be evaluated in shards with these arguments, in words; None if it can."""

@@ -2,6 +2,9 @@
 
 import functools
 import inspect
+import os
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -21,9 +24,10 @@ from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.loss_call import paired_problem
 from contrastive_zoo.wrapper.pml import meaning
-from contrastive_zoo.wrapper.pml.sharded import anchor_batch, library_code, mining, reducers, sharded_loss
+from contrastive_zoo.wrapper.pml.sharded import anchor_batch, library_code, mining, reducers, refusals, sharded_loss
 from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, REFUSED, refusal
 from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
+from tests.adapters import sharded_grid
 from tests.helpers import EXACT, common_error, distance, error_message, split
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
@@ -93,7 +97,6 @@ ONE_PROCESS = {
     "FastAP, mined": Case(lambda: L.FastAPLoss(), lambda: M.MultiSimilarityMiner()),
     "Instance": Case(lambda: L.InstanceLoss(gamma=4)),
     "NPairs": Case(lambda: L.NPairsLoss()),
-    "NPairs, mined": Case(lambda: L.NPairsLoss(), lambda: M.PairMarginMiner()),
     "P2SGrad": Case(lambda: L.P2SGradLoss(WIDTH, CLASSES)),
     **{f"PNP, {x}": Case(lambda x=x: L.PNPLoss(b=3, alpha=2, anneal=0.3, variant=x)) for x in L.PNPLoss.VARIANTS},
     "RankedList": Case(lambda: L.RankedListLoss(0.3, 3, imbalance=0.4, alpha=1.1, Tp=1)),
@@ -396,6 +399,8 @@ def test_every_rank_refuses(worlds: Worlds) -> None:
         (lambda: L.NTXentLoss(reducer=R.PerAnchorReducer(aggregation_func=max)), "aggregation_func"),
         (lambda: L.NTXentLoss(reducer=R.PerAnchorReducer(R.DoNothingReducer())), "DoNothing"),
         (lambda: L.MultipleLosses([L.NTXentLoss(), L.HistogramLoss()]), "HistogramLoss: its histograms"),
+        (lambda: L.CircleLoss(reducer=R.ClassWeightedReducer(torch.ones(2))), "its column of losses"),
+        (lambda: L.MultipleLosses([L.SelfSupervisedLoss(L.NTXentLoss())]), "takes two views"),
         (lambda: type("Mine", (L.NTXentLoss,), {})(), "none of the losses"),
         (lambda: nn.Identity(), "none of the losses"),
     ],
@@ -404,6 +409,63 @@ def test_a_loss_that_cannot_be_sharded_is_refused_with_a_reason(loss: Callable[[
     assert why in (refusal(loss()) or "")
     with pytest.raises(ValueError, match=f"cannot be evaluated in shards: .*{why}.* Leave mode='sharded' out"):
         sharded(loss(), None, {"embeddings": torch.eye(2), "labels": torch.arange(2)}, {}, World())
+
+
+def test_views_without_labels_may_differ_in_number_for_dynamic_soft_margin(worlds: Worlds) -> None:
+    """The value alone: the library's own code changes its distances in place, and has no gradient here."""
+
+    def job(z: Tensor, references: Tensor) -> Tensor:
+        return cz.DistributedLoss(L.DynamicSoftMarginLoss())(z, ref_emb=references)
+
+    rows = Rows.of((5, 7), references=True)
+    expected = L.DynamicSoftMarginLoss()(rows.z, ref_emb=rows.references)
+    each = zip(split(rows.z, (5, 7)), split(rows.references, (9, 4)), strict=True)
+    assert max(distance(x, expected) for x in worlds.run(2, job, each=list(each))) <= EXACT
+
+
+GRID = [*sharded_grid.combinations()]
+
+
+def drawn_from_the_grid(count: int, world_size: int, seed: int) -> list[Any]:
+    """Combinations, each with uneven shards, one of which may be empty, and a seed."""
+    draw = random.Random(seed)
+    shards = {2: [(7, 5), (0, 11), (3, 1)], 3: [(4, 0, 8), (6, 2, 3)]}[world_size]
+    return [(GRID[i], draw.choice(shards), i) for i in draw.sample(range(len(GRID)), count)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_grid_of_losses_and_their_parts_is_right_or_refused(world_size: int, worlds: Worlds) -> None:
+    whole_grid = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+    if whole_grid:
+        chosen = drawn_from_the_grid(len(GRID), world_size, 0)[:: 1 if world_size == 2 else 10]
+    else:
+        chosen = drawn_from_the_grid(400, world_size, random.randrange(2**32))
+    counts: Counter[str] = Counter()
+    for start in range(0, len(chosen), 200):
+        part = chosen[start : start + 200]
+        of_ranks = worlds.run(world_size, sharded_grid.verdicts, part, timeout=120.0)
+        wrong = [(x, verdict) for x, verdict in zip(part, of_ranks[0], strict=True) if verdict[0] == "not the same"]
+        assert not wrong
+        counts.update(verdict for verdict, _ in of_ranks[0])
+    assert counts["the same"] > len(chosen) / 4
+    print(dict(counts))
+
+
+def _without_refusals(chosen: list[Any]) -> list[sharded_grid.Verdict]:
+    with pytest.MonkeyPatch.context() as change:
+        for module, name in ((sharded_loss, "call_problem"), (refusals, "call_problem"), (refusals, "refusal")):
+            change.setattr(module, name, lambda *_: None)
+        return sharded_grid.verdicts(chosen)
+
+
+def test_the_grid_catches_what_is_refused(worlds: Worlds) -> None:
+    wrong = [
+        sharded_grid.Combination("MultiSimilarity", None, "class weights", None, None),
+        sharded_grid.Combination("Lifted", None, "class weights", None, None),
+        sharded_grid.Combination("NPairs", "dot", None, None, "HDC"),
+    ]
+    found = worlds.run(2, _without_refusals, [(x, (7, 5), 1) for x in wrong])
+    assert [verdict for verdict, _ in found[0]] == ["not the same"] * 3
 
 
 HOOKED: dict[str, Callable[[nn.Module], Any]] = {
@@ -415,7 +477,7 @@ HOOKED: dict[str, Callable[[nn.Module], Any]] = {
 PARTS: dict[str, Callable[[L.ContrastiveLoss, M.BatchHardMiner], nn.Module]] = {
     "ContrastiveLoss": lambda loss, miner: loss,
     "LpDistance": lambda loss, miner: loss.distance,
-    "AvgNonZeroReducer": lambda loss, miner: loss.reducer,
+    "MultipleReducers": lambda loss, miner: loss.reducer,
     "BatchHardMiner": lambda loss, miner: miner,
 }
 
@@ -448,6 +510,8 @@ def test_arguments_that_a_loss_does_not_take_are_refused() -> None:
         (L.NTXentLoss(), None, {"labels": None}, "labels are missing"),
         (L.NPairsLoss(), None, {"ref_emb": z, "ref_labels": labels}, "takes no ref_emb"),
         (L.InstanceLoss(), M.BatchHardMiner(), {}, "takes no indices_tuple"),
+        (L.NPairsLoss(), M.BatchHardMiner(), {}, "first mined pair of each class"),
+        (L.NPairsLoss(), None, {"indices_tuple": (labels,) * 3}, "first pair of each class"),
         (L.MultipleLosses([L.NTXentLoss()], miners=[M.BatchHardMiner()]), M.BatchHardMiner(), {}, "miners of its own"),
     ]:
         with pytest.raises(ValueError, match=why):

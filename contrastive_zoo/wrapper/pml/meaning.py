@@ -22,6 +22,11 @@ PAIR_LOSSES = (
     losses.AngularLoss,
 )  # fmt: skip
 """Losses whose values are those of pairs."""
+COLUMNS = (
+    losses.AngularLoss, losses.CircleLoss, losses.GeneralizedLiftedStructureLoss, losses.LiftedStructureLoss,
+    losses.MultiSimilarityLoss, losses.TupletMarginLoss,
+)  # fmt: skip
+"""Losses that hand a reducer a column ``[n, 1]``, which spreads against a reducer's row of numbers."""
 TRIPLET_LOSSES = (losses.TripletMarginLoss, losses.MarginLoss)
 CLASSIFIERS = (
     losses.ArcFaceLoss, losses.CosFaceLoss, losses.LargeMarginSoftmaxLoss, losses.NormalizedSoftmaxLoss,

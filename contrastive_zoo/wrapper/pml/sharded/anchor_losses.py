@@ -14,7 +14,6 @@ from contrastive_zoo.engine.anchor_block import class_numbers
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.losses.fast_ap import FastAP
-from contrastive_zoo.losses.ranked_list import RankedList
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.wrapper.pml.native.neighbor_losses import EPSILON
@@ -69,17 +68,6 @@ def fast_ap(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str,
     losses, valid = complete(FastAP(num_bins=loss.num_bins).rows(squared, *batch.masks()))
     (counted,) = torch.where(valid)
     return _of_anchors((losses * weights)[counted], counted)
-
-
-def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-    """Compare each anchor with the positives and negatives that violate a margin."""
-    distance, (positive, negative) = loss.distance(batch.anchors, batch.candidates), batch.masks()
-    native = RankedList(
-        margin=loss.margin, alpha=loss.alpha, t_p=loss.Tp, t_n=loss.Tn, imbalance=loss.imbalance, epsilon=EPSILON
-    )
-    distinct = distance > 0  # the library takes no pair of equal embeddings for a violation
-    losses, _ = complete(native.rows(distance, positive & distinct, negative & distinct))
-    return _of_anchors(losses, batch.anchor_indices())
 
 
 # ------------------------------------------------------------------------------------------- after the library's own code
@@ -160,6 +148,22 @@ def pnp(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Inf
     }[loss.variant](before)
     values = similarity.new_zeros(len(similarity)).index_add(0, a, penalty) / ranked.sum(1).clamp(min=1)
     return {"loss": already_averaged(values, int(positive.any(1).sum()))}
+
+
+def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Compare each anchor with the positives and negatives that violate a margin."""
+    distance, (positive, negative) = loss.distance(batch.anchors, batch.candidates), batch.masks()
+    values = distance.new_zeros(len(distance))
+    for share, t, margin, pairs in (
+        (1 - loss.imbalance, loss.Tp, distance - (loss.alpha - loss.margin), positive),
+        (loss.imbalance, loss.Tn, loss.alpha - distance, negative),
+    ):
+        violates = (
+            pairs & (margin > 0) & (distance > 0)
+        )  # the library takes no pair of equal embeddings for a violation
+        weights = (t * margin).exp().where(violates, 0)
+        values = values + share * (weights * margin).sum(1) / (weights + EPSILON).sum(1)
+    return _of_anchors(values, batch.anchor_indices())
 
 
 def p2s_grad(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss import has_user_code
 from contrastive_zoo.wrapper.pml.meaning import (
     CLASSIFIERS,
+    COLUMNS,
     PAIR_LOSSES,
     PAIRWISE_DISTANCES,
     TAKE_NO_INDICES,
@@ -63,7 +64,7 @@ def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | Non
     if kind is losses.MultipleLosses:
         if miner is not None and loss.miners:
             return "it has miners of its own."
-        result = ((x, refusal(x, own or miner)) for x, own, _ in members(loss))
+        result = ((x, _member_refusal(x, own or miner)) for x, own, _ in members(loss))
         return next((f"{type(x).__name__}: {reason}" for x, reason in result if reason), None)
     if kind is losses.SelfSupervisedLoss:
         return refusal(loss.loss, miner)
@@ -71,6 +72,10 @@ def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | Non
         return "its parameters' gradient is complete on every rank already. Pass loss.module."
     if kind not in EVALUATED:
         return REFUSED.get(kind, "it is none of the losses that are known to be sums over anchors.")
+    if kind is losses.NPairsLoss and miner is not None:
+        return (
+            "it takes the first mined pair of each class, and ranks do not know the order in which a miner found them."
+        )
     if kind in TRIPLET_LOSSES and miner is None and loss.triplets_per_anchor != "all":
         return f"it draws {loss.triplets_per_anchor} triplets an anchor. Pass triplets_per_anchor='all', or a miner."
     if getattr(loss, "swap", False):
@@ -78,6 +83,12 @@ def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | Non
     if type(loss.distance) not in PAIRWISE_DISTANCES:
         return f"{type(loss.distance).__name__} is not known to depend on two embeddings alone."
     return _reducer_refusal(loss.reducer, kind)
+
+
+def _member_refusal(member: Any, miner: Callable[..., Indices] | None) -> str | None:
+    if type(member) is losses.SelfSupervisedLoss:
+        return "it takes two views, and a member of MultipleLosses takes embeddings and labels."
+    return refusal(member, miner)
 
 
 def _user_code_problem(*modules: Any) -> str | None:
@@ -100,6 +111,10 @@ def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
         return f"{type(reducer).__name__} is not known to be a sum over a count."
     if reduction == "divisor" and kind is not losses.MarginLoss:
         return "DivisorReducer asks for a divisor, and this loss gives none."
+    if reduction == "class weights" and kind in COLUMNS:
+        return (
+            "ClassWeightedReducer multiplies its column of losses with a row of weights: each anchor's loss with all."
+        )
     if reduction == "each anchor":
         return _per_anchor_refusal(reducer, kind)
     return None
@@ -130,12 +145,17 @@ def _arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> s
         x = arguments.get(name)
         if isinstance(x, Tensor) and x.ndim != dimensions:
             return f"{name} are {shape}, got {x.ndim} dimensions."
-    if type(loss) in (losses.MultipleLosses, losses.SelfSupervisedLoss):
+    if type(loss) is losses.SelfSupervisedLoss:
         return None
+    if type(loss) is losses.MultipleLosses:
+        problems = ((x, _arguments_problem(x, own or miner, arguments)) for x, own, _ in members(loss))
+        return next((f"{type(x).__name__}: {problem}" for x, problem in problems if problem), None)
     if arguments.get("labels") is None:
         return f"labels are missing: call loss(embeddings, labels){', also with indices_tuple' if has_indices else ''}."
     if arguments.get("ref_emb") is not None and type(loss) not in TAKE_REFERENCES:
         return "it takes no ref_emb."
     if type(loss) in TAKE_NO_INDICES and (miner is not None or has_indices):
         return "it takes no indices_tuple."
+    if type(loss) is losses.NPairsLoss and has_indices:
+        return "it takes the first pair of each class, and ranks do not know the order of these pairs."
     return None

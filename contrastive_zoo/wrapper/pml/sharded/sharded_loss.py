@@ -45,13 +45,22 @@ def sharded(
     """
     if problem := call_problem(loss, miner, arguments):
         raise ValueError(f"{type(loss).__name__}: {problem}")
-    if type(loss) is losses.MultipleLosses:
-        values = [weight * sharded(x, own or miner, arguments, shards, world) for x, own, weight in members(loss)]
-        return torch.stack(values).sum()
     if type(loss) is losses.SelfSupervisedLoss:
         arguments, shards = _labelled_views(arguments, shards, symmetric=loss.symmetric)
         return sharded(loss.loss, miner, arguments, shards, world)
     batch = AnchorBatch.of(arguments, shards, world)
+    indices = local_indices(arguments.get("indices_tuple"), batch) if miner is None else mined(miner, batch)
+    return _of_all_ranks(loss, batch, indices)
+
+
+def _of_all_ranks(loss: Any, batch: AnchorBatch, indices: Indices | None) -> Tensor:
+    """Return the loss of all ranks' samples with the pairs or triplets that were chosen for the local anchors."""
+    if type(loss) is losses.MultipleLosses:
+        values = [
+            weight * _of_all_ranks(x, batch, indices if own is None else mined(own, batch))
+            for x, own, weight in members(loss)
+        ]
+        return torch.stack(values).sum()
     if hasattr(loss, "cast_types"):  # before functional_call replaces the weights: it replaces their data
         loss.cast_types(batch.anchors.dtype, batch.anchors.device)
     elif (
@@ -59,8 +68,7 @@ def sharded(
     ):  # norms, then the cast, as in the library: the other order rounds differently
         loss.weight.data = loss.weight.data.renorm(2, 1, 1e-5).mul(1e5).to(batch.anchors)
     loss.reset_stats()
-    indices = local_indices(arguments.get("indices_tuple"), batch) if miner is None else mined(miner, batch)
-    shared = {f"loss.{name}": replicated(x, process_group=world) for name, x in loss.named_parameters()}
+    shared = {f"loss.{name}": replicated(x, process_group=batch.world) for name, x in loss.named_parameters()}
     sub_losses: dict[str, Info] = torch.func.functional_call(AsForward(loss, _evaluated), shared, (batch, indices))
     return reduced(loss.reducer, sub_losses, batch, connected=[batch.anchors, batch.candidates, *shared.values()])
 
