@@ -50,6 +50,9 @@ def _dump(pickler: type[cloudpickle.Pickler], value: Any) -> bytes:
 
 class _JobPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 leaves out the file that tracebacks and warnings name
+            _, parts = self.dispatch_table[types.CodeType](obj)
+            return _code_of_file, (obj.co_filename, *parts)
         if isinstance(obj, (types.FunctionType, type)) and _pickled_by_value(obj.__module__):
             cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
         return super().reducer_override(obj)
@@ -63,6 +66,10 @@ class _ResultPickler(cloudpickle.Pickler):
             # A class that was sent by value is returned by name: cloudpickle would overwrite the original's attributes.
             return _original_class, (obj.__module__, obj.__qualname__, cloudpickle.dumps(obj))
         return super().reducer_override(obj)
+
+
+def _code_of_file(file: str, *parts: Any) -> types.CodeType:
+    return types.CodeType(*parts).replace(co_filename=file)
 
 
 def _compact(tensor: Tensor) -> Tensor:
