@@ -69,7 +69,7 @@ class Rank:
         self.options: dict[str, Any] = {"grad_reduction": "mean"}
         self.precision: Precision = "float64"
         self.budget: int | None = None
-        self.hooked = False
+        self.hooked = self.called = False
         self.wrapper = self._wrapped()
         self.group: Any = None
 
@@ -144,7 +144,7 @@ class Rank:
         if set(options) == {"grad_reduction"}:
             self.wrapper.grad_reduction = options["grad_reduction"]
         else:
-            self.wrapper = self._wrapped()
+            self.wrapper, self.called = self._wrapped(), False
 
     def set_precision(self, precision: Precision) -> None:
         """Embeddings of another dtype, or autocast around the loss."""
@@ -163,9 +163,13 @@ class Rank:
         self.budget = size
 
     def make_again(self, on: Literal["all", "one"], how: Literal["wrapper", "deepcopy", "state_dict"]) -> None:
-        """Put another object in the wrapper's place, on all ranks or on the last one."""
-        if on == "one" and not _is_last():
+        """Put another object in the wrapper's place, on all ranks or on the last one.
+
+        Not on one rank before the first call: it would meet there a wrapper that was made later, as two wrappers do.
+        """
+        if on == "one" and not (_is_last() and self.called):
             return
+        self.called &= on == "one"
         if how == "wrapper":
             self.wrapper = self._wrapped()
         elif how == "deepcopy":
@@ -244,6 +248,7 @@ class Rank:
         budget = contextlib.nullcontext() if self.budget is None else cz.engine.memory_budget(self.budget)
         with budget, torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "autocast"):
             value = checkpoint(call, *rows, use_reentrant=False) if checkpointed else call(*rows)
+        self.called |= call is self.wrapper
         assert isinstance(value, Tensor)
         return value
 

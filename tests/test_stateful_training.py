@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -152,6 +153,8 @@ class Training(RuleBasedStateMachine):
         try:
             refusals = self.worlds.run(self.world_size, play, self.name, self.thresholds, self.program, timeout=TIMEOUT)
         except RankError as error:
+            self.worlds.close()  # a group that failed stays so, and would fail any other program
+            type(self).worlds = Worlds()
             raise AssertionError(self.told(str(error))) from None
         if any(said != refusals[0] for said in refusals):
             raise AssertionError(self.told(f"ranks refuse a call with different words: {refusals}"))
@@ -164,14 +167,14 @@ class Training(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def training(worlds: Worlds) -> type[Training]:
-    class OnThesePools(Training):
-        pass
+def training() -> Iterator[type[Training]]:
+    class OnItsOwnPool(Training):
+        worlds = Worlds()
 
-    OnThesePools.worlds = worlds
     Training.steps = 0
-    worlds.start(2, 3)
-    return OnThesePools
+    OnItsOwnPool.worlds.start(2, 3)
+    yield OnItsOwnPool
+    OnItsOwnPool.worlds.close()
 
 
 def quietly(**more: Any) -> settings:
