@@ -380,3 +380,21 @@ def test_a_view_with_the_negative_bit(worlds: Worlds) -> None:
 
     z = torch.view_as_complex(numbers(4, 3, 2, seed=1)).conj().imag
     assert worlds.run(2, job) == [pytest.approx(cz.SupCon()(z, LABELS).item(), rel=1e-12)] * 2
+
+
+def test_under_autocast_a_wrapper_that_one_rank_made_again_holds_the_same_numbers(worlds: Worlds) -> None:
+    """Its first call looks closely, the other rank's does not: the sums have to be rounded alike."""
+
+    def job() -> list[float]:
+        loss = cz.NTXent(temperature=cz.LearnableTemperature(0.51, max_scale=100.0))
+        wrapper = cz.DistributedLoss(loss)
+        values = []
+        for step in range(2):
+            if step == 1 and dist.get_rank() == 1:
+                wrapper = cz.DistributedLoss(loss)
+            with torch.autocast("cpu", torch.bfloat16):
+                values.append(float(wrapper(torch.randn(3, 4), torch.randn(3, 4))))
+        return values
+
+    first, second = worlds.run(2, job)
+    assert first == second

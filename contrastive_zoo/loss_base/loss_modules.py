@@ -210,7 +210,9 @@ def _size_of_one(x: float) -> float:
 def _size(x: Tensor) -> Tensor:
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     sample = x.flatten()[:: x.numel() // _SAMPLE + 1]
-    return 1.5 * vector_norm(x) + sample @ _unit_vector(len(sample), x.dtype, x.device)
+    return (
+        1.5 * vector_norm(x) + (sample * _unit_vector(len(sample), x.dtype, x.device)).sum()
+    )  # `@` rounds in autocast
 
 
 @functools.lru_cache(maxsize=64)
@@ -225,7 +227,7 @@ def _projection(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=dtype, device=x.device)
     for start, part in zip(range(0, len(flat), _CHUNK), flat.split(_CHUNK), strict=True):
         direction = torch.arange(start, start + len(part), dtype=dtype, device=x.device).add_(1).sin_()
-        total += part.to(dtype) @ direction
+        total += (direction * part).sum()
     return total
 
 
