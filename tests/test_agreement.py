@@ -386,6 +386,7 @@ def test_under_autocast_a_wrapper_that_one_rank_made_again_holds_the_same_number
     """Its first call looks closely, the other rank's does not: the sums have to be rounded alike."""
 
     def job() -> list[float]:
+        torch.manual_seed(dist.get_rank())
         loss = cz.NTXent(temperature=cz.LearnableTemperature(0.51, max_scale=100.0))
         wrapper = cz.DistributedLoss(loss)
         values = []
