@@ -51,7 +51,7 @@ def test_every_loss_of_the_package_is_public() -> None:
 
 
 @pytest.mark.parametrize("cls", {entry.loss: None for entry in CATALOGUE.values()}, ids=lambda cls: cls.__name__)
-def test_the_docstring_says_what_the_constructor_takes_and_a_call_refuses(cls: type[Loss]) -> None:
+def test_the_docstring_says_what_the_constructor_and_a_call_take(cls: type[Loss]) -> None:
     doc = inspect.getdoc(cls) or ""
     example = doc.partition("\nExamples:")[2].partition("\nSource:")[0]
     assert f"{cls.__name__}(" in example
@@ -60,14 +60,11 @@ def test_the_docstring_says_what_the_constructor_takes_and_a_call_refuses(cls: t
     args = doc.partition("\nArgs:")[2].partition("\nRaises:")[0]
     found = re.findall(r"^    (\w+): ", args, re.MULTILINE)
     named = {name for name, x in cls.fields.items() if x.init}
-    if issubclass(cls, cz.RowLoss):  # whose docstring says how it is called
-        assert set(cls._own_fields) <= set(found) <= named
-    else:
-        assert "Called as ``loss(" in doc
-        assert set(found) == named
-        assert found[-1] == "check_finite"
+    of_bases = inspect.getdoc(Loss), inspect.getdoc(cz.ClassLoss)  # which document what several losses have
+    shared = {name for doc in of_bases for name in re.findall(r"^    (\w+): ", doc or "", re.MULTILINE)}
+    assert set(cls._own_fields) & named - shared <= set(found) <= named
+    assert issubclass(cls, cz.RowLoss) or "Called as ``loss(" in doc  # a RowLoss's docstring says how it is called
     assert "world: " not in doc, "DistributedLoss passes it"
-    assert "\nRaises:\n    ValueError: " in doc
 
 
 def test_help_shows_formula_arguments_and_errors() -> None:

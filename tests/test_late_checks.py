@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.engine import classes
 from contrastive_zoo.loss_base import loss as loss_base
-from contrastive_zoo.losses import margin
+from contrastive_zoo.losses import pair_margins
 from contrastive_zoo.ranks import devices, row_checks
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
@@ -135,7 +135,7 @@ def test_an_index_out_of_range_would_be_noticed(name: str) -> None:
     """The mutant: labels are used as they came."""
     with (
         patch.object(classes, "safe_index", lambda x, stop: x),
-        patch.object(margin, "safe_index", lambda x, stop: x),
+        patch.object(pair_margins, "safe_index", lambda x, stop: x),
         pytest.raises(IndexError),
     ):
         calls(name, True)

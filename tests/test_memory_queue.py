@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.contrastive import Contrastive
 from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
-from contrastive_zoo.losses.gist import GIST
 from contrastive_zoo.losses.memory_queue import MemoryQueue
-from contrastive_zoo.losses.mnrl import MNRL
+from contrastive_zoo.losses.mnrl import GIST, MNRL
 from contrastive_zoo.losses.momentum_encoder import MomentumEncoder
-from contrastive_zoo.losses.multi_similarity import MultiSimilarity
+from contrastive_zoo.losses.pair_margins import Contrastive
+from contrastive_zoo.losses.soft_margins import MultiSimilarity
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.strategies import splits

@@ -8,7 +8,6 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from tools.pages import PAGES, ROOT, filled
@@ -67,9 +66,9 @@ def shown(text: str) -> str:
     return re.sub(r"^…?[.:,;] ", "", re.sub(r"…(?: ?…)+", "…", text))
 
 
-def messages(module: Path) -> list[str]:
+def messages(module: ast.Module) -> list[str]:
     """Return the messages in a module, each once, in order of the source."""
-    found = (shown(x) for x in _outermost_strings(ast.parse(module.read_text(encoding="utf-8"))))
+    found = (shown(x) for x in _outermost_strings(module))
     return list(dict.fromkeys(x for x in found if x.count(" ") >= FEWEST_SPACES and any(c.islower() for c in x)))
 
 
@@ -84,7 +83,8 @@ def as_markdown() -> str:
             modules = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
             for module in (x for x in modules if str(x) not in of_zoo):
                 where = ".".join(module.relative_to(path.parent).with_suffix("").parts).removesuffix(".__init__")
-                lines += [f"- ``{message}`` – {where}" for message in messages(module)]
+                tree = ast.parse(module.read_text(encoding="utf-8"))
+                lines += [f"- ``{message}`` – {where}" for message in messages(tree)]
     return "\n".join(lines).strip()
 
 

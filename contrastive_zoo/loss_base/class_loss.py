@@ -30,22 +30,21 @@ class ClassLoss(LabelledLoss):
     this rank's optimizer, together with the model's. Each rank saves its own part. The gradient is 1 × ∂L/∂weights under
     either ``grad_reduction`` of ``DistributedLoss``.
 
-    Called as ``loss(embeddings, labels)``:
-
-    - embeddings: [n, d], n may differ between ranks.
-    - labels: [n] classes 0 … C − 1.
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] classes 0 … C − 1.
 
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        check_finite: whether NaN and infinite values are refused.
+        sub_centers: of losses with this setting: k weight vectors per class, of which the nearest counts.
+        shard_over: of losses with this setting: the ranks that classes are split over, ``World.of()`` or
+            ``World.of(group)``, the same that share the batch; None keeps all weights on every rank.
 
     Raises:
-        ValueError: fewer than one class or width, or more than memory holds; at the call labels that are no classes, weights
-            of another width, or what any :class:`Loss` refuses.
+        ValueError: more classes or a larger width than memory holds; at the call labels that are no classes, or weights of
+            another width.
 
     Examples:
-        >>> from contrastive_zoo.losses.cos_face import CosFace
+        >>> from contrastive_zoo.losses.class_softmax import CosFace
         >>> CosFace(1_000, 8, sub_centers=3).weights.shape
         torch.Size([1000, 3, 8])
     """
@@ -131,13 +130,8 @@ class ClassLoss(LabelledLoss):
 class ShardableClassLoss(ClassLoss):
     """A :class:`ClassLoss` with several weight vectors per class, if asked, and weights that ranks may share out.
 
-    Args:
-        sub_centers: weight vectors per class, of which the nearest counts.
-        shard_over: the ranks that classes are split over, ``World.of()`` or ``World.of(group)``, the same that share the
-            batch; None keeps all weights on every rank.
-
     Examples:
-        >>> from contrastive_zoo.losses.cos_face import CosFace
+        >>> from contrastive_zoo.losses.class_softmax import CosFace
         >>> CosFace(5, 8, shard_over=World(rank=0, size=2)).weights.shape
         torch.Size([3, 8])
     """

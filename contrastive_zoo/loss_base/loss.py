@@ -87,15 +87,22 @@ class Loss(Settings, GraphModule):
     A number as a setting is constant. A tensor, or a module that is called without arguments, such as
     :class:`LearnableTemperature`, is learnable; a setting that the loss has no derivative by refuses it.
 
+    Docstrings of losses name what they add to the following. Tensors of a call are this rank's. Their number of samples n
+    may differ between ranks, and index i is the same sample in all tensors [n, …] of a call. Formulas are of the samples
+    of all ranks. Examples import torch.
+
     Args:
+        normalize: of losses with this setting: normalise embeddings to unit length first.
+        reduction: of losses with this setting: ``"mean"`` over the samples of all ranks, ``"sum"``, or ``"none"`` for the
+            local samples, [n].
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         TypeError: a setting that the loss does not have.
-        ValueError: an invalid setting, such as a temperature that is not positive or an unknown reduction. At the call,
-            on every rank, what any loss refuses: an invalid setting (attributes may be set later); labels that are
-            missing, not integers or not one per row; towers or views of different shape; NaN or infinite embeddings
-            (unless ``check_finite=False``); widths, dtypes or settings that differ between ranks; no rows on any rank.
+        ValueError: a setting that is not finite, not within the bounds that its documentation names, or an unknown word. At
+            the call, on every rank: such a setting (attributes may be set later); tensors of other shapes than documented;
+            labels that are missing or not integers; NaN or infinite embeddings (unless ``check_finite=False``); widths,
+            dtypes or settings that differ between ranks; no rows on any rank.
 
     Examples:
         >>> import torch

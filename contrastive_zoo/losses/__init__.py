@@ -1,1 +1,1 @@
-"""The losses, one file each, memories of earlier batches and the momentum encoder included."""
+"""The losses, a file for each family, memories of earlier batches and the momentum encoder included."""

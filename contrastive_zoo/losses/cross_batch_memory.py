@@ -94,7 +94,7 @@ class CrossBatchMemory(Loss):
 
     Called as ``loss(rows, partners, enqueue_mask)``:
 
-    - rows: [n, d] embeddings, or queries; n may differ between ranks.
+    - rows: [n, d] embeddings, or queries.
     - partners: [n] labels, or [n, d] keys.
     - enqueue_mask: [n], with labels, as in pytorch-metric-learning: rows that enter and are no anchors; the others are
       anchors and do not enter. With keys: which of them enter; all are compared. None: all rows enter, and are compared.
@@ -107,7 +107,6 @@ class CrossBatchMemory(Loss):
             embeddings. Its tuples, without those of an embedding and its copy, are passed on as ``indices_tuple``. None
             is all pairs.
         dtype: of the embeddings in M, see :class:`MemoryQueue`.
-        check_finite: whether embeddings with NaN or infinite values are refused.
 
     Raises:
         ValueError: a loss that takes neither, a class in place of its instance, a miner with a loss that takes none, or a

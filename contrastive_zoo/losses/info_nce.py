@@ -1,15 +1,22 @@
-"""InfoNCE: classify each query's own key among all keys of the global batch; CLIP's loss is its symmetric form."""
+"""Softmax over two towers: InfoNCE, CLIP and MIL-NCE."""
 
+import math
 from dataclasses import replace
+from typing import Literal
 
-import torch  # noqa: F401 - the examples use it
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.engine.tower_pairs import TowerPairs
-from contrastive_zoo.loss_base.families import TowerLoss
+from contrastive_zoo.loss_base.families import ImageTextLoss, TowerLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.settings import Reduction, Temperature
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.settings import Reduction, Temperature, field
+from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
+from contrastive_zoo.ranks.row_checks import described, rows_problem
 
 
 class InfoNCE(TowerLoss):
@@ -26,8 +33,7 @@ class InfoNCE(TowerLoss):
 
     Called as ``loss(queries, keys, negatives)``:
 
-    - queries: [n, d], n may differ between ranks.
-    - keys: [n, d].
+    - queries, keys: [n, d].
     - negatives: [m, d] are candidates of every query of every rank (m may differ between ranks); [n, m, d] are candidates
       of one query each. In the symmetric direction only queries are candidates.
 
@@ -35,13 +41,10 @@ class InfoNCE(TowerLoss):
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         symmetric: whether to average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
-        normalize: normalise embeddings to unit length first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
-        check_finite: whether NaN and infinite values are refused.
+        reduction: the mean is over all ranks' queries, in nats.
 
     Raises:
-        ValueError: negatives of another width or number, no negatives without in-batch negatives, or what any
-            :class:`Loss` refuses.
+        ValueError: no negatives without in-batch negatives.
 
     Examples:
         >>> eye = torch.eye(2)
@@ -77,3 +80,96 @@ class InfoNCE(TowerLoss):
 _OWN_KEY_ONLY = (
     "in_batch_negatives=False leaves a query its own key and the negatives: pass negatives, and not symmetric."
 )
+
+
+class Clip(ImageTextLoss, LogitScale):
+    r"""Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :class:`InfoNCE`.
+
+    With x, y the unit rows of all ranks and S = x yᵀ / t,
+
+        loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
+
+    Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
+    does not change a softmax; :class:`SigLIP` has one. The temperature is learnable by default; ``loss.logit_scale`` is
+    its parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).
+
+    Called as ``loss(images, texts)``, [n, d] each.
+
+    Args:
+        temperature: t > 0, dimensionless; ``LearnableTemperature(0.07)`` by default. A number is constant.
+        reduction: the mean is over all ranks' pairs, in nats.
+
+    Examples:
+        >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Radford et al. 2021, fig. 3, https://arxiv.org/abs/2103.00020
+    """
+
+    temperature: Temperature = field(factory=LearnableTemperature)
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    has_kernels = supports_ring = True
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
+        return pairs.cross_entropy(self.reduction, symmetric=True)
+
+
+class MILNCE(Loss):
+    r"""Compute multiple-instance NCE: the candidates of a video against all pairs with another sample.
+
+    With v the videos and y_i1 … y_ik the candidate texts of video i, of all ranks,
+
+        P_i = Σ_k exp(v_i·y_ik / t)
+        N_i = Σ_{j≠i} Σ_k [ exp(v_i·y_jk / t) + exp(v_j·y_ik / t) ]
+        loss = mean_i [ log(P_i + N_i) − log P_i ]
+
+    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in
+    either direction, log(2 P_i + N_i), so that the loss of a perfect model is log 2 per video: ``"reference"``.
+
+    Called as ``loss(videos, texts)``, [n, d] and [n, k, d], the same k everywhere.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable. The paper has none.
+        denominator: ``"exact"`` or ``"reference"``.
+        normalize: the paper does not.
+        reduction: the mean is over all ranks' videos, in nats.
+
+    Examples:
+        >>> MILNCE()(torch.eye(2), torch.eye(2)[:, None])   # log(e + 2) − 1
+        tensor(0.5514)
+
+    Source: Miech et al. 2020, eq. 1, https://arxiv.org/abs/1912.06430
+    """
+
+    temperature: Temperature = 1.0
+    denominator: Literal["exact", "reference"] = "exact"
+    normalize: bool = False
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def inputs(self, videos: Float[Tensor, "n d"], texts: Float[Tensor, "n k d"]) -> Inputs:
+        problem = rows_problem("videos", videos)
+        fits = texts.ndim == 3 and videos.ndim > 0 and len(texts) == len(videos) and texts.shape[1] >= 1
+        if problem is None and (not fits or texts.shape[-1] != videos.shape[-1] or texts.dtype != videos.dtype):
+            problem = (
+                f"texts are k >= 1 candidates per video, [n, k, d], got "
+                f"{described(texts)} for videos {described(videos)}."
+            )
+        return Inputs({"videos": videos, "texts": texts}, problem)
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
+        other_texts, other_videos, positives = pairs.sums(symmetric=True)
+        assert other_videos is not None  # because it is symmetric
+        of_video = other_videos.view(batch.rows["texts"].shape[:2])
+        negative = log_sum_exp(torch.cat([other_texts[:, None], of_video], 1), 1)
+        positive = torch.stack(positives).logsumexp(0)
+        if self.denominator == "reference":  # log(2 P + N) − log P = log 2 + log(1 + N / 2P)
+            losses = math.log(2) + cross_entropy(positive, negative - math.log(2))
+        else:
+            losses = cross_entropy(positive, negative)
+        return batch.reduce(losses, reduction=self.reduction)

@@ -1,6 +1,7 @@
-"""MaxSim: InfoNCE over late-interaction scores, as ColBERT is trained."""
+"""Late interaction: MaxSim scores, with InfoNCE as ColBERT, or against the hardest document as ColPali."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
@@ -39,12 +40,10 @@ class MaxSim(LateInteractionLoss):
         symmetric: whether to average with the direction from documents to queries, without negatives.
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``, as colpali-engine's ``normalize_scores``.
         normalize: normalise each token to unit length first.
-        reduction: ``"mean"`` over all ranks' queries (nats per query), ``"sum"``, or ``"none"`` for the local queries, [n].
-        check_finite: whether NaN and infinite values are refused.
+        reduction: the mean is over all ranks' queries, in nats.
 
     Raises:
-        ValueError: tokens that are not [n, L, d] of one width and dtype; a mask of another shape; a query or a document
-            without a valid token; queries and documents of different number; or what any :class:`Loss` refuses.
+        ValueError: a mask of another shape, or a query or a document without a valid token.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each
@@ -83,3 +82,46 @@ def _log_sum_exp_over_ranks(x: Tensor, batch: Batch) -> Tensor:
     largest = largest.where(largest > -torch.inf, 0)
     total = batch.sum((x - largest).exp().sum(0), gradient="partial")
     return (largest + total.where(total > 0, 1).log()).where(total > 0, -torch.inf)
+
+
+class MaxSimPairwise(LateInteractionLoss):
+    r"""Compute the softplus of the hardest document's score minus that of the query's own.
+
+    With S the scores of :class:`MaxSim`, of the documents and negatives D of all ranks,
+
+        loss = mean_i log(1 + exp( (max_{j∈D, j≠i} S_ij − S_ii) / t ))
+
+    Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding; releases that
+    normalise scores have ``token_reduction="mean"``. A query without another document does not count. Documents of equal
+    score share the gradient of the maximum.
+
+    Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``, as :class:`MaxSim`.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``.
+        normalize: normalise each token to unit length first.
+        reduction: the mean is over all ranks' queries, in nats.
+
+    Examples:
+        >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each
+        >>> MaxSimPairwise()(tokens, tokens, torch.tensor([[1, 0, 0], [1, 0, 0]]))   # log(1 + e⁻¹)
+        tensor(0.3133)
+
+    Source: Faysse et al. 2024 (ColPali), §4.1, https://arxiv.org/abs/2407.01449
+    """
+
+    temperature: Temperature = 1.0
+
+    def compute(self, batch: Batch) -> Tensor:
+        result = self.scores(batch)
+        losses = _pairwise_losses(result, batch.scale(batch.settings.temperature))
+        counts = torch.full_like(losses, result.scores.shape[1] > 1, dtype=torch.bool)
+        return batch.reduce(losses, counts, reduction=self.reduction)
+
+
+@without_autocast
+def _pairwise_losses(found: Scores, scale: float | Tensor) -> Tensor:
+    others = found.scores.masked_fill(found.own, -torch.inf)
+    hardest = others.amax(1) if found.scores.shape[1] > 1 else torch.zeros_like(found.positive)
+    return F.softplus(scale * (hardest - found.positive), threshold=40)

@@ -1,12 +1,18 @@
-"""Share between losses whose formula contains the embeddings of a memory queue."""
+"""Losses whose formula contains the embeddings of a memory queue: NNCLR and ReSSL."""
+
+from dataclasses import replace
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.precision import matmul, without_autocast
+from contrastive_zoo.engine.tiling import row_blocks
+from contrastive_zoo.engine.tower_pairs import TowerPairs
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.settings import Size, field
+from contrastive_zoo.loss_base.settings import Positive, Reduction, Size, Temperature, field
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described, towers_problem
@@ -23,10 +29,10 @@ class MemoryLoss(Loss):
         embedding_size: d.
 
     Raises:
-        ValueError: a size or embedding_size below 1.
+        ValueError: at the call, embeddings of another width than those of the memory.
 
     Examples:
-        >>> from contrastive_zoo.losses.ressl import ReSSL
+        >>> from contrastive_zoo.losses.memory_loss import ReSSL
         >>> loss = ReSSL(3, embedding_size=2)
         >>> _ = loss(torch.eye(2), torch.eye(2))
         >>> loss.queue.rows
@@ -76,3 +82,147 @@ def unfilled(memory: Tensor, filled: Tensor | None) -> Tensor | None:
         tensor([False, False,  True])
     """
     return None if filled is None else torch.arange(len(memory), device=filled.device) >= filled
+
+
+class NNCLR(MemoryLoss):
+    r"""Compute InfoNCE between the neighbours of one view's projections and the other view's predictions.
+
+    With z the projections and p the predictions of two views, unit rows of all ranks, Q the unit rows of the memory and
+    NN(z) = argmax_{q∈Q} z·q,
+
+        loss = ( InfoNCE(NN(z¹), p²) + InfoNCE(NN(z²), p¹) ) / 2
+
+    with :class:`InfoNCE` at temperature t. Neighbours have no gradient. As long as Q is empty, z takes the place of NN(z).
+
+    The memory holds the projections of the first view of earlier calls; :class:`MemoryLoss` documents it.
+
+    Called as ``loss(projections1, projections2, predictions1, predictions2)``:
+
+    - projections1, projections2: z¹ and z², [n, d].
+    - predictions1, predictions2: p¹ and p², [n, d], the predictor's outputs for z¹ and z².
+
+    Args:
+        size: number of embeddings in the memory.
+        embedding_size: d.
+        temperature: t > 0; a tensor or a module is learnable.
+        reduction: the mean is over all ranks' samples, in nats.
+
+    Examples:
+        >>> eye, loss = torch.eye(2), NNCLR(1, embedding_size=2, temperature=1.0)
+        >>> loss(eye, eye, eye, eye)   # log(e + 1) − 1
+        tensor(0.3133)
+        >>> loss(eye, eye, eye, eye)   # all have the neighbour (0, 1), which row 1 is not: + ½
+        tensor(0.8133)
+
+    Source: Dwibedi et al. 2021, eqs. 2-4, https://arxiv.org/abs/2104.14548
+    """
+
+    temperature: Temperature = 0.1
+    reduction: Reduction = "mean"
+
+    has_kernels = True
+
+    def inputs(
+        self,
+        projections1: Float[Tensor, "n d"],
+        projections2: Float[Tensor, "n d"],
+        predictions1: Float[Tensor, "n d"],
+        predictions2: Float[Tensor, "n d"],
+    ) -> Inputs:
+        return self.stated_rows(
+            "row i of all four is one sample", projections1=projections1, projections2=projections2,
+            predictions1=predictions1, predictions2=predictions2,
+        )  # fmt: skip
+
+    def compute(self, batch: Batch) -> Tensor:
+        z1, z2, p1, p2 = batch.rows.values()
+        losses = [self._info_nce(batch, z, p) for z, p in ((z1, p2), (z2, p1))]
+        self.remember(z1, batch)
+        return (losses[0] + losses[1]) / 2
+
+    def _info_nce(self, batch: Batch, projections: Tensor, predictions: Tensor) -> Tensor:
+        """Return InfoNCE of the neighbours of one view's projections and the other view's predictions."""
+        nearest = _neighbours(batch.prepared(projections.detach(), normalize=True), *self.earlier())
+        towers = {"neighbours": nearest, "predictions": batch.prepared(predictions, normalize=False)}
+        pairs = replace(batch, rows=towers, shards=dict.fromkeys(towers, batch.samples))
+        return TowerPairs(pairs, batch.settings.temperature, True).cross_entropy(self.reduction)
+
+
+@torch.no_grad()
+def _neighbours(
+    z: Float[Tensor, "n d"], memory: Float[Tensor, "m d"], filled: Int[Tensor, ""] | None
+) -> Float[Tensor, "n d"]:
+    """Return the most similar row of the memory for each row, block by block; the row itself if the memory is empty."""
+    if not len(memory):
+        return z
+    candidates = torch.nn.functional.normalize(memory.to(z), dim=1)
+    unused = unfilled(memory, filled)
+    nearest = torch.empty(len(z), dtype=torch.int64, device=z.device)
+    for rows in row_blocks(len(z), len(memory), z.dtype):
+        similarity = matmul(z[rows], candidates.T)
+        nearest[rows] = (similarity if unused is None else similarity.masked_fill(unused, -torch.inf)).argmax(1)
+    return candidates[nearest] if filled is None else candidates[nearest].where(filled > 0, z)
+
+
+class ReSSL(MemoryLoss):
+    r"""Compute the cross-entropy of the student's distribution over the memory, with the teacher's as target.
+
+    With q and k the unit rows of student and teacher and x_j the unit rows of the memory,
+
+        loss_i = − Σ_j softmax_j(k_i·x_j / t') log softmax_j(q_i·x_j / t)
+
+    The teacher has no gradient. Samples of a batch are not compared with each other: a rank needs its own n × m logits
+    only. Without a memory there is no loss.
+
+    The memory holds the teacher's rows of earlier calls; :class:`MemoryLoss` documents it.
+
+    Called as ``loss(student, teacher)``, q and k, [n, d] each; k are a momentum encoder's, of weakly augmented views.
+
+    Args:
+        size: number of embeddings in the memory.
+        embedding_size: d.
+        temperature: t > 0, the student's; a tensor or a module is learnable.
+        teacher_temperature: t' > 0, smaller than t.
+        reduction: the mean is over all ranks' samples, in nats.
+
+    Examples:
+        >>> eye, loss = torch.eye(2), ReSSL(8, embedding_size=2, temperature=1.0, teacher_temperature=1e-3)
+        >>> loss(eye, eye), loss(eye, eye)   # the memory is empty; then log(e + 1) − 1
+        (tensor(0.), tensor(0.3133))
+
+    Source: Zheng et al. 2021, eqs. 3-5, https://arxiv.org/abs/2107.09282
+    """
+
+    temperature: Temperature = 0.1
+    teacher_temperature: Positive = 0.04
+    reduction: Reduction = "mean"
+
+    def inputs(self, student: Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Inputs:
+        return self.stated_rows("row i of both is one sample", student=student, teacher=teacher)
+
+    def compute(self, batch: Batch) -> Tensor:
+        student, teacher = batch.rows.values()
+        memory, filled = self.earlier()
+        q, k = (batch.prepared(rows, normalize=True) for rows in (student, teacher.detach()))
+        candidates = torch.nn.functional.normalize(memory.to(q), dim=1)
+        student_rows = batch.scale(batch.settings.temperature) * q
+        teacher_rows = k / batch.settings.teacher_temperature
+        losses = _cross_entropies(student_rows, teacher_rows, candidates, unfilled(memory, filled))
+        exists = torch.full_like(losses, len(memory) > 0)
+        valid = exists if filled is None else (filled > 0).to(losses).expand_as(losses)
+        value = batch.reduce(losses, valid, reduction=self.reduction)
+        self.remember(teacher, batch)
+        return value
+
+
+@without_autocast
+def _cross_entropies(
+    q: Float[Tensor, "n d"],
+    k: Float[Tensor, "n d"],
+    candidates: Float[Tensor, "m d"],
+    unused: Bool[Tensor, " m"] | None,
+) -> Float[Tensor, " n"]:
+    targets, logits = matmul(k, candidates.T), matmul(q, candidates.T)
+    if unused is not None:  # −inf would make 0 · −inf of them
+        targets, logits = (x.masked_fill(unused, torch.finfo(x.dtype).min) for x in (targets, logits))
+    return -(targets.softmax(1) * logits.log_softmax(1)).sum(1)

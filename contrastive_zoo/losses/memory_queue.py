@@ -32,9 +32,9 @@ class MemoryQueue(nn.Module):
         dtype: of the stored embeddings; None is torch's default. ``module.double()`` changes it, as of any buffer.
 
     Raises:
-        ValueError: a size or width below 1 or above what memory holds, or a dtype that is not floating. RuntimeError, as of
-            any module: a ``state_dict`` of another shape or with impossible values (more embeddings than fit, a pointer
-            outside of the ring, NaN or infinite values); the memory then does not change.
+        ValueError: a size or width below 1 or above what memory holds, or a dtype that is not floating. RuntimeError, as
+            of any module: a ``state_dict`` of another shape or with impossible values (more embeddings than fit, a
+            pointer outside of the ring, NaN or infinite values); the memory then does not change.
 
     Examples:
         >>> memory = MemoryQueue(3, embedding_size=1)

@@ -1,12 +1,20 @@
-"""NT-Xent: classify each view's partner among all other views of the global batch."""
+"""Softmax over the views of a batch: NT-Xent, and its forms whose negatives or positives have weights."""
 
-import torch  # noqa: F401 - the examples use it
+import math
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
+from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.engine.view_pairs import ViewPairs
-from contrastive_zoo.loss_base.families import ViewLoss
-from contrastive_zoo.loss_base.settings import Reduction, Temperature
+from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
+from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 
 
 class NTXent(ViewLoss):
@@ -19,18 +27,15 @@ class NTXent(ViewLoss):
     For two views this is ``cross_entropy((z @ z.T / t).fill_diagonal_(-inf), partner)``, without the 2N × 2N matrix.
     SimCLR trains with t = 0.1 on ImageNet and 0.5 on CIFAR-10; lightly's default is 0.5.
 
-    Called as ``loss(view1, view2, …)``: two or more of [n, d], rows of one sample at the same index; n may differ between
-    ranks.
+    Called as ``loss(view1, view2, …)``, two or more of [n, d].
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
-        normalize: normalise embeddings to unit length first.
-        reduction: ``"mean"`` over all ranks' anchors (nats), ``"sum"``, or ``"none"`` for the local anchors, view
-            after view, [views · n].
-        check_finite: whether NaN and infinite values are refused.
+        reduction: the mean is over all ranks' anchors, in nats; ``"none"`` is for the local anchors, view after view,
+            [views · n].
 
     Raises:
-        ValueError: fewer than two views, or what any :class:`Loss` refuses.
+        ValueError: fewer than two views.
 
     Examples:
         >>> NTXent(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 2) − 1
@@ -47,3 +52,190 @@ class NTXent(ViewLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         return ViewPairs(batch, batch.settings.temperature, self.normalize).cross_entropy(self.reduction)
+
+
+Denominators = Literal["joint", "per_view"]
+_SIGMA = Bounds("sigma must be positive", "Leave it None for no weights.", above=0, finite=False, constant=True)
+Sigma = Annotated[float, _SIGMA] | None
+
+
+class DCL(TwoViewLoss):
+    r"""Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
+
+    With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
+    w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
+
+        loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
+
+    Equal to lightly's DCLLoss and DCLWLoss on one process. On several ranks lightly's weights are relative to the local
+    batch, these to the global batch. Older releases of lightly add the logarithms of the sums over each view:
+    ``denominators="per_view"``.
+
+    Called as ``loss(view1, view2)``, [n, d] each.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        sigma: σ > 0, None for no weights.
+        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
+        reduction: the mean is over all ranks' rows, in nats, 0 for one sample; ``"none"`` is for the local rows, view
+            after view, [2n].
+
+    Examples:
+        >>> DCL(temperature=1.0)(torch.eye(2), torch.eye(2))   # log 2 − 1
+        tensor(-0.3069)
+
+    Source: Yeh et al. 2021, §3, https://arxiv.org/abs/2110.06848
+    """
+
+    temperature: Temperature = 0.1
+    sigma: Sigma = None
+    denominators: Denominators = "joint"
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def compute(self, batch: Batch) -> Tensor:
+        a, b = (batch.prepared(x, normalize=self.normalize) for x in batch.rows.values())
+        weight, sigma = a.new_ones(len(a)), batch.settings.sigma
+        if sigma is not None:
+            logits = batch.gathered((a * b).sum(-1).detach() / sigma)
+            weight = 2 - batch.total * logits.softmax(0)[batch.samples.local]
+        view = torch.arange(2, device=a.device).repeat_interleave(len(a))
+        loss = BlockLoss(_decoupled, temperature=batch.settings.temperature, denominators=self.denominators)
+        companions = [(view, view), (weight.repeat(2), view)]
+        z, ids = batch.concatenated([a, b]), batch.indices(times=2)
+        return reduce_rows(batch, loss, z, ids, times=2, companions=companions, reduction=self.reduction)
+
+
+class DCLW(DCL):
+    """This class has von Mises–Fisher weights on the positives by default: it is :class:`DCL` with ``sigma=0.5``.
+
+    Examples:
+        >>> DCLW()(torch.eye(2), torch.eye(2)).equal(DCL(sigma=0.5)(torch.eye(2), torch.eye(2)))
+        True
+    """
+
+    sigma: Sigma = 0.5
+
+
+def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> Rows:
+    (view, views), (weight, _) = block.companions
+    logits = block.anchors @ block.candidates.T / temperature
+    masks = [block.negative]
+    if denominators == "per_view":
+        same_view = view[:, None] == views
+        masks = [block.negative & same_view, block.negative & ~same_view]
+    positive, valid, *negative_terms = yield (
+        Sum(logits.where(block.positive, 0).sum(1)),
+        AnyOf(block.negative.any(1)),
+        *(LogSumExp(logits, mask) for mask in masks),
+    )
+    return torch.stack(negative_terms).sum(0) - weight * positive, valid
+
+
+Beta = Annotated[float, Bounds("beta must be non-negative and finite", "0 weighs all negatives evenly.", low=0)]
+_SHARE = Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1, constant=True)
+TauPlus = Annotated[float, _SHARE]
+
+
+class HCL(TwoViewLoss):
+    r"""Compute the contrastive loss of two views with an estimate of the true negatives that weights hard ones more.
+
+    With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
+
+        H_i = Σ_{k∈N(i)} w_ik exp(x_ik),       w_ik = M exp(β x_ik) / Σ_{l∈N(i)} exp(β x_il)
+        G_i = max( (H_i − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
+        loss = mean_i log(1 + G_i / exp(x_ip))
+
+    β = 0 is the debiased loss; with τ⁺ = 0, too, NT-Xent. Equal to the authors' code on one process; computed in logarithms.
+
+    Called as ``loss(view1, view2)``, [n, d] each.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
+        beta: β ≥ 0; a larger β weights hard negatives more.
+        reduction: the mean is over all ranks' rows, in nats, 0 for one sample; ``"none"`` is for the local rows, view
+            after view, [2n].
+
+    Examples:
+        >>> HCL(temperature=1.0, tau_plus=0.0)(torch.eye(2), torch.eye(2))   # log(1 + 2/e)
+        tensor(0.5514)
+
+    Source: Robinson et al. 2021, §3, https://arxiv.org/abs/2010.04592
+    """
+
+    temperature: Temperature = 0.5
+    tau_plus: TauPlus = 0.1
+    beta: Beta = 1.0
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def compute(self, batch: Batch) -> Tensor:
+        return _contrastive(batch, batch.settings.beta, self.reduction)
+
+
+class Debiased(TwoViewLoss):
+    r"""Compute the contrastive loss of two views, corrected for negatives of the anchor's class: :class:`HCL` with β = 0.
+
+    With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
+
+        G_i = max( (Σ_{k∈N(i)} exp(x_ik) − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
+        loss = mean_i log(1 + G_i / exp(x_ip))
+
+    Called as ``loss(view1, view2)``, [n, d] each.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
+        reduction: the mean is over all ranks' rows, in nats, 0 for one sample; ``"none"`` is for the local rows, view
+            after view, [2n].
+
+    Examples:
+        >>> Debiased(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(1 + (2 − 0.2e) / 0.9e)
+        tensor(0.4671)
+
+    Source: Chuang et al. 2020, https://arxiv.org/abs/2007.00224
+    """
+
+    temperature: Temperature = 0.5
+    tau_plus: TauPlus = 0.1
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def compute(self, batch: Batch) -> Tensor:
+        return _contrastive(batch, 0.0, self.reduction)
+
+
+def _contrastive(batch: Batch, beta: float, reduction: Reduction) -> Tensor:
+    z = batch.concatenated([batch.prepared(x, normalize=True) for x in batch.rows.values()])
+    loss = BlockLoss(
+        _estimated_negatives_loss, temperature=batch.settings.temperature, tau_plus=batch.settings.tau_plus, beta=beta,
+        log_negatives=math.log(max(1, 2 * batch.total - 2)),
+    )  # fmt: skip
+    return reduce_rows(batch, loss, z, batch.indices(times=2), times=2, reduction=reduction)
+
+
+def _estimated_negatives_loss(
+    block: AnchorBlock, temperature: Tensor, tau_plus: float, beta: float, log_negatives: float
+) -> Rows:
+    x = block.anchors @ block.candidates.T / temperature
+    positive, hard, total, valid = yield (
+        Sum(x.where(block.positive, 0).sum(1)),
+        LogSumExp((1 + beta) * x, block.negative, empty=0.0),
+        LogSumExp(beta * x, block.negative, empty=0.0),
+        AnyOf(block.negative.any(1)),
+    )
+    hard = hard - total + log_negatives
+    lower_bound = x.new_zeros(()) + log_negatives - 1 / temperature
+    estimate = hard
+    if tau_plus > 0:
+        share = math.log(tau_plus) + log_negatives + positive - hard
+        is_positive = share < -torch.finfo(x.dtype).eps  # elsewhere the estimate is 0 or negative
+        share = share.where(is_positive, -1.0)
+        estimate = (hard + torch.log1p(-share.exp())).where(is_positive, -torch.inf)
+    estimate = torch.maximum(estimate - math.log1p(-tau_plus), lower_bound.expand_as(estimate))
+    return -F.logsigmoid(positive - estimate), valid

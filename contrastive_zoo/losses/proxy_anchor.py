@@ -1,11 +1,11 @@
-"""ProxyAnchor: each proxy is an anchor for all rows of the batch, with the hardest rows weighted most."""
+"""Cosines of embeddings and class weights without a softmax over classes: ProxyAnchor and P2SGrad."""
 
-import torch  # noqa: F401 - the examples use it
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.precision import matmul
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.loss_base.settings import Number, Positive
+from contrastive_zoo.loss_base.settings import Number, Positive, Reduction
 
 
 class ProxyAnchor(ClassLoss):
@@ -17,22 +17,11 @@ class ProxyAnchor(ClassLoss):
 
     in nats per proxy. The sums over rows are two numbers per proxy, reduced over all ranks.
 
-    Called as ``loss(embeddings, labels)``:
-
-    - embeddings: [n, d], n may differ between ranks.
-    - labels: [n] classes 0 … C − 1.
-
-    The parameter is ``loss.weights``, the proxies [C, d]; :class:`ClassLoss` documents how it is drawn and shared.
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the proxies are ``weights``, [C, d], of :class:`ClassLoss`.
 
     Args:
-        num_classes: C.
-        embedding_size: d.
         margin: δ, in units of the cosine.
         alpha: α > 0, dimensionless.
-        check_finite: whether NaN and infinite values are refused.
-
-    Raises:
-        ValueError: labels that are no classes, proxies of another shape, an alpha <= 0, or what any :class:`Loss` refuses.
 
     Examples:
         >>> loss = ProxyAnchor(2, 2, margin=0.0, alpha=1.0)
@@ -50,3 +39,35 @@ class ProxyAnchor(ClassLoss):
         settings = batch.settings
         positive, negative, counts = self.pairs(batch).log1p_sum_exp_by_class(settings.margin, settings.alpha)
         return positive.sum() / (counts > 0).sum() + negative.mean()  # a proxy without such rows has 0
+
+
+class P2SGrad(ClassLoss):
+    r"""Compute the mean squared error of cosines to all C classes, whose gradient is the probability-to-similarity gradient.
+
+    Dense: ``mse_loss(z @ w.T, one_hot(y))``, with z the unit rows, w the unit weights, y the labels.
+
+        loss_i = 1/C Σ_j (z_i·w_j − [j = y_i])²
+
+    The sum over classes is z_i·G z_i with G = Σ_j w_j w_jᵀ, a d × d matrix, so no N × C matrix exists. The value and the
+    gradient of embeddings are those of pytorch-metric-learning's P2SGradLoss. That class overwrites its weights by
+    their unit vectors at each call; here the gradient passes through their normalisation instead.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d].
+
+    Examples:
+        >>> loss = P2SGrad(2, 2)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.tensor([0, 0])).detach()   # 0 and (1 + 1) / 2
+        tensor(0.5000)
+
+    Source: Zhang et al. 2019, eq. 11, https://arxiv.org/abs/1905.02479
+    """
+
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs = self.pairs(batch)
+        z, w = pairs.embeddings, batch.shared(pairs.centers[:, 0])
+        squares = (matmul(z, matmul(w.T, w)) * z).sum(1)
+        own = (z * w.index_select(0, pairs.targets)).sum(1)
+        return batch.reduce((squares - 2 * own + 1) / len(w), reduction=self.reduction)

@@ -1,4 +1,4 @@
-"""SIGReg: embeddings with a standard normal distribution along random directions; LeJEPA's regulariser."""
+"""SIGReg: embeddings with a standard normal distribution along random directions; LeJEPA adds the distance of views."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,10 +15,10 @@ from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.loss_base.families import EmbeddingLoss
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.numbers import of_size
-from contrastive_zoo.loss_base.settings import Bounds, Size, field
+from contrastive_zoo.loss_base.settings import Bounds, Share, Size, field
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
-from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.row_checks import described, views_problem
 
 _MOST_POINTS = 10_000
 """Each point is a term of its own in the graph."""
@@ -39,21 +39,16 @@ class SIGReg(EmbeddingLoss):
     evaluation mode all calls have the same directions. The buffer is part of the state dict, so that a resumed training
     draws what an uninterrupted one does.
 
-    Called as ``loss(embeddings)``:
-
-    - embeddings: z, [n, d], n may differ between ranks.
+    Called as ``loss(embeddings)``, [n, d].
 
     Args:
         embedding_size: d.
         num_slices: m, the number of directions.
         num_points: points of the integral from 0 to T; the integrand is even.
         limit: T > 0.
-        check_finite: whether NaN and infinite values are refused.
 
     Raises:
-        ValueError: an embedding_size or num_slices below 1, fewer than two points, a limit that is not positive; at the
-            call, sizes above what memory holds, embeddings of another width or on another device, or what any
-            :class:`Loss` refuses.
+        ValueError: at the call, sizes above what memory holds, or embeddings of another width or on another device.
 
     Examples:
         >>> loss = SIGReg(1, num_points=2, limit=100.0)
@@ -130,3 +125,56 @@ def _waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 
 def _wave(x: Tensor, point: Tensor) -> Tensor:
     angle = point * x
     return torch.stack([angle.cos().sum(0), angle.sin().sum(0)])
+
+
+class LeJEPA(SIGReg):
+    r"""Compute SIGReg of each view plus the distance of views from the mean of the global views.
+
+    With z_v the rows of all ranks in view v of V, of d features, and m_i the mean of sample i over the first g views,
+
+        loss = λ mean_v SIGReg(z_v)  +  (1 − λ) mean_{v,i} ‖z_vi − m_i‖² / d
+
+    where :class:`SIGReg` takes the same directions in each view. In training mode each call draws other directions, as
+    there. Embeddings are not normalised. Equal to lightly's LeJEPALoss on all views.
+
+    Called as ``loss(view1, view2, …)``, two or more of [n, d], the global ones first.
+
+    Args:
+        embedding_size: d.
+        lambda_: λ, 0 … 1.
+        global_views: g.
+        num_slices: as in :class:`SIGReg`.
+        num_points: as in :class:`SIGReg`.
+        limit: as in :class:`SIGReg`.
+
+    Raises:
+        ValueError: more global_views than views, or what :class:`SIGReg` refuses.
+
+    Examples:
+        >>> loss = LeJEPA(1, lambda_=0.0)
+        >>> loss(torch.ones(2, 1), -torch.ones(2, 1)), loss.step   # 1² from the mean 0
+        (tensor(1.), tensor(1))
+
+    Source: Balestriero & LeCun 2025, https://arxiv.org/abs/2511.08544
+    """
+
+    lambda_: Share = 0.05
+    global_views: Size = 2
+
+    def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
+        problem, count = views_problem(views), len(views)
+        if problem is None and self.global_views > count:
+            problem = f"the first global_views of the views are global, got {self.global_views} of {count} views."
+        problem = problem or self.directions_problem("views", views[0])
+        return Inputs({f"view {index}": x for index, x in enumerate(views)}, problem)
+
+    def compute(self, batch: Batch) -> Tensor:
+        rows, share = [batch.prepared(x, normalize=False) for x in batch.rows.values()], batch.settings.lambda_
+        z = torch.stack(rows, 1)
+        distances = (z - z[:, : batch.settings.global_views].mean(1, keepdim=True)).square().mean((1, 2))
+        directions = self.directions()
+        normality = torch.stack([epps_pulley(batch, x, directions) for x in rows]).mean()
+        loss = share * normality + (1 - share) * batch.reduce(distances)
+        if self.training:
+            self.step.add_(1)
+        return loss

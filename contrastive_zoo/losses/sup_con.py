@@ -1,5 +1,6 @@
-"""SupCon: InfoNCE whose positives are all other rows of the anchor's class."""
+"""Softmax over labelled embeddings: SupCon and its relatives."""
 
+import math
 from typing import Annotated, Literal
 
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.block_loss import Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.labelled_pairs import ContrastMode, LabelledPairs
-from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
+from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
@@ -37,7 +38,7 @@ class SupCon(AnchorLoss):
 
     Called as ``loss(embeddings, labels, mask)``:
 
-    - embeddings: [n, d], n may differ between ranks; or [n, v, d], v views of each sample, the same v everywhere.
+    - embeddings: [n, d]; or [n, v, d], v views of each sample, the same v everywhere.
     - labels: [n] integers; None with views makes each sample a class of its own.
     - mask: [n, N], in place of labels: whether each of the N samples of all ranks, in rank order, is a positive of each
       local sample. A row is never its own positive.
@@ -47,14 +48,11 @@ class SupCon(AnchorLoss):
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
         contrast_mode: ``"all"`` views are anchors, or the first (``"one"``); candidates are always all views.
         base_temperature: t₀; multiplies the loss by t / t₀, without gradient. None leaves this factor out.
-        normalize: normalise embeddings to unit length first.
-        reduction: ``"mean"`` over anchors with a positive (nats, 0 without any), ``"sum"``, or ``"none"`` for the local
-            anchors, [n], or [n · v] sample by sample.
-        check_finite: whether NaN and infinite values are refused.
+        reduction: the mean is over anchors with a positive, in nats, 0 without any; ``"none"`` is for the local anchors,
+            [n], or [n · v] sample by sample.
 
     Raises:
-        ValueError: an unknown variant or contrast mode, labels together with a mask, a mask that does not have a column for
-            each sample of all ranks, or what any :class:`Loss` refuses.
+        ValueError: labels together with a mask, or a mask without a column for each sample of all ranks.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -151,3 +149,133 @@ def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> 
             f"the mask has a row for each local sample, got {described(mask)} for embeddings {described(embeddings)}."
         )
     return result
+
+
+class SINCERE(AnchorLoss):
+    r"""Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
+
+    With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
+
+        loss_i = mean_{p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((z_i·z_n − z_i·z_p) / t) )
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
+            which is pytorch-metric-learning's NTXentLoss on labelled rows, with memory linear in N.
+        reduction: the mean is over all ranks' anchors or pairs, in nats, 0 without any.
+
+    Examples:
+        >>> SINCERE(temperature=1.0)(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻¹); row 2 has none
+        tensor(0.3133)
+
+    Source: Feeney and Hughes 2023, https://arxiv.org/abs/2309.14277
+    """
+
+    temperature: Temperature = 0.1
+    average: Average = "anchors"
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def block_loss(self, batch: Batch) -> BlockLoss:
+        return BlockLoss(_info_nces, temperature=batch.settings.temperature, average=self.average)
+
+
+def _info_nces(block: AnchorBlock, temperature: Tensor, average: Average) -> Rows:
+    return (yield from info_nce_per_positive(block.anchors @ block.candidates.T / temperature, block, average))
+
+
+_ANGLE = "margin is an angle of 0 to 180 degrees"
+Degrees = Annotated[float, Bounds(_ANGLE, "The paper's 0.1 rad is 5.73.", low=0, high=180, constant=True)]
+
+
+class TupletMargin(AnchorLoss):
+    r"""Compute a softmax loss over tuples of a positive and all negatives, on angles.
+
+    With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
+
+        loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
+
+    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, where its gradient
+    is infinite and this one zero.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
+
+    Args:
+        temperature: t > 0, dimensionless, the paper's 1/s; a tensor or a module is learnable.
+        margin: β in degrees, 0 to 180.
+        average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
+        reduction: the mean is over all ranks' pairs or anchors, in nats, 0 without any.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # log(1 + exp(0 − cos 60°))
+        >>> TupletMargin(temperature=1.0, margin=60.0)(z, torch.tensor([0, 0, 1]))
+        tensor(0.4741)
+
+    Source: Yu and Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
+    """
+
+    temperature: Temperature = 1 / 64
+    margin: Degrees = 5.73
+    average: Average = "pairs"
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def block_loss(self, batch: Batch) -> BlockLoss:
+        settings = batch.settings
+        return BlockLoss(_tuplets, temperature=settings.temperature, margin=settings.margin, average=self.average)
+
+
+def _tuplets(block: AnchorBlock, temperature: Tensor, margin: float, average: Average) -> Rows:
+    cos, beta = block.anchors @ block.candidates.T, math.radians(margin)
+    sine2 = 1 - cos.square()
+    sine = sine2.clamp(min=torch.finfo(cos.dtype).tiny).sqrt().where(sine2 > torch.finfo(cos.dtype).eps, 0)
+    slack = cos * math.cos(beta) + sine * math.sin(beta)  # cos(θ − β)
+    return (yield from info_nce_per_positive(cos / temperature, block, average, positive_logits=slack / temperature))
+
+
+class NCA(AnchorLoss):
+    r"""Compute −log of the probability that a stochastic neighbour is of the anchor's class.
+
+    With z the rows of all ranks, P(i) the other rows with i's label,
+
+        loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
+
+    averaged over the anchors that have a positive, the paper's alternative to the sum of the probabilities. Equal to
+    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
+
+    Args:
+        temperature: t > 0, in units of squared distance; a tensor or a module is learnable.
+        reduction: the mean is over anchors with a positive, in nats, 0 without any.
+
+    Examples:
+        >>> NCA()(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻²); row 2 has no positive
+        tensor(0.1269)
+
+    Source: Goldberger et al. 2004, https://www.cs.toronto.edu/~hinton/absps/nca.pdf
+    """
+
+    temperature: Temperature = 1.0
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def block_loss(self, batch: Batch) -> BlockLoss:
+        return BlockLoss(_neighbours, temperature=batch.settings.temperature)
+
+
+def _neighbours(block: AnchorBlock, temperature: Tensor) -> Rows:
+    logits = (2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)) / temperature  # ‖z_i‖² cancels
+    of_positives, of_negatives, valid = yield (
+        LogSumExp(logits, block.positive, empty=0.0),
+        LogSumExp(logits, block.negative),
+        AnyOf(block.positive.any(1)),
+    )
+    return cross_entropy(of_positives, of_negatives), valid

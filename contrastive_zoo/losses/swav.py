@@ -36,7 +36,7 @@ class SwAV(ViewLoss):
     ``loss.prototypes``, [K, d], is the parameter, drawn standard normal. The authors and lightly normalise the parameter
     itself before a step; here the loss normalises it, so its gradient is orthogonal to it.
 
-    Called as ``loss(view1, view2, …)``: two or more of [n, d], the full-size crops first; n may differ between ranks.
+    Called as ``loss(view1, view2, …)``, two or more of [n, d], the full-size crops first.
 
     Args:
         num_prototypes: K.
@@ -45,13 +45,10 @@ class SwAV(ViewLoss):
         epsilon: ε > 0, the temperature of the assignments.
         iterations: number of Sinkhorn iterations, 0 … 10,000; 0 is a softmax.
         code_views: number of first views that give codes; the other views only predict.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
-        check_finite: whether NaN and infinite values are refused.
+        reduction: the mean is over all ranks' samples, in nats.
 
     Raises:
-        ValueError: a number of prototypes or an embedding_size below 1, or above what memory holds, fewer than two views,
-            views of different shape, prototypes of another width, settings out of range, NaN or infinite rows, widths or
-            dtypes that differ between ranks, or no rows on any rank.
+        ValueError: sizes above what memory holds, prototypes of another width, or more code_views than views.
 
     Examples:
         >>> loss = SwAV(2, 2, temperature=1.0)

@@ -16,8 +16,7 @@ from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
 from contrastive_zoo.engine.batch import reduce_anchors
 from contrastive_zoo.engine.row_statistics import Maximum
 from contrastive_zoo.engine.rowwise import sum_over_anchors
-from contrastive_zoo.losses.circle import Circle
-from contrastive_zoo.losses.multi_similarity import MultiSimilarity
+from contrastive_zoo.losses.soft_margins import Circle, MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import GlobalBatch

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.align_uniform import AlignUniform
-from contrastive_zoo.losses.matryoshka import Matryoshka
-from contrastive_zoo.losses.weighted_sum import WeightedSum
+from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
+from contrastive_zoo.losses.uniformity import AlignUniform
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch

@@ -16,20 +16,16 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.pairwise import distances as euclidean
 from contrastive_zoo.engine.pairwise import squared_distances
-from contrastive_zoo.losses.angular import Angular
-from contrastive_zoo.losses.circle import Circle
-from contrastive_zoo.losses.contrastive import Contrastive
-from contrastive_zoo.losses.fast_ap import FastAP
-from contrastive_zoo.losses.generalized_lifted_structure import GeneralizedLiftedStructure
-from contrastive_zoo.losses.lifted_structure import LiftedStructure
-from contrastive_zoo.losses.margin import Margin
-from contrastive_zoo.losses.multi_similarity import MultiSimilarity
-from contrastive_zoo.losses.pnp import PNP
-from contrastive_zoo.losses.ranked_list import RankedList
-from contrastive_zoo.losses.signal_to_noise import SignalToNoise
-from contrastive_zoo.losses.smooth_ap import SmoothAP
-from contrastive_zoo.losses.threshold_consistent_margin import ThresholdConsistentMargin
-from contrastive_zoo.losses.triplet import Triplet
+from contrastive_zoo.losses.pair_margins import (
+    Contrastive,
+    Margin,
+    RankedList,
+    SignalToNoise,
+    ThresholdConsistentMargin,
+)
+from contrastive_zoo.losses.ranking import PNP, FastAP, SmoothAP
+from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
+from contrastive_zoo.losses.triplet import Angular, Triplet
 from tests.helpers import EXACT, assert_same
 
 

@@ -17,19 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.align_uniform import AlignUniform
-from contrastive_zoo.losses.barlow_twins import BarlowTwins
-from contrastive_zoo.losses.contrastive import Contrastive
-from contrastive_zoo.losses.dino import DINO
-from contrastive_zoo.losses.gist import GIST
-from contrastive_zoo.losses.matryoshka import Matryoshka
-from contrastive_zoo.losses.mil_nce import MILNCE
-from contrastive_zoo.losses.mnrl import MNRL
+from contrastive_zoo.losses.compositions import Matryoshka
+from contrastive_zoo.losses.info_nce import MILNCE
+from contrastive_zoo.losses.mnrl import GIST, MNRL
 from contrastive_zoo.losses.multi_positive import MultiPositive
-from contrastive_zoo.losses.siglip import SigLIP
-from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
-from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
+from contrastive_zoo.losses.pair_margins import Contrastive
+from contrastive_zoo.losses.redundancy import BarlowTwins
+from contrastive_zoo.losses.self_distillation import DINO
+from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
 from contrastive_zoo.losses.triplet import Triplet
+from contrastive_zoo.losses.uniformity import AlignUniform, SpectralContrastive
 from tests.helpers import assert_same, numbers
 
 SEEDS = range(3)

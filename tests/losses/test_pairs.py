@@ -9,15 +9,13 @@ from sentence_transformers.sentence_transformer import losses as st
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.cosent import AnglE, CoSENT
-from contrastive_zoo.losses.intra_pair_variance import IntraPairVariance
-from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax
-from contrastive_zoo.losses.margin_mse import MarginMSE
-from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin
-from contrastive_zoo.losses.online_contrastive import OnlineContrastive
-from contrastive_zoo.losses.orthogonal_regularization import OrthogonalRegularization
-from contrastive_zoo.losses.p2s_grad import P2SGrad
-from contrastive_zoo.losses.score_distillation import ScoreDistillation
+from contrastive_zoo.losses.annotated_pairs import AnglE, CoSENT, OnlineContrastive
+from contrastive_zoo.losses.class_softmax import LargeMarginSoftmax
+from contrastive_zoo.losses.distillation import MarginMSE, ScoreDistillation
+from contrastive_zoo.losses.hardest_negative import MegaBatchMargin
+from contrastive_zoo.losses.pair_margins import IntraPairVariance
+from contrastive_zoo.losses.proxy_anchor import P2SGrad
+from contrastive_zoo.losses.uniformity import OrthogonalRegularization
 from tests.helpers import assert_same, close, numbers
 from tests.losses import zoo_softmax
 

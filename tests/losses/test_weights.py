@@ -15,13 +15,16 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.classes import class_shard, draw_weights
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.losses.arc_face import ArcFace
-from contrastive_zoo.losses.cos_face import CosFace
-from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax, SphereFace
-from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
+from contrastive_zoo.losses.class_softmax import (
+    ArcFace,
+    CosFace,
+    LargeMarginSoftmax,
+    NormalizedSoftmax,
+    ProxyNCA,
+    SoftTriple,
+    SphereFace,
+)
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
-from contrastive_zoo.losses.proxy_nca import ProxyNCA
-from contrastive_zoo.losses.soft_triple import SoftTriple
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest, assert_same
 from tests.losses.zoo_weights import InstanceOfLabels

@@ -5,8 +5,7 @@ from typing import Any
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.matryoshka import Matryoshka
-from contrastive_zoo.losses.weighted_sum import WeightedSum
+from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
 from tests.zoo import Entry, dense_info_nce, dense_nt_xent, info_nce
 
 

@@ -8,13 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.losses.cosent import CoSENT
-from contrastive_zoo.losses.histogram import Histogram
-from contrastive_zoo.losses.intra_pair_variance import IntraPairVariance
-from contrastive_zoo.losses.margin_mse import MarginMSE
-from contrastive_zoo.losses.mega_batch_margin import MegaBatchMargin
-from contrastive_zoo.losses.online_contrastive import OnlineContrastive
-from contrastive_zoo.losses.score_distillation import ScoreDistillation
+from contrastive_zoo.losses.annotated_pairs import CoSENT, OnlineContrastive
+from contrastive_zoo.losses.distillation import MarginMSE, ScoreDistillation
+from contrastive_zoo.losses.hardest_negative import MegaBatchMargin
+from contrastive_zoo.losses.pair_margins import IntraPairVariance
+from contrastive_zoo.losses.ranking import Histogram
 from tests.losses import zoo_softmax
 from tests.zoo import Entry, taking, unit
 

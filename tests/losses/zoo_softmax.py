@@ -13,21 +13,13 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.labelled_pairs import ContrastMode
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
-from contrastive_zoo.losses.clip import Clip
-from contrastive_zoo.losses.clip_distillation import ClipDistillation
-from contrastive_zoo.losses.dcl import DCL, DCLW
-from contrastive_zoo.losses.gist import GIST
-from contrastive_zoo.losses.hcl import HCL, Debiased
-from contrastive_zoo.losses.mil_nce import MILNCE
-from contrastive_zoo.losses.mnrl import MNRL
-from contrastive_zoo.losses.multi_positive import MultiPositive
-from contrastive_zoo.losses.n_pairs import NPairs
-from contrastive_zoo.losses.nca import NCA
-from contrastive_zoo.losses.siglip import SigLIP
-from contrastive_zoo.losses.sincere import SINCERE
-from contrastive_zoo.losses.sup_con import SupCon
-from contrastive_zoo.losses.sup_sigmoid import SupSigmoid
-from contrastive_zoo.losses.tuplet_margin import TupletMargin
+from contrastive_zoo.losses.distillation import ClipDistillation
+from contrastive_zoo.losses.info_nce import MILNCE, Clip
+from contrastive_zoo.losses.mnrl import GIST, MNRL
+from contrastive_zoo.losses.multi_positive import MultiPositive, NPairs
+from contrastive_zoo.losses.nt_xent import DCL, DCLW, HCL, Debiased
+from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
+from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
 from tests.zoo import Entry, anchors, dense_clip, dense_siglip, log_sum, mean, unit
 
 # --------------------------------------------------------------------------------------------------------- two towers

@@ -11,25 +11,14 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.losses.align_uniform import AlignUniform
-from contrastive_zoo.losses.barlow_twins import BarlowTwins
-from contrastive_zoo.losses.dino import DINO
-from contrastive_zoo.losses.dynamic_soft_margin import DynamicSoftMargin
-from contrastive_zoo.losses.frossl import FroSSL
-from contrastive_zoo.losses.koleo import KoLeo
-from contrastive_zoo.losses.lejepa import LeJEPA
-from contrastive_zoo.losses.mmcr import MMCR
-from contrastive_zoo.losses.negative_cosine import NegativeCosine
-from contrastive_zoo.losses.nnclr import NNCLR
-from contrastive_zoo.losses.orthogonal_regularization import OrthogonalRegularization
-from contrastive_zoo.losses.ressl import ReSSL
-from contrastive_zoo.losses.sigreg import SIGReg
-from contrastive_zoo.losses.spectral_contrastive import SpectralContrastive
+from contrastive_zoo.losses.hardest_negative import DynamicSoftMargin
+from contrastive_zoo.losses.memory_loss import NNCLR, ReSSL
+from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VIbCReg, VICReg
+from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine
+from contrastive_zoo.losses.sigreg import LeJEPA, SIGReg
+from contrastive_zoo.losses.spectra import MMCR, WMSE, FroSSL
 from contrastive_zoo.losses.swav import SwAV
-from contrastive_zoo.losses.tico import TiCo
-from contrastive_zoo.losses.vibcreg import VIbCReg
-from contrastive_zoo.losses.vicreg import VICReg
-from contrastive_zoo.losses.w_mse import WMSE
+from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalRegularization, SpectralContrastive
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards

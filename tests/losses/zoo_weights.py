@@ -13,15 +13,17 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.losses.arc_face import ArcFace
-from contrastive_zoo.losses.cos_face import CosFace
-from contrastive_zoo.losses.instance import Instance
-from contrastive_zoo.losses.large_margin_softmax import LargeMarginSoftmax, SphereFace
-from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
-from contrastive_zoo.losses.p2s_grad import P2SGrad
-from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
-from contrastive_zoo.losses.proxy_nca import ProxyNCA
-from contrastive_zoo.losses.soft_triple import SoftTriple
+from contrastive_zoo.losses.class_softmax import (
+    ArcFace,
+    CosFace,
+    Instance,
+    LargeMarginSoftmax,
+    NormalizedSoftmax,
+    ProxyNCA,
+    SoftTriple,
+    SphereFace,
+)
+from contrastive_zoo.losses.proxy_anchor import P2SGrad, ProxyAnchor
 from tests.losses import zoo_softmax
 from tests.zoo import Entry
 

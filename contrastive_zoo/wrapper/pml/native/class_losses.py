@@ -6,12 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.losses.arc_face import ArcFace
-from contrastive_zoo.losses.cos_face import CosFace
-from contrastive_zoo.losses.normalized_softmax import NormalizedSoftmax
+from contrastive_zoo.losses.class_softmax import ArcFace, CosFace, NormalizedSoftmax, ProxyNCA, SoftTriple
 from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
-from contrastive_zoo.losses.proxy_nca import ProxyNCA
-from contrastive_zoo.losses.soft_triple import SoftTriple
 from contrastive_zoo.wrapper.pml.native.settings import (
     MEAN_OR_SUM,
     NoExactTranslation,

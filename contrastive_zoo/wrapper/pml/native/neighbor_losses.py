@@ -7,13 +7,11 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.row_statistics import AnyOf, Rows
-from contrastive_zoo.losses.fast_ap import FastAP
-from contrastive_zoo.losses.n_pairs import NPairs
-from contrastive_zoo.losses.nca import NCA
-from contrastive_zoo.losses.ranked_list import RankedList
-from contrastive_zoo.losses.sincere import SINCERE
-from contrastive_zoo.losses.sup_con import SupCon
-from contrastive_zoo.losses.vicreg import VICReg
+from contrastive_zoo.losses.multi_positive import NPairs
+from contrastive_zoo.losses.pair_margins import RankedList
+from contrastive_zoo.losses.ranking import FastAP
+from contrastive_zoo.losses.redundancy import VICReg
+from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon
 from contrastive_zoo.wrapper.pml.native.settings import (
     MEAN_OR_SUM,
     euclidean_settings,

@@ -9,14 +9,10 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, run
-from contrastive_zoo.losses.circle import Circle
-from contrastive_zoo.losses.contrastive import Contrastive
-from contrastive_zoo.losses.lifted_structure import LiftedStructure
-from contrastive_zoo.losses.margin import Margin
-from contrastive_zoo.losses.multi_similarity import MultiSimilarity
-from contrastive_zoo.losses.signal_to_noise import SignalToNoise
+from contrastive_zoo.losses.pair_margins import Contrastive, Margin, SignalToNoise
+from contrastive_zoo.losses.soft_margins import Circle, LiftedStructure, MultiSimilarity
+from contrastive_zoo.losses.sup_con import TupletMargin
 from contrastive_zoo.losses.triplet import Mining, Triplet
-from contrastive_zoo.losses.tuplet_margin import TupletMargin
 from contrastive_zoo.wrapper.pml.meaning import spelled
 from contrastive_zoo.wrapper.pml.native.settings import (
     AVERAGES,

@@ -7,9 +7,9 @@ from pytorch_metric_learning import losses, miners  # noqa: F401 - the example u
 from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.losses.compositions import WeightedSum
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.losses.nt_xent import NTXent
-from contrastive_zoo.losses.weighted_sum import WeightedSum
 from contrastive_zoo.wrapper.pml.meaning import COMPOSITES, members
 from contrastive_zoo.wrapper.pml.native import class_losses, neighbor_losses, pair_losses
 from contrastive_zoo.wrapper.pml.native.settings import NoExactTranslation

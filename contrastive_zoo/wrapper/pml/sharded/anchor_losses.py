@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import class_numbers
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.row_statistics import complete
-from contrastive_zoo.losses.fast_ap import FastAP
+from contrastive_zoo.losses.ranking import FastAP
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.wrapper.pml.native.neighbor_losses import EPSILON

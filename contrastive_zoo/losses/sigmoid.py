@@ -1,4 +1,4 @@
-"""SigLIP: binary classification of every image-text pair."""
+"""Sigmoid over all pairs: a binary classification of each, of image-text pairs and of labelled embeddings."""
 
 import math
 
@@ -6,8 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.tower_pairs import TowerPairs
+from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.labelled_pairs import LabelledPairs
+from contrastive_zoo.engine.tower_pairs import TowerPairs, sigmoid_block_loss
 from contrastive_zoo.loss_base.families import ImageTextLoss
+from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Learnable, Reduction, Temperature, field
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
 
@@ -33,20 +36,12 @@ class SigLIP(ImageTextLoss, LogitScale):
     process, with logit_scale = 1/t. Temperature and bias are learnable by default; ``loss.logit_scale``, log(1/t) without a
     bound, and ``loss.logit_bias`` are then open_clip's parameters of these names.
 
-    Called as ``loss(images, texts)``:
-
-    - images: [n, d], n may differ between ranks.
-    - texts: [n, d], row i belongs to row i of images.
+    Called as ``loss(images, texts)``, [n, d] each.
 
     Args:
         temperature: t > 0, dimensionless; by default it is learnable and begins at 0.1. A number is constant.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
-        normalize: normalise embeddings to unit length first.
-        reduction: ``"mean"`` over all ranks' images (nats per image), ``"sum"``, or ``"none"`` for the local images, [n].
-        check_finite: whether NaN and infinite values are refused.
-
-    Raises:
-        ValueError: a bias that is not finite, or what any :class:`Loss` refuses.
+        reduction: the mean is over all ranks' images, in nats.
 
     Examples:
         >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2))   # log(1 + e⁻¹) + log 2
@@ -64,4 +59,44 @@ class SigLIP(ImageTextLoss, LogitScale):
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
+        return pairs.binary_cross_entropy(self.reduction, batch.settings.logit_bias)
+
+
+class SupSigmoid(AnchorLoss, LogitScale):
+    r"""Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
+
+    With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
+
+        loss = −1/N · Σ_i Σ_{j≠i} log σ( y_ij · (z_i·z_j / t + b) )
+
+    Temperature and bias are learnable by default, as those of :class:`SigLIP`.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
+
+    Args:
+        temperature: t > 0, dimensionless; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default. A number is
+            constant.
+        logit_bias: b; a parameter that begins at −10 by default. A number is constant.
+        reduction: the mean is over all ranks' rows, in nats.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3
+        >>> SupSigmoid(temperature=1.0, logit_bias=0.0)(z, torch.tensor([0, 0, 1]))
+        tensor(1.1330)
+
+    Source: Zhai et al. 2023, §3.2, with z_ij from labels, https://arxiv.org/abs/2303.15343
+    """
+
+    temperature: Temperature = field(factory=unbounded_temperature)
+    logit_bias: Learnable = field(factory=negative_bias)
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def block_loss(self, batch: Batch) -> BlockLoss:
+        return sigmoid_block_loss(batch.settings.temperature, batch.settings.logit_bias)
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs = LabelledPairs(batch, batch.rows["labels"], batch.settings.temperature, self.normalize)
         return pairs.binary_cross_entropy(self.reduction, batch.settings.logit_bias)

@@ -1,10 +1,10 @@
-"""Matryoshka: train prefixes of an embedding as embeddings."""
+"""Compositions: several losses of the same embeddings, or one loss of prefixes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch, is_embedding
 from contrastive_zoo.loss_base.composition import Composition, member_value
@@ -12,6 +12,44 @@ from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss, Stated
 from contrastive_zoo.loss_base.numbers import is_number
 from contrastive_zoo.ranks.row_checks import described
+
+
+class WeightedSum(Composition):
+    r"""Add the weighted values of several losses of the same embeddings.
+
+        L = Σ_k w_k · loss_k(rows)
+
+    Embeddings are gathered once for all losses. (Tensors that a loss first concatenates, such as the hard negatives of
+    :class:`MNRL` and :class:`GIST`, are gathered by that loss.)
+
+    Args:
+        losses: losses of this library with the same call form. A temperature, or any other module, may be shared.
+        weights: w_k; None is 1 for each, as in pytorch-metric-learning's MultipleLosses.
+
+    Raises:
+        ValueError: no losses, a third-party loss or a class in place of its instance, or not one finite weight per loss.
+            At the call, on every rank: what any of the losses refuses.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> a = torch.eye(2)
+        >>> WeightedSum([cz.NTXent(temperature=1.0), cz.InfoNCE(temperature=1.0)], weights=[1.0, 0.5])(a, a)
+        tensor(0.7081)
+
+    Source: pytorch-metric-learning's MultipleLosses, https://kevinmusgrave.github.io/pytorch-metric-learning/losses
+    """
+
+    def __init__(self, losses: Sequence[Loss], *, weights: Sequence[float] | None = None) -> None:
+        if not isinstance(losses, (Sequence, nn.ModuleList)):
+            raise ValueError(f"WeightedSum: losses are a list of losses, got {described(losses)}.")
+        super().__init__(losses, len(losses), weights)
+        self.losses = nn.ModuleList(losses)
+
+    def members(self) -> Sequence[Loss]:
+        return [*self.losses]
+
+    def terms(self, batch: Batch) -> list[Tensor]:
+        return [member_value(loss, batch.member(index)) for index, loss in enumerate(self.members())]
 
 
 class Matryoshka(Composition):
@@ -31,7 +69,6 @@ class Matryoshka(Composition):
             each; at the call narrower embeddings.
 
     Examples:
-        >>> import torch
         >>> import contrastive_zoo as cz
         >>> Matryoshka(cz.InfoNCE(temperature=1.0), (1, 2))(torch.eye(2), torch.eye(2))   # ½ (0.3133 + log 2) + 0.3133
         tensor(0.8165)

@@ -1,4 +1,4 @@
-"""Dynamic soft margin: hardest triplets weighted by how hard they are among those of recent batches."""
+"""Pairs against the hardest other embedding of the batch, within margins."""
 
 import torch
 from jaxtyping import Float
@@ -7,14 +7,61 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.masked import masked_min
-from contrastive_zoo.engine.pairwise import distances
+from contrastive_zoo.engine.masked import masked_max, masked_min
+from contrastive_zoo.engine.pairwise import distances, dot_products
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import of_size
-from contrastive_zoo.loss_base.settings import Bins, Momentum, Reduction, field
+from contrastive_zoo.loss_base.settings import Bins, Momentum, Number, Reduction, field
 from contrastive_zoo.ranks.row_checks import described, views_problem
+
+
+class MegaBatchMargin(Loss):
+    r"""Compute hinges on each query's own key and on the most similar other key of all ranks.
+
+    With s_ij = q_i·k_j of unit rows,
+
+        loss_i = max(0, m⁺ − s_ii)  +  max(0, max_{j≠i} s_ij − m⁻)
+
+    A single pair has no second term. Equal maxima share the gradient.
+
+    Called as ``loss(queries, keys)``, [n, d] each.
+
+    Args:
+        positive_margin: m⁺, the similarity from which on a pair has no loss.
+        negative_margin: m⁻, the similarity up to which a negative has no loss.
+
+    Examples:
+        >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.8, 0.6]])
+        >>> MegaBatchMargin()(q, k)   # 0.8 − 0.6 and 0.8 − 0.3, twice
+        tensor(0.7000)
+
+    Source: Wieting & Gimpel 2018, https://arxiv.org/abs/1711.05732
+    """
+
+    positive_margin: Number = 0.8
+    negative_margin: Number = 0.3
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"]) -> Inputs:
+        return Inputs({"view 0": queries, "view 1": keys}, views_problem((queries, keys)))
+
+    def compute(self, batch: Batch) -> Tensor:
+        q, k = (batch.prepared(x, normalize=self.normalize) for x in batch.rows.values())
+        pairs, settings = batch.indices(), batch.settings
+        loss = BlockLoss(
+            _margin_hinges, positive_margin=settings.positive_margin, negative_margin=settings.negative_margin
+        )
+        return reduce_rows(batch, loss, q, pairs, candidates=k, candidate_ids=pairs, reduction=self.reduction)
+
+
+def _margin_hinges(block: AnchorBlock, positive_margin: float, negative_margin: float) -> tuple[Tensor, Tensor]:
+    similarity = dot_products(block.anchors, block.candidates)
+    own = similarity.where(block.positive, 0).sum(1)
+    hardest = masked_max(similarity, block.negative)  # −inf without a negative
+    return (positive_margin - own).relu() + (hardest - negative_margin).relu(), block.positive.any(1)
 
 
 class DynamicSoftMargin(Loss):
@@ -33,20 +80,14 @@ class DynamicSoftMargin(Loss):
     h is the buffer ``histogram``, at equal steps from −2 to 2, which starts at 0. In training mode each call stores h' in
     it: it is equal on every rank, and equal to that of one process.
 
-    Called as ``loss(anchors, positives)``:
-
-    - anchors: a, [n, d]; n may differ between ranks.
-    - positives: p, [n, d], row i belongs to row i of anchors.
+    Called as ``loss(anchors, positives)``, a and p, [n, d] each.
 
     Args:
         num_bins: number of steps from −2 to 2; a few hundred, since F is linear within a step.
         momentum: m, the share of this batch, 0 … 1.
-        reduction: ``"mean"`` over all ranks' pairs, ``"sum"``, or ``"none"`` for the local pairs, [n].
-        check_finite: whether NaN and infinite values are refused.
 
     Raises:
-        ValueError: num_bins below 1, a momentum outside 0 … 1, a histogram of another size, or what any :class:`Loss`
-            refuses.
+        ValueError: a histogram of another size.
 
     Examples:
         >>> eye, loss = torch.eye(2), DynamicSoftMargin(2)

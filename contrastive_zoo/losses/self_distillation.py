@@ -1,4 +1,4 @@
-"""DINO: a student predicts, from every crop of a sample, the centred and sharpened outputs of a teacher for large crops."""
+"""Self-distillation: predictions of one view point at a teacher's output of another, without negatives."""
 
 import math
 
@@ -13,7 +13,37 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import move_towards, of_size
 from contrastive_zoo.loss_base.settings import Momentum, Positive, Reduction, Size, Temperature, field
 from contrastive_zoo.ranks.devices import state_problem
-from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.row_checks import described, views_problem
+
+
+class NegativeCosine(Loss):
+    r"""Compute minus the cosine of each prediction and its target; targets have no gradient.
+
+        loss_i = − p_i·z_i / (‖p_i‖ ‖z_i‖)
+
+    SimSiam's loss is ½ loss(p1, z2) + ½ loss(p2, z1). BYOL's is 2 + 2 loss for each direction, with a momentum encoder's
+    targets. There are no negatives, so the loss of a batch is a mean over its samples, which is right also for shards
+    of different size. lightly's NegativeCosineSimilarity has gradients with respect to targets that are not detached.
+
+    Called as ``loss(predictions, targets)``, p and z, [n, d] each.
+
+    Examples:
+        >>> NegativeCosine()(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
+        tensor(-0.6000)
+
+    Source: Chen & He 2021, eq. 1, https://arxiv.org/abs/2011.10566; Grill et al. 2020, eq. 2,
+    https://arxiv.org/abs/2006.07733
+    """
+
+    reduction: Reduction = "mean"
+
+    def inputs(self, predictions: Float[Tensor, "n d"], targets: Float[Tensor, "n d"]) -> Inputs:
+        return Inputs({"view 0": predictions, "view 1": targets}, views_problem((predictions, targets)))
+
+    def compute(self, batch: Batch) -> Tensor:
+        predictions, targets = batch.rows.values()
+        p, z = (batch.prepared(x, normalize=True) for x in (predictions, targets.detach()))
+        return batch.reduce(-(p * z).sum(1), reduction=self.reduction)
 
 
 class DINO(Loss):
@@ -39,13 +69,10 @@ class DINO(Loss):
         centre_momentum: m, 0 … 1.
         temperature: τ_s > 0; a tensor or a module is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: ``"mean"`` over all ranks' samples (nats per sample), ``"sum"``, or ``"none"`` for the local samples, [n].
-        check_finite: whether NaN and infinite values are refused.
+        reduction: the mean is over all ranks' samples, in nats.
 
     Raises:
-        ValueError: an out_dim below 1 or above what memory holds, a centre_momentum outside 0 … 1, outputs that do not
-            pair, a centre of another width, a temperature that is not positive, NaN or infinite rows, widths or dtypes
-            that differ between ranks, or no rows on any rank.
+        ValueError: an out_dim above what memory holds, or a centre of another width.
 
     Examples:
         >>> same = torch.zeros(3, 4)
@@ -72,7 +99,7 @@ class DINO(Loss):
         student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
         teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],
     ) -> Inputs:
-        return Inputs({"student": student, "teacher": teacher}, _problem(student, teacher, self.centre))
+        return Inputs({"student": student, "teacher": teacher}, _outputs_problem(student, teacher, self.centre))
 
     def compute(self, batch: Batch) -> Tensor:
         student, teacher = batch.rows["student"], batch.rows["teacher"].detach()
@@ -98,7 +125,7 @@ class DINO(Loss):
         move_towards(self.centre, total[:-1] / total[-1], 1 - batch.settings.centre_momentum)
 
 
-def _problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:
+def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:
     fits = student.ndim == teacher.ndim and student.ndim in (2, 3) and student.is_floating_point()
     if not fits or len(student) != len(teacher) or student.shape[-1] != teacher.shape[-1]:
         return (

@@ -1,0 +1,174 @@
+"""Annotated pairs: in the order of their scores (CoSENT, AnglE), or positive and negative."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.precision import without_autocast
+from contrastive_zoo.engine.softmax_arithmetic import log_sum_of_inversions
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.settings import Number, Reduction, Temperature
+from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, towers_problem
+
+PairSimilarity = Literal["cosine", "angle"]
+
+
+class CoSENT(Loss):
+    r"""Compute the log-sum-exp over all pairs of pairs that the similarity may put in the wrong order.
+
+    With s_i the similarity of pair i and y_i its annotated score, over the pairs of all ranks,
+
+        loss = log(1 + Σ_{i, j: y_i < y_j} exp((s_i − s_j) / t))
+
+    Pairs with equal scores are not compared. ``"cosine"`` is CoSENT: s_i = q_i·k_i of unit rows. ``"angle"`` is the angle
+    term of AnglE: with rows of width d = 2m read as m complex numbers, real parts first, and divided by their norms,
+    s_i = |Re⟨q_i, k_i⟩ + Im⟨q_i, k_i⟩|; an odd width is padded by a 0. Every rank sorts the N similarities of all ranks:
+    O(N log N) time and N numbers of memory instead of N². Equal to sentence-transformers' CoSENTLoss(scale=1/t) and
+    AnglELoss(scale=1/t).
+
+    Called as ``loss(queries, keys, scores)``:
+
+    - queries, keys: [n, d].
+    - scores: y, [n] numbers of any scale; only their order matters.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        similarity: ``"cosine"`` or ``"angle"``.
+
+    Raises:
+        ValueError: scores that are not one number per pair.
+
+    Examples:
+        >>> q, k = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> CoSENT(temperature=1.0)(q, k, torch.tensor([0.2, 0.9]))   # log(1 + e^(1 − 0))
+        tensor(1.3133)
+
+    Source: Su 2022, https://kexue.fm/archives/8847; AnglE: Li & Li 2023, https://arxiv.org/abs/2309.12871
+    """
+
+    temperature: Temperature = 0.05
+    similarity: PairSimilarity = "cosine"
+
+    def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scores: Shaped[Tensor, " n"]) -> Inputs:
+        return Inputs({"queries": queries, "keys": keys, "scores": scores}, _scores_problem(queries, keys, scores))
+
+    def compute(self, batch: Batch) -> Tensor:
+        q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
+        s = batch.scale(batch.settings.temperature) * _pair_similarities(q, k, self.similarity)
+        # every rank computes the same loss from the gathered similarities
+        s, ordered = batch.all_rows(s), batch.gathered(batch.rows["scores"])
+        # torch cannot search among bools
+        return log_sum_of_inversions(s, ordered.to(torch.uint8) if ordered.dtype == torch.bool else ordered)
+
+
+class AnglE(CoSENT):
+    r"""Compute the angle term of AnglE: :class:`CoSENT` that compares complex angles, ``similarity="angle"``, by default.
+
+    AnglE's paper adds this loss to CoSENT and to InfoNCE, each with a weight.
+
+    Called as ``loss(queries, keys, scores)``, as :class:`CoSENT`.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        similarity: ``"cosine"`` or ``"angle"``.
+
+    Examples:
+        >>> q, k, y = torch.eye(2), torch.ones(2, 2), torch.tensor([0.2, 0.9])
+        >>> AnglE()(q, k, y).equal(CoSENT(similarity="angle")(q, k, y))
+        True
+
+    Source: Li & Li 2023, https://arxiv.org/abs/2309.12871
+    """
+
+    similarity: PairSimilarity = "angle"
+
+
+@without_autocast
+def _pair_similarities(q: Tensor, k: Tensor, similarity: PairSimilarity) -> Tensor:
+    cosine = (q * k).sum(1)
+    if similarity == "cosine":
+        return cosine
+    (q_real, q_imaginary), (k_real, k_imaginary) = (
+        torch.nn.functional.pad(x, (0, x.shape[1] % 2)).chunk(2, 1) for x in (q, k)
+    )
+    return (cosine + (q_imaginary * k_real - q_real * k_imaginary).sum(1)).abs()
+
+
+def _scores_problem(queries: Tensor, keys: Tensor, scores: Tensor) -> str | None:
+    result = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
+    if result is None and (scores.shape != queries.shape[:1] or scores.is_complex()):
+        return f"scores are one number per pair, got {described(scores)} for queries {described(queries)}."
+    return result
+
+
+class OnlineContrastive(Loss):
+    r"""Compute the contrastive loss of the positive pairs and negative pairs that overlap in distance.
+
+    With D_i = 1 − q_i·k_i of unit rows, and positives y_i = 1 and negatives y_i = 0 of all ranks,
+
+        loss = Σ_{i: y_i = 1, D_i > min_{y_j = 0} D_j} D_i²  +  Σ_{i: y_i = 0, D_i < max_{y_j = 1} D_j} max(0, margin − D_i)²
+
+    If there are only positives or only negatives, their mean distance takes the place of the extreme of the other kind.
+    Equal to sentence-transformers' OnlineContrastiveLoss.
+
+    Called as ``loss(queries, keys, labels)``:
+
+    - queries, keys: [n, d].
+    - labels: y, [n], 1 for a positive pair and 0 for a negative one.
+
+    Args:
+        margin: cosine distance beyond which negatives have no loss.
+        reduction: ``"sum"``, as the original, ``"mean"`` over the hard pairs of all ranks, or ``"none"`` for the local
+            pairs, [n].
+
+    Raises:
+        ValueError: labels other than 0 and 1.
+
+    Examples:
+        >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.6, 0.8]])
+        >>> OnlineContrastive()(q, k, torch.tensor([1, 0]))   # distances 0.4 and 0.2 overlap: 0.4² + 0.3²
+        tensor(0.2500)
+
+    Source: sentence-transformers, https://sbert.net/docs/package_reference/sentence_transformer/losses.html, after
+    Hadsell et al. 2006, eq. 4, https://doi.org/10.1109/CVPR.2006.100
+    """
+
+    margin: Number = 0.5
+    reduction: Reduction = "sum"
+
+    def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Inputs:
+        problem = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
+        problem = problem or labels_problem("labels", labels, len(queries))
+        rows = {"queries": queries, "keys": keys, "labels": labels}
+        return Inputs(rows, problem, values=[range_rule(labels, 0, 1, _other_labels)])
+
+    def compute(self, batch: Batch) -> Tensor:
+        q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
+        distance = 1 - (q * k).sum(1)
+        positive = batch.rows["labels"] == 1
+        farthest, nearest = _thresholds(batch, distance.detach(), positive)
+        hard = distance.detach().gt(nearest).where(positive, distance.detach() < farthest)
+        losses = distance.where(positive, (batch.settings.margin - distance).relu()).square()
+        return batch.reduce(losses, hard, reduction=self.reduction)
+
+
+def _thresholds(batch: Batch, distance: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest distance of all ranks' positives and the smallest of their negatives, as the loss uses them."""
+    ends = [distance.where(positive, -torch.inf), (-distance).where(~positive, -torch.inf)]
+    lowest = distance.new_full((1,), -torch.inf)
+    local = torch.stack([torch.cat([x, lowest]).max() for x in ends])
+    farthest, nearest = batch.maximum(local).unbind()
+    nearest = -nearest
+    total, count = batch.sum(
+        torch.stack([distance.sum(), distance.new_full((), len(distance))]), gradient="complete"
+    ).unbind()
+    mean = total / count
+    return farthest.where(farthest.isfinite(), mean), nearest.where(nearest.isfinite(), mean)
+
+
+def _other_labels(least: int, most: int) -> str:
+    return f"labels are 1 for a positive pair and 0 for a negative one, got {least} … {most}."

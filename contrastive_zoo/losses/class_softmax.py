@@ -1,0 +1,349 @@
+"""Softmax over classes: classifiers whose weights are proxies of the classes, with margins."""
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul
+from contrastive_zoo.loss_base.class_loss import ClassLoss, ShardableClassLoss
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Reduction, Size, Temperature
+from contrastive_zoo.ranks.row_checks import labelled_problem, towers_problem
+
+
+class NormalizedSoftmax(ShardableClassLoss):
+    r"""Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
+
+    With z the unit rows, w the unit weights and y the labels,
+
+        loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t  =  −log σ( z_i·w_{y_i} / t − log Σ_{j≠y_i} exp(z_i·w_j / t) )
+
+    Dense: ``cross_entropy(z @ w.T / t, labels)``.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        reduction: the mean is over all ranks' rows, in nats.
+
+    Examples:
+        >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Zhai & Wu 2019, https://arxiv.org/abs/1811.12649
+    """
+
+    temperature: Temperature = 0.05
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        losses = self.pairs(batch).cross_entropies(batch.scale(batch.settings.temperature))
+        return batch.reduce(losses, reduction=self.reduction)
+
+
+class ProxyNCA(ShardableClassLoss):
+    r"""Compute −log of the probability of a row's own proxy among all proxies, by squared distances of unit vectors.
+
+    With z the unit rows, p the unit proxies and y the labels,
+
+        loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
+
+    As ‖z − p‖² = 2 − 2 z·p, this is :class:`NormalizedSoftmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
+    The default is ProxyNCA++, with t = 1/9. The original ProxyNCA has t = 1 and leaves the own proxy out of the denominator.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
+
+    Args:
+        temperature: t > 0, in units of squared distance; a tensor or a module is learnable.
+        reduction: the mean is over all ranks' rows, in nats.
+
+    Examples:
+        >>> loss = ProxyNCA(2, 2, temperature=2.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # −log(1 / (1 + e⁻¹))
+        tensor(0.3133)
+
+    Source: Teh et al. 2020, §3, https://arxiv.org/abs/2004.01113
+    """
+
+    temperature: Temperature = 1 / 9
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        losses = self.pairs(batch).cross_entropies(2 * batch.scale(batch.settings.temperature))
+        return batch.reduce(losses, reduction=self.reduction)
+
+
+class CosFace(ShardableClassLoss):
+    r"""Compute the large-margin cosine loss.
+
+    Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
+
+        loss_i = −log σ( s (z_i·w_{y_i} − m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
+
+    Args:
+        margin: m, in units of the cosine.
+        scale: s > 0, dimensionless.
+        reduction: the mean is over all ranks' rows, in nats.
+
+    Examples:
+        >>> loss = CosFace(2, 2, margin=0.5, scale=2.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Wang et al. 2018, eq. 4, https://arxiv.org/abs/1801.09414
+    """
+
+    margin: Number = 0.35
+    scale: Positive = 64.0
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        losses = self.pairs(batch).cross_entropies(batch.settings.scale, lambda s: s - batch.settings.margin)
+        return batch.reduce(losses, reduction=self.reduction)
+
+
+class ArcFace(ShardableClassLoss):
+    r"""Compute the additive angular margin loss; with k centres per class, sub-center ArcFace.
+
+    With z the unit rows, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
+
+        loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
+
+    For θ > π − m, where cos(θ + m) increases again, cos θ − m sin m replaces it, as in the authors' code.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
+
+    Args:
+        margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
+        scale: s > 0, dimensionless.
+        reduction: the mean is over all ranks' rows, in nats.
+
+    Examples:
+        >>> loss = ArcFace(2, 2, margin=torch.pi / 3, scale=2.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e^(2 cos 60°) + 1) − 1
+        tensor(0.3133)
+
+    Source: Deng et al. 2019, eq. 3, https://arxiv.org/abs/1801.07698; sub-centers: Deng et al. 2020, §3,
+    https://www.ecva.net/papers/eccv_2020/papers_ECCV/papers/123560715.pdf
+    """
+
+    margin: Annotated[float, Bounds("margin is an angle 0 … π in radians", low=0, high=math.pi, constant=True)] = 0.5
+    scale: Positive = 64.0
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        margin = batch.settings.margin
+
+        def shifted(cosine: Tensor) -> Tensor:
+            square, eps = 1 - cosine**2, torch.finfo(cosine.dtype).eps
+            sine_at_pole = square.detach().clamp(min=0).sqrt()  # the derivative is infinite at θ = 0 and π
+            sine = square.clamp(min=eps).sqrt().where(square > eps, sine_at_pole)
+            of_sum = cosine * math.cos(margin) - sine * math.sin(margin)
+            return of_sum.where(cosine >= -math.cos(margin), cosine - margin * math.sin(margin))
+
+        losses = self.pairs(batch).cross_entropies(batch.settings.scale, shifted)
+        return batch.reduce(losses, reduction=self.reduction)
+
+
+class SoftTriple(ClassLoss):
+    r"""Compute the cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
+
+    With z the unit rows, w the unit centres and y the labels,
+
+        S_ij   = Σ_k softmax_k(z_i·w_jk / γ) z_i·w_jk
+        loss_i = −log σ( λ (S_{i y_i} − δ)  −  log Σ_{j≠y_i} exp(λ S_ij) )  +  τ R
+
+    and R = Σ_j Σ_{k<l} ‖w_jk − w_jl‖ / (C K (K − 1)) over the K centres of each class, which merges redundant ones.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the centres are ``weights``, [C, K, d], or [C, d] if K is 1.
+
+    Args:
+        la: λ > 0, dimensionless.
+        gamma: γ > 0, the temperature of the softmax over centres.
+        margin: δ, in units of the cosine.
+        tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
+        sub_centers: K.
+        reduction: the mean is over all ranks' rows, in nats.
+
+    Examples:
+        >>> loss = SoftTriple(2, 2, sub_centers=1, la=1.0, margin=0.0)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.arange(2)).detach()   # log(e + 1) − 1
+        tensor(0.3133)
+
+    Source: Qian et al. 2019, §3, https://arxiv.org/abs/1909.05235
+    """
+
+    la: Positive = 20.0
+    gamma: Positive = 0.1
+    margin: Number = 0.01
+    tau: NonNegative = 0.2
+    sub_centers: Size = 10
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        settings = batch.settings
+
+        def pooling(similarity: Tensor) -> Tensor:
+            return ((similarity / settings.gamma).softmax(2) * similarity).sum(2)
+
+        losses = self.pairs(batch).cross_entropies(settings.la, lambda s: s - settings.margin, pooling)
+        if settings.tau and self.weights.ndim == 3:
+            losses = losses + (settings.tau * _center_distances(batch.shared(self.weights))).to(losses.dtype)
+        return batch.reduce(losses, reduction=self.reduction)
+
+
+def _center_distances(centers: Tensor) -> Tensor:
+    """Return R of :class:`SoftTriple`; 1e-5 keeps the gradient finite where centres are equal, as in the authors' code."""
+    unit, (classes, k, _) = F.normalize(at_least_float32(centers), dim=2), centers.shape
+    first, second = torch.triu_indices(k, k, 1)
+    cosines = matmul(unit, unit.mT)[:, first, second]
+    return (2 + 1e-5 - 2 * cosines).sqrt().sum() / max(1, classes * k * (k - 1))
+
+
+_MOST_MARGIN = 100
+"""The degree of a polynomial of the cosine, whose rounding errors grow with it; the papers' is 4 at most."""
+
+
+class LargeMarginSoftmax(ClassLoss):
+    r"""Compute the softmax over classes with the target logit ‖x‖ ‖w‖ ψ(θ); embeddings are not normalised.
+
+    With θ the angle between row x_i and the weights w of its class, and m the margin,
+
+        ψ(θ) = (−1)^k cos(m θ) − 2k   for θ in [kπ/m, (k + 1)π/m]
+        loss_i = −log σ( s ‖x_i‖ ‖w_{y_i}‖ ψ(θ_i)  −  log Σ_{j≠y_i} exp(s x_i·w_j) )
+
+    With ``normalize_weights`` all w have unit length, and the loss is SphereFace (A-Softmax). The papers mix ψ(θ) with
+    cos θ and anneal the share of cos θ to 0 in training; this is the loss without that share, as
+    pytorch-metric-learning's LargeMarginSoftmaxLoss and SphereFaceLoss.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the norms of ``weights``, [C, d], count, too.
+
+    Args:
+        margin: m, an integer of at least 1.
+        scale: s > 0.
+        normalize_weights: whether weights are normalised to unit length first.
+        reduction: the mean is over all ranks' rows, in nats.
+
+    Examples:
+        >>> loss = LargeMarginSoftmax(2, 2, margin=2)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()   # ψ(90°) = −1: log(1 + e^(1 + 1))
+        tensor(2.1269)
+
+    Source: Liu et al. 2016, eqs. 6-7, https://arxiv.org/abs/1612.02295; SphereFace: Liu et al. 2017,
+    https://arxiv.org/abs/1704.08063
+    """
+
+    margin: Annotated[
+        int, Bounds(f"margin is an integer, 1 … {_MOST_MARGIN}", low=1, high=_MOST_MARGIN, whole=True)
+    ] = 4
+    scale: Positive = 1.0
+    normalize_weights: bool = False
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        scale, pairs = (
+            batch.settings.scale,
+            self.pairs(batch, normalize=False, normalize_weights=self.normalize_weights),
+        )
+        target, negatives = pairs.target_and_negatives(scale)
+        of_weights = batch.shared(vector_norm(pairs.centers, dim=2)[:, 0])
+        norms = vector_norm(pairs.embeddings, dim=1) * of_weights.index_select(0, pairs.targets)
+        cosine = (target / norms.clamp(min=MIN_NORM)).clamp(-1, 1)
+        losses = -F.logsigmoid(scale * norms * _psi(cosine, batch.settings.margin) - negatives)
+        return batch.reduce(losses, reduction=self.reduction)
+
+
+class SphereFace(LargeMarginSoftmax):
+    """Compute :class:`LargeMarginSoftmax` with ``normalize_weights=True``, this class's default.
+
+    Called as ``loss(embeddings, labels)``, as there.
+
+    Args:
+        normalize_weights: whether weights are normalised to unit length first.
+        margin: m, an integer of at least 1.
+        scale: s > 0.
+        reduction: the mean is over all ranks' rows, in nats.
+
+    Examples:
+        >>> loss = SphereFace(2, 2, margin=2)
+        >>> _ = loss.load_state_dict({"weights": 3 * torch.eye(2)})
+        >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()   # ψ(90°) = −1: log(1 + e^(1 + 1))
+        tensor(2.1269)
+
+    Source: Liu et al. 2017, https://arxiv.org/abs/1704.08063
+    """
+
+    normalize_weights: bool = True
+
+
+def _psi(cosine: Tensor, margin: int) -> Tensor:
+    """Return ψ(θ), with cos(m θ) as the Chebyshev polynomial of cos θ, whose gradient is finite at θ = 0 and π."""
+    before, multiple = torch.ones_like(cosine), cosine
+    for _ in range(margin - 1):
+        before, multiple = multiple, 2 * cosine * multiple - before
+    k = (cosine.detach().acos() * (margin / math.pi)).floor().clamp(max=margin - 1)
+    return (1 - 2 * (k % 2)) * multiple - 2 * k
+
+
+class Instance(ShardableClassLoss):
+    r"""Compute the cross-entropies of a sample's index in the training set, given its embedding in either modality.
+
+    With x_i and y_i the embeddings of sample i, w_j the weights of sample j of the training set, and c_i the index,
+
+        loss_i = log Σ_j exp(x_i·w_j / t)  −  x_i·w_{c_i} / t  +  log Σ_j exp(y_i·w_j / t)  −  y_i·w_{c_i} / t
+
+    Dense: ``cross_entropy(x @ w.T / t, c) + cross_entropy(y @ w.T / t, c)``. Both modalities meet in the weights, which
+    are as many as the training set has samples; ``shard_over`` splits them over the ranks.
+
+    Called as ``loss(x, y, labels)``:
+
+    - x, y: embeddings in either modality, [n, d].
+    - labels: c, [n], 0 … C − 1: indices of the samples in the training set, or groups of samples.
+
+    The parameter is ``loss.weights``, [C, d], or [C, k, d] with k centres per sample, of which the nearest counts;
+    :class:`ClassLoss` documents how it is drawn, shared and sharded. Here their norms count, unless ``normalize=True``.
+
+    Args:
+        temperature: t > 0; a tensor or a module is learnable.
+        normalize: the paper does not.
+        reduction: the mean is over all ranks' samples, in nats.
+
+    Examples:
+        >>> loss = Instance(2, 2)
+        >>> _ = loss.load_state_dict({"weights": torch.eye(2)})
+        >>> loss(torch.eye(2), torch.eye(2), torch.arange(2)).detach()   # twice log(e + 1) − 1
+        tensor(0.6265)
+
+    Source: Zheng et al. 2020, eqs. 4-7, https://arxiv.org/abs/1711.05535
+    """
+
+    temperature: Temperature = 1.0
+    normalize: bool = False
+    reduction: Reduction = "mean"
+
+    def inputs(  # type: ignore[override]  # two modalities
+        self, x: Float[Tensor, "n d"], y: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None
+    ) -> Inputs:
+        rule, fix = "row i of x belongs to row i of y", "Pass both modalities of the same samples."
+        problem = towers_problem(rule, fix, x=x, y=y) or labelled_problem(x, labels)
+        return self.with_weights({"x": x, "y": y, "labels": labels}, problem, x)
+
+    def compute(self, batch: Batch) -> Tensor:
+        pairs = self.pairs(batch, normalize=self.normalize, normalize_weights=self.normalize, names=("x", "y"))
+        losses = pairs.cross_entropies(batch.scale(batch.settings.temperature))
+        return batch.reduce(losses.view(2, -1).sum(0), reduction=self.reduction)

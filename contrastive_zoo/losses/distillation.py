@@ -1,0 +1,245 @@
+"""Distillation: a teacher's similarities or scores are the targets of the student's."""
+
+from typing import Annotated
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from contrastive_zoo.engine.anchor_block import AnchorBlock
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.precision import without_autocast
+from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature
+from contrastive_zoo.ranks.row_checks import described, rows_problem, towers_problem
+
+
+class ClipDistillation(Loss):
+    r"""Compute CLIP's loss with targets that mix the identity with a teacher's softmax over all ranks' rows.
+
+    With S = x yᵀ / t of the student's unit rows, T = u vᵀ / t' of the teacher's, both of all ranks,
+
+        targets = (1 − λ) · I + λ · softmax(T)
+        loss = ½ · cross_entropy(S, targets) + ½ · cross_entropy(Sᵀ, targets of Tᵀ)
+
+    open_clip's DistillClipLoss returns two numbers: this loss for λ = 0 and for λ = 1. It trains on their sum, twice this
+    loss for λ = ½. The teacher gets no gradient, and neither N × N matrix is held.
+
+    Called as ``loss(images, texts, teacher_images, teacher_texts)``:
+
+    - images, texts: [n, d].
+    - teacher_images, teacher_texts: [n, e], of the same samples.
+
+    Args:
+        temperature: t > 0, dimensionless; a tensor or a module is learnable.
+        teacher_temperature: t' > 0, the teacher's temperature.
+        weight: λ from 0 (no teacher) to 1 (teacher only).
+        symmetric: whether to average both directions; otherwise only from images to texts.
+        normalize: normalise embeddings of student and teacher to unit length first.
+        reduction: the mean is over all ranks' pairs, in nats.
+
+    Examples:
+        >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
+        >>> ClipDistillation(temperature=1.0, weight=1.0)(eye, eye, uniform, uniform)   # log(e + 1) − ½
+        tensor(0.8133)
+
+    Source: Hinton et al. 2015, eq. 1, https://arxiv.org/abs/1503.02531, on CLIP's logits
+    """
+
+    temperature: Temperature = 0.07
+    teacher_temperature: Positive = 0.07
+    weight: Annotated[float, Bounds("weight is the teacher's share, 0 to 1", low=0, high=1)] = 0.5
+    symmetric: bool = True
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    supports_ring = True
+
+    def inputs(
+        self,
+        images: Float[Tensor, "n d"],
+        texts: Float[Tensor, "n d"],
+        teacher_images: Float[Tensor, "n e"],
+        teacher_texts: Float[Tensor, "n e"],
+    ) -> Inputs:
+        rows = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
+        return Inputs(rows, _clip_problem(images, texts, teacher_images, teacher_texts))
+
+    def compute(self, batch: Batch) -> Tensor:
+        images, texts, *teachers = batch.rows.values()
+        arguments = (images, texts, *(x.detach() for x in teachers))
+        x, y, u, v = (batch.prepared(rows, normalize=self.normalize) for rows in arguments)
+        settings = {name: getattr(batch.settings, name) for name in ("temperature", "teacher_temperature", "weight")}
+        pairs, loss = batch.indices(), BlockLoss(_distilled, **settings)
+
+        def direction(anchors: Tensor, candidates: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
+            return reduce_rows(
+                batch, loss, anchors, pairs, candidates=candidates, candidate_ids=pairs, companions=[teachers],
+                reduction=self.reduction,
+            )  # fmt: skip
+
+        image_to_text = direction(x, y, (u, v))
+        return (image_to_text + direction(y, x, (v, u))) / 2 if self.symmetric else image_to_text
+
+
+def _distilled(block: AnchorBlock, temperature: Tensor, teacher_temperature: float, weight: float) -> Rows:
+    ((teacher_anchors, teacher_candidates),) = block.companions
+    logits = block.anchors @ block.candidates.T / temperature
+    of_teacher = teacher_anchors @ teacher_candidates.T / teacher_temperature
+    every = torch.ones_like(block.positive)
+    total, of_teachers = yield LogSumExp(logits, every), LogSumExp(of_teacher, every)
+    targets = weight * (of_teacher - of_teachers[:, None]).exp().to(logits.dtype) + (1 - weight) * block.positive.to(
+        logits.dtype
+    )
+    (expected,) = yield (Sum((targets * logits).sum(1)),)
+    return total - expected, torch.ones_like(block.ids, dtype=torch.bool)
+
+
+def _clip_problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> str | None:
+    rule = "row i is one sample everywhere"
+    if problem := rows_problem("images", images) or rows_problem("teacher_images", teacher_images):
+        return problem
+    if len(teacher_images) != len(images):
+        return f"{rule}, got teacher_images {described(teacher_images)} and images {described(images)}."
+    result = towers_problem(rule, images=images, texts=texts)
+    return result or towers_problem(rule, teacher_images=teacher_images, teacher_texts=teacher_texts)
+
+
+class MarginMSE(Loss):
+    r"""Compute the squared error of the difference between the similarities of a positive and of each negative.
+
+    With q, p, n the queries, their positives and their k negatives, and m the teacher's margins,
+
+        loss_i = mean_k ( q_i·p_i − q_i·n_ik − m_ik )²
+
+    Of a teacher's scores [n, 1 + k], positive first, the margins are ``scores[:, :1] - scores[:, 1:]``. Equal to
+    sentence-transformers' MarginMSELoss, which takes each negative as a column of its own: ``torch.stack(columns, 1)``.
+
+    Called as ``loss(queries, positives, negatives, margins)``:
+
+    - queries, positives: [n, d].
+    - negatives: [n, k, d], the same k everywhere.
+    - margins: [n, k], without gradient.
+
+    Args:
+        normalize: the original does not.
+
+    Examples:
+        >>> q, p, n = torch.eye(2), torch.eye(2), torch.zeros(2, 1, 2)
+        >>> MarginMSE()(q, p, n, torch.tensor([[1.0], [3.0]]))   # (1 − 1)² and (1 − 3)²
+        tensor(2.)
+
+    Source: Hofstätter et al. 2020, https://arxiv.org/abs/2010.02666
+    """
+
+    normalize: bool = False
+    reduction: Reduction = "mean"
+
+    def inputs(
+        self,
+        queries: Float[Tensor, "n d"],
+        positives: Float[Tensor, "n d"],
+        negatives: Float[Tensor, "n k d"],
+        margins: Float[Tensor, "n k"],
+    ) -> Inputs:
+        rows = {"queries": queries, "positives": positives, "negatives": negatives, "margins": margins}
+        return Inputs(rows, _margins_problem(queries, positives, negatives, margins))
+
+    def compute(self, batch: Batch) -> Tensor:
+        *rows, margins = batch.rows.values()
+        q, p, n = (batch.prepared(x, normalize=self.normalize) for x in rows)
+        return batch.reduce(_squared_errors(q, p, n, margins.detach()), reduction=self.reduction)
+
+
+@without_autocast
+def _squared_errors(q: Tensor, p: Tensor, n: Tensor, margins: Tensor) -> Tensor:
+    differences = (q[:, None] * (p[:, None] - n)).sum(2)
+    return (differences - margins.to(q.dtype)).square().mean(1)
+
+
+def _margins_problem(queries: Tensor, positives: Tensor, negatives: Tensor, margins: Tensor) -> str | None:
+    result = towers_problem("row i is one query's", queries=queries, positives=positives)
+    fits = negatives.ndim == 3 and negatives.shape[::2] == queries.shape and negatives.shape[1] >= 1
+    if result is None and not (fits and negatives.dtype == queries.dtype):
+        return (
+            f"negatives are k >= 1 rows per query, [n, k, d], got "
+            f"{described(negatives)} for queries {described(queries)}."
+        )
+    if result is None and not (margins.shape == negatives.shape[:2] and margins.is_floating_point()):
+        return f"margins are one number per negative, got {described(margins)} for negatives {described(negatives)}."
+    return result
+
+
+class ScoreDistillation(Loss):
+    r"""Compute the Kullback-Leibler divergence of the student's distribution over k candidates from the teacher's.
+
+    With q the queries, c their k candidates and y the teacher's scores of these,
+
+        loss_i = t² KL( softmax_k(y_ik / t')  ‖  softmax_k(q_i·c_ik / t) )
+
+    The factor t² keeps the size of the gradient at any temperature. Equal to sentence-transformers' DistillKLDivLoss, which
+    takes each candidate as a column of its own: ``torch.stack(columns, 1)``.
+
+    Called as ``loss(queries, candidates, scores)``:
+
+    - queries: [n, d].
+    - candidates: [n, k, d], the same k ≥ 2 everywhere.
+    - scores: y, [n, k], without gradient.
+
+    Args:
+        temperature: t > 0, the student's; a tensor or a module is learnable.
+        teacher_temperature: t' > 0.
+        normalize: the original does not.
+        reduction: the mean is over all ranks' queries, in nats.
+
+    Examples:
+        >>> q, c = torch.tensor([[1.0]]), torch.tensor([[[0.0], [0.0]]])
+        >>> ScoreDistillation()(q, c, torch.tensor([[50.0, 0.0]]))   # log 2
+        tensor(0.6931)
+
+    Source: Hinton et al. 2015, eq. 1 and §2, https://arxiv.org/abs/1503.02531
+    """
+
+    temperature: Temperature = 1.0
+    teacher_temperature: Positive = 1.0
+    normalize: bool = False
+    reduction: Reduction = "mean"
+
+    def inputs(
+        self, queries: Float[Tensor, "n d"], candidates: Float[Tensor, "n k d"], scores: Float[Tensor, "n k"]
+    ) -> Inputs:
+        rows = {"queries": queries, "candidates": candidates, "scores": scores}
+        return Inputs(rows, _scores_problem(queries, candidates, scores))
+
+    def compute(self, batch: Batch) -> Tensor:
+        *rows, scores = batch.rows.values()
+        q, c = (batch.prepared(x, normalize=self.normalize) for x in rows)
+        targets = (scores.detach().to(q.dtype) / batch.settings.teacher_temperature).log_softmax(1)
+        scale = batch.scale(batch.settings.temperature)
+        losses = _divergences(q, c, targets, scale) / scale**2
+        return batch.reduce(losses, reduction=self.reduction)
+
+
+@without_autocast
+def _divergences(q: Tensor, c: Tensor, targets: Tensor, scale: float | Tensor) -> Tensor:
+    logits = scale * (q[:, None] * c).sum(2)
+    return F.kl_div(logits.log_softmax(1), targets, reduction="none", log_target=True).sum(1)
+
+
+def _scores_problem(queries: Tensor, candidates: Tensor, scores: Tensor) -> str | None:
+    if result := rows_problem("queries", queries):
+        return result
+    fits = candidates.ndim == 3 and candidates.shape[::2] == queries.shape and candidates.shape[1] >= 2
+    if not fits or candidates.dtype != queries.dtype:
+        return (
+            f"candidates are k >= 2 rows per query, [n, k, d], got "
+            f"{described(candidates)} for queries {described(queries)}."
+        )
+    if scores.shape != candidates.shape[:2] or not scores.is_floating_point():
+        return f"scores are one number per candidate, got {described(scores)} for candidates {described(candidates)}."
+    return None

@@ -1,0 +1,357 @@
+"""Hinges on pairs: each positive within one margin, each negative beyond another."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.anchor_block import AnchorBlock, class_numbers
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.pairwise import distances, dot_products, row_sums, squared_distances
+from contrastive_zoo.engine.row_statistics import AnyOf, Maximum, Rows, Sum
+from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.loss_base.families import LabelledLoss
+from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.numbers import number_problem, of_size
+from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
+from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction
+from contrastive_zoo.ranks.row_checks import range_rule, safe_index
+
+Power = Annotated[float, Bounds("power is at least 1", "Below, the gradient is infinite at the margin.", low=1)]
+
+
+class Contrastive(DissimilarityLoss):
+    r"""Compute hinges on pairs: the mean over positive pairs plus the mean over negative pairs.
+
+    With D_ij the distance of unit rows, over all ordered pairs of the rows of all ranks,
+
+        loss = mean_{i, p∈P(i)} max(0, D_ip − pos_margin)^power  +  mean_{i, n∈N(i)} max(0, neg_margin − D_in)^power
+
+    Args:
+        pos_margin: distance up to which positives have no loss, or similarity from which on.
+        neg_margin: distance from which on negatives have no loss, or similarity up to which.
+        power: 1, or 2 as in the paper, which halves both terms and divides their sum by the number of all pairs.
+        average: ``"nonzero"``, the mean over pairs with a loss, or ``"all"``, as pytorch-metric-learning's MeanReducer.
+        metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins, such as 1, 0.
+        reduction: ``"none"`` returns sums over an anchor's pairs.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
+        >>> Contrastive()(z, torch.tensor([0, 0, 1]))   # √0.4; √2 and √0.8, of which one is below 1
+        tensor(0.7380)
+
+    Source: Hadsell et al. 2006, eq. 4, https://doi.org/10.1109/CVPR.2006.100
+    """
+
+    pos_margin: Number = 0.0
+    neg_margin: Number = 1.0
+    power: Power = 1.0
+    average: CountedTerms = "nonzero"
+
+    terms = 2
+
+    def on_block(self, block: AnchorBlock) -> Rows:
+        distance, margins = self.similarity(block.anchors, block.candidates), (self.pos_margin, self.neg_margin)
+        pos_margin, neg_margin = (self.sign * x for x in margins)
+        return (yield from pair_hinges(distance, block, pos_margin, neg_margin, self.power, self.average))
+
+
+def pair_hinges(
+    distance: Tensor, block: AnchorBlock, pos_margin: float, neg_margin: float, power: float, average: CountedTerms
+) -> Rows:
+    """Return the sums of the hinges of each anchor's positives and negatives, and how many of either count."""
+    positive_term = (distance - pos_margin).relu().where(block.positive, 0)
+    negative_term = (neg_margin - distance).relu().where(block.negative, 0)
+    counted = (positive_term > 0, negative_term > 0) if average == "nonzero" else (block.positive, block.negative)
+    losses, counts = yield Sum(row_sums(positive_term.pow(power), negative_term.pow(power))), Sum(row_sums(*counted))
+    return losses, counts
+
+
+class SignalToNoise(RowLoss):
+    r"""Compute hinges on pairs as :class:`Contrastive`, on the ratio of noise to the anchor's variance.
+
+        D_ij = var(z_j − z_i) / var(z_i)
+
+    with variances over the d features of unit rows. It is not symmetric. The paper's regulariser of the rows' means is
+    not included: add ``λ * z.sum(1).abs().mean()``, pytorch-metric-learning's ZeroMeanRegularizer.
+
+    Args:
+        pos_margin: ratio up to which positives have no loss.
+        neg_margin: ratio from which on negatives have no loss.
+        power: the power of the hinges.
+        average: over the pairs with a loss (``"nonzero"``, as pytorch-metric-learning) or ``"all"``.
+        reduction: ``"none"`` returns sums over an anchor's pairs.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-1.0, 1.0]])
+        >>> SignalToNoise(normalize=False)(z, torch.tensor([0, 0, 1]))   # pairs 0, 1: 2/2 and 2/8; negatives: 4 and more
+        tensor(0.6250)
+
+    Source: Yuan et al. 2019, https://arxiv.org/abs/1904.02616
+    """
+
+    pos_margin: Number = 0.0
+    neg_margin: Number = 1.0
+    power: Power = 1.0
+    average: CountedTerms = "nonzero"
+
+    terms = 2
+
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        a, b = (x - x.mean(1, keepdim=True) for x in (anchors, candidates))
+        signal = a.square().sum(1, keepdim=True).clamp(min=torch.finfo(a.dtype).eps)
+        return squared_distances(a, b) / signal
+
+    def on_block(self, block: AnchorBlock) -> Rows:
+        distance = self.similarity(block.anchors, block.candidates)
+        return (yield from pair_hinges(distance, block, self.pos_margin, self.neg_margin, self.power, self.average))
+
+
+class ThresholdConsistentMargin(RowLoss):
+    r"""Compute the mean violations of a least positive and a largest negative similarity; a regulariser of other losses.
+
+        loss = λ⁺ mean_{s_ip ≤ m⁺} (m⁺ − s_ip)  +  λ⁻ mean_{s_in ≥ m⁻} (s_in − m⁻)
+
+    over the ordered pairs of the rows of all ranks; an empty mean is 0. Equal to pytorch-metric-learning's
+    ThresholdConsistentMarginLoss.
+
+    Args:
+        positive_margin: m⁺.
+        negative_margin: m⁻.
+        positive_weight: λ⁺.
+        negative_weight: λ⁻.
+        reduction: ``"none"`` returns sums over an anchor's pairs.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+        >>> ThresholdConsistentMargin()(z, torch.tensor([0, 0, 1]))   # 0.9 − 0.6 and 0.8 − 0.5
+        tensor(0.6000)
+
+    Source: Zhang et al. 2024, https://arxiv.org/abs/2307.04047
+    """
+
+    positive_margin: Number = 0.9
+    negative_margin: Number = 0.5
+    positive_weight: Number = 1.0
+    negative_weight: Number = 1.0
+
+    terms = 2
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        low = positive & (similarity <= self.positive_margin)
+        high = negative & (similarity >= self.negative_margin)
+        positive_term = self.positive_weight * (self.positive_margin - similarity).where(low, 0)
+        negative_term = self.negative_weight * (similarity - self.negative_margin).where(high, 0)
+        return row_sums(positive_term, negative_term), row_sums(low, high)
+
+
+class IntraPairVariance(LabelledLoss):
+    r"""Compute squared hinges of similarities around the mean of all positives, and of all negatives.
+
+    With μ⁺, μ⁻ the means of s_ij = z_i·z_j over the positive and over the negative pairs of all ranks,
+
+        loss = mean_{i, p∈P(i)} max(0, (1 − ε⁺) μ⁺ − s_ip)²  +  mean_{i, n∈N(i)} max(0, s_in − (1 + ε⁻) μ⁻)²
+
+    over ordered pairs; an empty mean is 0. The means have gradients, too. They come from sums over classes, without a
+    further pass over the pairs. Equal to pytorch-metric-learning's IntraPairVarianceLoss. It regularises another loss.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
+
+    Args:
+        pos_eps: ε⁺.
+        neg_eps: ε⁻.
+        reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"`` for sums over the pairs of the local anchors, [n].
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> IntraPairVariance(pos_eps=0.0, neg_eps=0.0)(z, torch.tensor([0, 0, 0, 1]))   # (⅓)²·⅔ and (⅓)²·⅔
+        tensor(0.1481)
+
+    Source: Yu & Tao 2019, https://openaccess.thecvf.com/content_ICCV_2019/html/Yu_Deep_Metric_Learning_With_Tuplet_Margin_Loss_ICCV_2019_paper.html
+    """
+
+    pos_eps: Number = 0.01
+    neg_eps: Number = 0.01
+    normalize: bool = True
+    reduction: Reduction = "mean"
+
+    def compute(self, batch: Batch) -> Tensor:
+        z = batch.prepared(batch.rows["embeddings"], normalize=self.normalize)
+        ids, settings = batch.int64(batch.rows["labels"]), batch.settings
+        positive, negative = _mean_similarities(batch, z, ids)
+        loss = BlockLoss(
+            _squared_hinges, lowest=(1 - settings.pos_eps) * positive, highest=(1 + settings.neg_eps) * negative
+        )
+        loss.terms = 2
+        return reduce_rows(batch, loss, z, ids, reduction=self.reduction)
+
+
+def _mean_similarities(batch: Batch, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean similarities of positive and of negative pairs; each class's pairs are the square of its sum."""
+    index, counts = class_numbers(batch.gathered(ids))
+    sums = z.new_zeros(len(counts), z.shape[1]).index_add(0, index[batch.samples.local], z)
+    own = z.new_zeros(1, z.shape[1]) + z.square().sum() / z.shape[1]  # rides along as a row
+    total = batch.sum(torch.cat([sums, own]), gradient="complete")
+    sums, squares = total[:-1], total[-1].sum()
+    same_class = sums.square().sum()
+    positives, pairs = (counts * (counts - 1)).sum(), counts.sum().square()
+    negatives, all_pairs = pairs - counts.square().sum(), sums.sum(0).square().sum()
+    return (same_class - squares) / positives.clamp(min=1), (all_pairs - same_class) / negatives.clamp(min=1)
+
+
+def _squared_hinges(block: AnchorBlock, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
+    similarity = dot_products(block.anchors, block.candidates)
+    low = (lowest - similarity).relu().square().where(block.positive, 0)
+    high = (similarity - highest).relu().square().where(block.negative, 0)
+    return row_sums(low, high), row_sums(block.positive, block.negative)
+
+
+_NonNegative = Annotated[float, Bounds("t_p, t_n and epsilon are 0 or more", low=0)]
+
+
+class RankedList(RowLoss):
+    r"""Compute weighted means of the hinges of positives and of negatives that violate their radius.
+
+    With D_ij the distance of unit rows, over the pairs with D_ip > α − margin and D_in < α,
+
+        loss_i = (1 − λ) Σ_p w_p (D_ip − α + margin) / Σ_p w_p  +  λ Σ_n w_n (α − D_in) / Σ_n w_n
+        w_p = exp(T_p (D_ip − α + margin)),  w_n = exp(T_n (α − D_in))
+
+    averaged over the anchors with any pair; an empty mean is 0. The weights have gradients, too.
+
+    Args:
+        margin: difference of the two radii.
+        alpha: α, the radius beyond which negatives have no loss.
+        t_p: T_p >= 0; 0 weights positives equally.
+        t_n: T_n >= 0.
+        imbalance: λ in 0 … 1, the share of the negatives.
+        epsilon: added to Σ w once per row of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
+        >>> RankedList(t_n=0)(z, torch.tensor([0, 0, 1]))   # ½ of √2 − 0.8 twice, 1.2 − √0.4, 1.2 − √0.8, their mean; thirds
+        tensor(0.4230)
+
+    Source: Wang et al. 2019, https://arxiv.org/abs/1903.03238
+    """
+
+    margin: Number = 0.4
+    alpha: Number = 1.2
+    t_p: _NonNegative = 0.0
+    t_n: _NonNegative = 10.0
+    imbalance: Annotated[float, Bounds("imbalance is a share, 0 … 1", low=0, high=1)] = 0.5
+    epsilon: _NonNegative = 0.0
+
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        return distances(anchors, candidates)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+        valid = AnyOf(positive.any(1) | negative.any(1))
+        of_positives, of_negatives = similarity - self.alpha + self.margin, self.alpha - similarity
+        violations = [(of_positives, positive & (of_positives > 0)), (of_negatives, negative & (of_negatives > 0))]
+        largest = yield [Maximum(hinge.detach(), where) for hinge, where in violations]
+        shifts = [t * x.clamp(min=0) for t, x in zip((self.t_p, self.t_n), largest, strict=True)]
+        weights = [
+            (t * hinge - shift[:, None]).exp().where(where, 0)
+            for t, shift, (hinge, where) in zip((self.t_p, self.t_n), shifts, violations, strict=True)
+        ]
+        sums = [(w * hinge).sum(1) for w, (hinge, _) in zip(weights, violations, strict=True)]
+        *sums, totals, count, has_pair = yield (
+            *(Sum(x) for x in sums),
+            Sum(row_sums(*weights)),
+            Sum(similarity.new_full((len(similarity),), similarity.shape[1])),
+            valid,
+        )
+        totals = totals + self.epsilon * count[:, None] * (-torch.stack(shifts, 1)).exp()
+        positive_mean, negative_mean = (torch.stack(sums, 1) / totals.where(totals > 0, 1)).unbind(1)
+        return (1 - self.imbalance) * positive_mean + self.imbalance * negative_mean, has_pair
+
+
+class Margin(RowLoss):
+    r"""Compute two hinges around a boundary, which is one parameter or one per class.
+
+    With D_ij the distance of unit rows, P and N an anchor's positives and negatives, and active pairs those with a loss,
+
+        loss = Σ_i [ |N(i)| Σ_{p∈P(i)} max(0, D_ip − β_i + margin) + |P(i)| Σ_{n∈N(i)} max(0, β_i − D_in + margin)
+                     + ν |P(i)| |N(i)| β_i ]  /  Σ_i [ |N(i)| · active positives + |P(i)| · active negatives ]
+
+    that is, both pairs of every triplet over the number of active pairs, as in pytorch-metric-learning. The last term
+    keeps β small. With one β for all classes it is ν β; if β is not learnable, it is left out. The mean is 0 if no pair is
+    active.
+
+    Args:
+        margin: distance α between β and either side.
+        beta: initial β; then the parameter, [1] or one number per class.
+        num_classes: number of classes, each with its own β; labels are then 0 … num_classes − 1.
+        learn_beta: whether β is a parameter; pytorch-metric-learning's default is False.
+        nu: ν >= 0, the weight of β itself.
+        reduction: ``"none"`` returns anchors' sums, without ν β.
+
+    Raises:
+        ValueError: at the call, labels outside of the classes.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+        >>> Margin()(z, torch.tensor([0, 0, 1]))   # √2 − 1.2 + 0.2, twice; √2 and 2 are 1.4 or more apart
+        tensor(0.4142, grad_fn=<...>)
+
+    Source: Wu et al. 2017, §4, https://arxiv.org/abs/1706.07567
+    """
+
+    margin: Number = 0.2
+    beta: Annotated[float | Tensor, Bounds(several=True)] = 1.2
+    num_classes: Annotated[int, Bounds("num_classes is 1 or more", low=1, whole=True)] | None = None
+    learn_beta: bool = True
+    nu: Annotated[float, Bounds("nu is 0 or more", low=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        arguments = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
+        if problem := number_problem(beta=arguments):
+            raise ValueError(f"{type(self).__name__}: {problem}")
+        initial, self.num_classes = float(arguments), None if self.num_classes is None else int(self.num_classes)
+        size = self.num_classes or 1  # one number as [1]: FSDP shards no parameter of shape []
+        betas = of_size("Margin", lambda: torch.full((size,), initial), num_classes=size)
+        self.beta = nn.Parameter(betas, requires_grad=self.learn_beta)
+
+    def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
+        stated, classes = super().inputs(*args, **named), self.num_classes
+        if classes is None:
+            return stated
+        labels = stated.rows.get("labels")
+        if labels is None or labels.is_floating_point() or labels.is_complex():
+            problem = "β of a class needs labels: call loss(embeddings, labels), or leave num_classes out."
+            return replace(stated, problem=problem)
+
+        def outside(least: int, most: int) -> str:
+            return f"labels are 0 … {classes - 1}, got {least} … {most}."
+
+        return replace(stated, values=[range_rule(labels, 0, classes - 1, outside)])
+
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        return distances(anchors, candidates)
+
+    def on_block(self, block: AnchorBlock) -> Rows:
+        distance = self.similarity(block.anchors, block.candidates)
+        assert isinstance(self.beta, Tensor)  # since __post_init__
+        beta = self.beta.to(distance.dtype)
+        beta = beta if self.num_classes is None else beta[safe_index(block.ids, self.num_classes), None]
+        positive_term = (distance - beta + self.margin).relu().where(block.positive, 0)
+        negative_term = (beta - distance + self.margin).relu().where(block.negative, 0)
+        counts = row_sums(block.positive, block.negative, positive_term > 0, negative_term > 0)
+        sums, counts = yield Sum(row_sums(positive_term, negative_term)), Sum(counts)
+        positives, negatives, active_positives, active_negatives = counts.unbind(1)
+        losses = negatives * sums[:, 0] + positives * sums[:, 1]
+        if self.num_classes is not None and self.learn_beta:
+            losses = losses + self.nu * beta[:, 0] * positives * negatives
+        active = negatives * active_positives + positives * active_negatives
+        # an anchor with triplets but no active pair does not count in the divisor, but its ν β is in the sum
+        has_triplets = (positives * negatives > 0).to(sums.dtype)
+        return losses, active.to(sums.dtype) + torch.finfo(sums.dtype).tiny * has_triplets
+
+    def compute(self, batch: Batch) -> Tensor:
+        value = super().compute(batch)
+        if self.num_classes is not None or self.reduction == "none" or not self.learn_beta:
+            return value
+        return value + batch.settings.nu * batch.settings.beta.to(value.dtype)

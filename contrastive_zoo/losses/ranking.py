@@ -1,0 +1,206 @@
+"""Ranking: soft average precision, and histograms of similarities."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.hinges import sum_over_positives
+from contrastive_zoo.engine.pair_histograms import histogram_overlap
+from contrastive_zoo.engine.pairwise import squared_distances
+from contrastive_zoo.engine.row_statistics import Rows, Sum
+from contrastive_zoo.loss_base.families import LabelledLoss
+from contrastive_zoo.loss_base.row_loss import RowLoss
+from contrastive_zoo.loss_base.settings import Bins, Positive, Temperature
+
+
+class SmoothAP(RowLoss):
+    r"""Compute one minus average precision, with a soft count of the rows before each positive.
+
+    With σ_k(p) = sigmoid((s_ik − s_ip) / t), the soft comparison of row k and positive p in anchor i's ranking,
+
+        loss_i = 1 − mean_{p∈P(i)} (1 + Σ_{k∈P(i), k≠p} σ_k(p)) / (1 + Σ_{k∈P(i)∪N(i), k≠p} σ_k(p))
+
+    averaged over the anchors with a positive. One positive per anchor is processed at a time: memory is linear in N,
+    and an anchor takes P N comparisons.
+
+    Args:
+        temperature: t > 0, in units of similarity; the smaller, the closer to true average precision; a tensor
+            or a module is learnable.
+        with_self: whether an anchor is its own positive, as in the authors' code and in pytorch-metric-learning, which needs
+            classes of equal size, in blocks.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
+        >>> SmoothAP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1 − 1/2; row 1 sees a tie: 1 − 1/1.5
+        tensor(0.4167)
+
+    Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
+    """
+
+    temperature: Temperature = 0.01
+    with_self: bool = False
+
+    ring_refusal = "a rank is a sum over all candidates for each positive, so it needs whole rows"
+
+    def lists_positives(self) -> bool:
+        return True
+
+    def rows(
+        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        relevant = ~negative if self.with_self else positive
+        most = None if most_positives is None else most_positives + self.with_self
+        logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
+        ranked = logits.masked_fill(~(relevant | negative), -torch.inf)
+
+        def precision(p: Tensor) -> Tensor:
+            before = (ranked - logits.gather(1, p)).sigmoid()
+            # both sums contain sigmoid(0) = ½ of the positive itself
+            return (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
+
+        mean = sum_over_positives(precision, relevant, most) / relevant.sum(1).clamp(min=1)
+        return 1 - mean, positive.any(1)
+
+
+PNPVariant = Literal["O", "Iu", "Ib", "Ds", "Dq"]
+
+
+class PNP(RowLoss):
+    r"""Compute a function of the soft number of negatives before each positive, the mean over an anchor's positives.
+
+        R_ip = Σ_{n∈N(i)} σ((s_in − s_ip) / τ)
+        loss_i = mean_{p∈P(i)} f(R_ip)
+
+        f(R) = R  (O),  (1 + R) log(1 + R)  (Iu),  (bR − log(1 + bR)) / b²  (Ib),  log(1 + R)  (Ds),  1 − (1 + R)^−α  (Dq)
+
+    averaged over the anchors with a positive. One matrix of an anchor block by N is held at a time, never N³ numbers.
+
+    Args:
+        variant: f. The first three grow faster than R or as fast, the last two slower.
+        temperature: τ > 0, in units of similarity; a tensor or a module is learnable.
+        alpha: α > 0, used by ``"Dq"``.
+        b: b > 0, used by ``"Ib"``.
+        with_self: whether the anchor is one of its own positives, as in pytorch-metric-learning.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
+        >>> PNP()(z, torch.tensor([0, 0, 1]))   # row 0 ranks row 2 first: 1; row 1 sees a tie: ½
+        tensor(0.7500)
+
+    Source: Li et al. 2021, https://arxiv.org/abs/2102.04640
+    """
+
+    variant: PNPVariant = "O"
+    temperature: Temperature = 0.01
+    alpha: Positive = 1.0
+    b: Positive = 2.0
+    with_self: bool = False
+
+    def lists_positives(self) -> bool:
+        return True
+
+    def rows(
+        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        relevant = ~negative if self.with_self else positive
+        most = None if most_positives is None else most_positives + self.with_self
+        logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
+
+        def penalty(p: Tensor) -> Tensor:
+            before = (logits - logits.gather(1, p)).sigmoid()
+            return self._penalty(before.where(negative, 0).sum(1))
+
+        return sum_over_positives(penalty, relevant, most) / relevant.sum(1).clamp(min=1), positive.any(1)
+
+    def _penalty(self, negatives_before: Tensor) -> Tensor:
+        r = negatives_before
+        if self.variant == "Ib":
+            return (self.b * r - torch.log1p(self.b * r)) / self.b**2
+        if self.variant == "Dq":
+            return 1 - (1 + r) ** -self.alpha
+        return {"O": lambda: r, "Iu": lambda: (1 + r) * torch.log1p(r), "Ds": lambda: torch.log1p(r)}[self.variant]()
+
+
+class FastAP(RowLoss):
+    r"""Compute one minus average precision, with ranks from a histogram of squared distances of unit rows.
+
+    With h_l, h⁺_l the numbers of an anchor's other rows and of its positives in bin l (each row shared linearly between
+    the two nearest bin centres), H, H⁺ their running sums, and M positives,
+
+        loss_i = 1 − 1/M Σ_l h⁺_l H⁺_l / H_l
+
+    averaged over the anchors with a positive. Bin centres are 0, 4/L, … 4.
+
+    Args:
+        num_bins: L, the number of steps between distances 0 and 4.
+        normalize: must be True; rows are always normalised.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+        >>> FastAP()(z, torch.tensor([0, 1, 0]))   # rows 0 and 2 find the positive last: 1 − 1/2 and, tied, 1 − 1/2
+        tensor(0.5000)
+
+    Source: Cakir et al. 2019, https://openaccess.thecvf.com/content_CVPR_2019/html/Cakir_Deep_Metric_Learning_to_Rank_CVPR_2019_paper.html
+    """
+
+    num_bins: Bins = 10
+
+    def settings_problem(self) -> str | None:
+        unit = "its histogram spans the distances of unit rows. Leave normalize=True."
+        return super().settings_problem() or (None if self.normalize else unit)
+
+    def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+        return squared_distances(anchors, candidates)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+        position = similarity * (self.num_bins / 4)
+        lower = position.detach().long().clamp_(0, self.num_bins)
+        above = position - lower
+        of_positives, of_negatives, positives = yield (
+            *(Sum(self._histogram(lower, above, where)) for where in (positive, negative)),
+            Sum(positive.sum(1)),
+        )
+        ranked, result = (of_positives + of_negatives).cumsum(1), of_positives.cumsum(1)
+        precision = (of_positives * result / ranked.where(ranked > 0, 1)).sum(1)
+        return 1 - precision / positives.clamp(min=1), positives > 0
+
+    def _histogram(self, lower: Tensor, above: Tensor, where: Tensor) -> Tensor:
+        bins = above.new_zeros(len(above), self.num_bins + 2)
+        bins = bins.scatter_add(1, lower, (1 - above).where(where, 0))
+        return bins.scatter_add(1, lower + 1, above.where(where, 0))
+
+
+class Histogram(LabelledLoss):
+    r"""Compute the overlap of the histograms of positive and of negative similarities of unit rows.
+
+    With h⁺ and h⁻ the histograms of s_ij = z_i·z_j over all positive and all negative pairs of all ranks, at R + 1 nodes
+    from −1 to 1, where a pair is shared linearly between its two nearest nodes,
+
+        loss = Σ_r h⁻_r Σ_{q≤r} h⁺_q
+
+    which is 0 without a positive or a negative pair. Two passes over the pairs: the first sums histograms over ranks,
+    the second takes the gradient, with memory linear in N. pytorch-metric-learning's HistogramLoss leaves out negative pairs
+    of two rows that both have no positive.
+
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
+
+    Args:
+        num_bins: R, the number of steps; the paper finds little effect between 100 and 200.
+
+    Examples:
+        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> Histogram(num_bins=2)(z, torch.tensor([0, 0, 1]))   # positives at 0; negatives at 0 and 1
+        tensor(1.)
+        >>> Histogram(num_bins=2)(z, torch.tensor([0, 1, 0]))   # positives at 1, negatives at 0
+        tensor(0.)
+
+    Source: Ustinova & Lempitsky 2016, https://arxiv.org/abs/1611.00822
+    """
+
+    num_bins: Bins = 100
+
+    def compute(self, batch: Batch) -> Tensor:
+        z, ids = batch.prepared(batch.rows["embeddings"], normalize=True), batch.int64(batch.rows["labels"])
+        return histogram_overlap(batch, z, ids, self.num_bins)
